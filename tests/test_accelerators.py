@@ -17,7 +17,7 @@ from trl_opsd.monitor.memory import explained
 from trl_opsd.types import kept
 
 NAMES_CUDA = {
-    "_compat/vllm/preserved_classes.py": "the precision of products is set by backend, and vLLM sets CUDA's",
+    "_compat/vllm/process.py": "the precision of products is set by backend, and vLLM sets CUDA's",
     "losses/elementwise.py": "Triton's kernel is compiled for it",
     "losses/streamed.py": "products of half-precision factors with a float32 result",
     "rollout/server_client.py": "TRL's client of a vLLM server has NCCL alone",

@@ -17,7 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd.checkpoints.manifest import MANIFEST
+from trl_opsd.checkpoints.atomic_save import MANIFEST
 from trl_opsd.data.datasets import describe_rows
 from trl_opsd.fingerprint import FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
 from trl_opsd.losses import Divergence, ReverseKL

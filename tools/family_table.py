@@ -63,8 +63,7 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
         "## Exact in every role, generating without a cache",
         "",
         "With a cache their `generate` fails or computes other logits than without one, in transformers itself; a "
-        "trial before the first completion detects it. Each token then re-reads its whole row; recurrent_gemma needs "
-        "this only for batches of one-token prompts.",
+        "trial before the first completion detects it. Each token then re-reads its whole row.",
         "",
         ", ".join(slow) + ".",
         "",

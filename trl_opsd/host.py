@@ -89,6 +89,8 @@ class TrainerHost(Host, Protocol):
     dropped_prompts: Counter[str]
     base_samples: Any
     is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    lr_scheduler: Any
 
     @property
     def readers(self) -> Readers:
@@ -140,6 +142,10 @@ class TrainerHost(Host, Protocol):
 
     def footprint(self, phase: str) -> dict[str, int]:
         """Memory of a phase, in bytes by name, for out-of-memory errors."""
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Softmax temperatures of the student and of the teacher in the loss."""
 
     @property
     def teaches_early(self) -> bool:

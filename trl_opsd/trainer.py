@@ -55,7 +55,7 @@ from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend
-from trl_opsd.rollout.changes import warn_of_overridden
+from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.teacher import Teacher
@@ -486,12 +486,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.should_save:
             fingerprint.write(folder, self._teaching.fingerprint())
             self.teachers.save(folder)
-            self.save_course(folder)
+            self._collapse.save(folder)
 
     def load_own_state(self, folder: str) -> None:
         """The inverse of `save_own_state`."""
         self.teachers.load(folder)
-        self.load_course(folder)
+        self._collapse.load(folder)
 
     def check_effect(self) -> None:
         """Rejects a training that would change nothing, before it begins; options may have been changed."""

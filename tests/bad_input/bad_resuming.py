@@ -13,7 +13,7 @@ from cases import Case, Lab
 from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.checkpoints.manifest import MANIFEST
+from trl_opsd.checkpoints.atomic_save import MANIFEST
 from trl_opsd.fingerprint import FILE
 from trl_opsd.losses import ForwardKL
 

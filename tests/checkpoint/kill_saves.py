@@ -19,8 +19,8 @@ import torch
 import transformers.modeling_utils
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.checkpoints.checkpoint import checkpoint_to_resume
-from trl_opsd.checkpoints.manifest import problems
+from trl_opsd.checkpoints.atomic_save import problems
+from trl_opsd.checkpoints.resume import checkpoint_to_resume
 
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 

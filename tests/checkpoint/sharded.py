@@ -18,8 +18,8 @@ from kill_saves import Deadline, of_any_step
 from transformers import TrainerCallback
 from watched import Watched
 
-from trl_opsd.checkpoints.checkpoint import checkpoint_to_resume
-from trl_opsd.checkpoints.manifest import entries, problems
+from trl_opsd.checkpoints.atomic_save import problems
+from trl_opsd.checkpoints.resume import checkpoint_to_resume
 
 Make = Callable[..., Watched]
 """[`watched.trainer`] with its models bound."""
@@ -55,8 +55,6 @@ def resume(make: Make, folder: Path, resumes: Resumes) -> dict[str, Any]:
     done = make(folder / "elsewhere", "full", max_steps=FINISHED)
     done.train(resume_from_checkpoint=str(folder / "full" / f"checkpoint-{FINISHED}"))
     seen["finished"] = {"step": done.state.global_step, **asdict(done.witness)}
-    rank, saved = whole.accelerator.process_index, folder / "full" / "checkpoint-4"
-    seen["hashed"] = sorted(entries(saved, rank, 2, is_main=not rank))
     seen["strategy"] = [str(whole.accelerator.distributed_type), whole.accelerator.num_processes]
     return seen
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerState
 
 from trl_opsd import ServerError
-from trl_opsd.checkpoints.checkpoint import UNFINISHED, checkpoint_to_resume
-from trl_opsd.checkpoints.manifest import MANIFEST, problems
-from trl_opsd.loop import saving
+from trl_opsd.checkpoints.atomic_save import MANIFEST, UNFINISHED, problems
+from trl_opsd.checkpoints.resume import checkpoint_to_resume
+from trl_opsd.loop import checkpoints
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 
@@ -199,12 +199,12 @@ def test_all_machines_resume_from_a_checkpoint_that_each_has(make_trainer, tmp_p
     trainer.train()
     folder, refusal = others
     answers = iter([(folder and str(tmp_path / folder), refusal)])
-    monkeypatch.setattr(saving, "gather_object", lambda mine: [*mine, *[next(answers, mine[0])]])
+    monkeypatch.setattr(checkpoints, "gather_object", lambda mine: [*mine, *[next(answers, mine[0])]])
     if refusal:
         with pytest.raises(ValueError, match=refusal):
-            trainer._whole_checkpoint(True)
+            trainer._checkpoints.whole(True)
     else:
-        assert trainer._whole_checkpoint(True) == str(tmp_path / "checkpoint-1")
+        assert trainer._checkpoints.whole(True) == str(tmp_path / "checkpoint-1")
 
 
 def test_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from watched import trainer
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.checkpoints.manifest import problems
+from trl_opsd.checkpoints.atomic_save import problems
 
 AT = 3
 

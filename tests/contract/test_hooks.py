@@ -9,19 +9,14 @@ import operator
 import pytest
 import tiny
 import torch
-from transformers import Trainer
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop import (
     hooks,
-    saving,
-    steps,
     upstream_fixes,
 )
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.saving import SafeCheckpoints
-from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 
 pytestmark = pytest.mark.quick
@@ -29,8 +24,6 @@ pytestmark = pytest.mark.quick
 TABLES = (
     (DistillationTrainer, TrainerHooks, hooks.SEAMS),
     (DistillationTrainer, UpstreamFixes, upstream_fixes.SEAMS),
-    (Trainer, SafeCheckpoints, saving.SEAMS),
-    (Trainer, GuardedSteps, steps.SEAMS),
 )
 """The original, the class that overrides its methods, and these with their parameters."""
 

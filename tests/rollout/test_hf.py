@@ -20,8 +20,8 @@ from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForC
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models.padding import Reading
-from trl_opsd.rollout.every_row import KnownTokensOnly
-from trl_opsd.rollout.writing_proof import Writing
+from trl_opsd.rollout.decode import KnownTokensOnly
+from trl_opsd.rollout.generate import Batching
 
 BY_LENGTH = Reading(0)
 PROMPTS = ["2+2=", "The sky is", "a", "Count: one two"]
@@ -366,7 +366,7 @@ class TestStream:
     @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["left", "plain generate"])
     def test_batches_are_continued_one_after_the_other(self, make_writing, options):
         trainer = make_writing(generation_kwargs={"do_sample": False, **options})
-        trainer.rollout.writing = Writing(BY_LENGTH)
+        trainer.rollout.writing = Batching(BY_LENGTH)
         prompt_ids = [[5, 6], [7], [8, 9], [10]]
         expected = trainer.complete(prompt_ids)
         reads, found, when = Reads(trainer.model), {}, []

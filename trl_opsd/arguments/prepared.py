@@ -24,7 +24,7 @@ from trl_opsd.arguments.checks import (
 from trl_opsd.arguments.dataset_checks import check_completions, check_datasets, looked_through, needs_privilege
 from trl_opsd.arguments.given import check_given
 from trl_opsd.arguments.rules import BUILDING, LEARNING, SURPRISES
-from trl_opsd.checkpoints.checkpoint import check_disk
+from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.completions import COMPLETION

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
+from trl_opsd.checkpoints.atomic_save import UNFINISHED
+from trl_opsd.checkpoints.sigterm import StopOnSigterm
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.conversations import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import IMAGE_COLUMNS
@@ -32,18 +35,18 @@ from trl_opsd.data.teacher_prompts import COLUMNS
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import DATASETS, FIXED, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
-from trl_opsd.loop.collapse import Courses
+from trl_opsd.loop.checkpoints import Checkpoints
+from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer
 from trl_opsd.loop.evaluation import Evaluation, Predictions
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
+from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overlap import Overlap
 from trl_opsd.loop.overrides import prepares_batches
-from trl_opsd.loop.saving import SafeCheckpoints
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.shared_rows import parts_to_learn
 from trl_opsd.loop.step_stats import MicroBatch, StepStats
-from trl_opsd.loop.steps import GuardedSteps
 from trl_opsd.loop.student import call_in_student, generating_student, padded_prompts, padded_rows, parallelism_in_words
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
@@ -97,13 +100,23 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "get_eval_dataloader": ("self", "eval_dataset"),
     "get_test_dataloader": ("self", "test_dataset"),
     "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "create_accelerator_and_postprocess": ("self",),
+    "_get_grad_norm": ("self", "model", "grad_norm"),
+    "create_scheduler": ("self", "num_training_steps", "optimizer"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_save_checkpoint": ("self", "model", "trial"),
+    "_get_output_dir": ("self", "trial"),
+    "_save": ("self", "output_dir", "state_dict"),
+    "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "_push_from_checkpoint": ("self", "checkpoint_folder"),
+    "_load_best_model": ("self",),
     "log": ("self", "logs", "start_time"),
 }
 """TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
 
-class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
+class TrainerHooks(UpstreamFixes):
     """TRL's trainer with every method overridden that calls one of the verbs: `complete`, `teach`, `weigh`, `compare`.
 
     A subclass implements them and the checks around them; it gets our own types only. TRL builds neither a teacher nor
@@ -133,6 +146,10 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
     """Which rows the student can read in one batch."""
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
     chat_template_kwargs: dict[str, Any]
+    processor: ProcessorMixin | None
+    """A multimodal processor, saved with the weights, so that the folder loads as the original model does."""
+    loads: int = 0
+    """How often the weights of a checkpoint were loaded."""
     _step: int
     _signature_columns: list[str] | None
 
@@ -146,6 +163,8 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             set_known(args, _n_gpu=1)  # transformers would copy the student to all, which TRL refuses
         # TRL would build an engine of its own, and its tool loop would use it.
         use_vllm, args.use_vllm = args.use_vllm, False
+        # transformers would install a SIGTERM handler, and remove it only when training ends without an error.
+        stops_on_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
         loading = args.model_init_kwargs
         if isinstance(kwargs.get("model"), str):
             args.model_init_kwargs = {"use_safetensors": True, **whole_on(args.device), **(loading or {})}
@@ -160,6 +179,16 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
                 super().__init__(teacher_model=None, args=args, **kwargs)
         finally:
             args.use_vllm, args.model_init_kwargs = use_vllm, loading
+            args.enable_jit_checkpoint = stops_on_sigterm
+        if not args.use_cache:  # which transformers has set in the config, and would save with the student
+            vars(self.model.config).pop("use_cache", None)
+            vars(self.model.config).update(self._use_cache)
+        sigterm = StopOnSigterm(self.accelerator) if stops_on_sigterm else None
+        self._checkpoints, self._collapse = Checkpoints(self, sigterm), CollapseGuard(self)
+        for callback in (sigterm, self._collapse):
+            if callback is not None:
+                self.add_callback(callback)
+        self._guard = NonfiniteGuard(self)
         if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
         self._check_fsdp()
@@ -187,6 +216,11 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         self._read_once = ReadOnce.by_trainer(self.args)
         self._read_at_start = ReadOnce.by_training(self.args)
 
+    # By transformers' constructor, before it sets `use_cache` in the student's config.
+    def create_accelerator_and_postprocess(self) -> None:
+        self._use_cache = {name: value for name, value in vars(self.model.config).items() if name == "use_cache"}
+        super().create_accelerator_and_postprocess()
+
     def _take_samples(self, student: Any) -> None:
         self.base_samples = sampled(student)
 
@@ -202,57 +236,52 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
                 "plain data parallelism."
             )
 
-    # ---- Host: what rollouts, teachers and the objects of the loop call -------------------------------------------
+    # ---- A training, and its data -----------------------------------------------------------------------------------
 
-    @property
-    def strategy(self) -> str:
-        """Number of processes, parallelism of the launch, and device, in words."""
-        sharing = None if self.row_group is None else self.row_group.size
-        return parallelism_in_words(self.accelerator, self._dist, sharing)
-
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
-        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
-        ours = self.chat_template_kwargs
-        # TRL's method reads the attribute and has no argument for it.
-        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
-        try:
-            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
-        finally:
-            self.chat_template_kwargs = ours
-        return list(prompt_ids)
-
-    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
-        """The student's prompts for checked rows."""
-        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
-        return prompt_ids
-
-    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
-        """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
-        return padded_prompts(self, prompt_ids)
-
-    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
-        """TRL's keys for rows; an empty completion is one masked token of padding."""
-        return padded_rows(self, prompt_ids, completions)
-
-    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
-        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
-        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
-        return context
-
-    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(student, *args)` where the student's weights are gathered; collective if it is sharded."""
-        return call_in_student(self, self._forward_redirection, function, *args)
-
-    def student_for_generation(self) -> AbstractContextManager[Any]:
-        """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
-        return generating_student(self, self._dist)
-
-    # ---- Hooks in TRL's loop ------------------------------------------------------------------------------------
-
-    # At construction of a data loader.
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
-            self._signature_columns = list(self.row_columns)
+    # By the user.
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
+        if self.train_dataset is None:
+            raise ValueError(
+                "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
+            )
+        check_can_learn(self.model)
+        if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
+            logger.warning(
+                f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
+            )
+        self._read_once.check(self.args)
+        if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
+            self.args.check_again()
+        self._launch.restore()
+        self.args.check_as_given()
+        refuse(TRAINING, self.args)
+        self.check_effect()
+        self._read_at_start = ReadOnce.by_training(self.args)
+        self._dealer.forget()
+        set_known(self, _step=0, _current_train_step_time=0.0)
+        self._metrics["train"].clear()
+        self._stats.clear()
+        self._collapse.begin()
+        with (
+            nullcontext() if self.row_group is None else self.row_group.shares(self.model),
+            explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
+            self._earlier.followed_by(self),
+            self._guard.training(),
+        ):
+            try:
+                if resume_from_checkpoint:
+                    resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
+                    self.check_state(resume_from_checkpoint)
+                with self._checkpoints.training():
+                    return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                self._ahead.cancel()
 
     # Once a training.
     def get_train_dataloader(self) -> DataLoader:
@@ -270,6 +299,11 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             batch_size=self._train_batch_size * calls,
             is_training=True,
         )
+
+    # At construction of a data loader.
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(self.row_columns)
 
     # By `get_train_dataloader`, where the dataset is no stream.
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
@@ -298,10 +332,66 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
                 dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
         return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
+    # Once a training, before a checkpoint is loaded into the optimizer.
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self._checkpoints.note_settings()
+        return scheduler
+
+    # When a training resumes; not under DeepSpeed.
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.loads += 1
+
+    # Once a training, after the model was wrapped; with `None` where it does not resume.
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._checkpoints.after_optimizer_load(checkpoint)
+            self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
+            self.load_own_state(checkpoint)
+
+    # ---- An optimizer step: its micro-steps -------------------------------------------------------------------------
+
     # By transformers before each optimizer step: the rows of its micro-steps.
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
         return self._ahead.batch(super().get_batch_samples, epoch_iterator, num_batches, device)
+
+    # By transformers, for each micro-step; the optimizer step follows the last of `gradient_accumulation_steps`.
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self._read_at_start.check(self.args)
+        with self._stats.phase("compare", "train"):
+            loss = self._learn(model, inputs, num_items_in_batch)
+        if self._call == 0:
+            self._dealer.forget()  # its targets must not stay in memory during the next rollout or an evaluation
+        return loss
+
+    def _learn(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """The loss of a call, after a forward and backward pass for each of its micro-batches."""
+        start, trl_step = perf_counter(), super().training_step
+
+        def learn(is_last: bool) -> Tensor:
+            if not is_last:  # past TRL's, which would count it as a call
+                return Trainer.training_step(self, model, inputs, num_items_in_batch)
+            # TRL times only its own call, which trains on the last micro-batch.
+            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
+            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
+
+        if self._overlap.is_on:
+            if self.accelerator.gradient_state.sync_gradients:
+                return self._overlap.step(model, inputs, learn)
+            set_known(self, _step=self._step + 1)  # the step is taken after a later call
+            return torch.zeros((), device=self.args.device)
+        if prepares_batches(self):
+            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
+        parts = self._dealer.parts(inputs, self._call)
+        return torch.stack(self._dealer.losses(parts, model, learn)).sum()
+
+    @property
+    def _call(self) -> int:
+        """Index of the next call of `training_step` within an optimizer step."""
+        return int(self._step % self.args.gradient_accumulation_steps)
 
     # By `training_step` of TRL, once a micro-batch; by TRL's `prediction_step` in an evaluation.
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -309,10 +399,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             return self._generate_and_score_completions(generation_batch)
         return self._dealer.only_part(generation_batch, self._call)
 
-    @property
-    def _call(self) -> int:
-        """Index of the next call of `training_step` within an optimizer step."""
-        return int(self._step % self.args.gradient_accumulation_steps)
+    # ---- A generation batch -----------------------------------------------------------------------------------------
 
     # By the dealer in the first micro-step of an optimizer step; by `_prepare_inputs` for a batch of an evaluation.
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -349,7 +436,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         self._generation.begin()
         with self._engine_hidden(True), self._generation.session():
             written = super()._generate(prompts)
-        self.note_completions(self._generation.on_policy(written[1]))
+        self._collapse.note_completions(self._generation.on_policy(written[1]))
         return written
 
     # By TRL's `_generate`, before the first turn.
@@ -385,20 +472,9 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         finally:
             self._hides_engine = before
 
-    # By `compute_loss`, inside the forward of the student's distributed wrapper: no collectives in it.
-    def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
-        # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
-        rollout = Rollout.unpack(inputs).cut()
-        targets = TeacherTargets.unpack(inputs).cut(rollout.completion_ids.size(1))
-        with autocast(self.accelerator):
-            parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
-        check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
-        if self.model.training:
-            self._probe.attach(unwrapped_student)
-        weight, _, student_entropy, *_ = parts.rows.sum(0)
-        return parts.loss, student_entropy, weight
+    # ---- The loss of a micro-batch ----------------------------------------------------------------------------------
 
+    # By transformers' `training_step`, for each micro-batch; by TRL's `prediction_step` in an evaluation.
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -435,90 +511,91 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             self._evaluation.keep(inputs)
         finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
-            loss = self.with_nan_gradient(loss)
+            loss = (
+                loss * math.nan
+            )  # so is the gradient in every process, and every optimizer's own check skips the step
         elif self.model.training:
             self._stats.record_step()
         return (loss, None) if return_outputs else loss
 
+    # By `compute_loss`, inside the forward of the student's distributed wrapper: no collectives in it.
+    def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
+        # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
+        rollout = Rollout.unpack(inputs).cut()
+        targets = TeacherTargets.unpack(inputs).cut(rollout.completion_ids.size(1))
+        with autocast(self.accelerator):
+            parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
+        check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
+        self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
+        if self.model.training:
+            self._guard.watch(unwrapped_student)
+        weight, _, student_entropy, *_ = parts.rows.sum(0)
+        return parts.loss, student_entropy, weight
+
     def _is_finite(self, one: MicroBatch) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
-        if is_finite := self.is_finite_loss(one.named, one.rows):
+        if is_finite := self._guard.is_finite(one.named, one.rows):
             self.check_sums(one.named)
             self._stats.now.add(one.named)
             if self.model.training:
-                self.note_loss(one.named)
+                self._collapse.note_loss(one.named)
         self.record("entropy", one.named["student_entropy"] / one.named["weight"] if one.named["weight"] else 0.0)
         return is_finite
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        self._read_at_start.check(self.args)
-        with self._stats.phase("compare", "train"):
-            loss = self._learn(model, inputs, num_items_in_batch)
-        if self._call == 0:
-            self._dealer.forget()  # its targets must not stay in memory during the next rollout or an evaluation
-        return loss
+    # ---- The gradient -----------------------------------------------------------------------------------------------
 
-    def _learn(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """The loss of a call, after a forward and backward pass for each of its micro-batches."""
-        start, trl_step = perf_counter(), super().training_step
+    # After the backward passes of an optimizer step, and before the step; under DeepSpeed after it.
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._guard.before_step(model, norm)
+        return norm
 
-        def learn(is_last: bool) -> Tensor:
-            if not is_last:  # past TRL's, which would count it as a call
-                return Trainer.training_step(self, model, inputs, num_items_in_batch)
-            # TRL times only its own call, which trains on the last micro-batch.
-            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
-            return trl_step(model, inputs, num_items_in_batch)
+    # ---- The log ----------------------------------------------------------------------------------------------------
 
-        if self._overlap.is_on:
-            if self.accelerator.gradient_state.sync_gradients:
-                return self._overlap.step(model, inputs, learn)
-            set_known(self, _step=self._step + 1)  # the step is taken after a later call
-            return torch.zeros((), device=self.args.device)
-        if prepares_batches(self):
-            return trl_step(model, inputs, num_items_in_batch)
-        parts = self._dealer.parts(inputs, self._call)
-        return torch.stack(self._dealer.losses(parts, model, learn)).sum()
+    # After `logging_steps`, after an evaluation, and at the end of a training.
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # TRL takes the numbers of training or evaluation by the mode of the model, and an evaluation may have left it.
+        is_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
+        try:
+            if self.model.training:
+                logs.update(self._stats.means())
+                if "loss" in logs and (skipped := self._guard.skipped) is not None:
+                    logs["nonfinite/skipped_steps"] = skipped
+            if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
+                os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
+            numbers = self._metrics["train" if self.model.training else "eval"]
+            for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
+                del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
+            super().log(logs, start_time)
+        finally:
+            self.model.training = is_training
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
-        if self.train_dataset is None:
-            raise ValueError(
-                "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
-            )
-        check_can_learn(self.model)
-        if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
-            logger.warning(
-                f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
-            )
-        self._read_once.check(self.args)
-        if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
-            self.args.check_again()
-        self._launch.restore()
-        self.args.check_as_given()
-        refuse(TRAINING, self.args)
-        self.check_effect()
-        self._read_at_start = ReadOnce.by_training(self.args)
-        self._dealer.forget()
-        set_known(self, _step=0, _current_train_step_time=0.0)
-        self._metrics["train"].clear()
-        self._stats.clear()
-        with (
-            nullcontext() if self.row_group is None else self.row_group.shares(self.model),
-            explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
-            self._earlier.followed_by(self),
-        ):
-            try:
-                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-            finally:
-                self._ahead.cancel()
+    def record(self, name: str, value: float) -> None:
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
 
-    # ---- Evaluations --------------------------------------------------------------------------------------------
+        Args:
+            name (`str`):
+                Any that is not logged already.
+            value (`float` or `torch.Tensor`):
+                One number.
 
+        Raises:
+            ValueError: It is not one number, or the name is taken.
+        """
+        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
+        return self._stats.phase(name)
+
+    @contextmanager
+    def _watched(self, phase: str) -> Iterator[None]:
+        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._show_phase(phase):
+            yield
+
+    # ---- Evaluations ------------------------------------------------------------------------------------------------
+
+    # By the user, and within a training each `eval_steps`.
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -532,6 +609,7 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return self._evaluation.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
 
+    # By the user.
     def predict(
         self,
         test_dataset: Dataset | IterableDataset,
@@ -607,55 +685,76 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         completions = self._evaluation.take()
         return loss, None if prediction_loss_only else completions, labels
 
-    # ---- The log ------------------------------------------------------------------------------------------------
-
-    def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
-
-        Args:
-            name (`str`):
-                Any that is not logged already.
-            value (`float` or `torch.Tensor`):
-                One number.
-
-        Raises:
-            ValueError: It is not one number, or the name is taken.
-        """
-        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
-        return self._stats.phase(name)
-
-    @contextmanager
-    def _watched(self, phase: str) -> Iterator[None]:
-        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._show_phase(phase):
-            yield
+    # ---- Checkpoints ------------------------------------------------------------------------------------------------
 
     # For each checkpoint, also after an evaluation.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._stats.phase("save", "train"):
-            super()._save_checkpoint(model, trial)
+            run_dir, write = Path(self._get_output_dir(trial)), partial(super()._save_checkpoint, model, trial)
+            saved = self._checkpoints.save(run_dir, write, self._collapse.kept)
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(str(saved))
 
-    # After `logging_steps`, after an evaluation, and at the end of a training.
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # TRL takes the numbers of training or evaluation by the mode of the model, and an evaluation may have left it.
-        is_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
-        try:
-            if self.model.training:
-                logs.update(self._stats.means())
-                if "loss" in logs and self._guard.counts:
-                    logs["nonfinite/skipped_steps"] = self._guard.skipped
-            if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
-                os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
-            numbers = self._metrics["train" if self.model.training else "eval"]
-            for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
-                del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
-            super().log(logs, start_time)
-        finally:
-            self.model.training = is_training
+    # By `_save_checkpoint` of transformers.
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir: str = super()._get_output_dir(trial)
+        return os.path.join(run_dir, UNFINISHED) if self._checkpoints.is_staging else run_dir
 
-    # ---- Attributes ---------------------------------------------------------------------------------------------
+    # By `_save_checkpoint` of transformers, and by `save_model`.
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.processor is not None:
+            self.processor.save_pretrained(output_dir or self.args.output_dir)
+
+    # By `_save_checkpoint` of transformers, after the weights.
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        self._checkpoints.complete_for_deepspeed(output_dir)
+        self.save_own_state(output_dir)
+
+    # By `_save_checkpoint` of transformers. An upload runs in the background, so it starts when the files are in place.
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._checkpoints.is_staging:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    # At the end of a training, with `load_best_model_at_end`.
+    def _load_best_model(self) -> None:
+        self._checkpoints.whole(str(self.state.best_model_checkpoint))  # after this, others may be deleted
+        super()._load_best_model()
+        self.loads += 1
+
+    # ---- The model card ---------------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        kind = self.args.teacher_model_kind
+        return "on-policy distillation" if kind is None else "on-policy self-distillation (OPSD)"
+
+    @property
+    def _paper(self) -> dict[str, str]:
+        paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
+        return paper
+
+    # By the user, and by transformers when it pushes to the Hub; TRL's does so with each checkpoint.
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Writes `README.md` to `output_dir`: TRL's card, with base model, teachers, objective, settings and figures.
+
+        Args:
+            model_name (`str`, *optional*):
+                Name of the model. When `None`, that of the repository on the Hub, or of `output_dir`.
+            dataset_name (`str`, *optional*):
+                Name of the dataset on the Hub.
+            tags (`str` or `list[str]`, *optional*):
+                More tags.
+        """
+        folder = os.path.basename(os.path.realpath(self.args.output_dir))
+        super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
+        if self.is_world_process_zero():
+            self._model_card.complete(dataset_name)
+
+    # ---- Attributes -------------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self.is_built:
@@ -732,32 +831,47 @@ class TrainerHooks(GuardedSteps, Courses, SafeCheckpoints, UpstreamFixes):
         if self.is_built and teacher_model is not self.teacher_model:
             self.replace_teacher(teacher_model)
 
-    # ---- The model card -----------------------------------------------------------------------------------------
+    # ---- Host: what rollouts, teachers and the objects of the loop call ---------------------------------------------
 
     @property
-    def _name(self) -> str:
-        kind = self.args.teacher_model_kind
-        return "on-policy distillation" if kind is None else "on-policy self-distillation (OPSD)"
+    def strategy(self) -> str:
+        """Number of processes, parallelism of the launch, and device, in words."""
+        sharing = None if self.row_group is None else self.row_group.size
+        return parallelism_in_words(self.accelerator, self._dist, sharing)
 
-    @property
-    def _paper(self) -> dict[str, str]:
-        paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
-        return paper
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
+        ours = self.chat_template_kwargs
+        # TRL's method reads the attribute and has no argument for it.
+        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
+        try:
+            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+        finally:
+            self.chat_template_kwargs = ours
+        return list(prompt_ids)
 
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Writes `README.md` to `output_dir`: TRL's card, with base model, teachers, objective, settings and figures.
+    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
+        """The student's prompts for checked rows."""
+        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        return prompt_ids
 
-        Args:
-            model_name (`str`, *optional*):
-                Name of the model. When `None`, that of the repository on the Hub, or of `output_dir`.
-            dataset_name (`str`, *optional*):
-                Name of the dataset on the Hub.
-            tags (`str` or `list[str]`, *optional*):
-                More tags.
-        """
-        folder = os.path.basename(os.path.realpath(self.args.output_dir))
-        super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
-        if self.is_world_process_zero():
-            self._model_card.complete(dataset_name)
+    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
+        """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
+        return padded_prompts(self, prompt_ids)
+
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
+        """TRL's keys for rows; an empty completion is one masked token of padding."""
+        return padded_rows(self, prompt_ids, completions)
+
+    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
+        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
+        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
+        return context
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)` where the student's weights are gathered; collective if it is sharded."""
+        return call_in_student(self, self._forward_redirection, function, *args)
+
+    def student_for_generation(self) -> AbstractContextManager[Any]:
+        """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
+        return generating_student(self, self._dist)

@@ -26,8 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl_opsd._compat.sharding import reshard
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.checkpoint import newest_complete
-from trl_opsd.checkpoints.schedule import check_rates
+from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import WholeStream
 from trl_opsd.loop.overrides import of_package

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_opsd._compat.strict_json import loads
-from trl_opsd.checkpoints.checkpoint import newest_complete
+from trl_opsd.checkpoints.resume import newest_complete
 from trl_opsd.report.samples import Sample, Token
 
 __all__ = [

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from trl_opsd.host import Host
-from trl_opsd.rollout.token_ids import rows_of
+from trl_opsd.rollout.returned import rows_of
 
 
 class RolloutBackend(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -13,13 +13,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn import Parameter
 from tqdm import tqdm
-from transformers import (
-    CompileConfig,
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from trl_opsd._compat.peft import CausalLM, changes_generate
 from trl_opsd._compat.sharding import in_zero3_model, splits_student
@@ -31,13 +25,10 @@ from trl_opsd.options.sampling import check_drawn
 from trl_opsd.parallel.precision import cast_weights
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout.base import RolloutBackend
-from trl_opsd.rollout.changes import IN_GENERATE, assigned, check_followed, of_model
-from trl_opsd.rollout.decode import RaggedDecoding, obstacle
-from trl_opsd.rollout.every_row import KnownTokensOnly
-from trl_opsd.rollout.generate import completions_of, generate, other_generate
-from trl_opsd.rollout.kept_caches import KeptCaches
-from trl_opsd.rollout.modes import with_own_modes
-from trl_opsd.rollout.writing_proof import BY_LENGTH, Writing, prove_writing
+from trl_opsd.rollout.decode import KnownTokensOnly, RaggedDecoding, custom_generate, obstacle
+from trl_opsd.rollout.generate import BY_LENGTH, Batching, completions_of, generate, prove_batching
+from trl_opsd.rollout.generation_config import IN_GENERATE, assigned, check_followed, of_model
+from trl_opsd.rollout.static_caches import StaticCaches
 
 logger = get_logger(__name__)
 
@@ -61,19 +52,19 @@ class HFRollout(RolloutBackend):
             on a GPU yet, which is why it is off by default.
 
     Attributes:
-        writing ([`~rollout.writing_proof.Writing`]): how this student generates, determined before the first rollout.
+        writing ([`~rollout.generate.Batching`]): how this student generates, determined before the first rollout.
         of_student (`dict`): what `generate` takes from the student's own generation config, as it does in TRL.
     """
 
-    is_apart: ClassVar[bool] = False
+    has_whole_copies: ClassVar[bool] = False
     """Whether each process holds a full copy of the generator, even of a sharded student, and generates by itself."""
-    writer: str = "the student"
+    generator: str = "the student"
     """Who generates, for messages."""
 
     def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
-        self.writing: Writing | None = None
-        self._caches = KeptCaches()
+        self.writing: Batching | None = None
+        self._caches = StaticCaches()
         self._casts: dict[Tensor, Parameter] = {}
         self._warned_of: set[str] = set()
 
@@ -88,11 +79,11 @@ class HFRollout(RolloutBackend):
         """
         self._trainer, self.writing = trainer, None
         self._warned_of.clear()
-        self.of_student = of_model(trainer.model, trainer.generation_config, self.writer)
+        self.of_student = of_model(trainer.model, trainer.generation_config, self.generator)
         self._check_drawn({})
         self._bound = copy.deepcopy(trainer.generation_config)  # what is assigned to it later is found by comparison
         self.close()
-        self._is_split = not self.is_apart and splits_student(trainer.accelerator)
+        self._is_split = not self.has_whole_copies and splits_student(trainer.accelerator)
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if self._is_collective() and getattr(plugin, "reshard_after_forward", True):
             logger.warning(
@@ -103,6 +94,10 @@ class HFRollout(RolloutBackend):
             raise ValueError(
                 f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, {reason}: leave `compile` out."
             )
+
+    def close(self) -> None:
+        self._caches.clear()
+        self._casts.clear()
 
     def prove(self) -> None:
         """Determines [`writing`] now instead of in the first rollout."""
@@ -120,7 +115,9 @@ class HFRollout(RolloutBackend):
         if self._is_split:
             return super().stream(prompt_ids, step)
         rows = self._rows(prompt_ids, self._rooms(prompt_ids), lazily=not self._compile)
-        return with_own_modes(rows, self._trainer.accelerator.device.type)
+        return _with_own_modes(rows, self._trainer.accelerator.device.type)
+
+    # ---- Options of this rollout, which may be assigned to `trainer.generation_config` between two ----------------
 
     def _check_drawn(self, changes: Mapping[str, Any]) -> None:
         """Rejects options that change which tokens are sampled, where the loss needs the student's own samples."""
@@ -143,27 +140,11 @@ class HFRollout(RolloutBackend):
             )
         return [min(limits.room(len(ids)), most) for ids in prompt_ids]
 
-    def _rows(self, prompt_ids: list[list[int]], rooms: list[int], lazily: bool) -> Rows:
-        """The number of each prompt and its completion; `lazily` when it has ended, else when all of its batch have."""
-        lengths = list(map(len, prompt_ids))
-        sampling = self._sampling()  # before the student is in eval mode
-        with self._trainer.student_for_generation() as student:
-            writing = self.writing = self.writing or self._proved(student)
-            lazily = lazily and not changes_generate(student)
-            groups = writing.together.groups_to_continue(lengths, rooms, self._is_collective())
-            yield from self._in_groups(groups, prompt_ids, rooms, student, writing, sampling, lazily)
-
-    def _in_groups(self, groups: list[list[int]], prompt_ids: list[list[int]], rooms: list[int], *how: Any) -> Rows:
-        """Continues groups of prompts; with collective forwards, processes with fewer groups generate single tokens."""
-        for rows in [*groups, *[[]] * (self._most(len(groups)) - len(groups))]:
-            some, theirs = [prompt_ids[row] for row in rows] or [[0]], [rooms[row] for row in rows] or [1]
-            for place, completion in self._written(some, theirs, *how):
-                if rows:
-                    yield rows[place], completion
-
     def _sampling(self) -> GenerationConfig:
         """The sampling options: in an evaluation with `eval_temperature`, if set."""
         config = copy.copy(self._trainer.generation_config)
+        # What is unset here would come from the checkpoint's own generation config.
+        config.num_return_sequences, config.return_dict_in_generate = 1, False
         temperature = self._trainer.args.eval_temperature
         if temperature is None or self._trainer.model.training:
             return config
@@ -174,95 +155,109 @@ class HFRollout(RolloutBackend):
             config.temperature = config.top_p = config.top_k = config.min_p = None
         return config
 
-    def _written(
+    # ---- Batches --------------------------------------------------------------------------------------------------
+
+    def _rows(self, prompt_ids: list[list[int]], rooms: list[int], lazily: bool) -> Rows:
+        """The number of each prompt and its completion; `lazily` when it has ended, else when all of its batch have."""
+        sampling = self._sampling()  # before the student is in eval mode
+        with self._trainer.student_for_generation() as student:
+            self.writing = self.writing or self._proved(student)
+            lazily = lazily and not changes_generate(student)
+            groups = self.writing.together.groups_to_continue(list(map(len, prompt_ids)), rooms, self._is_collective())
+            yield from self._in_groups(groups, prompt_ids, rooms, student, self.writing, sampling, lazily)
+
+    def _in_groups(self, groups: list[list[int]], prompt_ids: list[list[int]], rooms: list[int], *how: Any) -> Rows:
+        """Continues groups of prompts; with collective forwards, processes with fewer groups generate single tokens."""
+        for rows in [*groups, *[[]] * (self._most(len(groups)) - len(groups))]:
+            some, theirs = [prompt_ids[row] for row in rows] or [[0]], [rooms[row] for row in rows] or [1]
+            for place, completion in self._batch(some, theirs, *how):
+                if rows:
+                    yield rows[place], completion
+
+    def _batch(
         self,
         prompt_ids: list[list[int]],
         rooms: list[int],
         student: CausalLM,
-        writing: Writing,
+        batching: Batching,
         sampling: GenerationConfig,
         lazily: bool,
     ) -> Rows:
         """Continues prompts in one batch, each by as many tokens as it has room for."""
         trainer = self._trainer
-        inputs = self._padded(prompt_ids, writing)
-        prompt_tokens = inputs["input_ids"].size(1)
         config = copy.copy(sampling)
-        # What is unset here would come from the checkpoint's own generation config.
-        config.num_return_sequences, config.return_dict_in_generate = 1, False
-        # `prove_writing` has found other logits for prompts as short as this with a cache.
-        if prompt_tokens < writing.cached_from:
+        if not batching.cached:
             config.use_cache = False
-        config.max_new_tokens, loop = max(*rooms, 1), None
         # Checked anew for each batch: `trainer.generation_config` may be assigned to.
-        if reason := obstacle(student, config) or writing.rows_stay:
+        reason = obstacle(student, config) or batching.rows_stay
+        # Plain `generate` has one length for all; in a later turn with tools a prompt may fill most of the context.
+        if self._most(bool(reason) and len(set(rooms)) > 1):
+            groups = BY_LENGTH.groups(rooms, self._is_collective())
+            yield from self._in_groups(groups, prompt_ids, rooms, student, batching, sampling, lazily)
+            return
+        inputs, loop = self._padded(prompt_ids, batching), None
+        config.max_new_tokens = max(*rooms, 1)
+        if reason:
             self._warn_of_plain(reason)
             if config.cache_implementation == "static" and torch.is_autocast_enabled(trainer.accelerator.device.type):
                 config.cache_implementation = "dynamic"  # a static one has one dtype, autocast gives two
-        if self._most(bool(reason) and len(set(rooms)) > 1):
-            # Plain `generate` has one length for all; in a later turn with tools a prompt may fill most of the context.
-            groups = BY_LENGTH.groups(rooms, self._is_collective())
-            yield from self._in_groups(groups, prompt_ids, rooms, student, writing, sampling, lazily)
-            return
-        if reason is None:
+        else:
             loop = RaggedDecoding(
                 rooms=rooms,
                 context=trainer.limits.context,
                 collective=self._is_collective(),
                 caches=self._caches,
                 lazily=lazily,
-                writer=self.writer,
+                generator=self.generator,
             )
             if self._compile:
-                self._set_up_compilation(config, prompt_tokens)
+                self._set_up_compilation(config, inputs["input_ids"].size(1))
         known = KnownTokensOnly(trainer.limits.vocabulary, trainer.placeholders)
         # Between two rows of a lazy iterator others use the student, which needs its own weights then.
         casts = self._cast(student) if loop and not lazily else nullcontext()
         with _TokenProgress(config.max_new_tokens, trainer.show_progress) as progress, casts:
-            written = generate(
+            returned = generate(
                 student,
                 inputs,
                 config,
                 logits_processor=LogitsProcessorList([known]),
                 stopping_criteria=StoppingCriteriaList([progress]),
                 **({"custom_generate": loop} if loop else {}),
-                **({"synced_gpus": False} if self.is_apart else {}),
+                **({"synced_gpus": False} if self.has_whole_copies else {}),
             )
-            if loop and lazily and isinstance(written, Iterator):
-                yield from written
+            if loop and lazily and isinstance(returned, Iterator):
+                yield from returned
                 return
-        if not (loop and isinstance(written, list)):
-            completions = completions_of(written, inputs["input_ids"], config.max_new_tokens, type(student).__name__)
-            written = [ids[: max(room, 0)] for ids, room in zip(completions, rooms, strict=True)]
-        yield from enumerate(written)
+        if not (loop and isinstance(returned, list)):
+            completions = completions_of(returned, inputs["input_ids"], config.max_new_tokens, type(student).__name__)
+            returned = [ids[: max(room, 0)] for ids, room in zip(completions, rooms, strict=True)]
+        yield from enumerate(returned)
 
-    def close(self) -> None:
-        self._caches.clear()
-        self._casts.clear()
+    def _padded(self, prompt_ids: list[list[int]], batching: Batching) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = self._trainer.pad_prompts(prompt_ids)
+        if batching.together == PADDED:
+            return inputs
+        longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
+        return {name: tensor[:, -longest:] for name, tensor in inputs.items()}
 
     def _warn_of_plain(self, reason: str) -> None:
         """Warns once per reason that the decoding loop is not used."""
         if reason not in self._warned_of:
             self._warned_of.add(reason)
             logger.warning(
-                f"Completions of {self.writer} come from plain `generate`, whose batch runs until its longest row "
+                f"Completions of {self.generator} come from plain `generate`, whose batch runs until its longest row "
                 f"ends: {reason}."
             )
 
-    def _most(self, here: int) -> int:
-        """The maximum over processes, if forwards are collective; else this process's number."""
-        if not self._is_collective():
-            return here
-        accelerator = self._trainer.accelerator
-        return int(accelerator.gather(torch.tensor([here], device=accelerator.device)).max())
+    # ---- What the student is like ---------------------------------------------------------------------------------
 
-    def _proved(self, student: CausalLM) -> Writing:
+    def _proved(self, student: CausalLM) -> Batching:
         reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
-        if reason := other_generate(student):  # its options and results are not known
-            return Writing(reading, rows_stay=reason)
+        if reason := custom_generate(student):  # its options and results are not known
+            return Batching(reading, rows_stay=reason)
         with preserved_rng(self._trainer.accelerator.device), self._cast(student):
-            found = prove_writing(student, reading, vocabulary, self._is_collective())
-        if replace(found, rows_stay=None) != Writing(reading):
+            found = prove_batching(student, reading, vocabulary, self._is_collective())
+        if replace(found, rows_stay=None) != Batching(reading):
             logger.warning(
                 f"`generate` of {type(student).__name__}, in a padded batch or with a cache, computes other logits "
                 f"than a forward pass, so it is called for {found}, which is slower."
@@ -275,23 +270,23 @@ class HFRollout(RolloutBackend):
             return nullcontext()
         return cast_weights(student, self._trainer.accelerator.device.type, self._casts if self._compile else {})
 
-    def _padded(self, prompt_ids: list[list[int]], writing: Writing) -> dict[str, Tensor]:
-        inputs: dict[str, Tensor] = self._trainer.pad_prompts(prompt_ids)
-        if writing.together == PADDED:
-            return inputs
-        longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
-        return {name: tensor[:, -longest:] for name, tensor in inputs.items()}
-
     def _is_collective(self) -> bool:
         """Whether each forward pass of the student is collective during generation."""
         trainer = self._trainer
         gathered = in_zero3_model(trainer.model) and trainer.args.ds3_gather_for_generation
         return self._is_split and not gathered and trainer.accelerator.num_processes > 1
 
+    def _most(self, here: int) -> int:
+        """The maximum over processes, if forwards are collective; else this process's number."""
+        if not self._is_collective():
+            return here
+        accelerator = self._trainer.accelerator
+        return int(accelerator.gather(torch.tensor([here], device=accelerator.device)).max())
+
     def _why_not_compiled(self, model: CausalLM, cache_implementation: str | None) -> str | None:
         if self._is_split:
             return "the student is split over devices"
-        if reason := other_generate(model):
+        if reason := custom_generate(model):
             return reason
         if not model._can_compile_fullgraph:
             return f"{type(model).__name__} does not support it"
@@ -326,3 +321,46 @@ class _TokenProgress(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         self._bar.update()
         return torch.zeros(input_ids.size(0), dtype=torch.bool, device=input_ids.device)
+
+
+def _with_own_modes(rows: Rows, device_type: str) -> Rows:
+    """Rows of a generator that yields inside of `no_grad` and `autocast`, which must not apply to who takes them."""
+    own = _modes(device_type)
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        nonlocal own
+        outer = _modes(device_type)
+        _set_modes(device_type, *own)
+        try:
+            yield
+        finally:
+            own = _modes(device_type)
+            _set_modes(device_type, *outer)
+
+    try:
+        while True:
+            with inside():
+                row = next(rows, None)
+            if row is None:
+                return
+            yield row
+    finally:
+        with inside():
+            rows.close()
+
+
+def _modes(device_type: str) -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _set_modes(device_type: str, gradients: bool, autocast: bool, dtype: torch.dtype, cache: bool) -> None:
+    torch.set_grad_enabled(gradients)
+    torch.set_autocast_enabled(device_type, autocast)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cache)

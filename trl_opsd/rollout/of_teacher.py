@@ -24,8 +24,8 @@ from trl_opsd.rollout.returned import checked_completions
 logger = get_logger(__name__)
 
 
-class Lender(Protocol):
-    """A teacher that is a model, and lets others generate with it."""
+class GeneratingTeacher(Protocol):
+    """A teacher that is a model, and can be called by others."""
 
     model: CausalLM
     """Its model, which may be the student."""
@@ -41,7 +41,7 @@ class Lender(Protocol):
 class OfTeacher:
     """Generates with a teacher, in each process by itself; `limits` are of its prompts, with its name."""
 
-    def __init__(self, host: Host, teacher: Lender, limits: PromptLimits) -> None:
+    def __init__(self, host: Host, teacher: GeneratingTeacher, limits: PromptLimits) -> None:
         is_student = getattr(teacher, "model", None) is host.model
         # Processes have different numbers of rows for a teacher, so its forward passes may not be collective.
         is_whole = not splits_student(host.accelerator) if is_student else getattr(teacher, "is_whole", False)
@@ -52,13 +52,13 @@ class OfTeacher:
                 "before, into a column 'completion'."
             )
         self._host = cast(Host, _AsStudent(host, teacher, limits))
-        self._rollout = _ByTeacher(limits.reader)
+        self._rollout = _TeacherRollout(limits.reader)
         self._rollout.bind(self._host)
         self._rollout.prove()  # now: under DeepSpeed all processes must take part
         if not is_student:
-            self._say_what_differs(host, teacher.model)
+            self._warn_of_differences(host, teacher.model)
 
-    def _say_what_differs(self, host: Host, model: CausalLM) -> None:
+    def _warn_of_differences(self, host: Host, model: CausalLM) -> None:
         """Warns of what the teacher's own generation config changes in its completions, or in where these end."""
         reader = self._host.limits.reader
         if own := self._rollout.of_student:
@@ -82,14 +82,12 @@ class OfTeacher:
         return checked_completions(written, self._host, prompts, self._host.limits.reader)
 
 
-class _ByTeacher(HFRollout):
-    """The student's rollout with a model that each process holds as a whole."""
+class _TeacherRollout(HFRollout):
+    has_whole_copies = True
 
-    is_apart = True
-
-    def __init__(self, writer: str) -> None:
+    def __init__(self, generator: str) -> None:
         super().__init__()
-        self.writer = writer
+        self.generator = generator
 
 
 class _AsStudent:
@@ -97,7 +95,7 @@ class _AsStudent:
 
     reads_logprobs = learns_from_draws = False
 
-    def __init__(self, host: Host, teacher: Lender, limits: PromptLimits) -> None:
+    def __init__(self, host: Host, teacher: GeneratingTeacher, limits: PromptLimits) -> None:
         self._host, self._teacher, self.limits = host, teacher, limits
         self.model = teacher.model
 

@@ -19,8 +19,8 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import RolloutBackend
-from trl_opsd.rollout.changes import assigned, check_followed
 from trl_opsd.rollout.engine import Engine
+from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.types import Completion
 
@@ -93,10 +93,12 @@ class SyncedRollout(RolloutBackend, Generic[E]):
             self.sync_weights()
         self._wake("kv_cache")
         limits = self._trainer.limits
-        asked: dict[str, Any] = {"logprobs": 0} if self._trainer.reads_logprobs else {}
+        options: dict[str, Any] = dict(self._sampling)
+        if self._trainer.reads_logprobs:
+            options["logprobs"] = 0
         if self._args.eval_temperature is not None and not self._trainer.model.training:
-            asked["temperature"] = self._args.eval_temperature
-        return [{**self._sampling, "max_tokens": limits.room(len(ids)), **asked} for ids in prompt_ids]
+            options["temperature"] = self._args.eval_temperature
+        return [{**options, "max_tokens": limits.room(len(ids))} for ids in prompt_ids]
 
     def _check_prompt(self, number: int, sent: list[int], row: Completion) -> None:
         if row.prompt_ids != sent:
@@ -156,18 +158,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         """Lets the engine sleep, unless it does already, or is closed."""
 
     def _set_up(self, trainer: Host, engine: E, sampling: dict[str, Any], dtype: torch.dtype) -> None:
-        """Stores what `bind` has built.
-
-        Args:
-            trainer ([`OPSDTrainer`]):
-                Provides the student and the processes.
-            engine ([`~rollout.engine.Engine`]):
-                The engine, which `_send` sends weights to.
-            sampling (`dict`):
-                Options of every completion, named as the engine names them.
-            dtype (`torch.dtype`):
-                The less precise of the dtypes that engine and student compute in.
-        """
+        """Stores what `bind` has built; `dtype` is the less precise of those that engine and student compute in."""
         self._trainer, self._engine, self._sampling = trainer, engine, sampling
         self._bound = copy.deepcopy(trainer.generation_config)
         self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model))

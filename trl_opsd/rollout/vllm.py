@@ -14,8 +14,8 @@ from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine, why_no_sleep
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.rollout.sampling import sampling_options
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
+from trl_opsd.rollout.vllm_sampling import sampling_options
 from trl_opsd.rollout.weight_sync import (
     Stream,
     adapter_layers,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from trl_opsd._compat.vllm.architectures import may_have_head
-from trl_opsd._compat.vllm.reload import HEAD
+from trl_opsd._compat.vllm.architectures import HEAD, may_have_head
 from trl_opsd.config import OPSDConfig
 from trl_opsd.rollout import server_client
 from trl_opsd.rollout.asking import Asking
-from trl_opsd.rollout.sampling import request_options
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.server_client import VLLM, ServerClient
+from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import weights_of
 from trl_opsd.types import Weight
 

@@ -1,21 +1,24 @@
-"""What vLLM's implementation of an architecture supports, determined without building a model."""
+"""What vLLM's implementation of an architecture supports, and its refusals in one sentence."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, get_args
 
+import torch
 from torch import nn
 from vllm.config.lora import MaxLoRARanks
 from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.triton_utils import HAS_TRITON
 
-from trl_opsd._compat.vllm.refusals import starting
-
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Config names of the number of experts of a layer."""
-
+HEAD = "lm_head.weight"
+"""The checkpoint name of the output head, which vLLM rejects for models that always use their embeddings instead."""
+_REASON = 400
+"""Maximum length of vLLM's own text in an error, in characters; it may list hundreds of architectures."""
 LORA_RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 """Maximum LoRA ranks an engine can be built with; adapters of smaller ranks fit."""
 
@@ -50,3 +53,25 @@ def may_have_head(config: Any) -> bool:
         model = ModelRegistry.models[names[0]].load_model_cls()
     made_of = [kind for kind in inspect.getmro(model) if issubclass(kind, nn.Module) and kind is not nn.Module]
     return any(".lm_head" in inspect.getsource(kind) for kind in made_of)
+
+
+def has_head(model: Any) -> bool:
+    """Whether a model, or the language model inside a multimodal one, has an output head besides its embeddings."""
+    return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
+
+
+@contextmanager
+def starting(model: str) -> Iterator[None]:
+    """Re-raises errors at an engine's start as a `ValueError` about the checkpoint, except out-of-memory errors."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise refused(f"does not start an engine for the student's checkpoint {model!r}", error) from error
+
+
+def refused(what: str, error: Exception) -> ValueError:
+    """An error that says what vLLM does not do, with the beginning of vLLM's own message."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:_REASON]
+    return ValueError(f"vLLM {what}, {reason}. Where it does not know the architecture, set `use_vllm=False`.")

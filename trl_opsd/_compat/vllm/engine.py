@@ -16,12 +16,11 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.platforms import current_platform
 
-from trl_opsd._compat.vllm.launcher_environment import launcher_environment
-from trl_opsd._compat.vllm.preserved_classes import preserved_classes, preserved_process, retype
-from trl_opsd._compat.vllm.refusals import refused, starting
-from trl_opsd._compat.vllm.reload import HEAD, end_reload, expert_kernels, has_head
+from trl_opsd._compat.vllm.architectures import HEAD, has_head, refused, starting
+from trl_opsd._compat.vllm.process import launcher_environment, preserved_classes, preserved_process, retype
 from trl_opsd._compat.vllm.sampling_params import vocabulary_mask
 from trl_opsd.types import Completion
 
@@ -157,14 +156,14 @@ class VLLMEngine:
         # A tied head is sent under its own name, as vLLM rebuilds only what it is sent; models without a separate head
         # (Gemma 2, Bloom) reject it.
         keeps = has_head(model)
-        kernels = expert_kernels(model)
+        kernels = _expert_kernels(model)
         # A missing kernel makes vLLM build it anew from the new weights.
         for method in kernels:
             method.moe_kernel = None
         try:
             self._worker.reload_weights(weights_iterator=(one for one in weights if keeps or one[0] != HEAD))
         except BaseException as error:
-            end_reload(self._worker.model_runner)
+            _end_reload(self._worker.model_runner)
             if isinstance(error, KeyError | ValueError | AssertionError):
                 raise refused("does not accept the student's weights in checkpoint format", error) from error
             raise
@@ -225,6 +224,25 @@ class VLLMEngine:
     @property
     def _lora_manager(self) -> Any:
         return self._worker.model_runner.lora_manager
+
+
+def _expert_kernels(model: Any) -> dict[Any, Any]:
+    """Kernels of mixtures of experts that must be rebuilt after new weights, by the method object that holds them."""
+    # Only on the CPU does vLLM pack the experts' weights when it builds the kernel, and never repack them.
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()] if current_platform.is_cpu() else []
+    return {method: kernel for method in methods if (kernel := getattr(method, "moe_kernel", None)) is not None}
+
+
+def _end_reload(runner: Any) -> None:
+    """Ends an aborted reload; otherwise vLLM would count partially loaded layers toward the next one."""
+    # Incomplete layers get their previous tensors back, in the layout that vLLM computes with.
+    model = runner.get_model()
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        # vLLM counts loaded elements to know when a layer is complete.
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    finalize_layerwise_reload(model, runner.model_config)
 
 
 def _lora_options(options: EngineOptions) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""Has transformers write a checkpoint to a staging folder first, and resume from complete checkpoints only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import final
+
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, publish, rotate, sync_files
+from trl_opsd.checkpoints.resume import (
+    Settings,
+    check_launch,
+    checkpoint_to_resume,
+    not_taken,
+    remedy,
+    set_rates,
+    settings_of,
+)
+from trl_opsd.checkpoints.sigterm import StopOnSigterm
+from trl_opsd.host import TrainerHost
+
+__all__ = ["Checkpoints"]
+
+logger = get_logger(__name__)
+
+
+@final
+class Checkpoints:
+    """Checkpoints of a trainer, complete or absent; with `sigterm` one is also saved when a cluster ends the run."""
+
+    def __init__(self, trainer: TrainerHost, sigterm: StopOnSigterm | None) -> None:
+        self._trainer, self._sigterm = trainer, sigterm
+        self._settings: Settings = []
+        """Optimizer settings from the options of the latest training."""
+        self.is_staging = False
+        """Whether one is being written, and not yet published."""
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Handles SIGTERM during a training; an error names the checkpoint to resume from."""
+        try:
+            with self._sigterm.listening() if self._sigterm else nullcontext():
+                yield
+        except Exception as error:
+            if advice := remedy(Path(self._trainer.args.output_dir), self._trainer.state.global_step):
+                error.add_note(advice)
+            raise
+
+    # ---- Reading ------------------------------------------------------------------------------------------------
+
+    def whole(self, asked: str | bool) -> str:
+        """The requested checkpoint, `True` for the newest complete on every machine with its own disk. Collective."""
+        found = gather_object([self._found(asked)] if self._trainer.args.should_save else [])
+        if refusal := next((refusal for _, refusal in found if refusal), None):
+            raise ValueError(refusal)
+        folders = {folder for folder, _ in found}
+        if len(folders) > 1:  # the newest of each machine; a later one than the oldest of them is not everywhere
+            return self.whole(min(folders, key=lambda folder: int(folder.rpartition("-")[2])))
+        return str(folders.pop())
+
+    def _found(self, asked: str | bool) -> tuple[str, str]:
+        """The requested checkpoint on this machine's disk, and why it cannot be used."""
+        try:
+            folder, remarks = checkpoint_to_resume(asked, Path(self._trainer.args.output_dir))
+            check_launch(folder, self._trainer.is_deepspeed_enabled, self._trainer.is_fsdp_enabled)
+        except (ValueError, OSError) as error:
+            return "", str(error)
+        for remark in remarks:
+            logger.warning(remark)
+        return str(folder), ""
+
+    def note_settings(self) -> None:
+        """Records the optimizer's settings before a checkpoint is loaded into it."""
+        self._settings = settings_of(self._trainer.optimizer)
+
+    def after_optimizer_load(self, checkpoint: str) -> None:
+        """Sets the rates of this run's schedule, and warns of settings that the checkpoint has overwritten."""
+        set_rates(self._trainer.lr_scheduler)
+        if changed := not_taken(self._settings, settings_of(self._trainer.optimizer)):
+            logger.warning(
+                f"The optimizer goes on as in {checkpoint}: {changed}. For other settings begin a new run with its "
+                "model: pass that to a trainer, and do not resume."
+            )
+
+    # ---- Writing ------------------------------------------------------------------------------------------------
+
+    def save(self, run_dir: Path, write: Callable[[], None], kept: Callable[[Path], Collection[Path]]) -> Path:
+        """Has `write` write a checkpoint, and renames it when every process has; all but `kept` may be deleted."""
+        args, state, accelerator = self._trainer.args, self._trainer.state, self._trainer.accelerator
+        name = f"checkpoint-{state.global_step}"
+        written = run_dir / UNFINISHED / name
+        try:
+            if args.should_save:
+                begin(run_dir)
+            accelerator.wait_for_everyone()  # not before the main process has cleared the folder
+            self.is_staging = True
+            write()
+            self._point_to_best(run_dir)
+            if args.should_save:
+                state.save_to_json(str(written / "trainer_state.json"))  # again, with the best one's final path
+            accelerator.wait_for_everyone()
+            if args.local_process_index == 0:  # a machine can sync only what was written on it
+                sync_files(written)
+            accelerator.wait_for_everyone()
+            if args.should_save:
+                publish(written, run_dir)
+        except Exception as error:
+            error.add_note(f"{run_dir / name} was not finished; earlier checkpoints are unchanged.")
+            raise
+        finally:
+            self.is_staging = False
+        if args.should_save:
+            for remark in rotate(run_dir, args.save_total_limit, [run_dir / name, *kept(run_dir)]):
+                logger.warning(remark)
+        accelerator.wait_for_everyone()
+        return run_dir / name
+
+    def _point_to_best(self, run_dir: Path) -> None:
+        """Sets the final path of the best checkpoint, which transformers looked for in the staging folder."""
+        state = self._trainer.state
+        if (step := state.best_global_step) and self._trainer.args.save_strategy != "no":
+            best = run_dir / f"checkpoint-{step}"
+            if step == state.global_step or best.exists():
+                state.best_model_checkpoint = str(best)
+
+    def complete_for_deepspeed(self, folder: str) -> None:
+        """Writes a file that DeepSpeed writes on the first machine only, and does not load a checkpoint without."""
+        if self._trainer.is_deepspeed_enabled and self._trainer.args.should_save:
+            Path(folder, "latest").write_text(f"global_step{self._trainer.state.global_step}")
