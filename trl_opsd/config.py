@@ -14,7 +14,7 @@ from trl_opsd._compat.deepspeed import check_builds
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.conversations import named_as_here
-from trl_opsd.http.server_urls import server_urls
+from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of

@@ -19,7 +19,7 @@ from trl_opsd._compat.peft import CausalLM, describe_adapters, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import DIGEST
-from trl_opsd.http.server_urls import server_urls
+from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.head import model_shape, shape_of

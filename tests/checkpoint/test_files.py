@@ -115,7 +115,7 @@ TEARS = [
     (write_manifest('{"files": []}'), f"{MANIFEST} cannot be read"),
     (write_manifest('{"files": {"a": 3}}'), f"{MANIFEST} cannot be read"),
     (write_manifest('{"files": {"a": {"bytes": NaN}}}'), f"{MANIFEST} cannot be read"),
-    (write_manifest('{"files": {"a\u0000b": {"bytes": 1}}}'), "a\0b is missing"),
+    (write_manifest('{"files": {"a\\u0000b": {"bytes": 1}}}'), "a\0b is missing"),
     (remove_a_file, "sub/optimizer.pt is missing"),
     (cut_a_file, "model.safetensors has 4 bytes instead of 10"),
     (remove_the_manifest, f"{MANIFEST} is missing"),

@@ -45,7 +45,7 @@ def test_every_kind_of_borrowed_name_has_an_owner():
         ("module", "get_peft_model"),
         ("sampler", "generator"),
         ("config", "_VALID_DICT_FIELDS"),
-        ("client", "check_server"),
+        ("client", "get_world_size"),
     ],
 )
 def test_a_renamed_name_is_reported_with_what_depends_on_it(kind, name):

@@ -36,7 +36,6 @@ from trl_opsd.models.head import model_shape
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import Given, check_columns
 from trl_opsd.rewards.model import RewardModel, loaded_model
-from trl_opsd.rewards.waiting import EventLoop
 from trl_opsd.teacher.checks import check_teachers, check_tokenizers
 
 logger = get_logger(__name__)
@@ -182,7 +181,7 @@ def build_rewards(
             function = RewardModel(placed, one.tokenizer, template, args.per_device_train_batch_size)
         functions[one.name] = function
     weights = torch.tensor(args.reward_weights or [1.0] * len(functions), dtype=torch.float32)
-    return Rewards(functions=functions, weights=weights, loop=EventLoop())
+    return Rewards(functions=functions, weights=weights)
 
 
 # ---- Chat templates -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.data.teacher_prompts import check_template
-from trl_opsd.http.server_urls import is_origin
+from trl_opsd.http.urls import is_origin
 from trl_opsd.losses import DIVERGENCES, Divergence
 from trl_opsd.monitor.course import STEPS
 

@@ -45,6 +45,20 @@ class PerToken:
     """[N], float32, the student's probability of these shared tokens; 0 where not ranked."""
 
 
+UNWEIGHTED = (
+    "teacher_uniform",
+    "clipped",
+    "pulled",
+    "same_first",
+    "teacher_first",
+    "importance",
+    "ranked",
+    "top_shared",
+    "top_mass",
+)
+"""Optional fields of [`PerToken`]: the sum of each over a row is a statistic of the same name, without weights."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossParts:
     """One process's contribution to a loss: local sums, for the caller to reduce across processes."""
@@ -55,15 +69,7 @@ class LossParts:
         "student_entropy",
         "teacher_entropy",
         "tokens",
-        "teacher_uniform",
-        "clipped",
-        "pulled",
-        "same_first",
-        "teacher_first",
-        "importance",
-        "ranked",
-        "top_shared",
-        "top_mass",
+        *UNWEIGHTED,
         "high_entropy_weight",
         "high_entropy_divergence",
         *(f"weight_{tenth}" for tenth in range(TENTHS)),
