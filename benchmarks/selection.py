@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
+from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.teacher.comparison import compared, shares
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets
@@ -78,11 +79,7 @@ class Batch:
             shares(heads, self.targets, weights_BC, late),
             self.rollout,
             None,
-            divergence=ReverseKL(),
-            temperatures=(1.0, 1.0),
-            chunk_tokens=None,
-            vocabulary=None,
-            kl_clip=None,
+            Objective(divergence=ReverseKL()),
             criterion=None if late is None else criterion,
         )
         wanted = [one for one in (self.hidden_BCH, self.head.weight) if one.requires_grad]
