@@ -44,7 +44,7 @@ FLOORS = {
 }
 """A file imports its own package and lower floors only. The key is the file, or the folder it lies in."""
 
-OPTIONAL = ("vllm", "deepspeed", "peft", "trl", "aiohttp")
+OPTIONAL = ("vllm", "deepspeed", "peft", "trl", "aiohttp", "pydantic")
 """Each is imported by one file of `_compat/`, or by one folder of it."""
 
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

@@ -118,7 +118,7 @@ def test_a_plain_install_has_everything_that_the_core_imports():
     assert {"trl_opsd.rollout.vllm", "trl_opsd._compat.vllm"} <= vllm
     assert {"trl_opsd.teacher.served", "trl_opsd.rollout.sglang", "trl_opsd.teacher.serve.server"} <= server
     assert triton <= {"trl_opsd.losses.device", "trl_opsd.losses.fused"}
-    optional = r"trl_opsd\.(_compat|rollout|run\.bounded_http|teacher\.(serve\.|served|replicas?$|answered))"
+    optional = r"trl_opsd\.(_compat|rollout|http\.client|teacher\.(serve\.|served|replicas?$|answered))"
     assert [name for name in vllm | server if not re.match(optional, name)] == []
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.cli.train.script import set_loading
-from trl_opsd.http.server_urls import server_urls
+from trl_opsd.http.urls import server_urls
 
 FILES = sorted((Path(train.__file__).parent / "served_teacher").glob("*.yaml"))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_opsd.http.addresses import is_loopback, is_this_machine
-from trl_opsd.http.server_tokens import ROLLOUT_TOKEN, token_header
+from trl_opsd.http.urls import ROLLOUT_TOKEN, is_loopback, is_this_machine, token_header
 
 pytestmark = pytest.mark.quick
 

@@ -35,8 +35,9 @@ class Alike:
 
     backend: ClassVar[ModuleType]
     client: ClassVar[type[Any]]
+    sender: ClassVar[type[Any]]
     sends: ClassVar[str]
-    """The client's method that sends requests."""
+    """The class and its method that send requests for weight syncs."""
     taken: ClassVar[str]
     """What the first of two trainers with one server reads."""
 
@@ -141,7 +142,7 @@ class Alike:
             with pytest.raises(ValueError, match=f"takes {CONTEXT} tokens .* set `vllm_max_model_length={CONTEXT}`"):
                 make(tied=True, **{**server, "vllm_max_model_length": None})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.client, self.sends, connected_in_vain(getattr(self.client, self.sends)))
+            patch.setattr(self.sender, self.sends, connected_in_vain(getattr(self.sender, self.sends)))
             with pytest.raises(ServerError, match="after all") as failure:
                 make(tied=True, **server)
         trainer = serve()

@@ -16,22 +16,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
+pytest.importorskip("vllm")
+
 from trl_opsd.errors import ServerError
-from trl_opsd.http import bounded_http
+from trl_opsd.http import client as http
 from trl_opsd.parallel.pulled import Endable, Pulled
-from trl_opsd.rollout.answers import ServerFacts
-from trl_opsd.rollout.asking import Asking
 from trl_opsd.rollout.returned import checked_stream
-from trl_opsd.rollout.sessions import ServerKind
+from trl_opsd.rollout.vllm_server import VLLMFacts, VLLMServerClient
 
 SECONDS = 10.0
 """A test fails when it has waited this long."""
 PROMPTS = [[0], [1], [2], [3]]
 """Each begins with its number, by which the server knows it."""
-KIND = ServerKind(name="vLLM", option="url", address="url", timeout="timeout", context="", health_seconds=1.0)
-FACTS = ServerFacts(model="student", dtype=torch.float32, context=64, block_size=16)
+FACTS = VLLMFacts(model="student", dtype=torch.float32, context=64, block_size=16)
 
 
 class Rows(ThreadingHTTPServer):
@@ -84,7 +84,7 @@ def server() -> Iterator[Rows]:
 def asked(server: Rows, deadline: float = SECONDS) -> Iterator[tuple[int, Any]]:
     """The rows of all prompts."""
     url = f"http://127.0.0.1:{server.server_port}"
-    client = Asking(url, KIND.session(url, deadline), FACTS)
+    client = VLLMServerClient(tiny.config("nothing is written", vllm_server_base_url=url), deadline, FACTS)
     return client.write_each([(ids, {"max_tokens": 8, "seed": 10 + ids[0]}) for ids in PROMPTS])
 
 
@@ -107,7 +107,7 @@ def test_rows_are_returned_as_they_end(server):
 
 
 def test_rows_beyond_the_connections_wait_for_their_turn(server, monkeypatch):
-    monkeypatch.setattr(bounded_http, "_AT_ONCE", 2)
+    monkeypatch.setattr(http, "_CONCURRENT", 2)
     rows = asked(server)
     until(lambda: len(server.asked) == 2)
     time.sleep(0.2)

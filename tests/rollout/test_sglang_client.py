@@ -16,9 +16,9 @@ import torch
 from torch import distributed
 
 from trl_opsd.errors import ServerError
-from trl_opsd.rollout import sglang_client
-from trl_opsd.rollout.sglang_client import SGLangClient
-from trl_opsd.rollout.sglang_options import sampling_params
+from trl_opsd.rollout import sglang
+from trl_opsd.rollout.sglang import SGLangClient
+from trl_opsd.rollout.sglang_requests import sampling_params
 
 INFO = {
     "dtype": "float32", "device": "cpu", "dp_size": 1, "pp_size": 1, "tp_size": 1, "page_size": 1,
@@ -145,9 +145,13 @@ def test_an_absent_server_is_an_error_after_the_server_timeout(server):
         ({"dp_size": 2}, ValueError, r"`--data-parallel-size 2`.*`--tensor-parallel-size`"),
         ({"pp_size": 2}, ValueError, "`--pipeline-parallel-size 2`"),
         ({"enable_deterministic_inference": True}, ValueError, "start it without"),
-        ({"max_req_input_len": "20"}, ServerError, "max_req_input_len='20': expected a number of tokens"),
-        ({"tp_size": True}, ServerError, "tp_size=True: expected a number of workers"),
-        ({"enable_deterministic_inference": 0}, ServerError, "expected of type bool"),
+        ({"max_req_input_len": "20"}, ServerError, "max_req_input_len='20': expected a valid integer"),
+        ({"tp_size": True}, ServerError, "tp_size=True: expected a valid integer"),
+        (
+            {"enable_deterministic_inference": 0},
+            ServerError,
+            "enable_deterministic_inference=0: expected a valid boolean",
+        ),
         ({"device": None}, ServerError, "device=None"),
     ],
     ids=str,
@@ -221,10 +225,13 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
     [
         (lambda rows: [], "answered 0 rows to 1 prompts"),
         (lambda rows: rows * 2, "answered 2 rows to 1 prompts"),
-        (lambda rows: {"error": "no"}, "answered a dict, expected a list"),
+        (lambda rows: {"error": "no"}, "answered content=.*: expected a valid array"),
         (lambda rows: b"<html>", "did not answer in JSON"),
-        (lambda rows: ["x"], "answered 'x' for a row"),
-        (lambda rows: [{**rows[0], "output_ids": [9, 9, 9, -1]}], "expected token ids"),
+        (lambda rows: ["x"], "answered 0='x': expected an object"),
+        (
+            lambda rows: [{**rows[0], "output_ids": [9, 9, 9, -1]}],
+            r"0.output_ids.3=-1: expected greater than or equal to 0",
+        ),
         (lambda rows: [{**rows[0], "meta_info": None}], "meta_info=None"),
         (told(id="another"), "another request than was sent"),
         (told(prompt_tokens=2), "expected 3 tokens of prompt .*got 2"),
@@ -265,13 +272,13 @@ def test_a_row_that_ends_early_ends_with_an_end_token(server, client):
 def test_a_smaller_vocabulary_is_detected(server, client):
     server.spoil = lambda rows: rows[0]
     server.answers["/generate"] = (200, {"text": ""})
-    assert client.knows(VOCABULARY)
+    assert client.has_token(VOCABULARY - 1)
     assert server.asked[-1][1]["sampling_params"]["logit_bias"] == {"99": 0.0}
     server.answers["/generate"] = (400, {"error": {"message": "logit_bias must has keys in [0, 9], got 99."}})
-    assert not client.knows(VOCABULARY)
+    assert not client.has_token(VOCABULARY - 1)
     server.answers["/generate"] = (400, {"error": {"message": "busy"}})
     with pytest.raises(ServerError, match=r"answered 400: .*busy"):
-        client.knows(VOCABULARY)
+        client.has_token(VOCABULARY - 1)
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
@@ -283,7 +290,7 @@ def weights(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeypatch):
-    monkeypatch.setattr(sglang_client, "BUCKET_BYTES", 50)
+    monkeypatch.setattr(sglang, "BUCKET_BYTES", 50)
     client.connect(torch.device("cpu"))
     for factor in (1.0, 2.0, 3.0):
         server.asked.clear()
@@ -310,7 +317,7 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
         ("/begin_weight_update", (400, {"success": False, "message": "already open"}), "answered 400: .*already open"),
         ("/update_weights_from_distributed", (400, {"success": False, "message": "no session"}), "no session"),
         ("/update_weights_from_distributed", (200, {"success": False, "message": "shape"}), "answered .*shape"),
-        ("/end_weight_update", (200, {}), "/end_weight_update, answered"),
+        ("/end_weight_update", (200, {}), "/end_weight_update, answered {}"),
         ("/update_weight_version", (500, b"oops"), "answered 500: oops"),
     ],
 )
@@ -318,7 +325,7 @@ def test_a_failed_update_is_an_error_at_once_and_none_follows(server, client, mo
     client.connect(torch.device("cpu"))
     client.update(weights())
     server.answers[path] = answer
-    monkeypatch.setattr(sglang_client, "MEET_SECONDS", 3.0)  # what a process may wait for at its end
+    monkeypatch.setattr(sglang, "MEET_SECONDS", 3.0)  # what a process may wait for at its end
     began = time.monotonic()
     with pytest.raises(ServerError, match=message):
         client.update(weights())
@@ -333,7 +340,7 @@ def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch)
     from trl_opsd._compat import weight_group
 
     monkeypatch.setattr(weight_group, "MEET_SECONDS", 1.0)
-    monkeypatch.setattr(sglang_client, "MEET_SECONDS", 1.0)
+    monkeypatch.setattr(sglang, "MEET_SECONDS", 1.0)
     server.answers["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
     with pytest.raises(ServerError, match=r"answered 400: .*no such backend"):
         client.connect(torch.device("cpu"))

@@ -25,8 +25,7 @@ from vllm_lab import by_hf, gap
 from trl_opsd._compat import weight_group
 from trl_opsd.errors import ServerError
 from trl_opsd.rollout import sglang as backend
-from trl_opsd.rollout import sglang_client
-from trl_opsd.rollout.sglang_client import SGLangClient
+from trl_opsd.rollout.sglang import SGLangClient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -39,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 
 class TestSGLang(Alike):
-    backend, client, sends = backend, SGLangClient, "_call"
+    backend, client, sender, sends = backend, SGLangClient, SGLangClient, "_call"
     taken = "something else has sent it weights"
 
 
@@ -70,7 +69,7 @@ def test_other_families_are_synced_and_written_alike(make, tmp_path_factory, sha
 def test_weights_are_sent_in_parts(serve, monkeypatch):
     sent = []
     send = SGLangClient._send
-    monkeypatch.setattr(sglang_client, "BUCKET_BYTES", 30_000)
+    monkeypatch.setattr(backend, "BUCKET_BYTES", 30_000)
     monkeypatch.setattr(SGLangClient, "_send", lambda self, *given: (sent.append(len(given[2])), send(self, *given)))
     trainer = serve()
     trainer.complete(trainer.tokenize(["a"]))

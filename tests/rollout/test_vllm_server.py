@@ -16,17 +16,16 @@ from alike import Alike, stir
 from server_lab import CONTEXT
 from vllm_lab import by_hf, gap, student
 
-from trl_opsd.rollout import answers, weight_sync
 from trl_opsd.rollout import vllm_server as backend
-from trl_opsd.rollout.asking import Asking
+from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.engine import Row
-from trl_opsd.rollout.server_client import ServerClient
+from trl_opsd.rollout.vllm_server import VLLMServerClient
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 class TestVLLM(Alike):
-    backend, client, sends = backend, ServerClient, "_post"
+    backend, client, sender, sends = backend, VLLMServerClient, backend._Sender, "_post"
     taken = "is not connected .* or another trainer of this process has connected over `vllm_group_port="
 
 
@@ -46,8 +45,8 @@ def test_a_port_in_use_is_refused(make, server, monkeypatch):
 
 
 def test_a_server_in_another_precision_is_warned_about(serve, monkeypatch, caplog):
-    facts = answers.facts
-    monkeypatch.setattr(answers, "facts", lambda *told: replace(facts(*told), dtype=torch.bfloat16))
+    read = VLLMServerClient.read_facts
+    monkeypatch.setattr(VLLMServerClient, "read_facts", lambda self: replace(read(self), dtype=torch.bfloat16))
     trainer = serve()
     assert "computes in torch.bfloat16 and the student in torch.float32" in caplog.text
     assert "start the server with `--dtype float32`" in caplog.text
@@ -64,8 +63,8 @@ def test_options_reach_a_server(serve, monkeypatch):
     texts = trainer.processing_class.batch_decode(trainer.complete(prompts), skip_special_tokens=True)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
 
-    ask = ServerClient.ask
-    monkeypatch.setattr(ServerClient, "ask", lambda self, ids, options: ask(self, ids[::-1], options))
+    write = VLLMServerClient.write
+    monkeypatch.setattr(VLLMServerClient, "write", lambda self, rows: write(self, backwards(rows)))
     with pytest.raises(RuntimeError, match=r"For row 0 .* the vLLM server answered another prompt"):
         trainer.complete(prompts)
     monkeypatch.undo()
@@ -102,13 +101,13 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
         undecided.get_output_embeddings().weight.mul_(0.05)
     trainer = serve(model=undecided)
     rollout, seeds = trainer.rollout, []
-    write_each = Asking.write_each
+    write_each = VLLMServerClient.write_each
 
     def recording(self, rows):
         seeds.append([options["seed"] for _, options in rows])
         return write_each(self, rows)
 
-    monkeypatch.setattr(Asking, "write_each", recording)
+    monkeypatch.setattr(VLLMServerClient, "write_each", recording)
     prompts = [trainer.tokenize(["a"])[0]] * 4
     first, again, later = (dict(rollout.stream(prompts, step)) for step in (3, 3, 4))
     assert len({seed for of_one in seeds for seed in of_one}) == 12, "of each row, use and step"
@@ -164,8 +163,8 @@ def backwards(rows: list[Row]) -> list[Row]:
 
 def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
     trainer = serve(top_k=1)
-    write_each = Asking.write_each
-    monkeypatch.setattr(Asking, "write_each", lambda self, rows: write_each(self, backwards(rows)))
+    write_each = VLLMServerClient.write_each
+    monkeypatch.setattr(VLLMServerClient, "write_each", lambda self, rows: write_each(self, backwards(rows)))
     with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server answered another prompt"):
         list(trainer.rollout.stream(trainer.tokenize(tiny.PROMPTS), 0))
 

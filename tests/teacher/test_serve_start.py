@@ -16,7 +16,7 @@ import tiny
 import torch
 from serve_lab import STATES, Running
 
-from trl_opsd.http.server_tokens import TEACHER_TOKEN as TOKEN
+from trl_opsd.http.urls import TEACHER_TOKEN as TOKEN
 from trl_opsd.teacher.serve.start import PROG, bound, commit, main
 
 SECONDS = 120

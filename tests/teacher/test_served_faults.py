@@ -99,7 +99,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_server_is_dropped_within_a_batch(served, checkpoint, other, name, caplog, monkeypatch):
-    monkeypatch.setattr(replicas, "BREATH", 0.01)
+    monkeypatch.setattr(replicas, "_PAUSE", 0.01)
     fault, said = FAULTS[name]
     fault = fault or (lambda server, states: serving_states(other, server.asked[-1], states))
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1], fault, faulty_from=4) as bad:
@@ -212,7 +212,7 @@ AT_START = {
         "started for another task: start it with `vllm serve TEACHER --runner pooling",
     ),
     "token": ({"fault": lambda *_: (401, b"{}", {})}, ServerError, "`TRL_OPSD_TEACHER_TOKEN`"),
-    "no vLLM": ({"models": {"hello": "world"}}, ServerError, "did not list a model .*: is it one, and the right port"),
+    "no vLLM": ({"models": {"hello": "world"}}, ServerError, "did not list a model.*: is it one, and the right port"),
     "both ways": ({"fault": lambda server, states: states.flip(0)}, ServerError, "depend on later tokens"),
     "zeroed": ({"fault": lambda server, states: states[1:2].expand_as(states)}, ServerError, "were not loaded"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from pretended import pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
-from trl_opsd.http.server_urls import server_urls
+from trl_opsd.http.urls import server_urls
 
 URL = "http://127.0.0.1:8000"
 

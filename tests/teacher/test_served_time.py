@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from weakref import WeakSet
 
 import pytest
@@ -14,7 +13,8 @@ from served_lab import check_equal, rows
 
 from trl_opsd import OPSDConfig
 from trl_opsd.errors import ServerError
-from trl_opsd.teacher import replica, replicas
+from trl_opsd.http.client import Response
+from trl_opsd.teacher import replicas
 from trl_opsd.teacher.served_checks import deadline
 from trl_opsd.types.kept import Keeper
 
@@ -22,8 +22,7 @@ from trl_opsd.types.kept import Keeper
 @pytest.fixture
 def breathless(monkeypatch):
     """Servers are asked again at once."""
-    for module in (replica, replicas):
-        monkeypatch.setattr(module, "BREATH", 0.01)
+    monkeypatch.setattr(replicas, "_PAUSE", 0.01)
 
 
 @contextmanager
@@ -112,9 +111,8 @@ def test_a_busy_server_is_asked_again(served, checkpoint, breathless, status):
 @pytest.mark.parametrize(("said", "expected"), [("1", 1.0), ("0", 0.01), ("soon", 0.01), ("600", 60.0), ("", 0.01)])
 @pytest.mark.quick
 def test_retry_after_is_parsed_and_capped(breathless, said, expected):
-    answer = SimpleNamespace(status_code=503, text="full", asked="It", retry_after=said)
-    with pytest.raises(replica.BusyError) as busy:
-        replica._check_status(answer)
+    with pytest.raises(replicas.BusyError) as busy:
+        replicas._check_status(Response("It", 503, bytearray(b"full"), "TOKEN", said))
     assert busy.value.seconds == expected
 
 
@@ -195,7 +193,7 @@ def test_a_slow_server_is_dropped_soon(served, checkpoint, breathless, monkeypat
 
 
 def test_a_dead_server_does_not_delay_the_others(served, checkpoint, monkeypatch):
-    monkeypatch.setattr(replicas, "BREATH", 5.0)
+    monkeypatch.setattr(replicas, "_PAUSE", 5.0)
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1], hang_up, faulty_from=2) as gone:
         teacher = served(gone, good)
         with takes(0, 4):

@@ -59,7 +59,6 @@ class Evaluated(Protocol):
     accelerator: Accelerator
     state: TrainerState
     eval_dataset: Any
-    _metrics: dict[str, dict[str, list[float]]]
 
 
 @final
@@ -71,10 +70,13 @@ class Evaluation:
         self._completions: Tensor | None = None
 
     @contextmanager
-    def of_dataset(self, prefix: str) -> Iterator[dict[str, float]]:
-        """Evaluates with a fixed seed, and leaves training's random state untouched; fills the metrics at its end."""
+    def of_dataset(self, prefix: str, recorded: dict[str, list[float]]) -> Iterator[dict[str, float]]:
+        """Evaluates with a fixed seed, and leaves training's random state untouched; fills the metrics at its end.
+
+        `recorded` are TRL's numbers of the evaluation, and those of `record`.
+        """
         metrics: dict[str, float] = {}
-        args, recorded = self._trainer.args, self._trainer._metrics["eval"]
+        args = self._trainer.args
         check_values(args, ["eval_temperature"])  # which may be changed between two evaluations
         refuse(EVALUATION, args)
         recorded.clear()  # left by an interrupted evaluation

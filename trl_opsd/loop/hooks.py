@@ -60,12 +60,13 @@ from trl_opsd.monitor.metrics import recorded
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.changes import ReadOnce
 from trl_opsd.options.rules import TRAINING, refuse
-from trl_opsd.options.values import above, from_to
+from trl_opsd.options.table import above, from_to
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.parallel.timeouts import Watchdog, set_group_timeout
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.checks import check_parts
+from trl_opsd.types.loss import columns
 
 logger = get_logger(__name__)
 
@@ -526,7 +527,7 @@ class TrainerHooks(UpstreamFixes):
         self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
         if self.model.training:
             self._guard.watch(unwrapped_student)
-        weight, _, student_entropy, *_ = parts.rows.sum(0)
+        weight, student_entropy = columns(parts.rows, "weight", "student_entropy").sum(0)
         return parts.loss, student_entropy, weight
 
     def _is_finite(self, one: MicroBatch) -> bool:
@@ -666,7 +667,10 @@ class TrainerHooks(UpstreamFixes):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        with self._evaluation.of_dataset(metric_key_prefix) as metrics, self._rewards.evaluation(metric_key_prefix):
+        with (
+            self._evaluation.of_dataset(metric_key_prefix, self._metrics["eval"]) as metrics,
+            self._rewards.evaluation(metric_key_prefix),
+        ):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trl_opsd.losses.diagnostics import by_tenth, where_uncertain
 from trl_opsd.types import LossParts, PerToken
+from trl_opsd.types.loss import UNWEIGHTED
 
 
 def reduce(
@@ -34,47 +35,29 @@ def reduce(
         num_items = total.where(total > 0, 1.0)
     elif isinstance(num_items, Tensor):
         num_items = num_items.to(divergence.device)
-    # The columns follow `LossParts.ROW_NAMES`.
     none_B = weights_BC.new_zeros(len(weights_BC))
 
     def spread(values_N: Tensor) -> Tensor:
         # Scattered to [B, C] rather than weights gathered to [N]: boolean indexing would wait for the device.
         return torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N.to(weights_BC))
 
-    def sums(values_N: Tensor | None) -> Tensor:
-        return none_B if values_N is None else spread(values_N).sum(1)
-
     added_N = 0.0 if per_token.pulled is None else per_token.pulled
     # The pull is logged separately: divergences are those of the distributions alone.
     divergence_BC, entropy_BC = spread(divergence.detach() - added_N), spread(per_token.student_entropy)
-    columns = (
-        weights_BC.sum(1),
-        divergence_BC.sum(1),
-        (entropy_BC * weights_BC).sum(1),
-        (spread(per_token.teacher_entropy) * weights_BC).sum(1),
-        counts_BC.sum(1).to(weights_BC),
-        sums(per_token.teacher_uniform),
-        sums(per_token.clipped),
-        sums(per_token.pulled),
-        sums(per_token.same_first),
-        sums(per_token.teacher_first),
-        sums(per_token.importance),
-        sums(per_token.ranked),
-        sums(per_token.top_shared),
-        sums(per_token.top_mass),
-    )
-    if real is None:
-        placed = weights_BC.new_zeros(len(weights_BC), len(LossParts.ROW_NAMES) - len(columns))
-    else:
-        placed = torch.cat(
-            [
-                where_uncertain(counts_BC, weights_BC, divergence_BC, entropy_BC),
-                by_tenth(real.to(divergence.device), weights_BC, divergence_BC),
-            ],
-            dim=1,
-        )
+    unweighted = {name: values_N for name in UNWEIGHTED if (values_N := getattr(per_token, name)) is not None}
+    sums = {
+        "weight": weights_BC.sum(1),
+        "divergence": divergence_BC.sum(1),
+        "student_entropy": (entropy_BC * weights_BC).sum(1),
+        "teacher_entropy": (spread(per_token.teacher_entropy) * weights_BC).sum(1),
+        "tokens": counts_BC.sum(1).to(weights_BC),
+        **{name: spread(values_N).sum(1) for name, values_N in unweighted.items()},
+    }
+    if real is not None:
+        sums.update(where_uncertain(counts_BC, weights_BC, divergence_BC, entropy_BC))
+        sums.update(by_tenth(real.to(divergence.device), weights_BC, divergence_BC))
     return LossParts(
         # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.
         loss=divergence.sum() / num_items,
-        rows=torch.cat([torch.stack(columns, dim=1), placed], dim=1),
+        rows=torch.stack([sums.get(name, none_B) for name in LossParts.ROW_NAMES], dim=1),
     )

@@ -39,7 +39,7 @@ _WITH_A_REWARD = f"{_WITH_REWARDS}; where a function gave one"
 _OF_A_PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _OF_A_SYNC = "main process; mean over weight syncs"
 _OF_A_STEP = "main process; mean over optimizer steps"
-_WITH_OVERLAP = '`overlap="step"` with a rollout that writes apart'
+_WITH_OVERLAP = '`overlap="step"` with a rollout that generates in another process'
 _WITH_TOKENS = "always, unless the loss had no tokens"
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
 _WITH_PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
@@ -55,9 +55,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "divergence/clipped": Metric(
             "1",
-            "Share of the tokens in which at least one entry of the vocabulary was above `kl_clip`.",
+            "Share of the tokens in which at least one entry of the vocabulary was clipped.",
             _OF_ALL,
-            "`kl_clip`",
+            "a clip of entries",
             mean_of=("clipped", "tokens"),
         ),
         "divergence/high_entropy": Metric(
@@ -102,21 +102,21 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "agreement/first": Metric(
             "1",
-            "Share of the tokens where student and teacher find the same token likeliest.",
+            "Share of the tokens where student and teacher have the same most likely token.",
             _OF_ALL,
             _WITH_TOKENS,
             mean_of=("same_first", "tokens"),
         ),
         "agreement/sampled": Metric(
             "1",
-            "Share of the tokens that are the teacher's likeliest.",
+            "Share of the tokens that are the teacher's most likely ones.",
             _OF_ALL,
             _WITH_TOKENS,
             mean_of=("teacher_first", "tokens"),
         ),
         "agreement/top": Metric(
             "1",
-            "Share of the 16 likeliest tokens of one model that are among those of the other.",
+            "Overlap of both models' 16 most likely tokens, as a share of them.",
             _OF_SOME,
             _WITH_TOKENS,
             mean_of=("top_shared", "ranked"),
@@ -162,14 +162,14 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "selection/share": Metric(
             "1",
-            "Share of the tokens that are learned; all other figures of a training are of these.",
+            "Share of the tokens that are trained on; all other figures of a training are of these.",
             "all processes; mean over optimizer steps",
             "`token_selection`; not where processes share rows",
             evaluated=False,
         ),
         "selection/score": Metric(
             "nats",
-            "Mean over all tokens of what is chosen by: the student's entropy, or the divergence.",
+            "Mean over all tokens of the score they are selected by: the student's entropy, or the divergence.",
             "all processes; mean over optimizer steps",
             "`token_selection` by one of these",
             evaluated=False,
@@ -190,7 +190,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "off_policy/share": Metric(
             "1",
-            "Share of rows whose completion the student has not written, of those with a token in the loss.",
+            "Share of rows whose completion the student did not generate, of those with a token in the loss.",
             "all processes; mean over optimizer steps",
             _WITH_DATASET,
             evaluated=False,
@@ -204,7 +204,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "on_policy/divergence": Metric(
             "nats",
-            "`divergence/mean` of the rows that the student has completed.",
+            "`divergence/mean` of the rows whose completion the student generated.",
             "all processes; mean over the optimizer steps that had some",
             _WITH_DATASET,
             evaluated=False,
@@ -275,37 +275,37 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "overlap/first_backward": Metric(
             "seconds",
-            "From the begin of a step until its first micro-batch was learned, by the host's clock.",
+            "From the start of a step until its first micro-batch was trained on, by the host's clock.",
             _OF_A_STEP,
             _WITH_OVERLAP,
             evaluated=False,
         ),
         "overlap/last_row": Metric(
             "seconds",
-            "From the begin of a step until its last row was written.",
+            "From the start of a step until its last row was generated.",
             _OF_A_STEP,
             _WITH_OVERLAP,
             evaluated=False,
         ),
         "overlap/end": Metric(
             "seconds",
-            "From the begin of a step until its last micro-batch was learned.",
+            "From the start of a step until its last micro-batch was trained on.",
             _OF_A_STEP,
             _WITH_OVERLAP,
             evaluated=False,
         ),
         "overlap/staleness": Metric(
             "1",
-            "Share of steps that learned rows which were written before the step before.",
+            "Share of steps that trained on rows generated before the previous step.",
             _OF_A_STEP,
             '`overlap="ahead"`',
             evaluated=False,
         ),
         "overlap/divergence": Metric(
             "nats per token",
-            "How far the step before has moved the student, from its distribution before that step.",
+            "How far the previous step has moved the student, from its distribution before that step.",
             "all processes; mean over optimizer steps",
-            '`overlap="ahead"`, where rows were written before that step',
+            '`overlap="ahead"`, where rows were generated before that step',
             evaluated=False,
         ),
         "sync/seconds": Metric(

@@ -7,19 +7,54 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trl_opsd._compat.trl import is_async_callable
-from trl_opsd.rewards.waiting import EventLoop
 
 __all__ = ["Rewards"]
+
+
+@final
+class EventLoop:
+    """An event loop in a thread of its own; it starts with the first coroutine, and stops with this object.
+
+    It stays between batches, as HTTP clients are bound to one loop.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Waits for a coroutine and returns its result."""
+        if self._loop is None:
+            # In its own thread, as the caller's may have a running loop, as in a notebook, where no other can be run.
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_forever, args=(self._loop,), name="rewards", daemon=True).start()
+            # The thread does not hold this object, so it can be collected.
+            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # after Ctrl-C nothing awaits it
+            raise
+
+
+def _forever(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,51 +65,45 @@ class Rewards:
     """Reward functions by their names in the log."""
     weights: Tensor
     """[F], `reward_weights`."""
-    loop: EventLoop
+    loop: EventLoop = field(default_factory=EventLoop)
     """Event loop of those that are coroutines."""
 
-    def of(self, given: Mapping[str, Any], rows: Sequence[str]) -> Tensor:
+    def of(self, arguments: Mapping[str, Any], rows: Sequence[str]) -> Tensor:
         """The rewards of some rows, named for messages: [B, F], float32, NaN where a function returned `None`."""
         if not rows:
             return torch.empty(0, len(self.functions))
-        columns, waiting = {}, {}
+        found, coroutines = {}, {}
         for name, function in self.functions.items():
             if is_async_callable(function):
-                waiting[name] = function
-            else:
-                columns[name] = _called(name, function, given, rows)
-        if waiting:
-            columns.update(self.loop.run(_all_of(waiting, given, rows)))
-        return torch.tensor([_checked(columns[name], name, rows) for name in self.functions]).T
+                coroutines[name] = function
+                continue
+            with _explained(name, rows):
+                found[name] = function(**arguments)
+
+        async def one(name: str, function: Callable[..., Any]) -> Any:
+            with _explained(name, rows):
+                return await function(**arguments)
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*(one(name, function) for name, function in coroutines.items()))
+
+        if coroutines:
+            found.update(zip(coroutines, self.loop.run(together()), strict=True))
+        return torch.tensor([_checked(found[name], name, rows) for name in self.functions]).T
 
 
-async def _all_of(
-    functions: Mapping[str, Callable[..., Any]], given: Mapping[str, Any], rows: Sequence[str]
-) -> dict[str, Any]:
-    """What asynchronous functions return, which run concurrently."""
-
-    async def one(name: str, function: Callable[..., Any]) -> Any:
-        try:
-            return await function(**given)
-        except Exception as error:
-            raise _failed(name, rows, error) from error
-
-    found = await asyncio.gather(*(one(name, function) for name, function in functions.items()))
-    return dict(zip(functions, found, strict=True))
-
-
-def _called(name: str, function: Callable[..., Any], given: Mapping[str, Any], rows: Sequence[str]) -> Any:
+@contextmanager
+def _explained(name: str, rows: Sequence[str]) -> Iterator[None]:
+    """Names function and rows in an error of a reward function."""
     try:
-        return function(**given)
+        yield
     except (torch.OutOfMemoryError, MemoryError):  # the trainer explains these
         raise
     except Exception as error:
-        raise _failed(name, rows, error) from error
-
-
-def _failed(name: str, rows: Sequence[str], error: Exception) -> RuntimeError:
-    which = rows[0] if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
-    return RuntimeError(f"The reward function {name!r} failed for {which}: {type(error).__name__}: {error}")
+        which = rows[0] if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
+        raise RuntimeError(
+            f"The reward function {name!r} failed for {which}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _checked(returned: Any, name: str, rows: Sequence[str]) -> list[float]:

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd._compat.trl import get_callable_name, get_config_model_id
-from trl_opsd.rewards.model import check_model, loaded_tokenizer
 
 __all__ = ["OURS", "Given", "check_columns", "given_rewards"]
 
@@ -19,6 +19,9 @@ OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric
 """Keyword arguments of a reward function besides the columns of its rows."""
 NOT_PASSED = ("prompt", "completion", "completion_ids")
 """Columns that it does not get: the first is in `prompts`, and the others could be mistaken for the rollout's."""
+
+
+_HOW = "pass a model with one label, `AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)`"
 
 
 class Given:
@@ -51,7 +54,7 @@ def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Giv
         given = Given(name if seen[name] == 1 else f"{name}_{seen[name]}", source, tokenizer)
         _check(given, called, f"reward_processing_classes[{number}]")
         if given.is_model and tokenizer is None:
-            given.tokenizer = loaded_tokenizer(source, called)
+            given.tokenizer = _loaded_tokenizer(source, called)
         found.append(given)
     return found
 
@@ -83,10 +86,50 @@ def _name(source: Any, called: str) -> str:
 
 def _check(given: Given, called: str, tokenizer_called: str) -> None:
     if given.is_model:
-        check_model(given.source, called)
+        _check_model(given.source, called)
     if given.tokenizer is not None and not isinstance(given.tokenizer, PreTrainedTokenizerBase):
         kind = type(given.tokenizer).__name__
         raise TypeError(f"`{tokenizer_called}` is a {kind}: expected the tokenizer of a reward model, or `None`.")
+
+
+def _check_model(source: Any, called: str) -> None:
+    """Refuses a reward model that is missing, does not give one number, or is sharded; by its config if not loaded."""
+    if isinstance(source, str):
+        try:
+            config = AutoConfig.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`{called}={source!r}` is neither a folder nor a model id that can be read: correct it; a model with "
+                f"Python code of its own has to be loaded by you, and passed as an object. {str(error).splitlines()[0]}"
+            ) from error
+        kinds = config.architectures or []
+    else:
+        config, kinds = source.config, [type(source).__name__]
+        if in_zero3_model(source):
+            raise ValueError(
+                f"`{called}` was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
+                "path, or load it before the config is built."
+            )
+    # transformers would add a head with random weights, and any text would get some number.
+    if kinds and not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
+        raise ValueError(
+            f"`{called}` is a {kinds[0]}, whose weights have no head that gives one number for a text: {_HOW}."
+        )
+    if config.num_labels != 1:
+        raise ValueError(f"`{called}` gives {config.num_labels} numbers for a text: {_HOW}.")
+
+
+def _loaded_tokenizer(source: Any, called: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in the folder of a reward model."""
+    path = source if isinstance(source, str) else get_config_model_id(source.config)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"`{called}`: there is no tokenizer at {path!r}, where its model comes from: pass it, as "
+            "`reward_processing_classes`."
+        ) from error
+    return tokenizer
 
 
 def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[str] | None]) -> None:

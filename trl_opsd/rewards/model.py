@@ -1,7 +1,4 @@
-"""A reward model, which scores a prompt with its completion, as a function like all others.
-
-B rows · L tokens
-"""
+"""A reward model, which scores a prompt with its completion, as a function like all others."""
 
 from __future__ import annotations
 
@@ -9,55 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from trl_opsd._compat.deepspeed import loading
-from trl_opsd._compat.sharding import in_zero3_model
-from trl_opsd._compat.trl import apply_chat_template, get_config_model_id
+from trl_opsd._compat.trl import apply_chat_template
 
-__all__ = ["RewardModel", "check_model", "loaded_model", "loaded_tokenizer"]
-
-_HOW = "pass a model with one label, `AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)`"
-
-
-def check_model(source: Any, called: str) -> None:
-    """Refuses a reward model that is missing, does not give one number, or is sharded; by its config if not loaded."""
-    if isinstance(source, str):
-        try:
-            config = AutoConfig.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"`{called}={source!r}` is neither a folder nor a model id that can be read: correct it; a model with "
-                f"Python code of its own has to be loaded by you, and passed as an object. {str(error).splitlines()[0]}"
-            ) from error
-        kinds = config.architectures or []
-    else:
-        config, kinds = source.config, [type(source).__name__]
-        if in_zero3_model(source):
-            raise ValueError(
-                f"`{called}` was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
-                "path, or load it before the config is built."
-            )
-    # transformers would add a head with random weights, and any text would get some number.
-    if kinds and not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
-        raise ValueError(
-            f"`{called}` is a {kinds[0]}, whose weights have no head that gives one number for a text: {_HOW}."
-        )
-    if config.num_labels != 1:
-        raise ValueError(f"`{called}` gives {config.num_labels} numbers for a text: {_HOW}.")
-
-
-def loaded_tokenizer(source: Any, called: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder of a reward model."""
-    path = source if isinstance(source, str) else get_config_model_id(source.config)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"`{called}`: there is no tokenizer at {path!r}, where its model comes from: pass it, as "
-            "`reward_processing_classes`."
-        ) from error
-    return tokenizer
+__all__ = ["RewardModel", "loaded_model"]
 
 
 def loaded_model(path: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -21,9 +21,7 @@ from trl_opsd.models.head import model_shape
 from trl_opsd.parallel.pulled import Endable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.engine import Rows
-from trl_opsd.rollout.one_asks import shared_errors
-from trl_opsd.rollout.server_engine import Client, NewAsker, ServerEngine
-from trl_opsd.rollout.sessions import ServerKind
+from trl_opsd.rollout.server_engine import GenerationClient, ServerEngine, shared_errors
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by
@@ -37,28 +35,13 @@ class ServedRollout(SyncedRollout[ServerEngine]):
 
     Only the main process talks to the server: it sends the requests of all, and broadcasts the weights, with adapters
     merged on the way. The student itself is not changed. Rows of a `stream` are requested by each process.
-
-    Args:
-        args ([`OPSDConfig`]):
-            The options.
-        kind ([`~rollout.sessions.ServerKind`]):
-            The kind of server.
-        client (`Callable[[OPSDConfig, float], Client]`):
-            Connects to it in the main process.
-        asker (`Callable[[str, BoundedSession, Facts], Asker]`):
-            Makes the client of another process.
-
-    Raises:
-        ValueError: No server answers in time.
     """
 
     writes_apart: ClassVar[bool] = True
 
-    def __init__(
-        self, args: OPSDConfig, kind: ServerKind, client: Callable[[OPSDConfig, float], Client], asker: NewAsker
-    ) -> None:
+    def __init__(self, args: OPSDConfig, client: type[GenerationClient]) -> None:
         super().__init__(args)
-        self._kind, self._asker = kind, asker
+        self._kind = client
         # The other processes wait in a collective meanwhile, for at most `ddp_timeout`.
         self._deadline = 0.9 * args.ddp_timeout
         with shared_errors():
@@ -77,7 +60,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             ValueError: Student, device and server are incompatible.
         """
         check_student(trainer)
-        engine = ServerEngine(trainer, self._kind, self._client, self._asker, self._deadline)
+        engine = ServerEngine(trainer, self._kind, self._client, self._deadline)
         dtype = self._common_dtype(trainer, engine)
         masked = *range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders
         sampling = self._sampled(list(trainer.eos_token_ids), [str(token) for token in masked])
@@ -89,16 +72,17 @@ class ServedRollout(SyncedRollout[ServerEngine]):
     def _common_dtype(self, trainer: Host, engine: ServerEngine) -> torch.dtype:
         """The less precise of the dtypes that server and student compute in."""
         served, dtype, context = engine.facts.dtype, dtype_of(trainer), trainer.limits.context
+        name = self._kind.kind.name
         if context is None or engine.facts.context < context:
             raise ValueError(
-                f"The {self._kind.name} server takes {engine.facts.context} tokens of prompt and completion, the "
+                f"The {name} server takes {engine.facts.context} tokens of prompt and completion, the "
                 f"student {context or 'any number'}: set `vllm_max_model_length={engine.facts.context}`, which is read "
                 "for every engine, so that prompts which are too long are refused before training, or start the server "
-                f"with {self._kind.context}."
+                f"with {self._kind.longer_context}."
             )
         if served != dtype:
             logger.warning(
-                f"The {self._kind.name} server computes in {served} and the student in {dtype}, so completions differ "
+                f"The {name} server computes in {served} and the student in {dtype}, so completions differ "
                 f"slightly from the student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
             )
         return max(dtype, served, key=RELATIVE.__getitem__)  # the one with the larger tolerance
@@ -157,9 +141,9 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         with self.session():
             options = self._begun(prompt_ids)
             seeds = self._seeds(step, len(prompt_ids))
-            asked = {"logprobs": 0} if logprobs else {}
+            wanted = {"logprobs": 0} if logprobs else {}
             written = self._engine.write_each(
-                prompt_ids, [{"seed": seed, **own, **asked} for seed, own in zip(seeds, options, strict=True)]
+                prompt_ids, [{"seed": seed, **own, **wanted} for seed, own in zip(seeds, options, strict=True)]
             )
         self._streams.add(written)
         return Endable(self._rows(written, prompt_ids), written.close)

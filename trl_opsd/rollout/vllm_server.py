@@ -1,21 +1,48 @@
-"""Generates with a vLLM server: which options and weights it is sent."""
+"""Generates with a vLLM server: what it is sent, how its responses are read, and how TRL's client sends it weights."""
 
 from __future__ import annotations
 
-from typing import Any
+import atexit
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
+import torch
+
+from trl_opsd._compat.server import pydantic
+from trl_opsd._compat.trl import VLLMClient
 from trl_opsd._compat.vllm.architectures import HEAD, may_have_head
 from trl_opsd.config import OPSDConfig
-from trl_opsd.rollout import server_client
-from trl_opsd.rollout.asking import Asking
+from trl_opsd.errors import ServerError
+from trl_opsd.http.client import MIB, Count, HTTPClient, Response, Responses, Schema, ServerKind, TokenId, shown
+from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine
+from trl_opsd.rollout.engine import Row
 from trl_opsd.rollout.served import ServedRollout
-from trl_opsd.rollout.server_client import VLLM, ServerClient
+from trl_opsd.rollout.server_engine import Facts, GenerationClient
+from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.vllm_sampling import request_options
-from trl_opsd.rollout.weight_sync import weights_of
-from trl_opsd.types import Weight
+from trl_opsd.rollout.weight_sync import Stream, weights_of
+from trl_opsd.types import Completion, Weight
+
+SENDS_FROM = "cuda"
+"""The type of device that TRL's client can send weights from: it has only NCCL."""
 
 _MIN_BIAS = -100.0
 """The lowest logit bias that a server accepts."""
+_BYTES_PER_TOKEN = 1024
+"""Bytes per token with one log-probability in a response: about 100, and its escaped text."""
+_TOKENS_BY_DEFAULT = 16
+"""Tokens a server generates if `max_tokens` is not set."""
+_ABORT_SECONDS = 10.0
+"""A server ends requests whose connection was closed only after the current decoding step."""
 
 
 class VLLMServerRollout(ServedRollout):
@@ -23,7 +50,7 @@ class VLLMServerRollout(ServedRollout):
 
     def __init__(self, args: OPSDConfig) -> None:
         _check_options(args)
-        super().__init__(args, VLLM, ServerClient, Asking)
+        super().__init__(args, VLLMServerClient)
 
     def __str__(self) -> str:
         args = self._args
@@ -50,9 +77,307 @@ def _check_options(args: OPSDConfig) -> None:
             "sleep: set it to False."
         )
     request_options(args, end_ids=[])
-    if args.device.type != server_client.SENDS_FROM:
+    if args.device.type != SENDS_FROM:
         raise ValueError(
             f"`vllm_mode='server'` on the device '{args.device}': weights are sent to a vLLM server with NCCL, from a "
             "CUDA device alone. Set `vllm_mode='colocate'` or `use_vllm=False`, or take an SGLang server, by "
             "`sglang_server_url`."
         )
+
+
+# ---- Responses -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMFacts(Facts):
+    """The configuration that a server reports."""
+
+    model: str
+    """The name that requests have to give its model."""
+
+
+class _Model(Schema):
+    id: str
+
+
+class _Models(Schema):
+    data: Annotated[list[_Model], pydantic.Field(min_length=1)]
+
+
+class _ModelConfig(Schema):
+    dtype: str
+    max_model_len: Count
+
+
+class _CacheConfig(Schema):
+    block_size: Count
+
+
+class _Config(Schema):
+    of_model: _ModelConfig = pydantic.Field(alias="model_config")  # pydantic has taken that name
+    cache_config: _CacheConfig
+    weight_transfer_config: Any = None
+
+
+class _Info(Schema):
+    vllm_config: _Config
+
+
+class _WorldSize(Schema):
+    world_size: Count
+
+
+class _Reset(Schema):
+    success: bool = True
+
+
+class _TokenLogprob(Schema):
+    logprob: pydantic.FiniteFloat
+
+
+class _Logprobs(Schema):
+    token_logprobs: list[pydantic.FiniteFloat]
+
+
+class _Choice(Schema):
+    index: int
+    token_ids: list[TokenId]
+    prompt_token_ids: list[TokenId]
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
+
+    def completion(self, ids: list[int], options: dict[str, Any]) -> Completion:
+        """The completion of a prompt; a `ServerError` unless it is one, with the log-probabilities requested."""
+        limit = options.get("max_tokens", _TOKENS_BY_DEFAULT)
+        if len(self.token_ids) > limit:
+            raise ServerError(f"The vLLM server wrote {len(self.token_ids)} tokens, but was asked for at most {limit}.")
+        if self.prompt_token_ids != ids:
+            raise ServerError(
+                f"The vLLM server answered a different prompt from the one sent: expected {shown(ids)}, got "
+                f"{shown(self.prompt_token_ids)}."
+            )
+        logprobs = [] if options.get("logprobs") is None or self.logprobs is None else self.logprobs.token_logprobs
+        if options.get("logprobs") is not None and len(logprobs) != len(self.token_ids):
+            raise ServerError(
+                f"The vLLM server answered {len(logprobs)} log-probabilities for {len(self.token_ids)} tokens."
+            )
+        of_prompt = [] if options.get("prompt_logprobs") is None else self._of_prompt(ids)
+        return Completion(
+            prompt_ids=list(ids), completion_ids=self.token_ids, prompt_logprobs=of_prompt, logprobs=logprobs
+        )
+
+    def _of_prompt(self, ids: list[int]) -> list[float]:
+        """The log-probability of each prompt token but the first, which has no context."""
+        entries = [entry or {} for entry in self.prompt_logprobs or []]
+        found = [entry.get(str(token)) for entry, token in zip(entries, ids, strict=False)][1:]
+        logprobs = [one.logprob for one in found if one is not None]
+        if len(entries) != len(ids) or len(logprobs) != len(ids) - 1:
+            raise ServerError("The vLLM server left out the log-probability of a prompt token.")
+        return logprobs
+
+
+class _Completions(Schema):
+    choices: list[_Choice]
+
+
+def _completions(response: Response, rows: Sequence[Row]) -> list[Completion]:
+    """The completions of a request's prompts, in their order; exactly one for each."""
+    choices = sorted(response.parse(_Completions).choices, key=lambda one: one.index)  # the API promises no order
+    indices = [one.index for one in choices]
+    if indices != list(range(len(rows))):
+        raise ServerError(
+            f"The vLLM server answered completions {shown(indices)} to {len(rows)} prompts: expected one for each."
+        )
+    return [choice.completion(*row) for choice, row in zip(choices, rows, strict=True)]
+
+
+# ---- Requests --------------------------------------------------------------------------------------------------------
+
+
+class VLLMServerClient(GenerationClient):
+    """Requests completions from a vLLM server, and sends it weights. It does not report which weights it used."""
+
+    kind = ServerKind(
+        name="vLLM",
+        subject="The vLLM server",
+        option="vllm_server_base_url",
+        address="`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`",
+        timeout="vllm_server_timeout",
+        start="as docs/rollouts.md says",
+        token=ROLLOUT_TOKEN,
+        health_seconds=10.0,
+    )
+    longer_context = "a larger `--max-model-len`"
+    facts: VLLMFacts
+    _sender: _Sender | None = None
+
+    @staticmethod
+    def address(args: OPSDConfig) -> str:
+        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        return str(url).rstrip("/")
+
+    def read_facts(self) -> VLLMFacts:
+        model = self.http.get("/v1/models").parse(_Models).data[0].id
+        response = self.http.get("/server_info", params={"config_format": "json"})
+        if response.status == 404:
+            raise ServerError(
+                f"The vLLM server at {self.url} does not expose its development endpoints, by which it is sent "
+                "weights: start it with `VLLM_SERVER_DEV_MODE=1` in its environment."
+            )
+        config = response.parse(_Info).vllm_config
+        name = config.of_model.dtype.removeprefix("torch.")
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in RELATIVE}
+        if name not in dtypes:
+            raise ServerError(f"The vLLM server says it computes in {name!r}: expected one of {sorted(dtypes)}.")
+        if config.weight_transfer_config is None:
+            raise ValueError(
+                f"The vLLM server at {self.url} cannot be sent weights: start it with "
+                """`--weight-transfer-config '{"backend": "nccl"}'`, as docs/rollouts.md says."""
+            )
+        context, block_size = config.of_model.max_model_len, config.cache_config.block_size
+        return VLLMFacts(model=model, dtype=dtypes[name], context=context, block_size=block_size)
+
+    def write(self, rows: Sequence[Row]) -> list[Completion]:
+        """Generates one completion for each prompt, with one request for all prompts with the same options."""
+        by_options: dict[str, list[int]] = defaultdict(list)
+        for number, (_, options) in enumerate(rows):
+            by_options[json.dumps(options, sort_keys=True)].append(number)
+        numbers = list(by_options.values())
+        groups = [[rows[number] for number in group] for group in numbers]
+        found: dict[int, Completion] = {}
+        for group, completions in self._post_each(groups):
+            found.update(zip(numbers[group], completions, strict=True))
+        return [found[number] for number in range(len(rows))]
+
+    def write_each(self, rows: Sequence[Row]) -> Responses[Completion]:
+        return self.http.post_each(
+            "/v1/completions", [self._request([row]) for row in rows],
+            lambda number, response: _completions(response, [rows[number]])[0],
+        )  # fmt: skip
+
+    def _post_each(self, groups: Sequence[Sequence[Row]]) -> Responses[list[Completion]]:
+        return self.http.post_each(
+            "/v1/completions", [self._request(group) for group in groups],
+            lambda number, response: _completions(response, groups[number]),
+        )  # fmt: skip
+
+    def _request(self, rows: Sequence[Row]) -> tuple[dict[str, Any], int]:
+        """The body of a request for prompts with the same options, and the limit for its response in bytes."""
+        prompts, options = [ids for ids, _ in rows], rows[0][1]
+        tokens = sum(map(len, prompts)) + options.get("max_tokens", _TOKENS_BY_DEFAULT) * len(prompts)
+        each = 1 + max(options.get(name) or 0 for name in ("logprobs", "prompt_logprobs"))
+        # Ids instead of text, which does not determine the ids.
+        ids_only = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        body = {"model": self.facts.model, "prompt": prompts, **options, **ids_only}
+        return body, MIB + tokens * each * _BYTES_PER_TOKEN
+
+    def try_bias(self, token: int) -> Response:
+        body, _ = self._request([([0], {"max_tokens": 1, "logit_bias": {str(token): 0.0}})])
+        return self.http.post("/v1/completions", json=body)
+
+    def connect(self, device: torch.device) -> torch.device:
+        """Connects to send weights; a server on this machine is met on loopback, not on a public address.
+
+        An earlier connection of this process over the same port is closed: only one client at a time can have it.
+        """
+        port = self.args.vllm_group_port
+        _connected.get(port, self).close()  # the earlier client listens at the port until it is closed
+        self.close()
+        _check_free(port)
+        self._sender = _Sender(self.http, port)
+        try:
+            with _rendezvous_on_loopback(is_this_machine(urlsplit(self.url).hostname)):
+                self._sender.init_communicator(device)
+        except BaseException:
+            self.close()  # else the port would be held
+            raise
+        _connected[port] = self
+        return device
+
+    def check_connected(self) -> None:
+        self._connected()
+
+    def _connected(self) -> _Sender:
+        if self._sender is None:  # a vLLM server does not say whose weights it has
+            raise ServerError(
+                f"The vLLM server at {self.url} is not connected to any more: the rollout was closed, or another "
+                f"trainer of this process has connected over `vllm_group_port={self.args.vllm_group_port}`. Build the "
+                "trainer again; two at the same time need a server and a port each."
+            )
+        return self._sender
+
+    def update(self, stream: Stream) -> None:
+        """Replaces all weights while no row is generated: new weights during a decoding step would end the server."""
+        sender = self._connected()
+        self.forget_prefixes()
+        sender.update_named_params(stream.announced(), iter(stream))
+
+    def forget_prefixes(self) -> None:
+        """Resets the prefix cache, which was computed with earlier weights; waits for rows that are being cancelled."""
+        began = monotonic()
+        while True:
+            response = self.http.post("/reset_prefix_cache", json={}).check_status()
+            if not response.content or response.parse(_Reset).success:
+                return
+            if monotonic() - began >= _ABORT_SECONDS:
+                raise ServerError(
+                    f"The vLLM server at {self.url} did not reset its prefix cache because it is serving other "
+                    "requests; completions would come from earlier weights. Use it for a single training run."
+                )
+            sleep(0.1)
+
+    def close(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            # TRL registers it, which would keep the connection until the program ends.
+            atexit.unregister(sender.close_communicator)
+            sender.close_communicator()
+
+
+_connected: WeakValueDictionary[int, VLLMServerClient] = WeakValueDictionary()
+"""The client of this process that last used each group port."""
+
+
+class _Sender(VLLMClient):
+    """The part of TRL's client that sends weights, with our requests: TRL's wait forever, and are sent again."""
+
+    def __init__(self, http: HTTPClient, port: int) -> None:
+        # Not TRL's `__init__`, which sends requests.
+        self._http, self.base_url, self.group_port = http, http.url, port
+        self.communicator, self._updating_weights = None, False
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"weight_transfer_config": "checked at the start"}
+
+    def get_world_size(self) -> int:
+        return self._http.get("/get_world_size").parse(_WorldSize).world_size
+
+    def _post(self, url: str, **request: Any) -> dict[str, Any]:
+        self._http.post(url.removeprefix(self.base_url), **request).check_status()
+        return {}  # TRL reads nothing of it
+
+
+def _check_free(port: int) -> None:
+    """Rejects a port that is in use: the server would connect to that, and both would wait for minutes."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"`vllm_group_port={port}`, where the vLLM server meets this process, cannot be listened on ({error}): "
+                "set it to a free port; another training on this machine may have this one."
+            ) from error
+
+
+@contextmanager
+def _rendezvous_on_loopback(is_loopback: bool) -> Iterator[None]:
+    """Sets the address where server and trainer connect to exchange weights, unless the user has set it."""
+    if not is_loopback or "VLLM_HOST_IP" in os.environ:
+        yield
+        return
+    os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+    try:
+        yield
+    finally:
+        del os.environ["VLLM_HOST_IP"]

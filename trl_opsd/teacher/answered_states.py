@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.errors import ServerError
-from trl_opsd.http.bounded_http import MIB
+from trl_opsd.http.client import MIB
 from trl_opsd.teacher.checkpoint_head import FinalNorm
 
 START = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_embed"}\''

@@ -17,7 +17,7 @@ from trl_opsd._compat.peft import CausalLM, is_peft, without_adapter
 from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
-from trl_opsd.http.server_urls import server_urls
+from trl_opsd.http.urls import server_urls
 from trl_opsd.models.backbone import Run
 from trl_opsd.models.checks import naming_trust, whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading

@@ -1,26 +1,42 @@
-"""Load balancing over the servers of one teacher: the least busy gets the next row, and one that fails is dropped.
+"""The servers of one teacher, by vLLM's pooling API: the least busy scores the next row, one that fails is dropped.
 
-Rows are sent again to another server, since scoring a row changes nothing.
+Requests hold token ids, never text. A row is one request, and is sent again to another server where one is slow or
+fails, since scoring it changes nothing.
+
+L tokens of a row · H hidden width
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.server import pydantic
 from trl_opsd.errors import ServerError
-from trl_opsd.http.bounded_http import Background
-from trl_opsd.teacher.answered_states import Expected, WrongStatesError, are_same, distance, served_dtype
-from trl_opsd.teacher.replica import BREATH, BusyError, Facts, Replica, say
+from trl_opsd.http.client import Background, Count, HTTPClient, Response, Schema, ServerKind, warn_in_main
+from trl_opsd.http.urls import TEACHER_TOKEN
+from trl_opsd.teacher.answered_states import START, Expected, WrongStatesError, are_same, distance, served_dtype
 
 T = TypeVar("T")
+
+KIND = ServerKind(
+    name="teacher",
+    subject="The teacher's server",
+    option="teacher_server_url",
+    address="`teacher_server_url`",
+    timeout="teacher_server_timeout",
+    start=f"with `{START}`",
+    token=TEACHER_TOKEN,
+    health_seconds=10.0,
+)
 
 _ROWS = 32
 """Maximum rows of one process in flight per server, which batches them."""
@@ -32,23 +48,111 @@ _ZEROED = 1e-6
 """Relative distance of the states of two tokens below which the weights must be zero, however small embeddings are."""
 _PROBE_SECONDS = 30.0
 """Minimum deadline for a server's first two rows, which are short."""
+_PAUSE = 1.0
+"""Seconds before a busy server, or one whose connection broke, gets another request, unless it sends `Retry-After`."""
+_MAX_PAUSE = 60.0
+"""Upper bound of a server's `Retry-After`."""
+
+
+class BusyError(ServerError):
+    """A server accepts no more work, also because of other runs, until `seconds` have passed."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class _Model(Schema):
+    id: str
+    """The name that requests must contain."""
+    root: str | None = None
+    """The path or model id that was loaded."""
+    max_model_len: Count | None = None
+    """Maximum tokens of a request; `None` where there is no limit."""
+
+
+class _Models(Schema):
+    data: Annotated[list[_Model], pydantic.Field(min_length=1)]
+    """Of several the first, as the others are adapters on it."""
+
+
+class Replica:
+    """One server, with what is known of its load and failures."""
+
+    def __init__(self, url: str, background: Background) -> None:
+        self.url = url
+        self.rows = self.failures = 0  # rows in flight; failures since the last answer
+        self.failed_at = self.free_at = 0.0  # `monotonic` times: last counted failure, next allowed request
+        self.last_error = ""
+        self.model = _Model(id="")
+        self._http = HTTPClient(KIND, url, KIND.health_seconds, background=background)
+
+    async def connect(self, seconds: float) -> None:
+        """Waits until the server is up, and reads which model it serves; a `ValueError` if it is not up in time."""
+        await self._http.until_up(seconds)
+        response = await self._http.request("GET", "/v1/models")
+        _check_status(response)
+        try:
+            self.model = response.parse(_Models).data[0]
+        except ServerError as error:
+            raise ServerError(
+                f"{response.request} did not list a model, as a vLLM server does: is it one, and the right port? It "
+                f"answered {response.text[:200]!r}."
+            ) from error
+
+    async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
+        """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary."""
+        body: dict[str, Any] = {
+            "model": self.model.id,
+            "input": list(ids),
+            "task": "token_embed",
+            "use_activation": False,  # else they are normalised to length 1
+            "encoding_format": "bytes_only",  # "bytes" describes them in a header, which gets too long
+            "embed_dtype": str(dtype).removeprefix("torch."),
+            "endianness": sys.byteorder,
+        }
+        limit = expected.max_bytes(len(ids), dtype)
+        response = await self._http.request("POST", "/pooling", json=body, max_bytes=limit, seconds=seconds)
+        _check_status(response)
+        # In a thread, because checking a long row would block the other requests of this loop.
+        return await asyncio.to_thread(expected.states, response.request, response.content, len(ids), dtype)
+
+
+def _check_status(response: Response) -> None:
+    """Raises unless a request succeeded, with what the status means."""
+    status, text = response.status, response.text[:500]
+    if status in (429, 503):
+        # A `Retry-After` may also be a date, which differing clocks cannot compare.
+        said = float(response.retry_after) if response.retry_after.isdecimal() else 0.0
+        pause = min(max(said, _PAUSE), _MAX_PAUSE)
+        raise BusyError(f"{response.request} answered {status}: it is busy. It says: {text!r}", pause)
+    hint = " See its log."
+    if status == 404 and "does not exist" not in text:
+        hint = f" It has no such route, as a server that generates, or that is no vLLM server: start it with `{START}`."
+    elif "task" in text and status == 400:
+        hint = f" It was started for another task: start it with `{START}`."
+    response.check_status(hint)
 
 
 class Replicas:
-    """Clients of all servers of one teacher, which run in a background thread."""
+    """All servers of one teacher, whose requests run in a background thread.
+
+    `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and again
+    for their first rows.
+    """
 
     def __init__(self, urls: Sequence[str], deadline: float, timeout: float) -> None:
-        # `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and
-        # again for their first rows.
         self._deadline, self._timeout = deadline, max(timeout, _PROBE_SECONDS)
         self._background = Background()
         self._live = [Replica(url, self._background) for url in urls]
-        self._left_out: dict[str, str] = {}
+        self._dropped: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._longest = 0.0
         self._background.run(_all([one.connect(timeout) for one in self._live]))
-        self.facts: Facts = self._live[0].facts  # as the first server reports them
-        self.context = min((one.facts.context for one in self._live if one.facts.context is not None), default=None)
+        model = self._live[0].model
+        self.source = model.root or model.id  # the path or model id, as the first server reports it
+        contexts = [one.model.max_model_len for one in self._live]
+        self.context = min((one for one in contexts if one is not None), default=None)
         self._expected: Expected
         self.dtype: torch.dtype
 
@@ -59,17 +163,14 @@ class Replicas:
         spread = [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
         # The second row differs in its last token only, which no earlier state may depend on.
         rows = [spread, [*spread[:-1], spread[0]]]
-        read = self._background.run(_all([self._read_each(one, rows) for one in self._live]))
+        until = monotonic() + self._timeout
+        read = self._background.run(_all([_all([self._first(one, row, until) for row in rows]) for one in self._live]))
         for replica, (one, other) in zip(self._live, read, strict=True):
             self._compare(replica, one, other, read[0][0])
         self.dtype = served_dtype(read[0][0])
         return read[0][0]
 
-    async def _read_each(self, replica: Replica, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        until = monotonic() + self._timeout
-        return await _all([self._read_first(replica, row, until) for row in rows])
-
-    async def _read_first(self, replica: Replica, row: Sequence[int], until: float) -> Tensor:
+    async def _first(self, replica: Replica, row: Sequence[int], until: float) -> Tensor:
         """A row from one server, which may be busy first, until a deadline."""
         while True:
             try:
@@ -113,87 +214,85 @@ class Replicas:
     async def _states(self, ids: Sequence[int], until: float) -> Tensor:
         try:
             async with asyncio.timeout(until - monotonic()):
-                return await self._first_answer(ids)
+                return await self._fastest(ids)
         except TimeoutError:
-            said = "\n".join(f"  {one.url}: {one.said or 'it has not answered'}" for one in self._live)
+            errors = "\n".join(f"  {one.url}: {one.last_error or 'it has not answered'}" for one in self._live)
             raise ServerError(
                 f"No server of the teacher has read a row of {len(ids)} tokens within {self._deadline:g} seconds, "
                 "which follows from `ddp_timeout`: see their logs, and raise `ddp_timeout` if they only need longer.\n"
-                f"{said}"
+                f"{errors}"
             ) from None
 
-    async def _first_answer(self, ids: Sequence[int]) -> Tensor:
+    async def _fastest(self, ids: Sequence[int]) -> Tensor:
         """The first answer of any of the servers that got the row; a slow server makes another get it too."""
-        asked: dict[asyncio.Task[Tensor], tuple[Replica, float]] = {}
+        sent: dict[asyncio.Task[Tensor], tuple[Replica, float]] = {}
         try:
             while True:
-                replica = await self._least_busy(besides=[one for one, _ in asked.values()])
+                replica = await self._least_busy(without=[one for one, _ in sent.values()])
                 if replica is not None:
-                    replica.busy, replica.rows = replica.busy + len(ids), replica.rows + 1
-                    asked[asyncio.create_task(self._ask(replica, ids))] = replica, monotonic()
-                # After this time the loop sends the row to one more server, and takes the first answer.
+                    replica.rows += 1
+                    sent[asyncio.create_task(self._score(replica, ids))] = replica, monotonic()
                 patience = max(_SECONDS, 4 * self._longest)
-                done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(sent, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    replica, began = asked.pop(task)
-                    self._answered(replica, ids)
+                    replica, began = sent.pop(task)
+                    self._release(replica)
                     if isinstance(error := task.exception(), ServerError):
-                        self._failed(replica, error, began)
+                        self._count_failure(replica, error, began)
                     elif replica in self._live:  # a dropped server's other answers may be wrong too
                         slow = ServerError(f"It was slow: after {patience:g} seconds another was faster.")
-                        for other, (late, since) in asked.items():
+                        for other, (late, since) in sent.items():
                             if not other.done() and since < began:
-                                self._failed(late, slow, since)
+                                self._count_failure(late, slow, since)
                         return task.result()
         finally:
-            for task, (replica, _) in asked.items():
+            for task, (replica, _) in sent.items():
                 task.cancel()
-                self._answered(replica, ids)
+                self._release(replica)
 
-    async def _least_busy(self, besides: Collection[Replica]) -> Replica | None:
+    async def _least_busy(self, without: Collection[Replica]) -> Replica | None:
         """A server with room, other than those; waits only if there are no others."""
         while self._live:
             # Taken before the search: an event set meanwhile must not be missed.
             changed, now = self._changed, monotonic()
-            others = [one for one in self._live if one.rows < _ROWS and one not in besides]
+            others = [one for one in self._live if one.rows < _ROWS and one not in without]
             if room := [one for one in others if one.free_at <= now]:
-                return min(room, key=lambda one: one.busy)
-            if besides:
+                return min(room, key=lambda one: one.rows)
+            if without:
                 return None
             with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), min((one.free_at - now for one in others), default=None))
-        if besides:
+        if without:
             return None
-        reasons = "\n".join(f"  {url}: {why}" for url, why in self._left_out.items())
+        reasons = "\n".join(f"  {url}: {why}" for url, why in self._dropped.items())
         raise ServerError(f"No server of the teacher is left, so that nothing more can be learned from it:\n{reasons}")
 
-    async def _ask(self, replica: Replica, ids: Sequence[int]) -> Tensor:
+    async def _score(self, replica: Replica, ids: Sequence[int]) -> Tensor:
         began = monotonic()
         states = await replica.states(ids, self._expected, self.dtype, self._deadline / _FAILURES)
         replica.failures, self._longest = 0, max(self._longest, monotonic() - began)
         return states
 
-    def _answered(self, replica: Replica, ids: Sequence[int]) -> None:
-        replica.busy, replica.rows = replica.busy - len(ids), replica.rows - 1
-        self._notify()
-
-    def _failed(self, replica: Replica, error: ServerError, began: float) -> None:
+    def _count_failure(self, replica: Replica, error: ServerError, began: float) -> None:
         """Pauses a server, and drops it if its answer is wrong or it failed several times. To be busy is no failure."""
-        replica.said, replica.free_at = str(error), monotonic() + BREATH
+        replica.last_error, replica.free_at = str(error), monotonic() + _PAUSE
         if isinstance(error, BusyError):
             replica.free_at = monotonic() + error.seconds
         elif began >= replica.failed_at:  # requests in flight at a failure fail with it, and count once
             replica.failures, replica.failed_at = replica.failures + 1, monotonic()
-        hopeless = isinstance(error, WrongStatesError) or replica.failures >= _FAILURES
-        if replica in self._live and hopeless:
+        if replica in self._live and (isinstance(error, WrongStatesError) or replica.failures >= _FAILURES):
             self._live.remove(replica)
-            self._left_out[replica.url] = str(error)
+            self._dropped[replica.url] = str(error)
             if self._live:
                 left = ", ".join(one.url for one in self._live)
-                say(f"The teacher's server at {replica.url} is asked no more; {left} read its rows. {error}")
-            self._notify()
+                warn_in_main(f"The teacher's server at {replica.url} is asked no more; {left} read its rows. {error}")
+            self._wake()
 
-    def _notify(self) -> None:
+    def _release(self, replica: Replica) -> None:
+        replica.rows -= 1
+        self._wake()
+
+    def _wake(self) -> None:
         # A new event each time, so that waiters wake once per change.
         self._changed.set()
         self._changed = asyncio.Event()

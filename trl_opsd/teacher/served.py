@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from accelerate.utils import gather_object
+from torch import Tensor, distributed
 from tqdm import tqdm
 
+from trl_opsd.http.client import warn_in_main
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.head import shape_of
-from trl_opsd.teacher.answered_states import Expected
+from trl_opsd.teacher.answered_states import Expected, WrongStatesError, are_same, distance
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
-from trl_opsd.teacher.replica import say
 from trl_opsd.teacher.replicas import Replicas
-from trl_opsd.teacher.served_agreement import Reached, reached_by_all
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.kept import Keeper
 
@@ -38,6 +38,31 @@ class _Row(NamedTuple):
     """Prompt and completion up to the token before the last one that counts."""
     first: int
     """Index of the state that predicts the first completion token."""
+
+
+class _Reached(NamedTuple):
+    """What a process found at its servers."""
+
+    urls: tuple[str, ...]
+    states: Tensor
+    """[L, H], float32, of the row that all processes sent."""
+    dtype: torch.dtype
+    """The dtype they were computed in."""
+    context: int | None
+    """Maximum tokens of a row including its last, which is not sent; `None` where there is no limit."""
+
+    def check_same(self, process: int, first: _Reached) -> None:
+        """Raises `WrongStatesError` unless both are of the same teacher."""
+        is_shape = self.states.shape == first.states.shape
+        if is_shape and self.dtype == first.dtype and are_same(self.states, first.states):
+            return
+        apart = f"{distance(self.states, first.states):.2g} times their length apart, " if is_shape else ""
+        raise WrongStatesError(
+            f"The teacher's servers of process 0 ({', '.join(first.urls)}) and of process {process} "
+            f"({', '.join(self.urls)}) return different states for the same tokens, {apart}in {_word(first.dtype)} and "
+            f"{_word(self.dtype)}: start all with one checkpoint, revision and `--dtype`; 127.0.0.1 is another server "
+            "on each machine."
+        )
 
 
 class ServedTeacher(Teacher):
@@ -73,7 +98,7 @@ class ServedTeacher(Teacher):
         self._warn(checkpoint)
 
     def __str__(self) -> str:
-        dtype = str(self._replicas.dtype).removeprefix("torch.")
+        dtype = _word(self._replicas.dtype)
         rows, width = shape_of(self._head)
         return (
             f"{self._path!r} behind {' and '.join(self._urls)}, which send {width * self._replicas.dtype.itemsize} "
@@ -90,8 +115,14 @@ class ServedTeacher(Teacher):
 
     def compare_processes(self) -> None:
         """Raises `WrongStatesError` if the servers of other processes have another teacher. Collective."""
-        own = Reached(self._urls, self._probe, self._replicas.dtype, self._context)
-        self._context = _smallest(*(one.context for one in reached_by_all(own)))
+        if not distributed.is_initialized() or distributed.get_world_size() == 1:
+            return
+        # Processes may reach different servers under the same address.
+        own = _Reached(self._urls, self._probe, self._replicas.dtype, self._context)
+        found = [_Reached(*one) for one in gather_object([tuple(own)])]
+        for process, one in enumerate(found):
+            one.check_same(process, found[0])
+        self._context = _smallest(*(one.context for one in found))
 
     def expect(self, rollout: Rollout) -> None:
         width = shape_of(self._head)[1] * self._replicas.dtype.itemsize
@@ -165,24 +196,28 @@ class ServedTeacher(Teacher):
 
     def _warn(self, checkpoint: CheckpointHead) -> None:
         """Warns of what cannot be verified or may not be meant."""
-        served, ours = self._replicas.facts.source.rstrip("/"), self._path.rstrip("/")
+        served, ours = self._replicas.source.rstrip("/"), self._path.rstrip("/")
         if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
-            say(
+            warn_in_main(
                 f"The teacher's server says that it serves {served!r}, and the head is read from {ours!r}: the two "
                 "have to be one checkpoint, of which only the final norm could be compared."
             )
         if checkpoint.norm is None:
-            say(
+            warn_in_main(
                 f"{ours!r} ends with no norm that is known, so that states of another model with the same width could "
                 "not be told from its own."
             )
         stored = checkpoint.dtype
         if self._replicas.dtype != stored:
-            say(
+            warn_in_main(
                 f"The teacher's server computes in {self._replicas.dtype} and the checkpoint is in {stored}: start it "
-                f"with `--dtype {str(stored).removeprefix('torch.')}` if that is not meant."
+                f"with `--dtype {_word(stored)}` if that is not meant."
             )
 
 
 def _smallest(*limits: int | None) -> int | None:
     return min((one for one in limits if one is not None), default=None)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

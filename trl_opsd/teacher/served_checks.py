@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.http.server_urls import server_urls
+from trl_opsd.http.urls import server_urls
 from trl_opsd.teacher.location import LOCATION_OPTIONS
 
 _OPTION = "teacher_server_url"

@@ -28,7 +28,7 @@ class PerToken:
     teacher_uniform: Tensor | None = None
     """[N], whether the teacher's logits are all equal, which leaves nothing to learn; `None` where it is not known."""
     clipped: Tensor | None = None
-    """[N], float32, 1 where a token of the vocabulary would have added more than `kl_clip`; `None` where not known."""
+    """[N], float32, 1 where an entry of the vocabulary was clipped; `None` where not known."""
     pulled: Tensor | None = None
     """[N], no gradient: weighted part of `divergence` that `Sampled.pull` added; `None` where there was no pull."""
     same_first: Tensor | None = None
@@ -45,6 +45,20 @@ class PerToken:
     """[N], float32, the student's probability of these shared tokens; 0 where not ranked."""
 
 
+UNWEIGHTED = (
+    "teacher_uniform",
+    "clipped",
+    "pulled",
+    "same_first",
+    "teacher_first",
+    "importance",
+    "ranked",
+    "top_shared",
+    "top_mass",
+)
+"""Optional fields of [`PerToken`]: the sum of each over a row is a statistic of the same name, without weights."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossParts:
     """One process's contribution to a loss: local sums, for the caller to reduce across processes."""
@@ -55,15 +69,7 @@ class LossParts:
         "student_entropy",
         "teacher_entropy",
         "tokens",
-        "teacher_uniform",
-        "clipped",
-        "pulled",
-        "same_first",
-        "teacher_first",
-        "importance",
-        "ranked",
-        "top_shared",
-        "top_mass",
+        *UNWEIGHTED,
         "high_entropy_weight",
         "high_entropy_divergence",
         *(f"weight_{tenth}" for tenth in range(TENTHS)),

@@ -14,9 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from trl_opsd._compat.aiohttp import web
-from trl_opsd.http.addresses import is_loopback
-from trl_opsd.http.server_tokens import TEACHER_TOKEN
+from trl_opsd._compat.server import web
+from trl_opsd.http.urls import TEACHER_TOKEN, is_loopback
 from trl_opsd.teacher.serve.protocol import Refusal, Served, Wanted, content_length, content_type, parse, parts
 from trl_opsd.teacher.serve.reader import Asked, Closed, Full, NoStates, Reader
 

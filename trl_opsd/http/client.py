@@ -1,0 +1,314 @@
+"""Sends each HTTP request once, with a deadline and a size limit for the response, and follows no redirects.
+
+Responses are parsed by pydantic. Every failure is a [`ServerError`].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from time import monotonic
+from typing import Annotated, Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+from torch import distributed
+
+from trl_opsd._compat.server import aiohttp, pydantic
+from trl_opsd.errors import ServerError
+from trl_opsd.http.urls import is_this_machine, token_header
+
+T = TypeVar("T")
+Parsed = TypeVar("Parsed", bound=pydantic.BaseModel)
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+
+_CONNECT_SECONDS = 10.0
+"""A running server accepts connections at once, however busy its model is."""
+_BETWEEN = 2.0
+"""Seconds between two health checks."""
+_MAX_BYTES = 16 * MIB
+"""Limit for responses that state none; the longest, a server's configuration, has about 0.1 MiB."""
+_CONCURRENT = 256
+"""Concurrent requests of one [`Responses`]: each has a connection, and a process can often open only 1,024 files."""
+
+TokenId: TypeAlias = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
+Count: TypeAlias = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
+
+
+class Schema(pydantic.BaseModel):
+    """A part of a response: types are not coerced, unknown keys are ignored."""
+
+    model_config = pydantic.ConfigDict(strict=True, frozen=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKind:
+    """A kind of server: its words in messages, and what is known before any was reached."""
+
+    name: str
+    subject: str
+    """How messages about a request begin."""
+    option: str
+    """The option with its address, which a redirect would have to be written to."""
+    address: str
+    """All options for its address, in words."""
+    timeout: str
+    """The option with the seconds to wait for it."""
+    start: str
+    """How to start one, in words."""
+    token: str
+    """The environment variable with its token."""
+    health_seconds: float
+    """A server that is up answers health checks within this time, however busy its model is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """The status and content of a server's answer."""
+
+    request: str
+    """The server and the request: how error messages begin."""
+    status: int
+    content: bytearray
+    token: str
+    """The environment variable that a refused request may lack."""
+    retry_after: str = ""
+    """The header of this name: when to retry a busy server."""
+
+    @property
+    def text(self) -> str:
+        """The content decoded as UTF-8, invalid bytes replaced."""
+        return self.content.decode(errors="replace")
+
+    def check_status(self, hint: str = "") -> Response:
+        """Itself; a `ServerError` unless the status is 200."""
+        if self.status != 200:
+            if self.status in (401, 403):
+                hint = f" Set the environment variable `{self.token}` to its key."
+            raise ServerError(f"{self.request} answered {self.status}: {self.text[:500]}{hint}")
+        return self
+
+    def parse(self, schema: type[Parsed]) -> Parsed:
+        """The content of a successful response."""
+        self.check_status()
+        try:
+            return schema.model_validate_json(self.content)
+        except pydantic.ValidationError as errors:
+            error = errors.errors(include_url=False)[0]
+            where, expected = (
+                ".".join(map(str, error["loc"])) or "content",
+                error["msg"].replace("Input should be ", ""),
+            )
+            if error["type"] == "json_invalid":
+                message = f"did not answer in JSON ({error['msg']}): {self.text[:200]!r}"
+            elif error["type"] == "missing":
+                message = f"left out `{where}` in its answer: {self.text[:200]!r}"
+            else:
+                message = f"answered {where}={shown(error['input'])}: expected {expected}."
+            raise ServerError(f"{self.request} {message}") from errors
+
+
+class Background:
+    """Runs coroutines in a thread that does not keep the program alive.
+
+    The event loop is its own: in a notebook the current one is already running.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="trl_opsd server client", daemon=True).start()
+        # The thread ends with its owner.
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine; cancelling the result cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine to its end; an interrupt cancels it."""
+        future = self.start(coroutine)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+
+class HTTPClient:
+    """Requests to one server, each with a deadline for the whole of it, however steadily the response trickles in.
+
+    `origin` says where the deadline comes from, in messages. Several clients may share one `background`.
+    """
+
+    def __init__(
+        self, kind: ServerKind, url: str, deadline: float, origin: str = "", background: Background | None = None
+    ) -> None:
+        self.url = url
+        self._kind, self._deadline, self._origin = kind, deadline, origin
+        self._trust_env = not is_this_machine(urlsplit(url).hostname)  # a proxy cannot reach our loopback
+        self._headers = {**token_header(kind.token), "Accept-Encoding": "identity", "Connection": "close"}
+        self._background = background or Background()
+
+    def get(self, path: str, **options: Any) -> Response:
+        """As [`request`], with GET, and waits for the response; an interrupt cancels it."""
+        return self._background.run(self.request("GET", path, **options))
+
+    def post(self, path: str, **options: Any) -> Response:
+        """As [`request`], with POST, and waits for the response; an interrupt cancels it."""
+        return self._background.run(self.request("POST", path, **options))
+
+    def post_each(
+        self, path: str, requests: Sequence[tuple[dict[str, Any], int]], read: Callable[[int, Response], T]
+    ) -> Responses[T]:
+        """Sends one POST per JSON body and limit in bytes; `read` parses the [`Responses`]."""
+        turn = asyncio.Semaphore(_CONCURRENT)
+        started = [
+            self._background.start(self.request("POST", path, json=body, max_bytes=limit, turn=turn))
+            for body, limit in requests
+        ]
+        return Responses(started, read)
+
+    def wait_until_up(self, seconds: float) -> None:
+        """Waits until `/health` is 200; a `ValueError` if it is not in time."""
+        self._background.run(self.until_up(seconds))
+
+    async def until_up(self, seconds: float) -> None:
+        """As [`wait_until_up`], in the background."""
+        kind, began, has_warned = self._kind, monotonic(), False
+        while reason := await self._why_down():
+            if monotonic() - began >= seconds:
+                raise ValueError(
+                    f"No {kind.name} server at {self.url} after `{kind.timeout}={seconds:g}` seconds: {reason}. Start "
+                    f"one {kind.start}, or correct {kind.address}."
+                )
+            if not has_warned:
+                warn_in_main(f"No {kind.name} server at {self.url} yet, waiting for up to {seconds:g} seconds.")
+                has_warned = True
+            await asyncio.sleep(min(_BETWEEN, max(seconds, 0.0)))
+
+    async def _why_down(self) -> str | None:
+        try:
+            response = await self.request("GET", "/health", seconds=self._kind.health_seconds)
+        except ServerError as error:
+            return str(error)
+        return None if response.status == 200 else f"/health answers {response.status}, not 200"
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        seconds: float | None = None,
+        max_bytes: int = _MAX_BYTES,
+        turn: AbstractAsyncContextManager[Any] | None = None,
+        **options: Any,
+    ) -> Response:
+        """Sends one request, with `json` or `params`; returns a response of any status but a redirect.
+
+        A `ServerError` if it is late, too long or compressed. `turn` is entered before the request's time begins.
+        """
+        # The deadline covers name resolution, connecting, sending, headers and body.
+        request, within = f"{self._kind.subject}, asked for {self.url}{path},", seconds or self._deadline
+        try:
+            async with turn or nullcontext():
+                return await self._send(request, method, path, within, max_bytes, options)
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerError(f"{request} took no connection within {_CONNECT_SECONDS:g} seconds") from None
+        except TimeoutError as error:
+            origin = "" if seconds else self._origin
+            raise ServerError(f"{request} did not answer within {within:g} seconds{origin}") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ServerError(f"{request} failed, see its log: {type(error).__name__}: {error}") from error
+
+    async def _send(
+        self, request: str, method: str, path: str, within: float, max_bytes: int, options: dict[str, Any]
+    ) -> Response:
+        # aiohttp cancels all of a request. `requests` does not: dripped headers, or a redirect's body, take their time.
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=min(within, _CONNECT_SECONDS))
+        async with (
+            asyncio.timeout(within),
+            aiohttp.ClientSession(
+                timeout=limits,
+                connector=aiohttp.TCPConnector(force_close=True),  # a server may close a kept one as it is reused
+                trust_env=self._trust_env,
+                auto_decompress=False,  # a small response could expand to gigabytes
+                headers=self._headers,
+            ) as session,
+            session.request(method, f"{self.url}{path}", allow_redirects=False, **options) as response,
+        ):
+            if 300 <= response.status < 400:
+                raise ServerError(
+                    f"{request} answered {response.status}, which redirects to "
+                    f"{response.headers.get('Location', 'nowhere')!r}: redirects are not followed. If that is the "
+                    f"server, set `{self._kind.option}` to it."
+                )
+            if (encoding := response.headers.get("Content-Encoding", "").strip().lower()) not in ("", "identity"):
+                raise ServerError(
+                    f"{request} compressed its answer ({encoding!r}), expected plain bytes, as requested: switch that "
+                    "off in the server, or in a proxy in front of it."
+                )
+            parts, size = [], 0
+            async for part in response.content.iter_any():
+                parts.append(part)
+                size += len(part)  # counted here: a header may state any length
+                if size > max_bytes:
+                    raise ServerError(
+                        f"{request} answered more than {max_bytes / MIB:.0f} MiB, the limit for this request: no such "
+                        "server does that, check what is listening there."
+                    )
+            content, retry = bytearray().join(parts), response.headers.get("Retry-After", "")
+            return Response(request, response.status, content, self._kind.token, retry)
+
+
+class Responses(Iterator[tuple[int, T]]):
+    """The responses to several requests, each with its number, in order of arrival.
+
+    The other requests are cancelled when one has failed, or when this is closed or collected. `read` takes the
+    request's number and its response.
+    """
+
+    def __init__(self, requests: Sequence[Future[Response]], read: Callable[[int, Response], T]) -> None:
+        self._missing = {request: number for number, request in enumerate(requests)}
+        self._ended: SimpleQueue[Future[Response]] = SimpleQueue()
+        self._read = read
+        for request in requests:
+            request.add_done_callback(self._ended.put)
+
+    def __next__(self) -> tuple[int, T]:
+        try:
+            ended = self._ended.get() if self._missing else None
+            number = self._missing.pop(ended, None) if ended else None
+            if ended is None or number is None:  # closed, perhaps while this waited
+                raise StopIteration
+            return number, self._read(number, ended.result())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancels unanswered requests. Any thread may do so, also while another waits for a response."""
+        with suppress(KeyError):  # when none is left
+            while True:
+                self._missing.popitem()[0].cancel()
+
+    __del__ = close
+
+
+def warn_in_main(message: str) -> None:
+    """Warns in the main process; accelerate's logger would need a state, which a teacher used alone lacks."""
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        logger.warning(message)
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut if long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

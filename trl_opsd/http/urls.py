@@ -1,0 +1,106 @@
+"""Addresses of servers as options give them, which of them are on this machine, and the tokens for them."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+# From the environment, because command lines are visible to other users, and options are logged.
+TEACHER_TOKEN = "TRL_OPSD_TEACHER_TOKEN"
+"""The variable with the token of a teacher's server, for the trainer and for the server."""
+ROLLOUT_TOKEN = "TRL_OPSD_ROLLOUT_TOKEN"
+"""The variable with the `--api-key` of a vLLM or SGLang server that generates completions."""
+
+ONLY = "teacher"
+"""The name of a teacher that is the only one."""
+
+
+def server_urls(option: str, value: Any) -> dict[str, tuple[str, ...]]:
+    """Addresses of each teacher's servers by name: of one, several in a list or with commas, or a dict."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        return {ONLY: _urls(option, value)}
+    if not value:
+        raise ValueError(f"`{option}` is an empty dict: name a teacher and its server, or leave it out.")
+    return {name: _urls(f"{option}[{name!r}]", one) for name, one in value.items()}
+
+
+def is_origin(url: Any) -> bool:
+    """Whether a text is the scheme, host and port of a server, and no more."""
+    try:
+        parts = urlsplit(str(url))
+        known = parts.port is not None or ":" not in parts.netloc.rpartition("]")[2]
+    except ValueError:  # a port that is no number
+        return False
+    return known and parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+
+
+def _urls(option: str, value: Any) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, Sequence) or not parts or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"`{option}={value!r}`: expected the address of a server, or a list of several.")
+    urls = tuple(_url(option, part.strip()) for part in parts)
+    if len(set(urls)) < len(urls):
+        raise ValueError(f"`{option}={value!r}` names a server twice: leave one out.")
+    return urls
+
+
+def _url(option: str, given: str) -> str:
+    """The address without a trailing slash."""
+    expected = "expected an address as `http://127.0.0.1:8000`"
+    try:
+        parts = urlsplit(given)  # `port` is parsed only when it is read, and may raise
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_address = False
+    if "@" in given:  # not quoted: it may hold a password
+        raise ValueError(
+            f"`{option}` has a user or a password in it, which would be logged: {expected}; a token is read from the "
+            f"environment variable `{TEACHER_TOKEN}`."
+        )
+    if not is_address or parts.query or parts.fragment:
+        raise ValueError(f"`{option}={given!r}`: {expected}, with `http://` or `https://` and a host.")
+    if (path := parts.path.rstrip("/")).endswith(("/v1", "/pooling", "/models")):
+        raise ValueError(f"`{option}={given!r}` ends in {path!r}, which is added: {expected}.")
+    return given.rstrip("/")
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a server that listens on a host name or address is reached from this machine alone.
+
+    `0.0.0.0` and `::` are not: what listens there listens on every interface.
+    """
+    return host == "localhost" or _is(host, "is_loopback")
+
+
+def is_this_machine(host: str | None) -> bool:
+    """Whether a client that connects to a host name or address gets no further than this machine, past any proxy.
+
+    `0.0.0.0` and `::` are: a connection to them is one to loopback.
+    """
+    return is_loopback(host) or _is(host, "is_unspecified")
+
+
+def _is(host: str | None, what: str) -> bool:
+    try:
+        return bool(getattr(ipaddress.ip_address(host or ""), what))
+    except ValueError:
+        return False
+
+
+def token_in(variable: str) -> str | None:
+    """The token (vLLM and SGLang: API key) in an environment variable; errors do not quote it."""
+    token = os.environ.get(variable, "")
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(f"{variable} has spaces, line ends or characters beyond ASCII: expected `A-Za-z0-9_-`.")
+    return token or None
+
+
+def token_header(variable: str) -> dict[str, str]:
+    """The authorization header for a server with a token; empty if the variable has none."""
+    token = token_in(variable)
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
