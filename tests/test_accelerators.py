@@ -23,7 +23,7 @@ NAMES_CUDA = {
     "rollout/server_client.py": "TRL's client of a vLLM server has NCCL alone",
     "rollout/sglang_answers.py": "what a server answers",
     "rollout/sglang_client.py": "NCCL between two GPUs, else gloo",
-    "options/foreign.py": "an option of transformers",
+    "options/foreign_names.py": "an option of transformers",
     "parallel/precision.py": "the precision of products is read by backend",
     "teacher/offloaded.py": "only its runtime pins exact bytes; torch rounds them up on all accelerators",
 }

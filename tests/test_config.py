@@ -10,6 +10,7 @@ import pickle
 import re
 import warnings
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,10 +23,11 @@ from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.options.foreign import ARGUMENTS, DEFAULTS, FAMILIES, OPTIONS, TRAINER_ARGUMENTS, explained_option
-from trl_opsd.options.rules import AFTER, BEFORE, refuse
-from trl_opsd.options.table import OURS, TABLE, TRANSFORMERS, TRLS, Situation
-from trl_opsd.options.values import Values
+from trl_opsd.options.foreign_names import ARGUMENTS, FAMILIES, TRAINER_ARGUMENTS, explained_option, renamed
+from trl_opsd.options.rules import AFTER, BEFORE, LAUNCH, refuse
+from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table
+
+TABLE, OPTIONS = table(OPSDConfig), renamed(OPSDConfig)
 
 
 @pytest.mark.parametrize(
@@ -132,17 +134,17 @@ def test_every_new_option_is_documented():
 def test_the_table_has_a_line_for_every_option_of_ours_and_trls():
     options = {one.name for one in fields(OPSDConfig)}
     inherited = {one.name for one in fields(TrainingArguments)} - DistillationConfig.__annotations__.keys()
-    assert {*OURS, *TRLS} == options - inherited
+    assert TABLE.keys() - TRANSFORMERS.keys() == options - inherited
     assert TRANSFORMERS.keys() <= inherited
-    assert {*OURS}.isdisjoint(TRLS)
+    assert TRLS.keys() <= DistillationConfig.__annotations__.keys()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("rules", [BEFORE, AFTER], ids=["before", "after"])
+@pytest.mark.parametrize("rules", [BEFORE, LAUNCH, AFTER], ids=["before", "launch", "after"])
 def test_messages_of_rules_name_options_that_exist(tmp_path, rules):
     args = tiny.config(tmp_path)
     for rule in rules:
-        assert rule.message.format(args, "what was found")
+        assert rule.message.format(args, SimpleNamespace(sizes=ParallelismConfig(), processes=1))
 
 
 @pytest.mark.quick
@@ -177,7 +179,7 @@ def test_needs_of_each_option(tmp_path):
     }
     assert unread({}) == alone
     assert unread({"own_rollout": True}) == alone - of_engines
-    given = {"rewards": 1, "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
+    given = {"rewards": ["r"], "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
     optimizer = "learning_rate optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon"
     scheduler = "lr_scheduler_type lr_scheduler_kwargs warmup_steps"
     server = "vllm_gpu_memory_utilization vllm_model_impl vllm_tensor_parallel_size vllm_server_host vllm_server_port"
@@ -398,8 +400,6 @@ def test_advice_about_foreign_names_recommends_existing_options(table):
 
 
 TRAINERS = ("gkd", "gold", "sdft", "sdpo", "server_distillation", "async_distillation", "iw_opd")
-SAID_ELSEWHERE = {"remove_unused_columns", "shuffle_dataset", "vllm_server_host", "vllm_server_port"}
-"""Defaults that train the same: each of these trainers shuffles, and reads the columns that it needs."""
 
 
 @pytest.fixture(scope="module")
@@ -415,19 +415,25 @@ def of_trl():
 
 def test_every_option_of_trls_other_distillation_trainers_is_explained(of_trl):
     here = [one.name for one in fields(OPSDConfig)]
-    said = {name: explained_option(name, here) for options in of_trl.values() for name in options if name not in here}
+    there = {name for options in of_trl.values() for name in options} - {*here}
+    said = {name: explained_option(name, here, OPSDConfig) for name in there}
     assert len(said) > 60
     assert [one for one in said.values() if "Did you mean" in one or "lists all" in one] == []
 
 
-@pytest.mark.parametrize("trainer", DEFAULTS)
-def test_differing_defaults_of_trls_other_trainers_are_listed(trainer, of_trl):
-    said = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,]+)", DEFAULTS[trainer])}
-    there = of_trl[trainer]
-    there["max_completion_length"] = there.get("max_completion_length", there.get("max_new_tokens"))
-    there["beta"] = there.get("distillation_alpha", there.get("beta"))
-    if trainer == "gkd":  # its loss is at 1, whatever completions are sampled at
-        there |= {"student_temperature": 1.0, "teacher_temperature": 1.0}
-    here = {one.name: one.default for one in fields(OPSDConfig)}
-    others = {name: there[name] for name in here.keys() & there.keys() - SAID_ELSEWHERE if there[name] != here[name]}
-    assert {name: value for name, value in others.items() if isinstance(value, str | int | float)} == said
+@pytest.mark.parametrize(("trainer", "heading"), [("gkd", "GKDTrainer"), ("sdft", "SDFTTrainer")])
+def test_defaults_in_the_migration_tables_are_those_of_both_configs(trainer, heading, of_trl):
+    """Rows of `docs/migration.md` with a default on each side, and every default that trains differently."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "migration.md").read_text(encoding="utf-8")
+    section = page.partition(f"## TRL's `{heading}`")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \((.*?)\) \| `(\w+)` \((.*?)\)", section, re.MULTILINE)
+    theirs, ours = of_trl[trainer], {one.name: one.default for one in fields(OPSDConfig)}
+    assert len(rows) >= 5
+    for name, there, here, default in rows:
+        assert (theirs[name], ours[here]) == (ast.literal_eval(there.strip("`")), ast.literal_eval(default)), name
+    alike = {"remove_unused_columns", "shuffle_dataset", "vllm_server_host", "vllm_server_port"}
+    differing = {name for name in theirs.keys() & ours.keys() - alike if theirs[name] != ours[name]}
+    assert {name for name in differing if isinstance(theirs[name], str | int | float)} <= {
+        *(name for name, *_ in rows),
+        "teacher_prompt_template",  # told in words
+    }

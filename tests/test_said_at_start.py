@@ -71,7 +71,7 @@ def test_option_without_effect_warns(make_trainer, caplog, options, said):
     [
         ("tools", "pass the functions as the trainer's argument `tools`, the same for all rows"),
         ("chat_template_kwargs", "set the option `chat_template_kwargs`, the same for all rows; or remove"),
-        ("completion", "with `lmbda=1` every completion is the student's own; set `lmbda` below 1"),
+        ("completion", "with `lmbda=1` the student generates every completion; set `lmbda` below 1"),
     ],
 )
 def test_unread_column_of_other_trainers_warns(make_trainer, caplog, name, instead):

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from trl_opsd._compat import drop_import_noise, versions
 from trl_opsd._compat.trl import is_vllm_available
-from trl_opsd.config import checked_args
+from trl_opsd.arguments.prepared import checked_args
 
 pytestmark = pytest.mark.quick
 

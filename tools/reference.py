@@ -23,8 +23,7 @@ from trl_opsd.loop.attributes import FIXED
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 from trl_opsd.monitor.metrics import METRICS
-from trl_opsd.options.table import TABLE, Option
-from trl_opsd.options.values import Values
+from trl_opsd.options.table import Option, Values, table
 from trl_opsd.rollout.pick import chosen_rollout
 from trl_opsd.teacher.checks import check_teachers
 
@@ -224,7 +223,7 @@ def described_in(cls: type, heading: str) -> dict[str, tuple[str, str]]:
 
 def expected(option: str) -> str:
     """The values of an option, from the table or from the error on an invalid one; empty if nothing is checked."""
-    takes = TABLE[option].takes if option in TABLE else None
+    takes = table(OPSDConfig)[option].takes if option in table(OPSDConfig) else None
     if isinstance(takes, Values):
         return takes.expected
     for value in (-1, "?"):
@@ -242,7 +241,7 @@ def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
     for one in new_fields():
         kind = described[one.name][0].partition(", *optional*")[0]
         takes = f": {found}" if (found := expected(one.name)) else ""
-        facts = f"{kind}{takes}. Default: `{_literal(one.default)}`. {_when(TABLE[one.name])}"
+        facts = f"{kind}{takes}. Default: `{_literal(one.default)}`. {_when(table(OPSDConfig)[one.name])}"
         yield from (f"### `{one.name}`", "", facts, "")
         yield from (described[one.name][1], "")
         if cases := TOGETHER.get(one.name):

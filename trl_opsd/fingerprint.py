@@ -24,8 +24,7 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.head import model_shape, shape_of
 from trl_opsd.models.weights import Samples, digest, sample, sampled
-from trl_opsd.options.table import TABLE, resumed
-from trl_opsd.options.values import one_of
+from trl_opsd.options.table import one_of, resumed, table
 from trl_opsd.teacher import FrozenTeacher, Teacher
 
 logger = get_logger(__name__)
@@ -33,7 +32,7 @@ logger = get_logger(__name__)
 FILE = "opsd_fingerprint.json"
 """The fingerprint's file in a checkpoint."""
 
-OPTIONS = (*(name for name, one in TABLE.items() if one.resumed), "world_size")
+OPTIONS = (*(name for name, one in table(OPSDConfig).items() if one.resumed), "world_size")
 """Options that determine the completions, the teacher's prompts, the rows of each step, and what is learned of them."""
 
 OTHERS = (

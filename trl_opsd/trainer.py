@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from transformers.integrations import is_fsdp_enabled
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd.arguments.checks import build_rewards
 from trl_opsd.arguments.dataset_checks import check_train_size
 from trl_opsd.arguments.prepared import prepared
-from trl_opsd.arguments.reward_checks import build_rewards
 from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
@@ -46,10 +46,8 @@ from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
-from trl_opsd.options.foreign import explained_argument
-from trl_opsd.options.names import StrictNames
+from trl_opsd.options.foreign_names import StrictNames, explained_argument
 from trl_opsd.options.rules import refuse
-from trl_opsd.options.sampling import check_shapes
 from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.agreement import agree
 from trl_opsd.parallel.failure import share_tracebacks
@@ -254,7 +252,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
         """The name of another trainer's argument here, or the closest name."""
-        return explained_argument(name, known, [one.name for one in fields(OPSDConfig)])
+        return explained_argument(name, known, OPSDConfig)
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
@@ -324,11 +322,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 mine,
                 rollout,
                 num_items,
-                divergence=self.divergence,
-                temperatures=self.temperatures,
-                chunk_tokens=self.args.loss_chunk_tokens,
-                vocabulary=self._teaching.vocabulary,
-                kl_clip=self.args.kl_clip,
+                self.args.objective(self.divergence, self.temperatures, self._teaching.vocabulary),
                 criterion=None if selection is None else selection.criterion,
             )
             if self._recording is not None and rollout.begins_at is None:
@@ -559,7 +553,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     def divergence(self, divergence: Divergence | str | None) -> None:
         a_divergence("divergence", divergence)
         resolved = divergence_of(divergence, self.args.settings)
-        check_shapes(self.args, resolved)
+        self.args.check_divergence(resolved)
         if self.is_built:
             self._prove_divergence(resolved)
         self._divergence = resolved

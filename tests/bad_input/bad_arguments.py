@@ -277,7 +277,7 @@ PACKAGES = [
     absent(
         "Liger",
         "`use_liger_kernel=True`: `pip install liger-kernel`",
-        "trl_opsd.arguments.packages.is_liger_kernel_available",
+        "trl_opsd.arguments.rules.is_liger_kernel_available",
         use_liger_kernel=True,
     ),
     absent(
@@ -289,7 +289,7 @@ PACKAGES = [
     absent(
         "what draws a report",
         "`report=True`: `pip install vl-convert-python`",
-        "trl_opsd.arguments.packages.find_spec",
+        "trl_opsd.arguments.rules.find_spec",
         report=True,
     ),
     untouched("package missing", "no such logger", "Did you mean 'wandb'", report_to=["wandbb"]),

@@ -111,7 +111,7 @@ CASES: list[Case] = [
     *SGLANG,
     option("ds3_gather_for_generation", "remove it", use_vllm=True, ds3_gather_for_generation=False),
     option("ds3_gather_for_generation", "with `sglang_server_url`", **URL, ds3_gather_for_generation=False),
-    option("at least", "two engines cannot write the same completions", **URL, use_vllm=True),
+    option("at least", "two engines cannot generate the same completions", **URL, use_vllm=True),
     option("at least", "a scheme, a host and a port", sglang_server_url="127.0.0.1:30000"),
     option("at least", "a scheme, a host and a port", sglang_server_url="http://127.0.0.1:x"),
     option("at least", "`sglang_server_timeout=-1.0`", sglang_server_timeout=-1.0),

@@ -65,7 +65,7 @@ GENERATIONS = [
     ),
     option(
         "generations",
-        "`num_generations_eval=2` with .*: each row is written with this seed",
+        "`num_generations_eval=2` with .*: each row is sampled with this seed",
         num_generations_eval=2,
         use_vllm=True,
         generation_kwargs={"seed": 3},

@@ -530,7 +530,7 @@ def test_overlap_refuses_overridden_whole_batch_methods(make_trainer, cls, name)
         ({"overlap": "steps"}, "overlap"),
         ({"overlap": "step", "optim": "adalomo"}, "steps in each backward pass"),
         ({"max_tokens_per_microbatch": 9, "optim": "galore_adamw_layerwise"}, "steps in each backward pass"),
-        ({"overlap": "step", "use_vllm": True, "vllm_mode": "colocate"}, "whose engine writes in the trainer's own"),
+        ({"overlap": "step", "use_vllm": True, "vllm_mode": "colocate"}, "whose engine generates in the trainer's own"),
         (
             {"overlap": "step", "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
             "and sleeps while that trains",

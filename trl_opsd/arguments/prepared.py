@@ -9,31 +9,30 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 from trl_opsd import fingerprint
-from trl_opsd.arguments.dataset_checks import check_completions, check_datasets, looked_through, needs_privilege
-from trl_opsd.arguments.effects import (
+from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
+from trl_opsd._compat.versions import warn_of_outside
+from trl_opsd.arguments.checks import (
+    check_models,
+    check_rows_of_rewards,
+    check_template,
     may_have,
-    warn_of_columns,
-    warn_of_metric,
     warn_of_same_model,
-    warn_of_splits,
 )
+from trl_opsd.arguments.dataset_checks import check_completions, check_datasets, looked_through, needs_privilege
 from trl_opsd.arguments.given import check_given
-from trl_opsd.arguments.model_checks import check_models
-from trl_opsd.arguments.packages import check_packages
-from trl_opsd.arguments.reward_checks import check_rows_of_rewards
 from trl_opsd.arguments.rules import BUILDING, LEARNING, SURPRISES
-from trl_opsd.arguments.templates import check_template
 from trl_opsd.checkpoints.atomic_save import check_disk
-from trl_opsd.config import OPSDConfig, checked_args
+from trl_opsd.config import OPSDConfig
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.conversations import solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, by_name
 from trl_opsd.data.readers import Intake
 from trl_opsd.data.teacher_prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
+from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
     check_processing_class,
     configured_vocabulary,
@@ -43,7 +42,7 @@ from trl_opsd.models.tokenizers import (
 )
 from trl_opsd.options.changes import check_same_options, shared_options
 from trl_opsd.options.rules import refuse
-from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
+from trl_opsd.options.table import Situation, a_divergence, without_effect, without_effect_in_words
 from trl_opsd.rewards.given import Given, given_rewards
 from trl_opsd.teacher.checks import check_named_once, check_teachers, check_tokenizers
 from trl_opsd.teacher.served_checks import check_up
@@ -137,14 +136,14 @@ def prepared(
         own_rollout=rollout is not None,
         optimizers=optimizers,
         tools=tools,
-        divergence=divergence,
-        rewards=len(rewards),
+        objective=divergence,
+        rewards=[one.name for one in rewards],
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         teacher_prompt_fn=teacher_prompt_fn,
+        row_columns=tuple(row_columns),
     )
     refuse(BUILDING if train_dataset is None else (*LEARNING, *BUILDING), now)
-    check_packages(args, train_dataset, optimizers)
     picked = pick(rollout, args)
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
@@ -154,7 +153,6 @@ def prepared(
         check_processing_class(processing_class)
     if teacher_prompt_fn is not None:
         check_prompt_fn(teacher_prompt_fn)
-    as_passed = {"train_dataset": train_dataset, **by_name(eval_dataset)}
     train_dataset = with_prompts(train_dataset, "train_dataset")
     eval_dataset = with_prompts(eval_dataset, "eval_dataset")
     needs_context = needs_privilege(model, args, teacher_prompt_fn)
@@ -166,10 +164,6 @@ def prepared(
     # a reference beside rewards, or a sharper self, differs from the student without a column
     check_datasets(datasets, args, several, optional, needs_context and not (args.tempers_apart or args.pulls))
     check_models(model, models, args)
-    warn_of_splits(eval_dataset)
-    may_read_it = bool(rewards) or teacher_prompt_fn is not None or args.lmbda < 1
-    warn_of_columns(as_passed, (*row_columns, COMPLETION) if may_read_it else row_columns)
-    warn_of_metric(args, eval_dataset, [one.name for one in rewards])
     refuse(SURPRISES, now, logger.warning)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
@@ -218,3 +212,27 @@ def _named(args: OPSDConfig, models: Mapping[str, Any]) -> dict[str, Any]:
     """What decides how the student is trained; of paths the last part, as machines may keep models in other places."""
     paths = {f"teacher_model[{name!r}]": Path(one).name for name, one in models.items() if isinstance(one, str)}
     return {**shared_options(args), **paths}
+
+
+def checked_args(args: DistillationConfig | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
+    """The options, or the defaults with an output folder named after the student.
+
+    Raises:
+        TypeError: `args` is not an [`OPSDConfig`].
+        ValueError: `divergence` is neither a divergence nor the name of one, or an option was changed to a value that
+            is refused.
+    """
+    a_divergence("divergence", divergence)
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        args = OPSDConfig(f"{name.split('/')[-1]}-OPSD")
+    if not isinstance(args, OPSDConfig):
+        remedy = (
+            "which has every field of TRL's `DistillationConfig`; change the class name"
+            if isinstance(args, TrainingArguments)
+            else "which comes third, after the teacher; pass arguments by name"
+        )
+        raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
+    args.check_again()
+    warn_of_outside()
+    return args

@@ -1,11 +1,27 @@
-"""What options and arguments of a trainer may not be together, and what of it surprises, before anything is loaded."""
+"""Conflicts between options and the trainer's arguments, in the form of `options/rules.py`, before anything is loaded.
+
+Conditions read a [`~options.table.Situation`].
+"""
 
 from __future__ import annotations
 
+import difflib
+from importlib.util import find_spec
 from typing import Any
 
+from datasets import DatasetDict, IterableDatasetDict
+from transformers import Trainer
+from transformers.integrations import get_available_reporting_integrations
+from transformers.utils import is_liger_kernel_available
+
+from trl_opsd.data.completions import COMPLETION
+from trl_opsd.data.datasets import by_name
+from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.options.rules import Rule
 from trl_opsd.options.table import Situation
+
+_NOT_LISTED = ("azure_ml", "flyte", "kubeflow", "none", "all")
+"""Loggers whose presence transformers does not tell."""
 
 
 def _rates(now: Situation) -> list[Any]:
@@ -14,106 +30,184 @@ def _rates(now: Situation) -> list[Any]:
     return [group.get("initial_lr", group.get("lr")) for group in groups]
 
 
+def _unusable_optimizer(now: Situation) -> str:
+    """The error on `optim`; transformers raises it when a training begins."""
+    of_the_launch = now.deepspeed_plugin.deepspeed_config if now.deepspeed_plugin else {}
+    if now.optimizers[0] is not None or "optimizer" in of_the_launch:
+        return ""
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(now.args)
+    except (ImportError, ValueError) as error:
+        given = f" with `optim_args={now.optim_args!r}`" if now.optim_args else ""
+        # One that needs the model says "pass a model": there will be one.
+        return "" if "pass a" in str(error) else f"{given} cannot be used: {error}"
+    return ""
+
+
 LEARNING = (
     Rule(
-        lambda now: now.args.max_steps == 0,
+        lambda now: now.max_steps == 0,
         "`max_steps=0` means that it is not set, as -1 does, and training would last "
-        "`num_train_epochs={0.args.num_train_epochs}`: set the number of optimizer steps, or leave `train_dataset` out "
-        "to evaluate only.",
+        "`num_train_epochs={0.num_train_epochs}`: set the number of optimizer steps, or leave `train_dataset` out to "
+        "evaluate only.",
     ),
     Rule(
-        lambda now: now.args.max_steps < 0 and now.args.num_train_epochs == 0,
-        "`num_train_epochs={0.args.num_train_epochs}`: training would end after 0 steps: set more, or `max_steps`; to "
+        lambda now: now.max_steps < 0 and now.num_train_epochs == 0,
+        "`num_train_epochs={0.num_train_epochs}`: training would end after 0 steps: set more, or `max_steps`; to "
         "evaluate only, leave `train_dataset` out.",
     ),
     Rule(
-        lambda now: now.optimizers[0] is None and now.args.learning_rate == 0,
-        "`learning_rate={0.args.learning_rate}`: no weight would change: set a rate, 1e-6 to 1e-5 for most models and "
+        lambda now: now.optimizers[0] is None and now.learning_rate == 0,
+        "`learning_rate={0.learning_rate}`: no weight would change: set a rate, 1e-6 to 1e-5 for most models and "
         "about ten times as much for LoRA; to evaluate only, leave `train_dataset` out.",
     ),
     Rule(
         lambda now: (rates := _rates(now)) and all(rate == 0 for rate in rates),
         "All parameters of the optimizer have a learning rate of 0, so no weight would change: set `lr`.",
     ),
+    Rule(
+        lambda now: now.use_liger_kernel and not is_liger_kernel_available(),
+        "`use_liger_kernel=True`: `pip install liger-kernel`, or remove it.",
+    ),
+    Rule(_unusable_optimizer, "`optim={0.optim.value!r}`{1}"),
 )
-"""With which a training would change nothing, or last as long as nobody asked for."""
+"""Of a training, which would change nothing, not end as meant, or not begin."""
 
 
 def _best(now: Situation) -> str:
-    if now.args.save_strategy == "best":
+    if now.save_strategy == "best":
         return "save_strategy='best'"
-    return "load_best_model_at_end=True" if now.args.load_best_model_at_end else ""
+    return "load_best_model_at_end=True" if now.load_best_model_at_end else ""
 
 
 EVALUATING = (
     Rule(
-        lambda now: now.args.eval_strategy == "no" and _best(now),
+        lambda now: now.eval_strategy == "no" and _best(now),
         "`{1}` without evaluations, so that no model would be the best: set `eval_strategy`, with an `eval_dataset`, "
         "or leave it out.",
     ),
     Rule(
-        lambda now: now.args.metric_for_best_model is None and _best(now),
+        lambda now: now.metric_for_best_model is None and _best(now),
         "`{1}` without `metric_for_best_model`: set one, for instance 'loss'.",
     ),
     Rule(
-        lambda now: now.args.eval_strategy != "no" and (now.eval_dataset is None or now.eval_dataset == {}),
-        "`eval_strategy={0.args.eval_strategy.value!r}` without an `eval_dataset`: pass one, or leave it out.",
+        lambda now: now.eval_strategy != "no" and (now.eval_dataset is None or now.eval_dataset == {}),
+        "`eval_strategy={0.eval_strategy.value!r}` without an `eval_dataset`: pass one, or leave it out.",
     ),
 )
-"""Evaluations without rows, and a best model without evaluations."""
+"""Of evaluations without rows, and a best model without evaluations."""
+
+
+def _absent_logger(now: Situation) -> str:
+    present = get_available_reporting_integrations() if now.report_to else ()
+    return next((name for name in now.report_to or () if name not in (*present, *_NOT_LISTED)), "")
+
 
 BUILDING = (
     Rule(
-        lambda now: now.args.reward_weight and not now.rewards and now.train_dataset is not None,
-        "`reward_weight={0.args.reward_weight}` without rewards: pass `reward_funcs` to `OPSDTrainer`, or leave it "
-        "out.",
+        lambda now: now.reward_weight and not now.rewards and now.train_dataset is not None,
+        "`reward_weight={0.reward_weight}` without rewards: pass `reward_funcs` to `OPSDTrainer`, or leave it out.",
     ),
     Rule(
         lambda now: (
             now.rewards
-            and now.args.reward_weights is not None
-            and len(now.args.reward_weights) != now.rewards
-            and str(len(now.args.reward_weights))
+            and now.reward_weights is not None
+            and len(now.reward_weights) != len(now.rewards)
+            and (len(now.reward_weights), len(now.rewards))
         ),
-        "`reward_weights` has {1} numbers, and `reward_funcs` {0.rewards}: expected one for each.",
+        "`reward_weights` has {1[0]} numbers, and `reward_funcs` {1[1]}: expected one for each.",
     ),
     *EVALUATING,
     Rule(
-        lambda now: now.teacher_prompt_fn is not None and now.args.seq_kd,
-        "`teacher_prompt_fn` with `seq_kd=True`: it is called with a completion, which the teacher would have to write "
-        "from its prompt: give a column 'teacher_prompt' or 'privileged_context' instead.",
+        lambda now: now.teacher_prompt_fn is not None and now.seq_kd,
+        "`teacher_prompt_fn` with `seq_kd=True`: it is called with a completion, which the teacher would have to "
+        "generate from its prompt: give a column 'teacher_prompt' or 'privileged_context' instead.",
     ),
     Rule(
-        lambda now: now.teacher_prompt_fn is not None and now.args.remove_unused_columns,
+        lambda now: now.teacher_prompt_fn is not None and now.remove_unused_columns,
         "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False.",
     ),
+    Rule(_absent_logger, "`report_to={1!r}`: its package is not installed or is switched off: install or remove it."),
+    Rule(
+        lambda now: now.report and not find_spec("vl_convert"),
+        "`report=True`: `pip install vl-convert-python`, which draws the curves, or remove it.",
+    ),
 )
-"""Arguments that options contradict."""
+"""Of a trainer."""
+
+
+def _metric(now: Situation) -> tuple[str, str] | None:
+    """A metric that no evaluation logs by itself, and the closest; transformers fails after the first evaluation."""
+    if now.metric_for_best_model is None or now.eval_strategy == "no":
+        return None
+    known, beginnings = evaluated_names(now.eval_dataset, now.rewards)
+    metric = f"eval_{now.metric_for_best_model.removeprefix('eval_')}"
+    if metric in known or metric.startswith(beginnings):
+        return None
+    return metric, (difflib.get_close_matches(metric, known, n=1) or known)[0]
+
+
+def _ignored_column(name: str, instead: str) -> Rule:
+    """A column that other trainers read."""
+
+    def dataset_with_it(now: Situation) -> str:
+        is_read = name in now.row_columns or (
+            name == COMPLETION and (now.rewards or now.teacher_prompt_fn is not None or now.lmbda < 1)
+        )
+        datasets = {} if is_read else {"train_dataset": now.train_dataset, **by_name(now.eval_dataset)}
+        having = (where for where, one in datasets.items() if name in (getattr(one, "column_names", None) or ()))
+        return next(having, "")
+
+    return Rule(dataset_with_it, f"The column {name!r} of {{1}} is not read: {instead}; or remove the column.", True)
+
 
 SURPRISES = (
     Rule(
         lambda now: (
-            now.rewards
-            and not now.args.reward_weight
-            and now.train_dataset is not None
-            and now.args.eval_strategy == "no"
+            isinstance(now.eval_dataset, DatasetDict | IterableDatasetDict)
+            and "train" in now.eval_dataset
+            and type(now.eval_dataset).__name__
         ),
-        "`reward_funcs` are called in evaluations only, and this training has none: set `reward_weight` above 0 to "
-        "learn from rewards, or `eval_strategy` to have them reported.",
+        "`eval_dataset` is a {1}: each evaluation takes all of its splits, 'train' too. Pass one of them, or a dict of "
+        "some.",
+        warns=True,
+    ),
+    _ignored_column(
+        "tools",
+        "pass the functions as the trainer's argument `tools`, the same for all rows, or put a row's own into its "
+        "messages",
+    ),
+    _ignored_column("chat_template_kwargs", "set the option `chat_template_kwargs`, the same for all rows"),
+    _ignored_column(
+        COMPLETION,
+        "with `lmbda=1` the student generates every completion; set `lmbda` below 1 to train on these too",
+    ),
+    Rule(
+        _metric,
+        "`metric_for_best_model={0.metric_for_best_model!r}`: no evaluation logs {1[0]!r} by itself, and one without "
+        "it ends the training with an error. Did you mean {1[1]!r}?",
         warns=True,
     ),
     Rule(
-        lambda now: now.args.neftune_noise_alpha,
+        lambda now: (
+            now.rewards and not now.reward_weight and now.train_dataset is not None and now.eval_strategy == "no"
+        ),
+        "`reward_funcs` are called in evaluations only, and this training has none: set `reward_weight` above 0 to "
+        "train on rewards, or `eval_strategy` to have them reported.",
+        warns=True,
+    ),
+    Rule(
+        lambda now: now.neftune_noise_alpha,
         "`neftune_noise_alpha={1:g}`: the figures of the training log, as `divergence/mean`, are those of a student "
         "with noise in its embeddings, and may be many times larger than without: compare evaluations, which have "
         "none.",
         warns=True,
     ),
     Rule(
-        lambda now: now.optimizers[1] is None and 0 < now.args.max_steps < now.args.warmup_steps,
-        "`warmup_steps={0.args.warmup_steps:g}` with `max_steps={0.args.max_steps}`: training ends before the rate "
-        "reaches `learning_rate={0.args.learning_rate}`. Set fewer; below 1, it is a share of all steps.",
+        lambda now: now.optimizers[1] is None and 0 < now.max_steps < now.warmup_steps,
+        "`warmup_steps={0.warmup_steps:g}` with `max_steps={0.max_steps}`: training ends before the rate reaches "
+        "`learning_rate={0.learning_rate}`. Set fewer; below 1, it is a share of all steps.",
         warns=True,
     ),
 )
-"""What has another effect than one may expect."""
+"""Of a trainer that may have another effect than one expects."""

@@ -12,7 +12,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from trl_opsd.options.foreign import TRAINER_ARGUMENTS, without_meaning
+from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 
 __all__ = ["DATASETS", "FIXED", "shown", "why_no_effect"]
 
@@ -70,7 +70,7 @@ def why_no_effect(trainer: Any, name: str, value: Any, read_once: Collection[str
         return f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value. {another}"
     if name in TRAINER_ARGUMENTS:
         return f"it is an argument: pass `{name}` when the trainer is built. {another}"
-    why = without_meaning(name, {*vars(trainer), *dir(type(trainer)), *options})
+    why = without_meaning(name, type(trainer.args), {*vars(trainer), *dir(type(trainer)), *options})
     return f"{why}. {another}" if why else None
 
 

@@ -135,7 +135,7 @@ class StepStats:
         named = dict(zip((*LossParts.ROW_NAMES, *of_teachers), sums, strict=True))
         # The sums of an option that is off are 0, which would be logged as if measured.
         needed = {
-            "clipped": self._trainer.args.kl_clip,
+            "clipped": self._trainer.args.clips_entries or None,
             "pulled": batch.get("pull"),
             "importance": batch.get("logprobs"),
         }

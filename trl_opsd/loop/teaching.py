@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trl_opsd import fingerprint
+from trl_opsd.arguments.checks import check_other_teacher, check_rows_of_rewards, look_at, student_limits
 from trl_opsd.arguments.dataset_checks import (
     check_completions,
     check_datasets,
@@ -14,11 +15,8 @@ from trl_opsd.arguments.dataset_checks import (
     looked_through,
     surveyed,
 )
-from trl_opsd.arguments.model_checks import check_other_teacher, student_limits
 from trl_opsd.arguments.prepared import Prepared
-from trl_opsd.arguments.reward_checks import check_rows_of_rewards
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.arguments.templates import look_at
 from trl_opsd.data.admission import Rows
 from trl_opsd.data.datasets import admit_all, by_name, columns_of, describe_rows
 from trl_opsd.data.readers import Reader, Readers, Request

@@ -91,7 +91,7 @@ class Terms(NamedTuple):
 
 
 class Entrywise(Divergence):
-    """A divergence that is a sum over the vocabulary, whose entries can be clipped one by one (`kl_clip`)."""
+    """A divergence that is a sum over the vocabulary, whose entries can be clipped one by one."""
 
     @abstractmethod
     def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:

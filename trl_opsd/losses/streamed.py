@@ -25,7 +25,7 @@ from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import STATISTICS, Finish, eager_, step_for
 from trl_opsd.losses.sampled import check_sampled
 from trl_opsd.losses.top_k_and_clip import check_clip
-from trl_opsd.types import LazyLogits, PerToken, Sampled
+from trl_opsd.types import LazyLogits, OutputHead, PerToken, Sampled
 
 TILE_BYTES = 600_000_000
 """Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes; more on a large accelerator."""
@@ -152,6 +152,37 @@ def streamed_divergence(
         top_shared=shared_N,
         top_mass=mass_N,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """How two models are compared: the arguments of [`streamed_divergence`] that are the same for all tokens."""
+
+    divergence: Divergence
+    temperatures: tuple[float, float] = (1.0, 1.0)
+    """Of the student and of the teacher."""
+    chunk_tokens: int | None = None
+    vocabulary: int | None = None
+    kl_clip: float | None = None
+
+    def of(
+        self,
+        student: tuple[Tensor, OutputHead],
+        teacher: tuple[Tensor, OutputHead],
+        weights: Tensor | None,
+        sampled: Sampled | None,
+    ) -> PerToken:
+        """The divergence of tokens, each model as hidden states [N, H] and head [V, H]."""
+        return streamed_divergence(
+            LazyLogits(*student, self.temperatures[0]),
+            LazyLogits(*teacher, self.temperatures[1]),
+            self.divergence,
+            weights,
+            self.chunk_tokens,
+            self.vocabulary,
+            self.kl_clip,
+            sampled,
+        )
 
 
 class _Streamed(torch.autograd.Function):

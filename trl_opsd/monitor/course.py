@@ -72,7 +72,7 @@ class Course:
         if len(self._last) < STEPS:
             return {}
         first, last = _medians(self._first), _medians(self._last)
-        # `clipped`: with `kl_clip` single entries are bounded from above only, so the divergence may be below 0.
+        # Clipped entries are bounded from above only, so the divergence may be below 0.
         found = {
             "divergence": self._divergence(first, last),
             "clip": _clip(last) if clipped else None,

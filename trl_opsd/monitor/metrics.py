@@ -55,9 +55,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "divergence/clipped": Metric(
             "1",
-            "Share of the tokens in which at least one entry of the vocabulary was above `kl_clip`.",
+            "Share of the tokens in which at least one entry of the vocabulary was clipped.",
             _OF_ALL,
-            "`kl_clip`",
+            "a clip of entries",
             mean_of=("clipped", "tokens"),
         ),
         "divergence/high_entropy": Metric(

@@ -7,9 +7,7 @@ from dataclasses import fields
 from typing import Any, Self
 
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.options.table import BUILD, LIVE, OURS, START, TABLE, TRLS, Option
-
-_OF_TRL_OR_OURS = {*OURS, *TRLS, *DistillationConfig.__annotations__}
+from trl_opsd.options.table import BUILD, LIVE, START, TRANSFORMERS, Option, table
 
 
 def option_values(args: DistillationConfig) -> dict[str, Any]:
@@ -20,8 +18,9 @@ def option_values(args: DistillationConfig) -> dict[str, Any]:
 
 def shared_options(args: DistillationConfig) -> dict[str, Any]:
     """The options that decide how one student is trained, as far as they can be compared between processes."""
-    names = {name for name, one in TABLE.items() if name in _OF_TRL_OR_OURS or one.read is not LIVE}
-    alike = sorted(name for name in names if not TABLE[name].may_differ)
+    options = table(type(args))
+    decide = [name for name, one in options.items() if name not in TRANSFORMERS or one.read is not LIVE]
+    alike = sorted(name for name in decide if not options[name].may_differ)
     plain = (str, int, float, dict, list, type(None))
     return {name: value for name in alike if isinstance(value := getattr(args, name), plain)}
 
@@ -41,19 +40,21 @@ class ReadOnce:
     """Options that are not read again, with the values they had."""
 
     def __init__(self, args: DistillationConfig, names: Collection[str], when: str, instead: str) -> None:
-        self._when, self._instead = when, instead
+        self._when, self._instead, self._options = when, instead, table(type(args))
         self._then = {name: value for name, value in option_values(args).items() if name in names}
 
     @classmethod
     def by_trainer(cls, args: DistillationConfig) -> Self:
         """The options that a trainer has read when it was built; further ones of a subclass are the user's."""
-        names = [name for name in {*TABLE, *_OF_TRL_OR_OURS} if TABLE.get(name, Option(BUILD)).read is BUILD]
+        options = table(type(args))
+        names = {name for name in DistillationConfig.__annotations__ if name not in options}
+        names |= {name for name, one in options.items() if one.read is BUILD}
         return cls(args, names, "the trainer was built", "build the trainer with that value")
 
     @classmethod
     def by_training(cls, args: DistillationConfig) -> Self:
         """The options that a training has read when it began."""
-        names = [name for name, one in TABLE.items() if one.read is START]
+        names = [name for name, one in table(type(args)).items() if one.read is START]
         return cls(args, names, "the training began", "change it between two trainings")
 
     @property
@@ -65,7 +66,7 @@ class ReadOnce:
         for name, then in self._then.items():
             now = getattr(args, name)
             if now != then:
-                instead = (name in TABLE and TABLE[name].instead) or self._instead
+                instead = self._options.get(name, Option()).instead or self._instead
                 raise ValueError(
                     f"`args.{name}` was {then!r} when {self._when}, where it was read, and is {now!r} now, "
                     f"which has no effect: {instead}, or restore it."

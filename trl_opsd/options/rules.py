@@ -1,7 +1,7 @@
-"""What options may not be together, and what surprises: each rule is a condition and its message.
+"""Conflicts between options, as data: each rule is a condition and its message.
 
-A rule's message is a format: `{0.lmbda}` is an option, `{1}` is what the condition has returned. Which values a single
-option may have stands in `table.py`.
+A message is a format: `{0.lmbda}` is an option, `{1}` is what the condition has returned. Values of single options are
+in `table.py`; conflicts with the trainer's arguments are in `arguments/rules.py`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from accelerate import ParallelismConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.training_args import OptimizerNames
 
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
+from trl_opsd._compat.sharding import launched
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS
-from trl_opsd.options.values import at_least
-
-__all__ = ["AFTER", "BEFORE", "EVALUATION", "TRAINING", "Rule", "batch_in_words", "prompts_of_step", "refuse"]
+from trl_opsd.losses.token_selection import LATE
+from trl_opsd.options.foreign_names import did_you_mean
+from trl_opsd.options.table import Values, above, at_least, below, one_of, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +35,36 @@ class Rule:
     """A combination that is refused, or warned of."""
 
     broken: Callable[[Any], Any]
-    """Anything true if the rule is broken by the options, or by what else it is asked of."""
+    """Anything true if the options, or a [`Situation`], break the rule."""
     message: str
     warns: bool = False
 
 
-def refuse(rules: Iterable[Rule], given: Any, warn: Callable[[str], object] | None = None) -> None:
+def together(why: str, *, warns: bool = False, **when: Any) -> Rule:
+    """A rule against options that each have a value or one of some [`Values`]; its message begins with them."""
+
+    def broken(now: Any) -> str:
+        values = {name: getattr(now, name) for name in when}
+        fit = (one.fits(values[name]) if isinstance(one, Values) else values[name] == one for name, one in when.items())
+        first, *others = (shown(name, value) for name, value in values.items())
+        return (f"{first} with {' and '.join(others)}" if others else first) if all(fit) else ""
+
+    return Rule(broken, f"{{1}}{why}", warns)
+
+
+SET = Values("not None", lambda value: value is not None)
+
+
+def unless(default: Any) -> Values:
+    """Any value but the default."""
+    return Values(f"not {default!r}", lambda value: value != default)
+
+
+def refuse(rules: Iterable[Rule], now: Any, warn: Callable[[str], object] | None = None) -> None:
     """Raises `ValueError` for the first rule that is broken; of rules that warn, passes all messages on."""
     for rule in rules:
-        if found := rule.broken(given):
-            message = rule.message.format(given, found)
+        if found := rule.broken(now):
+            message = rule.message.format(now, found)
             if not rule.warns:
                 raise ValueError(message)
             (warn or partial(warnings.warn, stacklevel=4))(message)  # where the config is made
@@ -56,7 +79,7 @@ def prompts_of_step(args: DistillationConfig) -> int:
 
 
 def batch_in_words(args: DistillationConfig) -> str:
-    """The same with the numbers that it comes from."""
+    """The same with its factors."""
     each = "" if args.num_generations == 1 else f" / {args.num_generations} completions of each"
     return f"{prompts_of_step(args)} = {_factors(args)}{each}"
 
@@ -72,7 +95,7 @@ def _factors(args: DistillationConfig) -> str:
     )
 
 
-def _uneven_groups(args: DistillationConfig) -> str:
+def _uneven_groups(args: Any) -> str:
     rows = _rows_of_step(args)
     return f"{rows} = {_factors(args)}" if rows % args.num_generations else ""
 
@@ -80,13 +103,13 @@ def _uneven_groups(args: DistillationConfig) -> str:
 # ---- Before transformers reads the options --------------------------------------------------------------------------
 
 
-def _file_above(args: DistillationConfig) -> str:
+def _file_above(args: Any) -> str:
     folder = Path(args.output_dir or ".").absolute()
     return next((repr(str(one)) for one in (folder, *folder.parents) if one.is_file()), "")
 
 
 def _interval(name: str, strategy: str) -> Rule:
-    def broken(args: DistillationConfig) -> bool:
+    def broken(args: Any) -> bool:
         every, kind = getattr(args, name), getattr(args, strategy)
         if getattr(kind, "value", kind) != "steps" or (name == "eval_steps" and not every):  # then `logging_steps`
             return False
@@ -105,41 +128,143 @@ BEFORE = (
 """Of options as they are given."""
 
 
+# ---- The launch, before accelerate is started -----------------------------------------------------------------------
+
+
+def ignored_key(_: Any) -> str:
+    """A key of `deepspeed_config` in the accelerate file that accelerate drops without a word; it checks others."""
+    given = [name for name in os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",") if name]
+    if not given:
+        return ""
+    from accelerate.commands.launch import launch_command_parser  # slow to import
+
+    known = vars(launch_command_parser().parse_args(["script"]))
+    wrong = next((name for name in given if name not in known), None)
+    hint = wrong and (did_you_mean(wrong, known) or "remove it, or write a file for `deepspeed_config_file`.")
+    return f"'{wrong}', which accelerate ignores: {hint}" if wrong else ""
+
+
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _has(plugin: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{plugin}") == "true"
+
+
+def _sized(broken: Callable[[Any, ParallelismConfig], Any], message: str) -> Rule:
+    """A rule about `{1.sizes}` of parallelism on `{1.processes}` processes."""
+
+    def found(args: Any) -> SimpleNamespace | None:
+        sizes = launched(args)
+        return SimpleNamespace(sizes=sizes, processes=_processes()) if broken(args, sizes) else None
+
+    return Rule(found, f"`parallelism_config`: {message}")
+
+
+def _with_sequences(broken: Callable[[Any, ParallelismConfig], Any], message: str) -> Rule:
+    return _sized(
+        lambda args, sizes: sizes.sp_enabled and broken(args, sizes), f"`sp_size={{1.sizes.sp_size}}` {message}"
+    )
+
+
+def _not_with_sequences(name: str, *fine: Any) -> Rule:
+    message = f"with `{name}={{0.{name}}}` is not supported: remove one of them."
+    return _with_sequences(lambda args, _: getattr(args, name) not in fine, message)
+
+
+def _with_replicas(broken: Callable[[ParallelismConfig], Any], message: str) -> Rule:
+    return _sized(lambda _, sizes: not sizes.sp_enabled and sizes.data_parallel_size > 1 and broken(sizes), message)
+
+
+_INSTEAD = (
+    "is not supported: leave it at 1. Long rows are divided by `sp_size`, with DeepSpeed, and weights by "
+    "`dp_shard_size`, with FSDP2."
+)
+
+LAUNCH = (
+    Rule(ignored_key, "`deepspeed_config` in the accelerate file has the key {1}"),
+    _sized(lambda _, sizes: sizes.tp_size > 1, f"`tp_size={{1.sizes.tp_size}}`: tensor parallelism {_INSTEAD}"),
+    _sized(lambda _, sizes: sizes.cp_size > 1, f"`cp_size={{1.sizes.cp_size}}`: context parallelism {_INSTEAD}"),
+    _with_sequences(
+        lambda args, _: args.parallelism_config is not None,
+        "as an option: TRL refuses it; put it into the accelerate file (`sp.yaml`).",
+    ),
+    _with_sequences(
+        lambda *_: not _has("DEEPSPEED"),
+        "in a launch without DeepSpeed, whose Ulysses divides the rows: launch with `distributed_type: DEEPSPEED` "
+        "(`trl_opsd/accelerate_configs/sp.yaml`), or remove it.",
+    ),
+    _with_sequences(
+        lambda _, sizes: (
+            _processes() % sizes.sp_size or sizes.data_parallel_size not in (1, _processes() // sizes.sp_size)
+        ),
+        "on {1.processes} processes, with a data parallel size of {1.sizes.data_parallel_size}: expected a divisor of "
+        "`num_processes`; leave `dp_replicate_size` and `dp_shard_size` out.",
+    ),
+    _with_sequences(
+        lambda _, sizes: not sizes.sp_handler.sp_seq_length_is_variable,
+        "with `sp_seq_length`: completions differ in length: leave it out.",
+    ),
+    _with_sequences(
+        lambda args, _: args.token_selection in LATE,
+        "with `token_selection={0.token_selection!r}`: the tokens of a row lie on several processes, none of which "
+        "knows the scores of all: set 'prefix' or 'random', or remove `sp_size`.",
+    ),
+    _not_with_sequences("padding_free", False),
+    _not_with_sequences("pad_to_multiple_of", None, "auto"),
+    _not_with_sequences("torch_compile", False),
+    _with_replicas(
+        lambda sizes: sizes.dp_shard_size > 1 and not _has("FSDP"),
+        "`dp_shard_size={1.sizes.dp_shard_size}` in a launch without FSDP, where nothing would be sharded: launch with "
+        "`distributed_type: FSDP` and `fsdp_version: 2` (`trl_opsd/accelerate_configs/hsdp.yaml`), or remove it; "
+        "DeepSpeed shards by its `zero_stage`.",
+    ),
+    _with_replicas(
+        lambda sizes: _has("FSDP") and (sizes.dp_shard_size == 1 or sizes.data_parallel_size != _processes()),
+        "{1.sizes.dp_replicate_size} replicas (`dp_replicate_size`) of {1.sizes.dp_shard_size} shards "
+        "(`dp_shard_size`) on {1.processes} processes: expected at least 2 shards, and a product equal to "
+        "`num_processes`.",
+    ),
+)
+"""What is sharded by what, and over how many processes."""
+
+
 # ---- After transformers has read the options ------------------------------------------------------------------------
 
 
-def _ignored_beta(args: DistillationConfig) -> str:
+def _ignored_beta(args: Any) -> str:
     """The divergence that is chosen otherwise, beside a `beta` that was set."""
-    default = type(args).beta
+    default = DistillationConfig.beta
     if args.divergence in (None, "jsd") or args.beta in (default, BETAS.get(str(args.divergence), default)):
         return ""
     return describe(args.divergence) if isinstance(args.divergence, Divergence) else repr(args.divergence)
 
 
-def _vanishes(args: DistillationConfig) -> bool:
+def _vanishes(args: Any) -> bool:
     objective = args.build_divergence()
     return isinstance(objective, GeneralizedJSD) and not 0.05 <= objective.beta <= 0.95
 
 
-def _steps_in_backward(args: DistillationConfig) -> str:
-    optim = str(OptimizerNames(args.optim).value)
-    return optim if "lomo" in optim or "layerwise" in optim else ""
+def _steps_in_backward(optim: Any) -> bool:
+    name = str(OptimizerNames(optim).value)
+    return "lomo" in name or "layerwise" in name
 
 
-def _accumulation_of_file(args: DistillationConfig) -> Any:
+def _accumulation_of_file(args: Any) -> Any:
     theirs = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
     steps = theirs.get("gradient_accumulation_steps", "auto")
     return steps not in ("auto", args.gradient_accumulation_steps) and steps
 
 
-def _all_alike(args: DistillationConfig) -> str:
-    """Why a prompt is always completed in the same way; empty if it is not."""
+def _all_alike(args: Any) -> str:
+    """Why a prompt always gets the same completion; empty if it does not."""
     given = args.generation_kwargs or {}
     if given.get("top_k", args.top_k) == 1:
         return "only the likeliest token is kept (`top_k=1`)"
     if given.get("temperature") == 0 if args.has_engine else given.get("do_sample") is False:
         return "decoding is greedy"
-    return "each row is written with this seed" if args.has_engine and given.get("seed") is not None else ""
+    return "each row is sampled with this seed" if args.has_engine and given.get("seed") is not None else ""
 
 
 def _several_alike(name: str) -> Rule:
@@ -147,14 +272,6 @@ def _several_alike(name: str) -> Rule:
         lambda args: (getattr(args, name) or 1) > 1 and _all_alike(args),
         f"`{name}={{0.{name}}}` with `generation_kwargs={{0.generation_kwargs}}`: {{1}}, so that all completions of a "
         "prompt are the same: remove one of them.",
-    )
-
-
-def _cast_for_evaluations(name: str) -> Rule:
-    return Rule(
-        lambda args: getattr(args, name),
-        f"`{name}=True` would cast the student's weights for an evaluation and leave them so: set `bf16=True`, which "
-        "computes in bfloat16, and remove it.",
     )
 
 
@@ -173,15 +290,16 @@ def _rows_twice(name: str, value: bool, why: str, on_one: bool = False) -> Rule:
     )
 
 
-def _without_loss_scale(args: DistillationConfig) -> Any:
+def _without_loss_scale(args: Any) -> Any:
     plugin = args.deepspeed_plugin
     return args.overlap == "step" and plugin is not None and setting_without_loss_scale(plugin.deepspeed_config)
 
 
-def _launched(args: DistillationConfig) -> int:
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    return processes if processes > 1 and args.world_size == 1 else 0
-
+_STEPS_IN_BACKWARD = Values("an optimizer that steps in each backward pass", _steps_in_backward)
+_CASTS = (
+    " would cast the student's weights for an evaluation and leave them so: set `bf16=True`, which computes in "
+    "bfloat16, and remove it."
+)
 
 TRAINING = (
     Rule(
@@ -206,16 +324,10 @@ EVALUATION = (
 """Of options that may be changed between two evaluations."""
 
 AFTER = (
-    # what is learned
+    # the loss
+    together(": no row is padded then; set only one of them.", padding_free=True, pad_to_multiple_of=SET),
     Rule(
-        lambda args: args.padding_free and args.pad_to_multiple_of is not None,
-        "`padding_free=True` with `pad_to_multiple_of={0.pad_to_multiple_of}`: no row is padded then; set only one of "
-        "them.",
-    ),
-    Rule(
-        _ignored_beta,
-        "`divergence={1}` decides the objective; `beta={0.beta}` is ignored: set only one.",
-        warns=True,
+        _ignored_beta, "`divergence={1}` decides the objective; `beta={0.beta}` is ignored: set only one.", warns=True
     ),
     Rule(
         _vanishes,
@@ -223,9 +335,10 @@ AFTER = (
         "become a KL there. For a KL set `divergence='forward_kl'` or 'reverse_kl'.",
         warns=True,
     ),
-    Rule(
-        lambda args: args.max_tokens_per_microbatch is not None and _steps_in_backward(args),
-        "`max_tokens_per_microbatch` with `optim={1!r}`, which steps in each backward pass: leave one of them out.",
+    together(
+        ", which steps in each backward pass: leave one of them out.",
+        max_tokens_per_microbatch=SET,
+        optim=_STEPS_IN_BACKWARD,
     ),
     # the teacher
     _moved_teacher(
@@ -239,10 +352,10 @@ AFTER = (
         "sharded: start with `accelerate launch` and a config of `zero_stage: 3`, or set `teacher_offload='stream'`.",
     ),
     # engines
-    Rule(
-        lambda args: args.use_vllm and args.sglang_server_url is not None,
-        "`sglang_server_url={0.sglang_server_url!r}` and `use_vllm=True`: two engines cannot write the same "
-        "completions: leave one of them out.",
+    together(
+        ": two engines cannot generate the same completions: leave one of them out.",
+        sglang_server_url=SET,
+        use_vllm=True,
     ),
     Rule(
         lambda args: (
@@ -254,33 +367,28 @@ AFTER = (
         "it: remove it.",
     ),
     # what has no effect here, or another than its name says
-    Rule(
-        lambda args: args.auto_find_batch_size,
-        "`auto_find_batch_size=True` would restart with another generation batch after an out-of-memory error: set "
-        "`per_device_train_batch_size` and `gradient_accumulation_steps` to what fits.",
+    together(
+        " would restart with another generation batch after an out-of-memory error: set `per_device_train_batch_size` "
+        "and `gradient_accumulation_steps` to what fits.",
+        auto_find_batch_size=True,
     ),
-    Rule(
-        lambda args: args.label_smoothing_factor,
-        "`label_smoothing_factor={0.label_smoothing_factor}` has no effect: there are no labels; remove it.",
+    together(" has no effect: there are no labels; remove it.", label_smoothing_factor=unless(0)),
+    together(
+        " has no effect: the length of a completion is not known before it is generated, and `shuffle_dataset=False` "
+        "keeps the order; remove it.",
+        train_sampling_strategy=unless("random"),
     ),
-    Rule(
-        lambda args: args.train_sampling_strategy != "random",
-        "`train_sampling_strategy={0.train_sampling_strategy!r}` has no effect: the length of a completion is not "
-        "known before it is generated, and `shuffle_dataset=False` keeps the order; remove it.",
+    together(
+        " compiles a `forward` that neither generation nor the loss calls, which form no logits there: remove it; "
+        "`rollout=HFRollout(compile=True)` compiles decoding.",
+        torch_compile=True,
     ),
-    Rule(
-        lambda args: args.torch_compile,
-        "`torch_compile=True` compiles a `forward` that is not called, neither to write completions nor in the loss, "
-        "which form no logits there: remove it; `rollout=HFRollout(compile=True)` compiles decoding.",
-    ),
-    _cast_for_evaluations("fp16_full_eval"),
-    _cast_for_evaluations("bf16_full_eval"),
-    Rule(
-        lambda args: args.data_seed is not None, "`data_seed={0.data_seed}` is ignored: `seed` decides the order.", True
-    ),
+    together(_CASTS, fp16_full_eval=True),
+    together(_CASTS, bf16_full_eval=True),
+    together(" is ignored: `seed` decides the order.", warns=True, data_seed=SET),
     # the launch
     Rule(
-        _launched,
+        lambda args: _processes() > 1 and args.world_size == 1 and _processes(),
         "The launch has {1} processes (`WORLD_SIZE`), but accelerate counts one, so that each would train a student of "
         "its own: on a machine without an accelerator set `use_cpu=True`.",
     ),
@@ -305,52 +413,47 @@ AFTER = (
         "`fp16=True` (or `mixed_precision: fp16` in the accelerate file) on a CPU, where there is no loss scaler for "
         "float16: set `bf16=True`, or neither for float32.",
     ),
-    # steps that overlap
-    Rule(
-        lambda args: (
-            args.overlap is not None
-            and args.use_vllm
-            and args.vllm_mode == "colocate"
-            and ("process and sleeps while that trains" if args.vllm_enable_sleep_mode else "process")
-        ),
-        "`overlap={0.overlap!r}` with `vllm_mode='colocate'`, whose engine writes in the trainer's own {1}: set "
-        "`vllm_mode='server'`, or leave `overlap` out.",
+    # concurrent generation and training
+    together(
+        ", whose engine generates in the trainer's own process and sleeps while that trains: set `vllm_mode='server'`, "
+        "or leave `overlap` out.",
+        overlap=SET,
+        use_vllm=True,
+        vllm_mode="colocate",
     ),
-    Rule(
-        lambda args: args.overlap == "step" and _steps_in_backward(args),
-        "`overlap` with `optim={1!r}`, which steps in each backward pass: leave one of them out.",
-    ),
+    together(", which steps in each backward pass: leave one of them out.", overlap="step", optim=_STEPS_IN_BACKWARD),
     Rule(
         _without_loss_scale,
         "`overlap='step'` with DeepSpeed and this value of {1!r}: the number of tokens in the loss is known at the end "
         "of a step, and only its optimizers of ZeRO stage 1 to 3 can be told then: set one of those, and leave "
         "`grad_accum_dtype` out.",
     ),
-    # who writes completions, and how many
-    Rule(
-        lambda args: args.seq_kd and args.lmbda == 1,
-        "`seq_kd=True` with `lmbda=1`, the default: the teacher would write for no row. Set `lmbda=0.5`, for half of "
-        "them, as in TRL's GKD trainer, or 0, for all.",
+    # who generates completions, and how many
+    together(
+        ", the default: the teacher would generate for no row. Set `lmbda=0.5`, for half of them, as in TRL's GKD "
+        "trainer, or 0, for all.",
+        seq_kd=True,
+        lmbda=1,
     ),
-    Rule(
-        lambda args: args.seq_kd and args.teacher_server_url is not None,
-        "`seq_kd=True` with `teacher_server_url={0.teacher_server_url!r}`: completions are written by a whole teacher "
-        "in each process. Have it write them before, into a column 'completion'.",
+    together(
+        ": completions are generated by a whole teacher in each process. Have it generate them before, into a column "
+        "'completion'.",
+        seq_kd=True,
+        teacher_server_url=SET,
     ),
-    Rule(
-        lambda args: args.seq_kd and args.teacher_offload in ("stream", "zero3"),
-        "`seq_kd=True` with `teacher_offload={0.teacher_offload!r}`: completions are written by a whole teacher in "
-        "each process. Set `teacher_offload='none'` or 'cpu', or write them before, into a column 'completion'.",
+    together(
+        ": completions are generated by a whole teacher in each process. Set `teacher_offload='none'` or 'cpu', or "
+        "generate them before, into a column 'completion'.",
+        seq_kd=True,
+        teacher_offload=one_of("stream", "zero3"),
     ),
-    Rule(
-        lambda args: args.lmbda < 1 and args.overlap is not None,
-        "`lmbda={0.lmbda}` with `overlap={0.overlap!r}` is not supported: set `lmbda=1`, or leave `overlap` out.",
-    ),
-    Rule(
-        lambda args: args.lmbda < 1 and args.num_generations > 1 and not args.seq_kd,
-        "`lmbda={0.lmbda}` with `num_generations={0.num_generations}`: the completion of the dataset may be learned "
-        "several times in a step. Set one of them to 1.",
+    together(" is not supported: set `lmbda=1`, or leave `overlap` out.", lmbda=below(1), overlap=SET),
+    together(
+        ": the completion of the dataset may be trained on several times in a step. Set one of them to 1.",
         warns=True,
+        lmbda=below(1),
+        num_generations=above(1),
+        seq_kd=False,
     ),
     Rule(
         _uneven_groups,
@@ -361,21 +464,23 @@ AFTER = (
     _several_alike("num_generations_eval"),
     *EVALUATION,
     # rewards
-    Rule(
-        lambda args: args.reward_weight and args.num_generations < 2,
-        "`reward_weight={0.reward_weight}` with `num_generations={0.num_generations}`: a reward counts relative to "
-        "those of the other completions of its prompt, and there are none: set `num_generations` to 2 or more (TRL's "
-        "GRPO has 8).",
+    together(
+        ": a reward counts relative to those of the other completions of its prompt, and there are none: set "
+        "`num_generations` to 2 or more (TRL's GRPO has 8).",
+        reward_weight=above(0),
+        num_generations=1,
     ),
-    Rule(
-        lambda args: args.reward_weight and args.lmbda == 0,
-        "`reward_weight={0.reward_weight}` with `lmbda=0`: rewards are for what the student writes, which is nothing: "
-        "set a higher `lmbda`, or leave `reward_weight` out.",
+    together(
+        ": rewards are for what the student generates, which is nothing: set a higher `lmbda`, or leave "
+        "`reward_weight` out.",
+        reward_weight=above(0),
+        lmbda=0,
     ),
-    Rule(
-        lambda args: args.reward_weight and args.overlap == "step",
-        "`reward_weight={0.reward_weight}` with `overlap='step'`: a row is learned before the other completions of its "
-        "prompt have ended, whose rewards it is held against: leave `overlap` out, or set `overlap='ahead'`.",
+    together(
+        ": a row is trained on before the other completions of its prompt have ended, whose rewards it is compared "
+        "with: leave `overlap` out, or set `overlap='ahead'`.",
+        reward_weight=above(0),
+        overlap="step",
     ),
 )
 """Of options as they are read."""

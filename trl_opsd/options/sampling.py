@@ -11,9 +11,8 @@ from transformers import GenerationConfig
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import SampledReverseKL
-from trl_opsd.losses.top_k_and_clip import check_clip
-from trl_opsd.options.names import did_you_mean
-from trl_opsd.options.values import is_number
+from trl_opsd.options.foreign_names import did_you_mean
+from trl_opsd.options.table import is_number
 
 _OPTIONS = {
     "max_new_tokens": "max_completion_length",
@@ -122,8 +121,8 @@ def _check_known(args: DistillationConfig) -> None:
         given = _shown(name, value)
         if args.has_engine and args.seq_kd and (name not in of_both or (name == "temperature" and not value)):
             raise ValueError(
-                f"{given} with `seq_kd=True`: an engine follows it, and the teacher, which writes with `generate` of "
-                "transformers, cannot: remove it, or have the teacher write before, into a column 'completion'."
+                f"{given} with `seq_kd=True`: an engine follows it, and the teacher, which calls `generate` of "
+                "transformers, cannot: remove it, or have the teacher generate before, into a column 'completion'."
             )
         if name in ("eos_token_id", "stop_token_ids") and not all(map(_is_token, _listed(value))):
             raise ValueError(f"{given}: expected a token id, or a list of them, of which each ends a completion.")
@@ -140,12 +139,8 @@ def _check_known(args: DistillationConfig) -> None:
             raise ValueError(f"{given} is not an option of `generate`: {hint}")
 
 
-def check_shapes(args: DistillationConfig, divergence: Any) -> None:
-    """Refuses options that a divergence cannot have.
-
-    A policy gradient is that of the distribution which the tokens were drawn from, and no other token tells of them.
-    """
-    check_clip(args.kl_clip, divergence)
+def check_sampled(args: Any, divergence: Any) -> None:
+    """Refuses options with which the policy gradient of sampled tokens would not be that of their distribution."""
     if isinstance(divergence, SampledReverseKL):
         for name, off in {**_OFF, "lmbda": (1.0,), "student_temperature": (args.temperature, None)}.items():
             _check_off(f"{name}={getattr(args, name)!r}", getattr(args, name), off)

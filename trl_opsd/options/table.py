@@ -1,32 +1,126 @@
-"""Every option once: the values it may have, when it is read, what it needs to have an effect, what a resume compares.
+"""Options as data: values, when each is read, what it needs to have an effect, whether a resume compares it.
 
-To add an option: a field and its description in `OPSDConfig`, a line here, and the place that uses it. What two options
-may not be together stands in `rules.py`. Options of transformers without a line are read and checked by transformers.
+To add an option, add a field with an [`Option`] and a description to `OPSDConfig`, and use it. Conflicts between
+options are in `rules.py`. Options of transformers without a line here are checked by transformers alone.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from types import MappingProxyType
-from typing import Any
+from functools import cache
+from typing import Any, get_args, get_type_hints
 
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.data.teacher_prompts import check_template
-from trl_opsd.http.urls import is_origin, server_urls
+from trl_opsd.http.urls import is_origin
 from trl_opsd.losses import DIVERGENCES, Divergence
-from trl_opsd.losses.token_selection import EARLY, LATE
 from trl_opsd.monitor.course import STEPS
-from trl_opsd.options.values import Values, above, at_least, between, from_to, integer, one_of, share
+
+# ---- Values ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values that fit; `above(0) | None` may be `None` as well."""
+
+    expected: str
+    """What follows "expected" in an error."""
+    fits: Callable[[Any], bool]
+    names: tuple[Any, ...] = ()
+    """All of them, for "did you mean", where they are few."""
+
+    def __or__(self, other: None) -> Values:
+        return replace(self, fits=lambda value: value is None or self.fits(value))
+
+    def check(self, option: str, value: Any) -> None:
+        """Raises `ValueError` if the value of an option does not fit."""
+        if not self.fits(value):
+            close = difflib.get_close_matches(str(value), [str(name) for name in self.names], n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"`{option}={value!r}`: expected {self.expected}.{hint}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that counts something: neither a boolean nor NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def one_of(*names: Any) -> Values:
+    return Values(f"one of {', '.join(map(repr, names))}", lambda value: value in names, names)
+
+
+def _number(expected: str, fits: Callable[[Any], bool]) -> Values:
+    return Values(expected, lambda value: is_number(value) and fits(value))
+
+
+def at_least(bound: float) -> Values:
+    return _number(f"a finite number of at least {bound:g}", lambda value: bound <= value < math.inf)
+
+
+def above(bound: float) -> Values:
+    return _number(f"a finite number above {bound:g}", lambda value: bound < value < math.inf)
+
+
+def below(bound: float) -> Values:
+    return _number(f"a finite number below {bound:g}", lambda value: -math.inf < value < bound)
+
+
+def between(low: float, high: float) -> Values:
+    return _number(f"a number in ({low:g}, {high:g})", lambda value: low < value < high)
+
+
+def from_to(low: float, high: float) -> Values:
+    return _number(f"a number in [{low:g}, {high:g}]", lambda value: low <= value <= high)
+
+
+def share() -> Values:
+    return _number("a number in (0, 1]", lambda value: 0 < value <= 1)
+
+
+def integer(low: int, expected: str = "", high: float = math.inf) -> Values:
+    return _number(
+        expected or f"an integer of at least {low}", lambda value: isinstance(value, int) and low <= value <= high
+    )
+
+
+def _are_weights(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, int | float) and math.isfinite(one) for one in value)
+
+
+NUMBERS = Values("a list of finite numbers, one for each function", _are_weights)
+NAMES = Values("a list of names", lambda value: isinstance(value, list))
+ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
+
+
+def loggers(option: str, value: Any) -> None:
+    """Raises `ValueError` for a name of no logger that transformers knows."""
+    for name in value if isinstance(value, list | tuple) else ():
+        one_of("none", "all", *INTEGRATION_TO_CALLBACK).check(option, name)
+
+
+def a_template(_: str, value: Any) -> None:
+    """Raises `ValueError` unless a value is a template for the teacher's prompts, or `None`."""
+    check_template(value)
+
+
+def shown(name: str, value: Any) -> str:
+    """An option and its value, as in `OPSDConfig(...)`; an enum by its value."""
+    return f"`{name}={getattr(value, 'value', value)!r}`"
+
+
+# ---- Options --------------------------------------------------------------------------------------------------------
 
 
 class Read(Enum):
-    """When an option is read; a later change is refused, as it would have no effect."""
+    """When an option is read; a later change would have no effect, and is refused."""
 
     BUILD = "when the trainer is built"
     START = "when a training begins"
@@ -38,30 +132,35 @@ BUILD, START, LIVE = Read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The options, and what of the trainer's arguments decides whether they have an effect."""
+    """What rules and needs read: the options, each an attribute, and the trainer's arguments."""
 
     args: Any
     own_rollout: bool = False
     """Whether a rollout was passed, which may read any option of an engine."""
     teachers: Sequence[Any] = ()
-    """As they were passed; `None` is the student itself."""
+    """As passed; `None` is the student itself."""
     optimizers: tuple[Any, Any] = (None, None)
-    """Optimizer and scheduler that were passed."""
+    """The optimizer and the scheduler that were passed."""
     tools: Any = None
-    divergence: Any = None
-    """The one that was passed, which overrides that of the options."""
-    rewards: int = 0
-    """Number of reward functions."""
+    objective: Any = None
+    """The divergence that was passed, which overrides that of the options."""
+    rewards: Sequence[str] = ()
+    """Names of the reward functions."""
     train_dataset: Any = None
     eval_dataset: Any = None
     teacher_prompt_fn: Any = None
+    row_columns: Collection[str] = ()
+    """Columns that are read."""
     has_context: bool = True
     """Whether a dataset may have a column `privileged_context`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "args"), name)
 
     @property
     def chosen(self) -> Any:
         """The divergence, as it was given."""
-        return self.args.divergence if self.divergence is None else self.divergence
+        return self.args.divergence if self.objective is None else self.objective
 
     @property
     def chosen_in_words(self) -> str:
@@ -77,69 +176,70 @@ class Need:
     met: Callable[[Situation], Any]
 
 
-def _divergences(*names: str) -> tuple[Need]:
-    return (Need("`divergence` is {0.chosen_in_words}", lambda one: one.chosen in names),)
+def of_divergences(*names: str) -> tuple[Need]:
+    return (Need("`divergence` is {0.chosen_in_words}", lambda now: now.chosen in names),)
 
 
 def _steps(strategy: str) -> tuple[Need]:
-    return (Need(f"`{strategy}` is not 'steps'", lambda one: getattr(one.args, strategy) == "steps"),)
+    return (Need(f"`{strategy}` is not 'steps'", lambda now: getattr(now, strategy) == "steps"),)
 
 
 def _of_engine(lacking: str, met: Callable[[Any], Any]) -> Need:
     """A need of an option that a rollout of the user's own may read."""
-    return Need(lacking, lambda one: one.own_rollout or met(one.args))
+    return Need(lacking, lambda now: now.own_rollout or met(now))
 
 
-SELECTION = Need("`token_selection` is not set", lambda one: one.args.token_selection is not None)
-FRACTION = Need("`token_fraction` is 1", lambda one: one.args.token_fraction != 1)
-REWARDS = Need("there are no `reward_funcs`", lambda one: one.rewards)
-REWARD_WEIGHT = Need("`reward_weight` is 0", lambda one: one.args.reward_weight)
-OTHERS_WRITE = Need("`lmbda` is 1, so that the student writes all completions", lambda one: one.args.lmbda < 1)
-EMA = Need("`teacher_model_kind` is not 'ema'", lambda one: one.args.teacher_model_kind == "ema")
-OTHER_TEACHER = Need("the student is its own teacher", lambda one: one.args.teacher_model_kind is None)
-LOADED = Need("no teacher is loaded from a path", lambda one: any(isinstance(path, str) for path in one.teachers))
-TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda one: one.args.teacher_server_url is not None)
-NO_PROMPT_FN = Need("`teacher_prompt_fn` writes the teacher's prompts", lambda one: one.teacher_prompt_fn is None)
-CONTEXT = Need("no dataset has a column 'privileged_context'", lambda one: one.has_context)
-VLLM = _of_engine("`use_vllm` is False", lambda args: args.use_vllm)
-ENGINE = _of_engine("`use_vllm` is False", lambda args: args.has_engine)
-NO_ENGINE = _of_engine("an engine writes the completions", lambda args: not args.has_engine)
-SERVER = _of_engine("`vllm_mode='colocate'` needs no server", lambda args: args.vllm_mode == "server")
+SELECTION = Need("`token_selection` is not set", lambda now: now.token_selection is not None)
+FRACTION = Need("`token_fraction` is 1", lambda now: now.token_fraction != 1)
+REWARDS = Need("there are no `reward_funcs`", lambda now: now.rewards)
+REWARD_WEIGHT = Need("`reward_weight` is 0", lambda now: now.reward_weight)
+OFF_POLICY = Need("`lmbda` is 1, so that the student generates all completions", lambda now: now.lmbda < 1)
+EMA = Need("`teacher_model_kind` is not 'ema'", lambda now: now.teacher_model_kind == "ema")
+OTHER_TEACHER = Need("the student is its own teacher", lambda now: now.teacher_model_kind is None)
+LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(path, str) for path in now.teachers))
+TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda now: now.teacher_server_url is not None)
+NO_PROMPT_FN = Need("`teacher_prompt_fn` makes the teacher's prompts", lambda now: now.teacher_prompt_fn is None)
+CONTEXT = Need("no dataset has a column 'privileged_context'", lambda now: now.has_context)
+VLLM = _of_engine("`use_vllm` is False", lambda now: now.use_vllm)
+ENGINE = _of_engine("`use_vllm` is False", lambda now: now.has_engine)
+NO_ENGINE = _of_engine("an engine generates the completions", lambda now: not now.has_engine)
+SERVER = _of_engine("`vllm_mode='colocate'` needs no server", lambda now: now.vllm_mode == "server")
 COLOCATED = _of_engine(
-    "`vllm_mode='server'`: the server is started with options of its own", lambda args: args.vllm_mode == "colocate"
+    "`vllm_mode='server'`: the server is started with its own options", lambda now: now.vllm_mode == "colocate"
 )
 NO_BASE_URL = _of_engine(
-    "`vllm_server_base_url` says where the server is", lambda args: args.vllm_server_base_url is None
+    "`vllm_server_base_url` says where the server is", lambda now: now.vllm_server_base_url is None
 )
-SGLANG = _of_engine("`sglang_server_url` is not set", lambda args: args.sglang_server_url is not None)
-SKIPS = Need("`nonfinite` is 'raise'", lambda one: one.args.nonfinite == "skip" or one.args.mixed_precision == "fp16")
+SGLANG = _of_engine("`sglang_server_url` is not set", lambda now: now.sglang_server_url is not None)
+SKIPS = Need("`nonfinite` is 'raise'", lambda now: now.nonfinite == "skip" or now.mixed_precision == "fp16")
 LONG = Need(
     f"`max_steps` is below {2 * STEPS}, and the first {2 * STEPS} steps are compared with nothing",
-    lambda one: one.args.collapse_guard != "stop" or not 0 < one.args.max_steps < 2 * STEPS,
+    lambda now: now.collapse_guard != "stop" or not 0 < now.max_steps < 2 * STEPS,
 )
-OVERLAP_STEP = Need("`overlap` is not 'step'", lambda one: one.args.overlap == "step")
-OVERLAP_AHEAD = Need("`overlap` is not 'ahead'", lambda one: one.args.overlap == "ahead")
-OPTIMIZER = Need("an optimizer was passed", lambda one: one.optimizers[0] is None)
-SCHEDULER = Need("a scheduler was passed", lambda one: one.optimizers[1] is None)
-EVALUATES = Need("`eval_strategy` is 'no'", lambda one: one.args.eval_strategy != "no")
-SAVES = Need("`save_strategy` is 'no'", lambda one: one.args.save_strategy != "no" or one.args.enable_jit_checkpoint)
-LOGS = Need("`log_completions` is False", lambda one: one.args.log_completions)
-TOOLS = Need("there are no tools", lambda one: one.tools)
+OVERLAP_STEP = Need("`overlap` is not 'step'", lambda now: now.overlap == "step")
+OVERLAP_AHEAD = Need("`overlap` is not 'ahead'", lambda now: now.overlap == "ahead")
+OPTIMIZER = Need("an optimizer was passed", lambda now: now.optimizers[0] is None)
+SCHEDULER = Need("a scheduler was passed", lambda now: now.optimizers[1] is None)
+EVALUATES = Need("`eval_strategy` is 'no'", lambda now: now.eval_strategy != "no")
+SAVES = Need("`save_strategy` is 'no'", lambda now: now.save_strategy != "no" or now.enable_jit_checkpoint)
+LOGS = Need("`log_completions` is False", lambda now: now.log_completions)
+TOOLS = Need("there are no tools", lambda now: now.tools)
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """What is known of an option beside its type, its default and its description, which `OPSDConfig` has."""
 
-    read: Read
     takes: Values | Callable[[str, Any], Any] | None = None
-    """Its values, or a function of name and value that raises `ValueError`; `None` where any of its type will do."""
+    """Its values, or a function of name and value that raises `ValueError`; `None` where its type alone is checked."""
     needs: tuple[Need, ...] = ()
+    read: Read = BUILD
     resumed: bool | Need = False
-    """Whether a run resumes only with the same value: it determines the completions, the teacher's prompts, the rows of
-    each step, or what is learned of them."""
+    """Whether a run resumes only with the same value, as it determines the rows, the completions or the loss."""
     may_differ: bool = False
-    """Whether processes may have different values: what one logs, and what is nearer to it."""
+    """Whether processes may have different values: local paths, addresses and logs."""
+    also: str = ""
+    """Names of it in other trainers."""
     instead: str = ""
     """What to do instead of changing it after it was read, if not the usual."""
     words: str = ""
@@ -170,224 +270,168 @@ def a_divergence(option: str, value: Any) -> None:
     one_of(None, *DIVERGENCES).check(option, value)
 
 
-def _a_template(option: str, value: Any) -> None:
-    check_template(value)
-
-
-def _are_weights(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(one, int | float) and math.isfinite(one) for one in value)
-
-
-_WEIGHTS = Values("a list of finite numbers, one for each function", _are_weights)
-_NAMES = Values("a list of names", lambda value: isinstance(value, list))
 _TOKENS = integer(1, "an integer of at least 1, as the room for a completion has to be known before training")
 _SEED = integer(0, "an integer from 0 to 4294967295, which is what NumPy takes", high=2**32 - 1)
 _STEPS = integer(-1, "the number of optimizer steps, or -1, where `num_train_epochs` decides")
+# TRL turns text into a number, and "auto" into what the device needs.
 _MULTIPLE = Values("an integer of at least 1", lambda value: isinstance(value, str) or integer(1).fits(value))
-"""TRL turns text into a number, and "auto" into what the device needs."""
 _PORT = from_to(1, 65535)
-_ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
-_ASSIGN = "assign `trainer.divergence`"
+ASSIGN = "assign `trainer.divergence`"
 
-OURS: Mapping[str, Option] = MappingProxyType(
-    {
-        # the objective
-        "divergence": Option(BUILD, a_divergence, instead=_ASSIGN),
-        "skew": Option(BUILD, between(0, 1), _divergences("skewed_forward_kl", "skewed_reverse_kl")),
-        "alpha": Option(BUILD, between(0, 1), _divergences("alpha_divergence")),
-        "vllm_importance_sampling_clip_max": Option(BUILD, above(0) | None, _divergences("sampled_reverse_kl")),
-        "top_k_teacher": Option(BUILD, integer(1) | None),
-        "kl_clip": Option(BUILD, above(0) | None, resumed=True, words="each entry clipped at {:g} nats"),
-        "student_temperature": Option(BUILD, above(0) | None, resumed=True),
-        "teacher_temperature": Option(BUILD, above(0) | None, resumed=True),
-        "position_discount": Option(
-            BUILD, share(), resumed=True, words="each token counted {:g} times the one before it"
-        ),
-        "token_selection": Option(BUILD, one_of(None, *EARLY, *LATE), (FRACTION,), resumed=True),
-        "token_fraction": Option(BUILD, share(), (SELECTION,), resumed=True),
-        # who writes completions, and how many
-        "num_generations": Option(BUILD, integer(1), resumed=True),
-        "num_generations_eval": Option(BUILD, integer(1) | None),
-        "eval_temperature": Option(LIVE, at_least(0) | None),
-        "lmbda": Option(BUILD, from_to(0, 1), resumed=True),
-        "seq_kd": Option(BUILD, resumed=True),
-        "sft_weight": Option(
-            BUILD,
-            at_least(0),
-            (OTHERS_WRITE,),
-            resumed=True,
-            words="plus {:g} times -log p of the dataset's completions",
-        ),
-        # rewards
-        "reward_weight": Option(
-            BUILD, at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards"
-        ),
-        "reward_weights": Option(BUILD, _WEIGHTS | None, (REWARDS,), resumed=REWARD_WEIGHT),
-        "scale_rewards": Option(BUILD, one_of("group", "batch", "none"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT),
-        "multi_objective_aggregation": Option(
-            BUILD, one_of("sum_then_normalize", "normalize_then_sum"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT
-        ),
-        # rows and memory
-        "overlong_prompts": Option(BUILD, one_of("error", "drop")),
-        "loss_chunk_tokens": Option(LIVE, integer(1) | None),
-        "max_tokens_per_microbatch": Option(LIVE, integer(1) | None),
-        "padding_free": Option(BUILD),
-        "overlap": Option(BUILD, one_of(None, "step", "ahead")),
-        "overlap_max_divergence": Option(BUILD, above(0), (OVERLAP_AHEAD,)),
-        "deterministic": Option(BUILD, needs=(OVERLAP_STEP,)),
-        # the teacher
-        "teacher_model_kind": Option(BUILD, one_of(None, "base", "ema", "live"), resumed=True),
-        "teacher_update_rate": Option(BUILD, share(), (EMA,), resumed=EMA),
-        "teacher_sync_steps": Option(BUILD, integer(1), (EMA,), resumed=EMA),
-        "teacher_trust_remote_code": Option(BUILD, needs=(LOADED,)),
-        "teacher_prompt_template": Option(
-            BUILD, lambda _, template: check_template(template), (NO_PROMPT_FN, CONTEXT), resumed=True
-        ),
-        "teacher_chat_template_kwargs": Option(BUILD, resumed=True),
-        "teacher_offload": Option(BUILD, one_of("none", "cpu", "stream", "zero3")),
-        "teacher_cache_device": Option(BUILD, one_of("auto", "cpu", "accelerator")),
-        "teacher_server_url": Option(BUILD, server_urls, may_differ=True),
-        "teacher_server_timeout": Option(BUILD, at_least(0), (TEACHER_SERVER,)),
-        # how a run goes wrong, and is watched
-        "nonfinite": Option(LIVE, one_of("raise", "skip")),
-        "nonfinite_skip_limit": Option(LIVE, integer(1), (SKIPS,)),
-        "collapse_guard": Option(BUILD, one_of(None, "warn", "stop"), (LONG,)),
-        "phase_timeout": Option(BUILD, above(0) | None),
-        "report": Option(BUILD),
-        "resume_with_changes": Option(LIVE, _NAMES | None),
-        # engines
-        "vllm_weight_sync": Option(BUILD, one_of("auto", "adapter", "full"), (VLLM,)),
-        "vllm_sync_check": Option(LIVE, one_of("every", "first", "never"), (ENGINE,)),
-        "sglang_server_url": Option(BUILD, _ORIGIN | None),
-        "sglang_server_timeout": Option(BUILD, at_least(0), (SGLANG,)),
-    }
-)
-"""Options that TRL's `DistillationConfig` does not have."""
-
-TRLS: Mapping[str, Option] = MappingProxyType(
-    {
-        "model_init_kwargs": Option(BUILD),
-        "trust_remote_code": Option(BUILD),
-        "disable_dropout": Option(BUILD),
-        "teacher_model_name_or_path": Option(BUILD, may_differ=True),
-        "teacher_model_revision": Option(BUILD, needs=(LOADED,)),
-        "teacher_model_init_kwargs": Option(BUILD, needs=(OTHER_TEACHER,)),
-        "learning_rate": Option(START, at_least(0), (OPTIMIZER,)),
-        "beta": Option(BUILD, from_to(0, 1), instead=_ASSIGN),
-        "temperature": Option(BUILD, above(0), resumed=True),
-        "top_p": Option(BUILD, share() | None, resumed=True),
-        "top_k": Option(BUILD, integer(0, "an integer of at least 0; 0 keeps every token") | None, resumed=True),
-        "min_p": Option(BUILD, from_to(0, 1) | None, resumed=True),
-        "repetition_penalty": Option(BUILD, above(0) | None, resumed=True),
-        "max_completion_length": Option(BUILD, _TOKENS, resumed=True),
-        "generation_kwargs": Option(BUILD, resumed=True),
-        "cache_implementation": Option(BUILD, one_of(*ALL_CACHE_IMPLEMENTATIONS) | None, (NO_ENGINE,)),
-        "chat_template_kwargs": Option(BUILD, resumed=True),
-        "max_tool_calling_iterations": Option(BUILD, at_least(0) | None, (TOOLS,), resumed=True),
-        "shuffle_dataset": Option(BUILD, resumed=True),
-        "remove_unused_columns": Option(LIVE),
-        "pad_to_multiple_of": Option(BUILD, _MULTIPLE | None),
-        "log_completions": Option(BUILD, may_differ=True),
-        "num_completions_to_print": Option(BUILD, at_least(0) | None, (LOGS,)),
-        "log_unique_prompts": Option(BUILD, needs=(LOGS,)),
-        "ds3_gather_for_generation": Option(LIVE),
-        "use_vllm": Option(BUILD),
-        "vllm_mode": Option(BUILD, one_of("colocate", "server"), (VLLM,)),
-        "vllm_enable_sleep_mode": Option(BUILD, needs=(VLLM,)),
-        "vllm_structured_outputs_regex": Option(BUILD, needs=(VLLM,), resumed=True),
-        "vllm_max_model_length": Option(BUILD, integer(1) | None, (ENGINE,)),
-        "vllm_model_impl": Option(BUILD, needs=(VLLM, COLOCATED)),
-        "vllm_gpu_memory_utilization": Option(BUILD, share(), (VLLM, COLOCATED)),
-        "vllm_tensor_parallel_size": Option(BUILD, integer(1), (VLLM, COLOCATED)),
-        "vllm_server_base_url": Option(BUILD, needs=(VLLM, SERVER)),
-        "vllm_server_host": Option(BUILD, None, (VLLM, SERVER, NO_BASE_URL), may_differ=True),
-        "vllm_server_port": Option(BUILD, _PORT, (VLLM, SERVER, NO_BASE_URL), may_differ=True),
-        "vllm_server_timeout": Option(BUILD, at_least(0), (VLLM, SERVER)),
-        "vllm_group_port": Option(BUILD, _PORT, (VLLM, SERVER)),
-    }
-)
+TRLS: Mapping[str, Option] = {
+    "model_init_kwargs": Option(),
+    "trust_remote_code": Option(),
+    "disable_dropout": Option(),
+    "teacher_model_name_or_path": Option(may_differ=True),
+    "teacher_model_revision": Option(needs=(LOADED,)),
+    "teacher_model_init_kwargs": Option(needs=(OTHER_TEACHER,)),
+    "learning_rate": Option(at_least(0), (OPTIMIZER,), also="lr", read=START),
+    "beta": Option(from_to(0, 1), instead=ASSIGN, also="jsd_beta kl_beta gkd_beta"),
+    "temperature": Option(above(0), resumed=True),
+    "top_p": Option(share() | None, resumed=True),
+    "top_k": Option(integer(0, "an integer of at least 0; 0 keeps every token") | None, resumed=True),
+    "min_p": Option(from_to(0, 1) | None, resumed=True),
+    "repetition_penalty": Option(above(0) | None, resumed=True),
+    "max_completion_length": Option(_TOKENS, resumed=True, also="max_tokens"),
+    "generation_kwargs": Option(resumed=True),
+    "cache_implementation": Option(one_of(*ALL_CACHE_IMPLEMENTATIONS) | None, (NO_ENGINE,)),
+    "chat_template_kwargs": Option(resumed=True),
+    "max_tool_calling_iterations": Option(at_least(0) | None, (TOOLS,), resumed=True),
+    "shuffle_dataset": Option(resumed=True),
+    "remove_unused_columns": Option(read=LIVE),
+    "pad_to_multiple_of": Option(_MULTIPLE | None),
+    "log_completions": Option(may_differ=True),
+    "num_completions_to_print": Option(at_least(0) | None, (LOGS,)),
+    "log_unique_prompts": Option(needs=(LOGS,), also="wandb_log_unique_prompts"),
+    "ds3_gather_for_generation": Option(read=LIVE),
+    "use_vllm": Option(),
+    "vllm_mode": Option(one_of("colocate", "server"), (VLLM,)),
+    "vllm_enable_sleep_mode": Option(needs=(VLLM,)),
+    "vllm_structured_outputs_regex": Option(needs=(VLLM,), resumed=True),
+    "vllm_max_model_length": Option(integer(1) | None, (ENGINE,)),
+    "vllm_model_impl": Option(needs=(VLLM, COLOCATED)),
+    "vllm_gpu_memory_utilization": Option(share(), (VLLM, COLOCATED)),
+    "vllm_tensor_parallel_size": Option(integer(1), (VLLM, COLOCATED)),
+    "vllm_server_base_url": Option(needs=(VLLM, SERVER)),
+    "vllm_server_host": Option(needs=(VLLM, SERVER, NO_BASE_URL), may_differ=True),
+    "vllm_server_port": Option(_PORT, (VLLM, SERVER, NO_BASE_URL), may_differ=True),
+    "vllm_server_timeout": Option(at_least(0), (VLLM, SERVER)),
+    "vllm_group_port": Option(_PORT, (VLLM, SERVER)),
+}
 """Options of TRL's `DistillationConfig`."""
 
-TRANSFORMERS: Mapping[str, Option] = MappingProxyType(
-    {
-        "output_dir": Option(LIVE, may_differ=True),
-        "report_to": Option(BUILD, may_differ=True),
-        "bf16": Option(BUILD),
-        "fp16": Option(BUILD),
-        "use_cpu": Option(BUILD),
-        "full_determinism": Option(BUILD),
-        "enable_jit_checkpoint": Option(BUILD),
-        "neftune_noise_alpha": Option(BUILD),
-        "torch_compile": Option(BUILD),
-        "accelerator_config": Option(BUILD),
-        "deepspeed": Option(BUILD),
-        "fsdp": Option(BUILD),
-        "fsdp_config": Option(BUILD),
-        "ddp_timeout": Option(LIVE, integer(1)),
-        # rows and steps
-        "per_device_train_batch_size": Option(BUILD, integer(1), resumed=True),
-        "per_device_eval_batch_size": Option(LIVE, integer(1)),
-        "gradient_accumulation_steps": Option(START, integer(1), resumed=True),
-        "eval_accumulation_steps": Option(LIVE, integer(1) | None),
-        "dataloader_num_workers": Option(LIVE, at_least(0)),
-        CHECKPOINTING: Option(START),
-        "max_steps": Option(START, _STEPS),
-        "num_train_epochs": Option(START, at_least(0)),
-        "seed": Option(START, _SEED, resumed=True),
-        # the optimizer
-        "optim": Option(START, needs=(OPTIMIZER,)),
-        "optim_args": Option(START, needs=(OPTIMIZER,)),
-        "optim_target_modules": Option(LIVE, needs=(OPTIMIZER,)),
-        "weight_decay": Option(START, at_least(0), (OPTIMIZER,)),
-        "adam_beta1": Option(START, from_to(0, 1), (OPTIMIZER,)),
-        "adam_beta2": Option(START, from_to(0, 1), (OPTIMIZER,)),
-        "adam_epsilon": Option(START, at_least(0), (OPTIMIZER,)),
-        "max_grad_norm": Option(LIVE, at_least(0)),
-        "lr_scheduler_type": Option(START, needs=(SCHEDULER,)),
-        "lr_scheduler_kwargs": Option(START, needs=(SCHEDULER,)),
-        "warmup_steps": Option(START, at_least(0), (SCHEDULER,)),
-        # logs, evaluations, checkpoints
-        "logging_steps": Option(START, needs=_steps("logging_strategy")),
-        "eval_steps": Option(START, needs=_steps("eval_strategy")),
-        "save_steps": Option(START, needs=_steps("save_strategy")),
-        "eval_delay": Option(LIVE, at_least(0), (EVALUATES,)),
-        "metric_for_best_model": Option(LIVE, needs=(EVALUATES,)),
-        "save_total_limit": Option(LIVE, at_least(0) | None, (SAVES,)),
-        "save_only_model": Option(LIVE, needs=(SAVES,)),
-    }
-)
+TRANSFORMERS: Mapping[str, Option] = {
+    "output_dir": Option(may_differ=True, read=LIVE),
+    "report_to": Option(loggers, may_differ=True),
+    "bf16": Option(),
+    "fp16": Option(),
+    "use_cpu": Option(also="no_cuda"),
+    "full_determinism": Option(),
+    "enable_jit_checkpoint": Option(),
+    "neftune_noise_alpha": Option(),
+    "torch_compile": Option(),
+    "accelerator_config": Option(),
+    "deepspeed": Option(),
+    "fsdp": Option(),
+    "fsdp_config": Option(),
+    "ddp_timeout": Option(integer(1), read=LIVE),
+    # rows and steps
+    "per_device_train_batch_size": Option(integer(1), resumed=True, also="batch_size per_gpu_train_batch_size"),
+    "per_device_eval_batch_size": Option(integer(1), read=LIVE),
+    "gradient_accumulation_steps": Option(integer(1), resumed=True, read=START),
+    "eval_accumulation_steps": Option(integer(1) | None, read=LIVE),
+    "dataloader_num_workers": Option(at_least(0), read=LIVE),
+    CHECKPOINTING: Option(read=START),
+    "max_steps": Option(_STEPS, read=START),
+    "num_train_epochs": Option(at_least(0), also="epochs num_epochs", read=START),
+    "seed": Option(_SEED, resumed=True, read=START),
+    # the optimizer
+    "optim": Option(needs=(OPTIMIZER,), read=START),
+    "optim_args": Option(needs=(OPTIMIZER,), read=START),
+    "optim_target_modules": Option(needs=(OPTIMIZER,), read=LIVE),
+    "weight_decay": Option(at_least(0), (OPTIMIZER,), read=START),
+    "adam_beta1": Option(from_to(0, 1), (OPTIMIZER,), read=START),
+    "adam_beta2": Option(from_to(0, 1), (OPTIMIZER,), read=START),
+    "adam_epsilon": Option(at_least(0), (OPTIMIZER,), read=START),
+    "max_grad_norm": Option(at_least(0), read=LIVE),
+    "lr_scheduler_type": Option(needs=(SCHEDULER,), read=START),
+    "lr_scheduler_kwargs": Option(needs=(SCHEDULER,), read=START),
+    "warmup_steps": Option(at_least(0), (SCHEDULER,), read=START),
+    # logs, evaluations, checkpoints
+    "logging_steps": Option(needs=_steps("logging_strategy"), read=START),
+    "eval_steps": Option(needs=_steps("eval_strategy"), read=START),
+    "save_steps": Option(needs=_steps("save_strategy"), read=START),
+    "eval_delay": Option(at_least(0), (EVALUATES,), read=LIVE),
+    "metric_for_best_model": Option(needs=(EVALUATES,), read=LIVE),
+    "save_total_limit": Option(at_least(0) | None, (SAVES,), read=LIVE),
+    "save_only_model": Option(needs=(SAVES,), read=LIVE),
+}
 """Options of transformers on which something depends here."""
 
-TABLE: Mapping[str, Option] = MappingProxyType({**OURS, **TRLS, **TRANSFORMERS})
-
-OF_THE_OPTIMIZER = tuple(name for name, one in TABLE.items() if OPTIMIZER in one.needs and one.read is START)
+OF_THE_OPTIMIZER = tuple(
+    name for name, one in {**TRLS, **TRANSFORMERS}.items() if OPTIMIZER in one.needs and one.read is START
+)
 """Options that are read when an optimizer is made."""
 
 
-def check_values(args: DistillationConfig, names: Sequence[str] = tuple(TABLE)) -> None:
-    """Raises `ValueError` for the first option whose value does not fit."""
-    for name in names:
-        takes = TABLE[name].takes
-        if takes is not None:
-            (takes.check if isinstance(takes, Values) else takes)(name, getattr(args, name))
+def table(config: Any) -> Mapping[str, Option]:
+    """Every option of a config's class by name: the [`Option`]s of its fields, then those of TRL and transformers."""
+    return _table(config)  # a class of dataclasses is no `Hashable` to mypy
+
+
+@cache
+def _table(config: Any) -> Mapping[str, Option]:
+    if config is DistillationConfig:
+        return {**TRLS, **TRANSFORMERS}
+    hints = get_type_hints(config, include_extras=True)
+    declared = {name: get_args(hints[name]) for name in config.__annotations__}
+    own = {name: one for name, parts in declared.items() for one in parts if isinstance(one, Option)}
+    bases = [_table(base) for base in config.__bases__ if issubclass(base, DistillationConfig)]
+    inherited = {name: one for base in bases for name, one in base.items()}
+    return {**own, **inherited, **own}  # in this order
+
+
+def check_values(args: DistillationConfig, names: Collection[str] | None = None) -> None:
+    """Raises `ValueError` for the first option, of these or of all, whose value does not fit."""
+    for name, option in table(type(args)).items():
+        if option.takes is not None and (names is None or name in names):
+            check = option.takes.check if isinstance(option.takes, Values) else option.takes
+            check(name, getattr(args, name))
 
 
 def resumed(args: DistillationConfig) -> list[str]:
-    """The options that a resume compares; `world_size` is of the launch, and counts the rows of a step as well."""
+    """The options that a resume compares; `world_size` is of the launch, and multiplies the rows of a step as well."""
     now = Situation(args=args)
-    compared = {name: one.resumed for name, one in TABLE.items()}
+    compared = {name: one.resumed for name, one in table(type(args)).items()}
     return [name for name, one in compared.items() if (one.met(now) if isinstance(one, Need) else one)] + ["world_size"]
 
 
 def without_effect(now: Situation) -> dict[str, str]:
     """The options that differ from their defaults and are not read, each with the reason."""
-    reasons = {name: one.lacks(now) for name, one in TABLE.items() if is_set(now.args, name)}
+    reasons = {name: one.lacks(now) for name, one in table(type(now.args)).items() if is_set(now.args, name)}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def without_effect_in_words(args: DistillationConfig, found: Mapping[str, str]) -> str:
     """What [`without_effect`] has found, as one sentence."""
-    values = {name: getattr(args, name) for name in found}
-    shown = {name: repr(getattr(value, "value", value)) for name, value in values.items()}  # an enum by its value
-    options = "; ".join(f"`{name}={shown[name]}`, because {reason}" for name, reason in found.items())
+    options = "; ".join(f"{shown(name, getattr(args, name))}, because {reason}" for name, reason in found.items())
     return f"Options without effect: {options}."
+
+
+# ---- The objective in words, for the banner and the model card ------------------------------------------------------
+
+
+def temperatures_in_words(student: float, teacher: float) -> str:
+    """The temperatures of the loss."""
+    if student == teacher:
+        return f"temperature {student:g}"
+    return f"temperature {student:g} (student) and {teacher:g} (teacher)"
+
+
+def shape_in_words(args: Any) -> str:
+    """What is done to the divergence of tokens, and what is added to it, with a comma before each."""
+    now = Situation(args=args)
+    told = {name: one for name, one in table(type(args)).items() if one.words and is_set(args, name)}
+    parts = [one.words.format(getattr(args, name)) for name, one in told.items() if one.lacks(now) is None]
+    selection = args.build_selection()
+    return "".join(f", {part}" for part in (*parts, selection) if part is not None)

@@ -1,11 +1,15 @@
-"""Turns options given as text into values: numbers, booleans, and JSON; a config file or a shell gives text."""
+"""Options as text: what a shell or a YAML file gives, and the help of a command line."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import fields
+from inspect import getdoc
 from numbers import Integral, Real
-from typing import Any, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from transformers import TrainingArguments
 
@@ -14,6 +18,11 @@ _WORDS = {
     **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
 }
 _EXPECTED = {bool: "True or False", int: "an integer", float: "a number"}
+_Class = TypeVar("_Class", bound=type[Any])
+_ENTRY = re.compile(r"^ {4}(\w+) \(.*\):\n((?: {8}.*\n)+)", re.MULTILINE)
+"""One parameter of a docstring in TRL's format: its name, and its description."""
+_REFERENCE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]")
+"""A name that a page of documentation would link."""
 
 
 def convert_text(args: TrainingArguments) -> None:
@@ -86,3 +95,16 @@ def _check_once(name: str, value: Any, option: str, key: str, again: Any) -> Non
             f"`{name}={value!r}` and `{option}={{{key!r}: {again!r}}}` are two values for one thing: remove one of "
             "them."
         )
+
+
+def with_help(described: _Class) -> _Class:
+    """Decorates a dataclass: each field that has no `help` of its own gets its description in the class's docstring.
+
+    `HfArgumentParser` passes it to argparse, which reads `%` as a format.
+    """
+    meanings = dict(_ENTRY.findall(f"{getdoc(described) or ''}\n"))
+    for field in fields(described):
+        if field.name in meanings and "help" not in field.metadata:
+            meaning = _REFERENCE.sub(r"`\1`", " ".join(meanings[field.name].split())).replace("%", "%%")
+            field.metadata = MappingProxyType({**field.metadata, "help": meaning})
+    return described

@@ -11,7 +11,7 @@ from trl_opsd._compat.server import pydantic
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import MIB, Response, Responses, Schema, TokenId, shown
-from trl_opsd.options.names import nearest
+from trl_opsd.options.foreign_names import nearest
 from trl_opsd.rollout.engine import Row
 from trl_opsd.types import Completion
 

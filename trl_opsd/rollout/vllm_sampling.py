@@ -8,7 +8,7 @@ from typing import Any
 
 from trl_opsd._compat.vllm import sampling_params
 from trl_opsd.config import OPSDConfig
-from trl_opsd.options.names import nearest
+from trl_opsd.options.foreign_names import nearest
 from trl_opsd.options.sampling import ENDS
 
 _SET_HERE = {

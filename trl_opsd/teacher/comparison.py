@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trl_opsd.losses import Divergence, reduce, streamed_divergence
+from trl_opsd.losses import reduce
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.losses.streamed import streamed_entropy
+from trl_opsd.losses.streamed import Objective, streamed_entropy
 from trl_opsd.teacher.routing import Share
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled
 
@@ -52,12 +52,7 @@ def compared(
     shares: Sequence[Share],
     rollout: Rollout,
     num_items: Tensor | float | None,
-    *,
-    divergence: Divergence,
-    temperatures: tuple[float, float],
-    chunk_tokens: int | None,
-    vocabulary: int | None,
-    kl_clip: float | None,
+    objective: Objective,
     criterion: str | None = None,
 ) -> LossParts:
     """The loss of a micro-batch, without waiting for a device; `criterion` is one of `token_selection.LATE`."""
@@ -68,16 +63,9 @@ def compared(
 
     def of(share: Share, sampled: Sampled) -> PerToken:
         teacher_head = teacher_heads[share.teacher]
-        return streamed_divergence(
-            LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]),
-            LazyLogits(share.of_teacher(teacher_head.weight.device), teacher_head, temperatures[1]),
-            divergence,
-            weights=None if share.weights_N is None else share.weights_N.to(device, non_blocking=True),
-            chunk_tokens=chunk_tokens,
-            vocabulary=vocabulary,
-            kl_clip=kl_clip,
-            sampled=sampled,
-        )
+        weights_N = None if share.weights_N is None else share.weights_N.to(device, non_blocking=True)
+        student_NH, teacher_NH = share.of_student(hidden_BCH, device), share.of_teacher(teacher_head.weight.device)
+        return objective.of((student_NH, head), (teacher_NH, teacher_head), weights_N, sampled)
 
     @torch.no_grad()
     def scores(share: Share, criterion: str) -> Tensor:
@@ -85,10 +73,11 @@ def compared(
             sampled = replace(share.of_tokens(rollout, device), pull=None)
             # Scored by the unweighted divergence alone, without the pull.
             found_N = of(replace(share, weights_N=None), sampled).divergence
-            return found_N.abs() if isinstance(divergence, SampledReverseKL) else found_N  # a log ratio, of either sign
-        return streamed_entropy(
-            LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0]), chunk_tokens, vocabulary
-        )
+            return (
+                found_N.abs() if isinstance(objective.divergence, SampledReverseKL) else found_N
+            )  # a log ratio, either sign
+        logits = LazyLogits(share.of_student(hidden_BCH, device), head, objective.temperatures[0])
+        return streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary)
 
     # A part of a completion has no positions within the whole, so sums by tenth are not computed.
     real = None if rollout.begins_at is not None else rollout.completion_mask

@@ -28,7 +28,7 @@ class PerToken:
     teacher_uniform: Tensor | None = None
     """[N], whether the teacher's logits are all equal, which leaves nothing to learn; `None` where it is not known."""
     clipped: Tensor | None = None
-    """[N], float32, 1 where a token of the vocabulary would have added more than `kl_clip`; `None` where not known."""
+    """[N], float32, 1 where an entry of the vocabulary was clipped; `None` where not known."""
     pulled: Tensor | None = None
     """[N], no gradient: weighted part of `divergence` that `Sampled.pull` added; `None` where there was no pull."""
     same_first: Tensor | None = None

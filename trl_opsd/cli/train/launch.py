@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trl_opsd.cli.train.options import GROUPS, OptionParser
-from trl_opsd.options.names import nearest
+from trl_opsd.options.foreign_names import nearest
 
 _CONFIG = "accelerate_config"
 _OF_A_PROCESS = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")

@@ -16,8 +16,7 @@ import yaml
 
 from trl_opsd._compat.trl import DatasetConfig, DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_opsd.config import OPSDConfig
-from trl_opsd.options.foreign import OPTIONS, known_elsewhere
-from trl_opsd.options.names import nearest
+from trl_opsd.options.foreign_names import known_elsewhere, nearest, renamed
 from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
 if TYPE_CHECKING:
@@ -280,12 +279,12 @@ def _unknown(what: str, names: Iterable[str], groups: Iterable[Any] = GROUPS, wh
         plain = name.removeprefix("--").replace("-", "_")
         dashes = "--" if name.startswith("--") else ""
         close = " or ".join(repr(dashes + one) for one in nearest(plain, known))
-        if elsewhere := HERE.get(plain) or OPTIONS.get(plain):
+        if elsewhere := HERE.get(plain) or renamed(OPSDConfig).get(plain):
             hint = f": {elsewhere}"
         elif close:
             hint = f", did you mean {close}?"
         else:
-            hint = f": {one}" if (one := known_elsewhere(plain)) else ""
+            hint = f": {one}" if (one := known_elsewhere(plain, OPSDConfig)) else ""
         said.append(f"unknown {what} {name!r}{where}{hint}")
     return "; ".join(said)
 

@@ -21,7 +21,7 @@ from trl_opsd.errors import explained
 from trl_opsd.http.urls import TEACHER_TOKEN, is_loopback, token_in
 from trl_opsd.models.checks import language_config
 from trl_opsd.models.head import model_shape
-from trl_opsd.options.values import from_to, integer, one_of
+from trl_opsd.options.table import from_to, integer, one_of
 from trl_opsd.teacher.build import build_teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.serve.protocol import DTYPES, Served
