@@ -57,6 +57,7 @@ READING = Reading(
         "DistillationTrainer": "trainer",
         "Trainer": "trainer",
         "Host": "trainer",
+        "TrainerHost": "trainer",
         "VLLMClient": "client",
         "DistillationConfig": "config",
         "TrainingArguments": "config",
@@ -64,6 +65,7 @@ READING = Reading(
     held={
         "sampler": "sampler",
         "_dist": "backend",
+        "distribution": "backend",
         "_sender": "client",
         "sender": "client",
         "distillation_trainer": "module",
@@ -87,7 +89,6 @@ OWNERS = (
         where=(_DISTILLATION, "trl/trainer/base_trainer.py:_BaseTrainer"),
         also_read_in=(_TRAINER,),
         names={
-            "_buffered_inputs": "the micro-batches of a generation batch; dropped when used up, and when a run begins",
             "_compute_loss": "`compare`; runs inside the wrapper's forward",
             "_current_train_step_time": "seconds of the step so far; reset when a run begins",
             "_dist": "which ways of splitting the student are on, and how to make it whole",
@@ -106,7 +107,6 @@ OWNERS = (
             "_step": "counts micro-batches, and so says when the buffer is filled; reset when a run begins",
             "_tag_names": "for the model card",
             "_tokenize_prompts": "prompts are checked, and teachers' prompts tokenized, where TRL tokenizes",
-            "_tokenizer": "the one inside a processor",
             "_tool_call_loop": "its conversations, for rewards; processes write on until none has calls",
             "beta": "assigning to it sets the divergence",
             "chat_template_kwargs": "changed while a teacher's prompts are tokenized",

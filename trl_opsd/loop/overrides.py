@@ -31,7 +31,7 @@ def may_change_batches(trainer: Any) -> bool:
     return not all(of_package(getattr(trainer, name)) for name in _PASSED_BY)
 
 
-def prepares_batches(trainer: Any) -> bool:
+def prepares_batches(trainer: DistillationTrainer) -> bool:
     """Whether `_prepare_inputs` is the user's, which takes the rows of a call and may return anything."""
     if of_package(trainer._prepare_inputs):
         return False
