@@ -37,7 +37,6 @@ from trl_opsd.loop.recording import Recording
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.student import use_special_tokens
 from trl_opsd.loop.teaching import Teaching
-from trl_opsd.loop.uniform import check_not_uniform
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
@@ -46,10 +45,10 @@ from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
+from trl_opsd.monitor.nothing_learned import agree, check_not_uniform
 from trl_opsd.options.foreign_names import StrictNames, explained_argument
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
-from trl_opsd.parallel.agreement import agree
 from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng

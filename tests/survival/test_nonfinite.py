@@ -16,7 +16,7 @@ from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
-from trl_opsd.monitor.nonfinite import RECORD
+from trl_opsd.loop.nonfinite import RECORD
 
 
 def logged(trainer, name):

@@ -61,10 +61,9 @@ from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.changes import ReadOnce
 from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import above, from_to
-from trl_opsd.parallel.groups import set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.parallel.watchdog import Watchdog
+from trl_opsd.parallel.timeouts import Watchdog, set_group_timeout
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.checks import check_parts
 from trl_opsd.types.loss import columns

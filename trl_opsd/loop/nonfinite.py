@@ -1,11 +1,13 @@
-"""Checks loss and gradient for NaN and infinity before the optimizer steps; `monitor/nonfinite.py` judges a finding."""
+"""Checks loss and gradient for NaN and infinity before the optimizer steps, and skips the step or raises."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -14,15 +16,19 @@ from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
+from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
+from trl_opsd.errors import NonFiniteError
 from trl_opsd.host import TrainerHost
 from trl_opsd.losses.proof import is_ours
-from trl_opsd.monitor.nonfinite import Finding, GradientProbe, StepGuard, nonfinite_side
-from trl_opsd.parallel.agreement import nothing_learned
+from trl_opsd.monitor.nothing_learned import nothing_learned
 from trl_opsd.parallel.failure import one_traceback
 from trl_opsd.types import LossParts
 
-__all__ = ["NonfiniteGuard"]
+__all__ = ["RECORD", "NonfiniteGuard"]
+
+RECORD = "opsd_nonfinite.jsonl"
+"""File in the output folder with one JSON object per line and finding."""
 
 logger = get_logger(__name__)
 
@@ -164,3 +170,176 @@ class NonfiniteGuard:
             f"DeepSpeed does not check gradients with this value of {settings}, so only the loss is checked before a "
             "step."
         )
+
+
+_REMEDIES = {
+    "weights": "Look at what `weigh` or a method of your own has put into the batch as `loss_weights`.",
+    "teacher": "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. One of your "
+    "own that excludes tokens needs a finite floor, such as -1e4, in place of -inf.",
+    "student": "Lower the learning rate, or go back to an earlier checkpoint.",
+    "divergence": "Remove whatever masks logits in one of the two, or use another `divergence`.",
+    "loss": "Look at what `compare` returns as the `loss` of its `LossParts`.",
+    "gradient": "Lower the learning rate, compute in another dtype (bfloat16 instead of float16), or suspect the "
+    "device, if it is always the same rank.",
+}
+_SMALL_TEMPERATURE = 1e-2
+_WHAT = {
+    "weights": "The weights of tokens are NaN or infinite",
+    "teacher": "The teacher's logits are NaN or infinite",
+    "student": "The student's logits are NaN or infinite",
+    "divergence": "The divergence is infinite, because one model excludes a token the other expects,",
+    "loss": "The loss is NaN or infinite, although its sums (`LossParts.rows`) are finite,",
+    "gradient": "The loss is finite, but the student's gradient is NaN or infinite",
+}
+
+
+def nonfinite_side(sums: Mapping[str, float]) -> str | None:
+    """Where the first NaN or infinity of these sums arose; `"divergence"` if both models are finite."""
+    # NaN weights make every sum NaN, and NaN logits of either model the divergence: the cause comes first.
+    arises_in = {
+        "weights": "weight",
+        "teacher": "teacher_entropy",
+        "student": "student_entropy",
+        "divergence": "divergence",
+    }
+    return next((side for side, name in arises_in.items() if not math.isfinite(sums[name])), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What is not finite, where and when; `str` gives the error message."""
+
+    step: int
+    """Optimizer step, counted from 1: the one in progress, or the last one before an evaluation."""
+    side: str
+    """`"weights"`, `"teacher"`, `"student"`, `"divergence"`, `"loss"` or `"gradient"`."""
+    ranks: tuple[int, ...]
+    """Ranks of the processes it came from; empty if unknown because gradients were already averaged."""
+    sums: tuple[dict[str, float], ...] = ()
+    """Sums of each process, by the names in [`LossParts.ROW_NAMES`]; empty for a loss or a gradient."""
+    evaluating: bool = False
+    temperature: float = 1.0
+    """The smaller of those that the logits of both models are divided by."""
+    own_divergence: str | None = None
+    """The class of a divergence of the user's own."""
+
+    def __str__(self) -> str:
+        where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        when = f"in an evaluation after step {self.step}" if self.evaluating else f"in step {self.step}"
+        unchanged = "" if self.evaluating else ": the student's weights are as they were before this step"
+        what, remedy = _WHAT[self.side], _REMEDIES[self.side]
+        if self.side == "divergence" and self.own_divergence is not None:
+            what = f"`{self.own_divergence}`, or its gradient, is NaN or infinite for finite logits of both models,"
+            remedy = (
+                f"Look in `{self.own_divergence}.value` for logarithms, roots and quotients, also in a branch that "
+                "`where` does not take."
+            )
+        elif self.side in ("teacher", "student", "divergence") and self.temperature < _SMALL_TEMPERATURE:
+            what = _WHAT[self.side].partition(", because")[0]
+            remedy = f"Logits are divided by a temperature of {self.temperature:g}, which may be all: raise it."
+        return f"{what} {when}{where}{unchanged}. {remedy}"
+
+    def as_json(self) -> str:
+        """One line of JSON; NaN and infinities are strings."""
+
+        def encoded(number: float) -> float | str:
+            return number if math.isfinite(number) else str(number)
+
+        sums = [{name: encoded(number) for name, number in one.items()} for one in self.sums]
+        return json.dumps({**asdict(self), "sums": sums}, allow_nan=False)
+
+
+class StepGuard:
+    """Turns a finding into an error or a skipped step, by `policy` (`"raise"`, `"skip"`), and limits consecutive ones.
+
+    A non-finite gradient of a scaled loss is not a finding, because that is how the float16 loss scale is found. The
+    loss scaler skips such steps under both policies; here they are counted and limited. Only the process with a
+    `folder` writes the record.
+    """
+
+    def __init__(self, policy: str, limit: int, folder: Path | None) -> None:
+        self.policy, self.limit, self._folder = policy, limit, folder
+        self.skipped = 0
+        """Number of skipped steps."""
+        self.will_skip = False
+        """Whether the step in progress will be skipped, because of a loss in it."""
+        self._in_a_row = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether the number of skipped steps is logged."""
+        return self.policy == "skip" or self.skipped > 0
+
+    def report(self, finding: Finding) -> None:
+        """Records a finding, at most once per step, and marks the step as one to skip, or raises."""
+        if self.will_skip:
+            return
+        self._write(finding)
+        if self.policy == "raise":
+            raise NonFiniteError(str(finding))
+        logger.warning(f"Skipped: {finding}")
+        self.will_skip = self.will_skip or not finding.evaluating  # an evaluation has no step to skip
+
+    def step_taken(self) -> None:
+        """Records that a step was taken."""
+        self.will_skip, self._in_a_row = False, 0
+
+    def step_skipped(self) -> None:
+        """Records that a step was skipped; raises when too many in a row were."""
+        self.will_skip = False
+        self.skipped += 1
+        self._in_a_row += 1
+        if self._in_a_row > self.limit:
+            raise NonFiniteError(
+                f"{self._in_a_row} optimizer steps in a row had a loss or a gradient that is NaN or infinite, and "
+                f"`nonfinite_skip_limit={self.limit}`: the student's weights are as they were before them. "
+                f"{RECORD} in the output folder says on which side they arose; lower the learning rate, or go back to "
+                "an earlier checkpoint."
+            )
+
+    def _write(self, finding: Finding) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / RECORD).open("a", encoding="utf-8") as file:
+                file.write(finding.as_json() + "\n")
+        except OSError as error:  # a full disk must not hide the finding
+            logger.warning(f"{self._folder / RECORD} could not be written: {error}")
+
+
+class GradientProbe:
+    """Records whether a gradient was finite in this process, before gradients are averaged over processes.
+
+    It checks one small parameter that the backward pass reaches last, to which NaN from the layers above propagates.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._broken: Any = None
+
+    def attach(self, model: Any) -> None:
+        """Registers the hook on the first trainable bias or norm, else on the first trainable weight; only once."""
+        if self._handle is None:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            small = (one for one in trained if len(whole_shape(one)) == 1)
+            self._handle = next(small, trained[0]).register_hook(self._look)
+
+    def detach(self) -> None:
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._broken = None
+
+    def broken(self) -> bool:
+        """Whether a gradient was not finite since the last [`forget`]."""
+        return self._broken is not None and bool(self._broken)
+
+    def forget(self) -> None:
+        """Resets the record for a new step."""
+        self._broken = None
+
+    def _look(self, gradient: Any) -> None:
+        # The result stays on the device: reading it would synchronise host and device in every micro-batch.
+        broken = ~gradient.isfinite().all()
+        self._broken = broken if self._broken is None else self._broken | broken

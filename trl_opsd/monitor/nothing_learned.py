@@ -1,4 +1,4 @@
-"""Detects that nothing is learned: both models agree, no token counts, or the gradient is 0.
+"""Detects that nothing is learned: both models agree, no token counts, the gradient is 0, or the teacher is uniform.
 
 Knows the sums of a loss over all processes, by the names in [`LossParts.ROW_NAMES`], and no models.
 """
@@ -42,4 +42,17 @@ def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | No
         "token and the models differ. The student's probabilities are saturated (a `temperature` far below 1), the "
         "gradient is below the range of its dtype, or the divergence is flat there, because it is bounded (`clamp`) or "
         "does not depend on the student"
+    )
+
+
+def check_not_uniform(sums: Mapping[str, float], vocabulary: int) -> None:
+    """Rejects a teacher whose logits are equal at every token, from which the student would learn nothing.
+
+    A high entropy alone is no reason: logits that differ little, as those of a tiny random model, are an opinion.
+    """
+    if not sums["tokens"] or vocabulary == 1 or sums["teacher_uniform"] < sums["tokens"]:
+        return
+    raise ValueError(
+        f"The teacher gives all {vocabulary} tokens the same probability, its logits are equal: its head is zeroed or "
+        "was not loaded; the student's weights are as they were before this step. Load it again."
     )
