@@ -12,6 +12,7 @@ from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.losses import ForwardKL, LazyLogits, OutputHead, ReverseKL, dense_divergence
+from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.teacher.comparison import best, compared
 from trl_opsd.teacher.routing import shares
@@ -166,10 +167,8 @@ def test_largest_clipped_values_are_kept_not_the_most_negative(divergence):
     rollout = Rollout(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids + 1, weights=weights_BC)
     targets = TeacherTargets.by_row([RowTargets(teacher_CV, torch.arange(6))], 6)
     given = shares([head], targets, weights_BC, Selection("teacher_divergence", 0.5))
-    found = compared(
-        student_CV[None], head, [head], given, rollout, 6.0, divergence=divergence, temperatures=(1.0, 1.0),
-        chunk_tokens=None, vocabulary=None, kl_clip=0.01, criterion="teacher_divergence",
-    )  # fmt: skip
+    objective = Objective(divergence=divergence, kl_clip=0.01)
+    found = compared(student_CV[None], head, [head], given, rollout, 6.0, objective, "teacher_divergence")
     of_all = dense_divergence(LazyLogits(student_CV, head), LazyLogits(teacher_CV, head), divergence, kl_clip=0.01)
     values = of_all.divergence.sort(descending=True).values
     assert values.min() < -values.max() < 0 < values.max()
