@@ -106,9 +106,15 @@ def test_position_discount_weighs_training_tokens_only(make_trainer):
 class Pulled(OPSDTrainer):
     """Pulls rows by numbers that follow from their prompts, and computes what that adds by the model's own logits."""
 
-    def score(self, batch, rows):
-        found = super().score(batch, rows)
-        return {**found, "pull": batch["prompt_ids"].sum(1) % 3 - 0.5} if self.model.training else found
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        score = self._scorer.score
+
+        def pulled(batch, rows):
+            found = score(batch, rows)
+            return {**found, "pull": batch["prompt_ids"].sum(1) % 3 - 0.5} if self.model.training else found
+
+        self._scorer.score = pulled
 
     def compare(self, student, rollout, targets, num_items):
         parts = super().compare(student, rollout, targets, num_items)

@@ -167,7 +167,7 @@ def test_largest_clipped_values_are_kept_not_the_most_negative(divergence):
     targets = TeacherTargets.by_row([RowTargets(teacher_CV, torch.arange(6))], 6)
     given = shares([head], targets, weights_BC, Selection("teacher_divergence", 0.5))
     objective = Objective(divergence=divergence, kl_clip=0.01)
-    found = compared(student_CV[None], head, [head], given, rollout, 6.0, objective, criterion="teacher_divergence")
+    found = compared(student_CV[None], head, [head], given, rollout, 6.0, objective, "teacher_divergence")
     of_all = dense_divergence(LazyLogits(student_CV, head), LazyLogits(teacher_CV, head), divergence, kl_clip=0.01)
     values = of_all.divergence.sort(descending=True).values
     assert values.min() < -values.max() < 0 < values.max()
