@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
+from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.teacher.comparison import compared
 from trl_opsd.teacher.routing import shares
@@ -79,12 +80,8 @@ class Batch:
             shares(heads, self.targets, weights_BC, late),
             self.rollout,
             None,
-            divergence=ReverseKL(),
-            temperatures=(1.0, 1.0),
-            chunk_tokens=None,
-            vocabulary=None,
-            kl_clip=None,
-            criterion=None if late is None else criterion,
+            Objective(ReverseKL()),
+            None if late is None else criterion,
         )
         wanted = [one for one in (self.hidden_BCH, self.head.weight) if one.requires_grad]
         torch.autograd.grad(parts.loss, wanted)
