@@ -52,6 +52,8 @@ class WantedLength(LogitsProcessor):
         self._prompt_tokens = prompt_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.size(1) < 2:  # a trial of the rollout
+            return scores
         wanted = (input_ids[:, 0] - 1) * BASE + input_ids[:, 1] - 1
         last = input_ids.size(1) - self._prompt_tokens + 1 >= wanted
         scores[:, END] = -torch.inf

@@ -29,8 +29,7 @@ from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
 from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
-from trl_opsd.teacher.comparison import compared
-from trl_opsd.teacher.routing import shares
+from trl_opsd.teacher.comparison import compared, shares
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
 CRITERIA = (None, *EARLY, *LATE)
@@ -80,7 +79,7 @@ class Batch:
             shares(heads, self.targets, weights_BC, late),
             self.rollout,
             None,
-            Objective(ReverseKL()),
+            Objective(divergence=ReverseKL()),
             None if late is None else criterion,
         )
         wanted = [one for one in (self.hidden_BCH, self.head.weight) if one.requires_grad]

@@ -20,10 +20,9 @@ NAMES_CUDA = {
     "_compat/vllm/process.py": "the precision of products is set by backend, and vLLM sets CUDA's",
     "losses/elementwise.py": "Triton's kernel is compiled for it",
     "losses/streamed.py": "products of half-precision factors with a float32 result",
-    "rollout/server_client.py": "TRL's client of a vLLM server has NCCL alone",
-    "rollout/sglang_answers.py": "what a server answers",
-    "rollout/sglang_client.py": "NCCL between two GPUs, else gloo",
-    "options/foreign_names.py": "an option of transformers",
+    "rollout/vllm_server.py": "TRL's client of a vLLM server has NCCL alone",
+    "rollout/sglang.py": "what a server answers, and NCCL between two GPUs, else gloo",
+    "options/table.py": "an option of transformers",
     "parallel/precision.py": "the precision of products is read by backend",
     "teacher/offloaded.py": "only its runtime pins exact bytes; torch rounds them up on all accelerators",
 }

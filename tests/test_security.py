@@ -50,7 +50,7 @@ def test_no_file_unpickles_or_starts_a_shell():
 
 def test_every_room_is_searched():
     rooms = {file.relative_to(PACKAGE).parts[0] for file in FILES}
-    assert {"_compat", "data", "loop", "models", "rollout", "run", "teacher", "trainer.py"} <= rooms
+    assert {"_compat", "data", "loop", "models", "parallel", "rollout", "teacher", "trainer.py"} <= rooms
 
 
 @pytest.mark.parametrize(

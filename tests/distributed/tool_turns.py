@@ -34,8 +34,12 @@ LIMIT = 200
 class Calling(OPSDTrainer):
     """Has its rollout write, which processes may do together, and puts calls and an answer in place of that."""
 
-    def checked_completions(self, prompt_ids, completions):
-        super().checked_completions(prompt_ids, completions)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.check, self._generation._check = self._generation._check, self.in_turn
+
+    def in_turn(self, prompt_ids, completions):
+        self.check(prompt_ids, completions)
         left = [calls - len(self.turns) for calls in self.calls[self.accelerator.process_index]]
         self.turns.append(len(prompt_ids))
         texts = [CALL if calls > 0 else ANSWER for calls in left if calls >= 0]

@@ -130,7 +130,7 @@ def test_jit_checkpoints_outside_the_main_thread_are_refused(make_trainer):
     assert (trainer.state.global_step, errors) == (1, [])
 
 
-@pytest.mark.parametrize("name", ["_buffered_inputs", "_step", "_current_train_step_time"])
+@pytest.mark.parametrize("name", ["_step", "_current_train_step_time"])
 def test_resetting_an_attribute_missing_from_trl_is_an_error(make_trainer, name):
     trainer = make_trainer(max_steps=1)
     vars(trainer)[f"{name}_renamed"] = vars(trainer).pop(name)

@@ -168,7 +168,7 @@ class Scorer(Teacher):
 
 
 REFUSED = [
-    ({"lmbda": 1.0}, "`seq_kd=True` with `lmbda=1`, the default: .* Set `lmbda=0.5`"),
+    ({"lmbda": 1.0}, "`seq_kd=True` with `lmbda=1.0`, the default: .* Set `lmbda=0.5`"),
     ({"teacher_offload": "stream"}, "`seq_kd=True` with `teacher_offload='stream'`: .* a whole teacher in each"),
     ({"teacher_server_url": "http://127.0.0.1:1"}, "`seq_kd=True` with `teacher_server_url='http://127.0.0.1:1'`"),
     *(

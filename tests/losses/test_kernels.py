@@ -22,6 +22,7 @@ OLD_TRITON = Version(triton.__version__) < Version("3.7")
 CPU = torch.device("cpu")
 COUNTED = """
 import sys, pytest, triton
+from trl_opsd.losses import fused
 original, calls = fused.fused_, []
 fused.fused_ = lambda *args: calls.append(args) or original(*args)
 code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", *sys.argv[1:]])

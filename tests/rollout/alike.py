@@ -121,7 +121,7 @@ class Alike:
             assert gap(trainer) <= 1e-4
             assert gap(other) > 1e-3, "they can be told apart"
         first.rollout.close()
-        first.bind(first.rollout)
+        first.rollout = first.rollout  # binds it again
         first.complete(prompts)
         assert gap(first) <= 1e-4, "also after it was closed"
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -70,7 +71,7 @@ class StepStats:
         self._trainer = trainer
         self._accounts = {mode: Accounts(watch) for mode in ("train", "eval")}
         self._waiting: list[_Waiting] = []
-        self._tables: dict[str, Tensor] = {}
+        self._tables: dict[str, np.ndarray] = {}
         self._evaluated: list[Tensor] | None = None
         """[*, 3] each, rows of the evaluation in progress, in their order."""
 
@@ -118,9 +119,10 @@ class StepStats:
             _add_to(tables, one)
         # One reduction of everything that is known by now, before the backward pass that the step follows.
         tables["sums"] = torch.stack([one.rows.sum(0) for one in waiting])
-        found = self._trainer.accelerator.reduce(torch.cat([one.flatten() for one in tables.values()]), "sum").cpu()
-        parts = found.split([one.numel() for one in tables.values()])
-        self._tables = {name: part.view_as(one) for (name, one), part in zip(tables.items(), parts, strict=True)}
+        found = self._trainer.accelerator.reduce(torch.cat([one.flatten() for one in tables.values()]), "sum")
+        ends = np.cumsum([one.numel() for one in tables.values()])[:-1]
+        parts = np.split(np.array(found.tolist(), dtype=np.float32), ends)  # the one wait of a step
+        self._tables = {name: part.reshape(one.shape) for (name, one), part in zip(tables.items(), parts, strict=True)}
         sums = self._tables.pop("sums").tolist()
         return [self._micro_batch(one.batch, one.rows, each) for one, each in zip(waiting, sums, strict=True)]
 
@@ -166,7 +168,7 @@ class StepStats:
         """Records how the completions of a prompt differ, on- and off-policy rows, and the selected tokens."""
         tables, self._tables, record = self._tables, {}, self._trainer.record
         if "prompts" in tables:
-            self._record_spread(tables["prompts"], self._trainer.args.num_generations)
+            self._record_spread(torch.from_numpy(tables["prompts"]), self._trainer.args.num_generations)
         if "sources" in tables:
             (of_student, *student), (of_others, *others) = tables["sources"].tolist()
             if of_student + of_others:
