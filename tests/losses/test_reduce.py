@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from trl_opsd.losses import PerToken, reduce
+from trl_opsd.types import LossParts
 
 pytestmark = pytest.mark.quick
 
@@ -111,3 +112,10 @@ def test_a_micro_batch_without_tokens_has_zero_loss_and_a_gradient(num_items):
     assert parts.loss.item() == 0
     assert tokens.divergence.grad.shape == (0,)
     assert parts.rows.abs().sum() == 0
+
+
+def test_a_statistic_without_a_column_is_an_error(monkeypatch):
+    monkeypatch.setattr(LossParts, "ROW_NAMES", [name for name in LossParts.ROW_NAMES if name != "same_first"])
+    per_token = PerToken(*(torch.ones(2) for _ in range(3)), same_first=torch.ones(2))
+    with pytest.raises(AssertionError, match="same_first"):
+        reduce(per_token, torch.ones(1, 2))

@@ -56,6 +56,8 @@ def reduce(
     if real is not None:
         sums.update(where_uncertain(counts_BC, weights_BC, divergence_BC, entropy_BC))
         sums.update(by_tenth(real.to(divergence.device), weights_BC, divergence_BC))
+    # A name that is no column would leave its column at 0, which would be logged as if measured.
+    assert sums.keys() <= set(LossParts.ROW_NAMES), sums.keys() - set(LossParts.ROW_NAMES)
     return LossParts(
         # The gradient of `sum` is one expanded number for all tokens, which the streamed loss recognises for free.
         loss=divergence.sum() / num_items,
