@@ -116,6 +116,7 @@ def test_a_micro_batch_without_tokens_has_zero_loss_and_a_gradient(num_items):
 
 def test_a_statistic_without_a_column_is_an_error(monkeypatch):
     monkeypatch.setattr(LossParts, "ROW_NAMES", [name for name in LossParts.ROW_NAMES if name != "same_first"])
-    per_token = PerToken(*(torch.ones(2) for _ in range(3)), same_first=torch.ones(2))
+    one = torch.ones(2)
+    per_token = PerToken(divergence=one, student_entropy=one, teacher_entropy=one, same_first=one)
     with pytest.raises(AssertionError, match="same_first"):
-        reduce(per_token, torch.ones(1, 2))
+        reduce(per_token, torch.ones(1, 2), None)
