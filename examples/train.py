@@ -23,8 +23,8 @@ from score import held_out, result
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.cli.train import script
-from trl_opsd.cli.train.data import Splits
 from trl_opsd.cli.train.options import OptionParser, Task
+from trl_opsd.cli.train.script import Splits
 
 
 def data() -> Splits:

@@ -16,7 +16,7 @@ from trl import DistillationConfig
 
 from trl_opsd import FixedRollout, OPSDConfig, fingerprint
 from trl_opsd.losses import ForwardKL
-from trl_opsd.options.changes import check_same_options, shared_options
+from trl_opsd.options.table import check_same_options, shared_options
 
 LATE = "when the trainer was built, where it was read"
 

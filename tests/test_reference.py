@@ -11,7 +11,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.options.text import with_help
+from trl_opsd.options.normalize import with_help
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 

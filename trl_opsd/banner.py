@@ -21,8 +21,8 @@ from trl_opsd.loop.overrides import of_package
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.checks import described, sizes
+from trl_opsd.options.normalize import SAMPLING
 from trl_opsd.options.rules import prompts_of_step
-from trl_opsd.options.sampling import SAMPLING
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
 
 _WIDTH = 120

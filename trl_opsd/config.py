@@ -13,7 +13,7 @@ from transformers.utils import is_torch_xla_available
 from trl_opsd._compat.deepspeed import check_builds
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import ALIASES
-from trl_opsd.data.conversations import named_as_here
+from trl_opsd.data.completions import named_as_here
 from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
@@ -21,10 +21,16 @@ from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.losses.top_k_and_clip import check_clip
-from trl_opsd.options.changes import option_values
 from trl_opsd.options.foreign_names import StrictNames, explained_option, without_meaning
+from trl_opsd.options.normalize import (
+    check_json,
+    check_sampled,
+    convert_text,
+    settle_loading,
+    settle_sampling,
+    with_help,
+)
 from trl_opsd.options.rules import AFTER, BEFORE, LAUNCH, refuse
-from trl_opsd.options.sampling import check_sampled, settle_sampling
 from trl_opsd.options.table import (
     ASSIGN,
     CONTEXT,
@@ -59,9 +65,9 @@ from trl_opsd.options.table import (
     integer,
     of_divergences,
     one_of,
+    option_values,
     share,
 )
-from trl_opsd.options.text import check_json, convert_text, settle_loading, with_help
 from trl_opsd.parallel.failure import share_tracebacks
 
 

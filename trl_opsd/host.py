@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.prompts import PromptLimits, Row
 from trl_opsd.data.readers import Readers, Request
-from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.models.padding import Reading
 from trl_opsd.types import Rollout, TeacherTargets
 

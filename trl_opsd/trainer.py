@@ -18,16 +18,14 @@ from transformers.integrations import is_fsdp_enabled
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
-from trl_opsd.arguments.checks import build_rewards
-from trl_opsd.arguments.dataset_checks import check_train_size
+from trl_opsd.arguments.checks import build_rewards, check_train_size
 from trl_opsd.arguments.prepared import prepared
 from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.prompts import PromptLimits, Row
 from trl_opsd.data.readers import Readers, Request
-from trl_opsd.data.teacher_prompts import Row
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.hooks import TrainerHooks

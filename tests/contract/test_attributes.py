@@ -19,7 +19,7 @@ from trl import DistillationConfig, DistillationTrainer
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.loop.attributes import FIXED
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.options.changes import ReadOnce
+from trl_opsd.options.table import ReadOnce
 
 WORKS = {
     "teacher_model",

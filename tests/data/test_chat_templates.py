@@ -9,7 +9,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import HFRollout
-from trl_opsd.data.chat_templates import added_at_end, check_template_arguments
+from trl_opsd.data.tokenization import added_at_end, check_template_arguments
 
 pytestmark = pytest.mark.quick
 

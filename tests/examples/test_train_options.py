@@ -17,9 +17,8 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from trl_opsd.cli.train.data import loaded
 from trl_opsd.cli.train.options import GROUPS, HERE, OptionParser
-from trl_opsd.cli.train.script import warn_of_options
+from trl_opsd.cli.train.script import loaded, warn_of_options
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from trl_opsd import HFRollout
-from trl_opsd.data.vocabulary import shared_vocabulary
+from trl_opsd.data.tokenization import shared_vocabulary
 
 PADDED = tiny.VOCABULARY + 13
 

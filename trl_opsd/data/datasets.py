@@ -1,23 +1,33 @@
-"""Several datasets by name, and which process reads which row of a stream.
+"""Datasets: the check of all rows before a training, and which process reads which row of a stream.
 
 accelerate shards a map-style dataset by rows, but a `datasets` stream of several files by files. Files have unequal
 lengths, and sharding by file ignores that TRL repeats the rows of a generation batch.
+Form is checked on one row of each shape; of the others only those are tokenized that may be too long.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TypeAlias, final
 
+import datasets
+import numpy as np
+from accelerate import PartialState
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset as TorchStream
+from tqdm.auto import tqdm
 
-from trl_opsd.data.admission import Rows, admit
-from trl_opsd.data.readers import Reader
-from trl_opsd.data.survey import digest, has_transform
+from trl_opsd.data.prompts import COLUMNS, common_kind
+from trl_opsd.data.readers import Intake, Reader, Request
+from trl_opsd.data.survey import Numbers, Survey, digest, has_transform
 
 logger = get_logger(__name__)
 
@@ -109,3 +119,188 @@ class WholeStream(TorchStream):
             yield row
         if not self.rows:
             raise ValueError(self._if_empty)
+
+
+_BATCH = 1000
+"""Rows tokenized at once."""
+_SOME = 20
+"""First rows from which a warning generalises."""
+_FEW = 1000
+"""Rows up to which neither a progress bar nor a cache pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A dataset, and what is known of its rows."""
+
+    dataset: Any
+    """A [`~datasets.Dataset`] or [`~datasets.IterableDataset`] whose columns have been checked."""
+    where: str
+    """Its name in messages."""
+    survey: Survey | None
+    """The shape and size of each row; `None` for a stream, or where only reading each row reveals them."""
+    progress: bool
+    """Whether to show progress bars."""
+    read: Any = field(init=False)
+    """The dataset, reduced to the columns and plain values that are checked ahead."""
+
+    def __post_init__(self) -> None:
+        read = self.dataset
+        if self.can_be_read_ahead:  # else a transform may need other columns
+            read = read.with_format(None)
+            read = read.select_columns([name for name in COLUMNS if name in read.column_names])
+        object.__setattr__(self, "read", read)
+
+    @property
+    def can_be_read_ahead(self) -> bool:
+        """Whether rows can be read before a tokenizer is loaded: not a stream, nor a transform, which may need one."""
+        return not (_is_stream(self.dataset) or has_transform(self.dataset))
+
+    @classmethod
+    def of(cls, dataset: Any, where: str, columns: Collection[str], progress: bool) -> Rows:
+        """Surveys these columns of a dataset."""
+        return cls(dataset, where, None if _is_stream(dataset) else Survey.of(dataset, columns), progress)
+
+    def select(self, numbers: Numbers) -> Rows:
+        """These rows alone."""
+        survey = None if self.survey is None else self.survey.select(numbers)
+        return Rows(self.dataset.select(numbers), self.where, survey, self.progress)
+
+    @property
+    def one_of_each_shape(self) -> Numbers:
+        """Row numbers that represent all in a check of their form: the first of each shape, in order."""
+        return np.arange(len(self.dataset)) if self.survey is None else self.survey.first_of_each_shape
+
+    def first_requests(self, intake: Intake) -> list[Request]:
+        """Some rows, parsed; none of a stream or a transform."""
+        if not self.can_be_read_ahead:
+            return []
+        return list(next(_requests(self, range(min(_SOME, len(self.dataset))), intake)).values())
+
+
+def look_ahead(rows: Rows, intake: Intake) -> None:
+    """Runs the checks that need no tokenizer, so that a bad row is refused before a model is loaded."""
+    if not rows.can_be_read_ahead:
+        return
+    kind = None
+    # One row of each shape has every form of error that the dataset has.
+    for requests in _requests(rows, rows.one_of_each_shape, intake):
+        kind = common_kind((request.student for request in requests.values()), kind)
+
+
+def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
+    """Checks every row against the limits; with `dropped`, overlong prompts are removed and counted there instead."""
+    if _is_stream(rows.dataset):
+        # A stream is filtered while it is read, and otherwise checked when its rows are used.
+        kept = rows.dataset if dropped is None else rows.dataset.filter(_stays(rows.where, reader, dropped))
+        return Rows(kept, rows.where, None, rows.progress)
+    # First one row of each shape, then those that their bytes do not prove to fit; only suspects are parsed again.
+    numbers = rows.one_of_each_shape
+    counts = _counted(rows, numbers, reader)
+    if rows.survey is not None:
+        others = _may_not_fit(rows.survey, counts[:, 0], reader)
+        numbers, counts = np.append(numbers, others), np.append(counts, _counted(rows, others, reader), axis=0)
+    by_number = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+    strictest = reader.strictest
+    suspects = [number for number in sorted(by_number) if not strictest.admits(*by_number[number])]
+    gone = []
+    for requests in _requests(rows, suspects, reader.intake):
+        for number, request in requests.items():
+            (tokens, largest_id), limits = by_number[number], reader.limits_of(request)
+            if dropped is not None and not limits.fits(tokens):
+                gone.append(number)
+            else:
+                limits.check(tokens, largest_id, reader.prompt_of(request).where)
+    if dropped is None or not gone:
+        return rows
+    dropped[rows.where] += len(gone)
+    return rows.select(np.delete(np.arange(len(rows.dataset)), gone))
+
+
+def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:
+    """Numbers of the rows, other than the first of each shape, that are not known to be within the limits."""
+    # A row has the tokens of the first of its shape, which has the same chat template around it, and those of its own
+    # text, at most one per byte. Twice the bytes, as some templates write a message twice; a prompt that one writes
+    # more often is refused when it is drawn.
+    others = np.ones(len(survey.shapes), bool)
+    if reader.is_bounded:
+        room = reader.strictest.room_for_prompt
+        if room is None:
+            return np.zeros(0, np.int64)
+        others = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies > room
+    others[survey.first_of_each_shape] = False
+    return np.flatnonzero(others)
+
+
+def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
+    """[rows, 2]: the number of tokens of each row's prompt and their largest id, or 0 where the models know all ids."""
+    if rows.survey is None or len(numbers) <= _FEW or not datasets.is_caching_enabled():
+        return _count(rows, numbers, reader)
+    # Cached like a `datasets` map, for the machine's other processes and later runs, by all that counts depend on.
+    read = digest(rows.dataset.select(numbers), reader.columns)
+    key = Hasher.hash([read, reader.tokenizer, reader.settings, reader.knows_all_ids])
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"
+    with PartialState().local_main_process_first():
+        if path.exists():
+            return np.load(path, allow_pickle=False)
+        counts = _count(rows, numbers, reader)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                np.save(file, counts)
+            os.replace(file.name, path)  # atomic: another process may read it meanwhile
+        except OSError as error:
+            logger.warning(f"The lengths of the prompts of {rows.where} are not kept for the next run: {error}.")
+    return counts
+
+
+def _count(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
+    counts, kind, all_known = [], None, reader.knows_all_ids
+    for requests in _requests(rows, numbers, reader.intake):
+        prompts = [reader.prompt_of(request) for request in requests.values()]
+        kind = reader.check_kind(prompts, kind)
+        counts += [(len(ids), 0 if all_known else max(ids, default=0)) for ids in reader.token_ids(prompts)]
+    return np.array(counts, np.int64).reshape(-1, 2)
+
+
+def _requests(rows: Rows, numbers: Sequence[int] | Numbers, intake: Intake) -> Iterator[dict[int, Request]]:
+    """These rows, parsed, by their numbers, a batch at a time."""
+    hidden = not rows.progress or len(numbers) <= _FEW
+    with tqdm(total=len(numbers), desc=f"Checking the prompts of {rows.where}", disable=hidden) as bar:
+        for start in range(0, len(numbers), _BATCH):
+            chosen = [int(number) for number in numbers[start : start + _BATCH]]
+            batch = rows.read[chosen]
+            values = (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
+            yield {
+                number: intake.read(row, f"row {number} of {rows.where}")
+                for number, row in zip(chosen, values, strict=True)
+            }
+            bar.update(len(chosen))
+
+
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset)
+
+
+def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:
+    """A filter for a stream, which keeps rows whose prompt fits, and counts and reports the others."""
+    mentioned = 0
+
+    def stays(row: dict[str, Any]) -> bool:
+        nonlocal mentioned
+        request = reader.intake.read(row, f"a row that {where} streams")
+        prompts = [reader.prompt_of(request)]
+        reader.check_kind(prompts)
+        if reader.limits_of(request).fits(len(reader.token_ids(prompts)[0])):
+            return True
+        dropped[where] += 1
+        count = dropped[where]
+        if count > mentioned and str(count).strip("0") == "1":  # the first, the tenth, ...; a row may be read again
+            mentioned = count
+            logger.warning(
+                f"{where} streams prompts that leave no room for a completion of `max_completion_length` tokens in the "
+                f"context; {count} so far {'was' if count == 1 else 'were'} dropped. `trainer.dropped_prompts` counts."
+            )
+        return False
+
+    return stays

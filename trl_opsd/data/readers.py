@@ -12,9 +12,17 @@ from jinja2 import TemplateError
 from tokenizers import models
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.data.chat_templates import added_at_end, check_parts
-from trl_opsd.data.prompts import Prompt, PromptLimits, check_columns, check_no_images, common_kind
-from trl_opsd.data.teacher_prompts import Row, TeacherPrompts, teacher_of
+from trl_opsd.data.prompts import (
+    Prompt,
+    PromptLimits,
+    Row,
+    TeacherPrompts,
+    check_columns,
+    check_no_images,
+    common_kind,
+    teacher_of,
+)
+from trl_opsd.data.tokenization import added_at_end, check_parts
 
 _SPACE = "▁"
 """SentencePiece's symbol for a space."""

@@ -28,10 +28,9 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.checkpoints.sigterm import StopOnSigterm
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.conversations import solutions_as_context, with_prompts
-from trl_opsd.data.prompts import IMAGE_COLUMNS
+from trl_opsd.data.completions import solutions_as_context, with_prompts
+from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
-from trl_opsd.data.teacher_prompts import COLUMNS
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import DATASETS, FIXED, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
@@ -58,9 +57,8 @@ from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.monitor.memory import explained
 from trl_opsd.monitor.metrics import recorded
 from trl_opsd.monitor.progress import replace_default
-from trl_opsd.options.changes import ReadOnce
 from trl_opsd.options.rules import TRAINING, refuse
-from trl_opsd.options.table import above, from_to
+from trl_opsd.options.table import ReadOnce, above, from_to
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.parallel.timeouts import Watchdog, set_group_timeout

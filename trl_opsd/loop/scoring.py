@@ -15,7 +15,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from trl_opsd.data.teacher_prompts import Row
+from trl_opsd.data.prompts import Row
 from trl_opsd.host import Host, TrainerHost
 from trl_opsd.loop.overrides import may_change_batches
 from trl_opsd.loop.step_stats import CANDIDATES

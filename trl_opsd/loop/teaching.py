@@ -7,21 +7,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from trl_opsd import fingerprint
-from trl_opsd.arguments.checks import check_other_teacher, check_rows_of_rewards, look_at, student_limits
-from trl_opsd.arguments.dataset_checks import (
+from trl_opsd.arguments.checks import (
     check_completions,
     check_datasets,
+    check_other_teacher,
+    check_rows_of_rewards,
     check_train_size,
+    look_at,
     looked_through,
+    student_limits,
     surveyed,
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.data.admission import Rows
-from trl_opsd.data.datasets import admit_all, by_name, columns_of, describe_rows
+from trl_opsd.data.datasets import Rows, admit_all, by_name, columns_of, describe_rows
+from trl_opsd.data.prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import Reader, Readers, Request
-from trl_opsd.data.teacher_prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
-from trl_opsd.data.vocabulary import largest_id, shared_vocabulary
+from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.host import TrainerHost
 from trl_opsd.loop.overrides import own_verbs
 from trl_opsd.options.rules import refuse

@@ -12,7 +12,7 @@ from accelerate.logging import get_logger
 from transformers import GenerationConfig
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.options.sampling import FAIL_IN_GENERATE, SAMPLING
+from trl_opsd.options.normalize import FAIL_IN_GENERATE, SAMPLING
 
 IN_GENERATE: Mapping[str, str] = {
     "eos_token_id": "set `model.generation_config.eos_token_id` before the trainer is built",

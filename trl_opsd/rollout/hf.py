@@ -21,7 +21,7 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.host import Host
 from trl_opsd.models.padding import PADDED
 from trl_opsd.monitor.progress import PHASES
-from trl_opsd.options.sampling import check_drawn
+from trl_opsd.options.normalize import check_drawn
 from trl_opsd.parallel.precision import cast_weights
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout.base import RolloutBackend

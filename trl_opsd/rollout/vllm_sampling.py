@@ -9,7 +9,7 @@ from typing import Any
 from trl_opsd._compat.vllm import sampling_params
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.foreign_names import nearest
-from trl_opsd.options.sampling import ENDS
+from trl_opsd.options.normalize import ENDS
 
 _SET_HERE = {
     "logprobs": "vllm_sync_check",

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.vocabulary import check_token_maps
+from trl_opsd.data.tokenization import check_token_maps
 from trl_opsd.http.urls import ONLY
 from trl_opsd.models.checks import naming_trust
 from trl_opsd.models.tokenizers import has_tokenizer

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.utils import logging
 
 from trl_opsd._compat.trl import create_model_from_path
-from trl_opsd.data.vocabulary import shared_vocabulary
+from trl_opsd.data.tokenization import shared_vocabulary
 from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer

@@ -16,8 +16,7 @@ from trl_opsd._compat.versions import installed, outside
 from trl_opsd.cli.doctor import numerics
 from trl_opsd.cli.doctor.pair import LAYERS, Pair, Side
 from trl_opsd.cli.doctor.settings import Settings, judged
-from trl_opsd.data.chat_templates import check_that_all_is_read
-from trl_opsd.data.vocabulary import check_token_maps, largest_id
+from trl_opsd.data.tokenization import check_that_all_is_read, check_token_maps, largest_id
 from trl_opsd.models.probes import GRADIENTS, HEAD, PADDING, Doubt, Finding, Probe, Probed, findings
 from trl_opsd.models.tokenizers import ensure_special_tokens
 

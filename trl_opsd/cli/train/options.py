@@ -21,7 +21,7 @@ from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
 if TYPE_CHECKING:
     from trl_opsd import OPSDTrainer
-    from trl_opsd.cli.train.data import Splits
+    from trl_opsd.cli.train.script import Splits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
