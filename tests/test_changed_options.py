@@ -255,7 +255,7 @@ def test_accumulation_cannot_differ_from_that_of_deepspeed(make_trainer, monkeyp
 # ---- The tables ----------------------------------------------------------------------------------------------------
 
 _NAMES = {one.name for one in fields(OPSDConfig)}
-_READ_ALL = ("dataclasses", *(f"trl_opsd.options.{name}" for name in ("changes", "rules", "sampling", "table", "text")))
+_READ_ALL = ("dataclasses", *(f"trl_opsd.options.{name}" for name in ("rules", "normalize", "table")))
 _READ_ALL_FILES = {sys.modules[name].__file__ for name in _READ_ALL}
 
 
