@@ -44,7 +44,7 @@ from trl_opsd.models.head import whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
 from trl_opsd.monitor.nothing_learned import agree, check_not_uniform
-from trl_opsd.options.foreign_names import StrictNames, explained_argument
+from trl_opsd.options.foreign_names import StrictNames, explained
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
@@ -181,7 +181,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=callbacks,
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
@@ -248,7 +247,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
         """The name of another trainer's argument here, or the closest name."""
-        return explained_argument(name, known, OPSDConfig)
+        return explained("argument", name, known, OPSDConfig)
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
