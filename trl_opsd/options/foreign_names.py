@@ -87,8 +87,9 @@ def advice(config: type) -> Mapping[str, str]:
 
 def instead(name: str, known: Iterable[str], config: type) -> str:
     """What to do instead of an unknown option or argument; empty if nothing is near."""
-    family = next((text for start, text in _FAMILIES.items() if name.startswith(start)), "")
-    return advice(config).get(name) or did_you_mean(name, known) or family
+    prefix = next((start for start in _FAMILIES if name.startswith(start)), "")
+    close = did_you_mean(name, [one for one in known if one.startswith(prefix)])
+    return advice(config).get(name) or close or _FAMILIES.get(prefix, "")
 
 
 def explained(what: str, name: str, known: Collection[str], config: Any) -> str:

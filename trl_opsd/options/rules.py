@@ -134,7 +134,11 @@ def _with_sequences(broken: Callable[[Launch], Any], message: str) -> Rule:
 
 def _of_whole_rows(at: Launch) -> str:
     """An option that needs whole rows in a process."""
-    fine = {"padding_free": [False], "pad_to_multiple_of": [None, "auto"], "torch_compile": [False]}
+    fine: dict[str, list[Any]] = {
+        "padding_free": [False],
+        "pad_to_multiple_of": [None, "auto"],
+        "torch_compile": [False],
+    }
     values = {name: getattr(at.args, name) for name in fine}
     return next((shown(name, value) for name, value in values.items() if value not in fine[name]), "")
 

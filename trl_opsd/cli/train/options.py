@@ -146,9 +146,8 @@ class OptionParser(TrlParser):
     def given(self, args: Iterable[str]) -> Given:
         """The options of a run; the command line overrides the file of `--config`, and that a task's own options."""
         share_tracebacks()
-        *groups, last = super().parse_args_and_config(self._with_defaults(args))
-        groups, task = (groups, last.task) if self.tasks else ([*groups, last], None)
-        return Given(*groups, task)
+        extra, script, config, model, mixture, *named = super().parse_args_and_config(self._with_defaults(args))
+        return Given(extra, script, config, model, mixture, named[0].task if named else None)
 
     def check(self, args: Iterable[str]) -> None:
         """Ends the program on a wrong name or kind of value; makes no config, which would start the launch's state."""
