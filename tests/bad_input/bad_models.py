@@ -340,16 +340,6 @@ TOKENIZERS = [
 ]
 
 OTHERS = [
-    *(
-        untouched(
-            "at least",
-            f"{name!r} for the name of a teacher",
-            "`teacher_model` has the name .*: expected text",
-            TypeError,
-            teacher_model={"one": "teacher", name: "teacher"},
-        )
-        for name in (None, ("a", "b"))
-    ),
     untouched(
         "at least",
         "an empty name for a teacher",
