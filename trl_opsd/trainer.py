@@ -38,9 +38,8 @@ from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
-from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.backbone import completion_hidden, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
-from trl_opsd.models.head import whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
 from trl_opsd.monitor.nothing_learned import agree, check_not_uniform

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trl import DistillationConfig
 
 from trl_opsd import FrozenTeacher
-from trl_opsd.teacher.placements import Resident
+from trl_opsd.teacher.frozen import Resident
 
 ROLES = ("model", "teacher_model")
 

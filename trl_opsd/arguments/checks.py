@@ -26,7 +26,7 @@ from trl_opsd.data.tokenization import (
     warn_of_ended_text,
     warn_of_prompts,
 )
-from trl_opsd.models.backbone import context_of
+from trl_opsd.models.backbone import context_of, model_shape
 from trl_opsd.models.checks import (
     check_in_memory,
     check_own_loss,
@@ -34,7 +34,6 @@ from trl_opsd.models.checks import (
     same_weights,
     whole_checkpoint,
 )
-from trl_opsd.models.head import model_shape
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import Given

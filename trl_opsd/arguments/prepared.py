@@ -54,8 +54,7 @@ from trl_opsd.options.table import (
     without_effect_in_words,
 )
 from trl_opsd.rewards.given import Given, given_rewards
-from trl_opsd.teacher.checks import check_named_once, check_teachers, check_tokenizers
-from trl_opsd.teacher.served_checks import check_up
+from trl_opsd.teacher.checks import check_named_once, check_teachers, check_tokenizers, check_up
 
 logger = get_logger(__name__)
 

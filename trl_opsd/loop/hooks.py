@@ -63,8 +63,7 @@ from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.parallel.timeouts import Watchdog, set_group_timeout
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.checks import check_parts
-from trl_opsd.types.loss import columns
+from trl_opsd.types.loss import check_parts, columns
 
 logger = get_logger(__name__)
 
