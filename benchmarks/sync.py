@@ -33,8 +33,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_opsd._compat.vllm.architectures import LORA_RANKS
-from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine
+from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd._compat.vllm.supported import LORA_RANKS
 from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.rollout.weight_sync import Stream, adapter_layers, adapter_of, adapter_rank, weights_of
@@ -123,14 +123,15 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for what in ("everything", "lora, full", "lora, adapter"):
         student = make_student(args, folder, what != "everything")
         apart = what == "lora, adapter"
-        rank = adapter_rank(student) if apart else None
-        engine = VLLMEngine(EngineOptions(
-            model=str(folder), revision=None, tokenizer=str(folder), dtype=args.dtype, context=256,
-            vocabulary=args.vocab, sequences=8, seed=0, gpu_memory_utilization=0.3, model_impl="vllm",
-            trust_remote_code=False, sleep_mode=False, placeholders=(), text_only=False,
-            lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
-            lora_layers=tuple({name.rpartition(".")[2] for name in adapter_layers(student)}) if apart else (),
-        ))  # fmt: skip
+        adapter: dict[str, Any] = {}
+        if apart:
+            rank = next(size for size in LORA_RANKS if size >= adapter_rank(student))
+            layers = list({name.rpartition(".")[2] for name in adapter_layers(student)})
+            adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": layers}
+        engine = VLLMEngine(
+            args.vocab, (), model=str(folder), tokenizer=str(folder), dtype=args.dtype, max_model_len=256,
+            max_num_seqs=8, seed=0, gpu_memory_utilization=0.3, model_impl="vllm", **adapter,
+        )  # fmt: skip
         engines.append(engine)
         if apart:
             base = make_student(args, folder, lora=False)

@@ -47,13 +47,7 @@ class Mirrored(SyncedRollout[Mirror]):
     """Follows the sync of a separate engine, and sends nothing."""
 
     def bind(self, trainer):
-        self._set_up(trainer, Mirror(trainer), {}, torch.float32)
+        self.set_up(trainer, Mirror(trainer), {}, torch.float32)
 
-    def _send(self):
+    def send_weights(self):
         return BYTES
-
-    def _wake(self, what):
-        """It does not sleep."""
-
-    def _rest(self):
-        """It does not sleep."""

@@ -24,7 +24,7 @@ from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 from trl_opsd.monitor.metrics import METRICS
 from trl_opsd.options.table import Option, Values, table
-from trl_opsd.rollout.pick import chosen_rollout
+from trl_opsd.rollout import chosen_rollout
 from trl_opsd.teacher.checks import check_teachers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"

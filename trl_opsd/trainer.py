@@ -50,9 +50,8 @@ from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.samples import samples_of
-from trl_opsd.rollout import RolloutBackend
+from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
 from trl_opsd.rollout.generation_config import warn_of_overridden
-from trl_opsd.rollout.pick import check_rollout, chosen_rollout
 from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.checks import TeacherLike

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -163,25 +164,12 @@ class Alike:
     # ---- What is sent ----------------------------------------------------------------------------------------------
 
     def test_empty_prompts_and_unknown_ids_are_not_sent(self, serve):
-        engine, options = serve().rollout._engine, [{"max_tokens": 2}] * 2
-        for bad, message in (([], "is empty"), ([259], "id 259"), ([-1], "id -1"), ([5, None], "id None")):
+        engine, options = serve().rollout.engine, [{"max_tokens": 2}] * 2
+        for bad in ([], [259], [-1], [5, None]):
             for ask in (engine.write, engine.write_each):
-                with pytest.raises(ValueError, match=f"Prompt 1 of a batch .*{message}"):
+                with pytest.raises(ValueError, match=f"Prompt 1 of a batch, {re.escape(repr(bad))}, .*from 0 to 258"):
                     ask([[5], bad], options)
         assert len(engine.write([[5], [258]], options)) == 2, "the last id that the student knows"
-
-    def test_a_server_with_fewer_ids_than_the_student_is_refused(self, serve, tmp_path):
-        wider = student(tmp_path / "wider", tied=True, vocab_size=300)
-        with pytest.raises(ValueError, match="knows fewer ids than the student, which has 300"):
-            serve(model=wider)
-        trainer = serve()
-        assert len(trainer.complete(trainer.tokenize(["a"]))) == 1, "and is alive"
-
-    def test_a_server_on_loopback_is_refused_with_several_machines(self, serve):
-        trainer = serve()
-        trainer.rollout._engine._machines = 2
-        with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+ is another place on each of 2 machines: set"):
-            trainer.rollout.stream([[5]], 0)
 
     @pytest.mark.distributed
     @pytest.mark.timeout(SECONDS + 60)
@@ -200,7 +188,7 @@ class Alike:
         assert [found["beside none"] for found in results] == [[], results[1]["completions"]]
         assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"
         assert len({seed for found in results for seed in found["seeds"]}) == 4
-        assert "has the id 1000" in results[0]["error"], "the other process asked for it"
+        assert "[5, 1000], cannot be sent" in results[0]["error"], "the other process asked for it"
         assert results[1]["error"] == results[0]["error"], "although only the main process talks to the server"
 
 

@@ -31,7 +31,7 @@ from vllm import LLM, PoolingParams  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
 from vllm_lab import gap, lora, student, trainer  # noqa: E402
 
-from trl_opsd._compat.vllm import engine, sampling_params  # noqa: E402
+from trl_opsd._compat.vllm import engine, supported  # noqa: E402
 
 KNOWN = 259
 """Ids from here on are masked, as those that a head padded to a round size has."""
@@ -57,7 +57,7 @@ def synced(folder: Path, shape: str, adapter: bool = False, tied: bool = False, 
         teacher_model=tiny.qwen2(48, seed=1, **overrides),
         **{"max_completion_length": 6, "vllm_sync_check": "never", **options, **given},
     )
-    assert isinstance(made.rollout._engine._worker.model_runner, GPUModelRunner)
+    assert isinstance(made.rollout.engine._worker.model_runner, GPUModelRunner)
     prompts = made.tokenize(tiny.PROMPTS[:4])
     written = made.complete(prompts)
     gaps = [gap(made)]
@@ -104,7 +104,7 @@ def states(folder: Path) -> Iterator[float]:
 
 if __name__ == "__main__":
     torch.compiler.set_stance("force_eager")
-    engine.vocabulary_mask = lambda vocabulary, placeholders: sampling_params.vocabulary_mask(KNOWN, placeholders)
+    engine.vocabulary_mask = lambda vocabulary, placeholders: supported.vocabulary_mask(KNOWN, placeholders)
     with tempfile.TemporaryDirectory() as made:
         found = {}
         for name, case in CASES.items():

@@ -54,7 +54,7 @@ def main(folder: Path, server: dict[str, object]) -> None:
     found["seeds"] = trainer.rollout._seeds(4, len(prompts))
     try:
         # Only the other process asks for what is refused; the main one gets the error.
-        trainer.rollout._engine.write([[5, 1000 * process]], [{"max_tokens": 4}])
+        trainer.rollout.engine.write([[5, 1000 * process]], [{"max_tokens": 4}])
     except (ServerError, ValueError) as error:
         found["error"] = str(error)
     (folder / f"{process}.json").write_text(json.dumps(found))

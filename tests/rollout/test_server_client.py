@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import socket
 import threading
@@ -19,6 +18,7 @@ import torch
 pytest.importorskip("vllm")
 
 from trl_opsd.errors import ServerError
+from trl_opsd.http import client as http
 from trl_opsd.http.urls import ROLLOUT_TOKEN
 from trl_opsd.rollout import vllm_server
 from trl_opsd.rollout.vllm_server import VLLMServerClient
@@ -202,40 +202,28 @@ def test_the_deadline_ends_a_request_through_a_slow_proxy(faults, monkeypatch):
     assert time.monotonic() - began < DEADLINE + SLACK
 
 
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_redirects_are_refused(faults, status):
+def test_redirects_are_not_followed(faults):
     def redirect(handler: _Handler) -> None:
-        handler.send(f"HTTP/1.1 {status} X\r\nLocation: /elsewhere\r\n\r\n".encode())
+        handler.send(b"HTTP/1.1 302 X\r\nLocation: /elsewhere\r\n\r\n")
 
     speaker = client(faults.server_port)
-    faults.answers |= {ASKED: redirect, "/elsewhere": (200, {"choices": []}), "/get_world_size": redirect}
-    with pytest.raises(ServerError, match=rf"answered {status}, which redirects to '/elsewhere'.*vllm_server_base_url"):
+    faults.answers |= {ASKED: redirect, "/elsewhere": (200, {"choices": []})}
+    with pytest.raises(ServerError, match="answered 302"):
         speaker.write([([5], {})])
-    with pytest.raises(ServerError, match="redirects to"):
-        sender(speaker).get_world_size()
     assert "/elsewhere" not in faults.asked
 
 
-def test_answers_that_are_too_large_or_compressed_are_refused(faults):
+def test_an_answer_that_is_too_large_is_refused(faults, monkeypatch):
     def endless(handler: _Handler) -> None:
         handler.send(b"HTTP/1.1 200 OK\r\n\r\n")
         handler.send(b" " * 2**20, times=64)
 
-    packed = gzip.compress(b" " * 2**26)  # here, because the client waits one second
-
-    def bomb(handler: _Handler) -> None:
-        handler.send(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + packed)
-
+    monkeypatch.setattr(http, "_MAX_BYTES", 2**20)
     speaker = client(faults.server_port)
     faults.answers[ASKED] = endless
     with pytest.raises(ServerError, match=r"answered more than 1 MiB, the limit for"):
         speaker.write([([5], {"max_tokens": 4})])
     assert faults.sent < 32 * 2**20, "and it is not read to its end"
-    with pytest.raises(ServerError, match=r"answered more than 9 MiB"):
-        speaker.write([([5] * 1024, {"max_tokens": 1024})] * 4)
-    faults.answers[ASKED] = bomb
-    with pytest.raises(ServerError, match=r"compressed its answer \('gzip'\), expected plain bytes"):
-        speaker.write([([5], {})])
 
 
 def choice(**given: Any) -> dict[str, Any]:
@@ -247,29 +235,27 @@ def choice(**given: Any) -> dict[str, Any]:
 
 
 GARBAGE: dict[str, tuple[Callable[[], Any], str]] = {
-    "no json": (lambda: b"<html>", "did not answer in JSON.*<html>"),
-    "deep": (lambda: b"[" * 100_000, "did not answer in JSON"),
-    "no object": (lambda: [1], r"answered content=\[1\]: expected an object"),
-    "no choices": (lambda: {}, "left out `choices`"),
-    "no choice": (lambda: {"choices": [None]}, r"choices\.0=None: expected an object"),
-    "too few": (lambda: {"choices": []}, r"answered completions \[\] to 1 prompts: expected one for each"),
-    "too many": (lambda: {"choices": [choice(), choice(index=1)]}, r"completions \[0, 1\] to 1 prompts"),
+    "no json": (lambda: b"<html>", "<html>.*Invalid JSON"),
+    "deep": (lambda: b"[" * 100_000, "Invalid JSON"),
+    "no object": (lambda: [1], r"answered content=\[1\]: Input should be an object"),
+    "no choices": (lambda: {}, "choices={}: Field required"),
+    "no choice": (lambda: {"choices": [None]}, r"choices\.0=None: Input should be an object"),
+    "too few": (lambda: {"choices": []}, "answered 0 completions to 1 prompts"),
+    "too many": (lambda: {"choices": [choice(), choice(index=1)]}, "answered 2 completions to 1 prompts"),
     "no index": (lambda: {"choices": [choice(index=None)]}, "index=None"),
-    "negative": (lambda: {"choices": [choice(token_ids=[7, -1])]}, r"token_ids\.1=-1: expected greater"),
-    "floats": (lambda: {"choices": [choice(token_ids=[7.0])]}, r"token_ids\.0=7.0: expected a valid integer"),
+    "negative": (lambda: {"choices": [choice(token_ids=[7, -1])]}, r"token_ids\.1=-1: Input should be greater"),
+    "floats": (lambda: {"choices": [choice(token_ids=[7.0])]}, r"token_ids\.0=7.0: Input should be a valid integer"),
     "bools": (lambda: {"choices": [choice(token_ids=[True])]}, r"token_ids\.0=True"),
-    "huge": (lambda: {"choices": [choice(token_ids=[2**70])]}, "token_ids.0=1180591620717411303424: expected less"),
+    "huge": (lambda: {"choices": [choice(token_ids=[2**70])]}, "token_ids.0=118059.*424: Input should be less"),
     "text": (lambda: {"choices": [choice(token_ids="78")]}, "token_ids='78'"),
-    "no ids": (lambda: {"choices": [{"index": 0, "text": "x"}]}, "left out `choices.0.token_ids`"),
-    "too long": (lambda: {"choices": [choice(token_ids=[7, 8, 9])]}, "wrote 3 tokens, but was asked for at most 2"),
-    "another prompt": (lambda: {"choices": [choice(prompt_token_ids=[6, 5])]}, r"expected \[5, 6\], got \[6, 5\]"),
-    "scores missing": (lambda: {"choices": [choice(logprobs=None)]}, "0 log-probabilities for 2 tokens"),
-    "scores short": (lambda: {"choices": [choice(logprobs={"token_logprobs": [-1]})]}, "1 log-prob.* for 2 tokens"),
-    "scores of nothing": (lambda: {"choices": [choice(logprobs={"token_logprobs": [-1, None]})]}, "expected a val"),
+    "no ids": (lambda: {"choices": [{"index": 0, "text": "x"}]}, "choices.0.token_ids=.*Field required"),
+    "scores missing": (lambda: {"choices": [choice(logprobs=None)]}, "0 of 2 log-prob.*, logprobs"),
+    "scores short": (lambda: {"choices": [choice(logprobs={"token_logprobs": [-1]})]}, "1 of 2 log-prob"),
+    "scores of nothing": (lambda: {"choices": [choice(logprobs={"token_logprobs": [-1, None]})]}, "should be a val"),
     "scores nan": (lambda: b'{"choices": [{"index": 0, "token_ids": [7, 8], "prompt_token_ids": [5, 6], "logprobs": '
-                   b'{"token_logprobs": [-1, NaN]}}]}', "token_logprobs.1=nan: expected a finite number"),
-    "prompt unscored": (lambda: {"choices": [choice(prompt_logprobs=[None])]}, "left out the log-prob"),
-    "prompt misscored": (lambda: {"choices": [choice(prompt_logprobs=[None, {"7": {"logprob": 1}}])]}, "left out the"),
+                   b'{"token_logprobs": [-1, NaN]}}]}', "token_logprobs.1=nan: Input should be a finite number"),
+    "prompt unscored": (lambda: {"choices": [choice(prompt_logprobs=[None])]}, "0 of 1 log-prob.*, prompt_logprobs"),
+    "prompt misscored": (lambda: {"choices": [choice(prompt_logprobs=[None, {"7": {"logprob": 1}}])]}, "0 of 1 log-prob"),
     "prompt scored x": (lambda: {"choices": [choice(prompt_logprobs=[None, {"6": {"logprob": "x"}}])]}, "logprob='x'"),
 }  # fmt: skip
 
@@ -308,14 +294,13 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
     with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
         client(faults.server_port)
     for wrong, message in [
-        ({}, "left out `vllm_config`"),
-        ({"vllm_config": [1]}, r"/server_info, answered vllm_config=\[1\]: expected an object"),
-        ({"vllm_config": {}}, "left out `vllm_config.model_config`"),
+        ({}, "vllm_config={}: Field required"),
+        ({"vllm_config": [1]}, r"/server_info, answered vllm_config=\[1\]: Input should be an object"),
+        ({"vllm_config": {}}, "vllm_config.model_config={}: Field required"),
         (
-            {"vllm_config": {**CONFIG, "model_config": {"dtype": "save", "max_model_len": 9}}},
-            "computes in 'save': expected one of",
+            {"vllm_config": {**CONFIG, "cache_config": {"block_size": -1}}},
+            "block_size=-1: Input should be greater than 0",
         ),
-        ({"vllm_config": {**CONFIG, "cache_config": {"block_size": -1}}}, "block_size=-1: expected greater than 0"),
     ]:
         faults.answers[INFO] = (200, wrong)
         with pytest.raises(ServerError, match=message):
@@ -332,7 +317,6 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
         ("/v1/models", lambda speaker: client(int(speaker.url.rpartition(":")[2]))),
         (INFO, lambda speaker: client(int(speaker.url.rpartition(":")[2]))),
         ("/get_world_size", lambda speaker: sender(speaker).get_world_size()),
-        (ASKED, lambda speaker: speaker.has_token(99)),
         (ASKED, lambda speaker: speaker.write([([5], {})])),
         ("/reset_prefix_cache", lambda speaker: speaker.forget_prefixes()),
         ("/start_weight_update", lambda speaker: update(speaker)),

@@ -25,6 +25,7 @@ from vllm_lab import by_hf, gap
 from trl_opsd._compat import weight_group
 from trl_opsd.errors import ServerError
 from trl_opsd.rollout import sglang as backend
+from trl_opsd.rollout import weight_sync
 from trl_opsd.rollout.sglang import SGLangClient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -44,7 +45,7 @@ class TestSGLang(Alike):
 
 def test_a_completion_ends_with_the_context_of_the_server(serve, caplog):
     trainer = serve(top_k=1)
-    longest = trainer.rollout._engine.facts.longest_prompt
+    longest = trainer.rollout.engine.facts.longest_prompt
     assert longest == CONTEXT - 7
     prompts = [[7], [5] * (longest - 9), [5] * longest, [5] * (longest + 1), [5] * (CONTEXT - 1)]
     rows = trainer.rollout.complete(prompts, 0)
@@ -69,7 +70,7 @@ def test_other_families_are_synced_and_written_alike(make, tmp_path_factory, sha
 def test_weights_are_sent_in_parts(serve, monkeypatch):
     sent = []
     send = SGLangClient._send
-    monkeypatch.setattr(backend, "BUCKET_BYTES", 30_000)
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 30_000)
     monkeypatch.setattr(SGLangClient, "_send", lambda self, *given: (sent.append(len(given[2])), send(self, *given)))
     trainer = serve()
     trainer.complete(trainer.tokenize(["a"]))

@@ -24,7 +24,7 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm_lab import by_hf, gap, student, two_end_tokens
 
-from trl_opsd._compat.vllm import sampling_params
+from trl_opsd._compat.vllm import supported
 from trl_opsd._compat.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
@@ -95,7 +95,7 @@ def test_both_model_runners_mask_unknown_ids(monkeypatch):
     )
     given = importlib.import_module(f"{second_runner}.interface").LogitsProcRequestState
 
-    kind, config = sampling_params.vocabulary_mask(5), VllmConfig()
+    kind, config = supported.vocabulary_mask(5), VllmConfig()
     state = SimpleNamespace(**dict.fromkeys(given.__dataclass_fields__))
     *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
     (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
@@ -107,7 +107,7 @@ def test_both_model_runners_mask_unknown_ids(monkeypatch):
         assert masked.isneginf().tolist() == [[False] * 5 + [True] * 3] * 2
 
     monkeypatch.setitem(sys.modules, second_runner, None)
-    before = sampling_params.vocabulary_mask(5)
+    before = supported.vocabulary_mask(5)
     *_, alone = build_logitsprocs(config, torch.device("cpu"), False, False, [before]).non_argmax_invariant
     assert alone.apply(torch.zeros(2, 8)).isneginf().sum() == 6, "a version that has the first runner only"
 
@@ -161,7 +161,7 @@ def test_answers_to_other_prompts_are_an_error(make, monkeypatch):
     trainer = make()
     prompts = trainer.tokenize(tiny.PROMPTS)
     trainer.complete(prompts)
-    engine = trainer.rollout._engine
+    engine = trainer.rollout.engine
     write = engine.write
     monkeypatch.setattr(engine, "write", lambda ids, options: write(ids[::-1], options), raising=False)
 
@@ -199,7 +199,7 @@ def test_a_closed_or_collected_engine_leaves_no_weights_and_the_process_unchange
     trainer = make(top_k=1)
     prompts = trainer.tokenize(tiny.PROMPTS)
     expected = trainer.complete(prompts)
-    first, options = trainer.rollout._engine, trainer.rollout._engine_options()
+    first, options = trainer.rollout.engine, trainer.rollout._engine_arguments()
     gc.unfreeze()
     before = state()
     enable = {"closed": lambda: torch.set_float32_matmul_precision("high"), "collected": lambda: enable_tf32(True)}
@@ -207,7 +207,7 @@ def test_a_closed_or_collected_engine_leaves_no_weights_and_the_process_unchange
         torch.set_num_threads(2)
         enable[how]()
         changed = state()
-        engine = VLLMEngine(replace(options, seed=seed))
+        engine = VLLMEngine(**{**options, "seed": seed})
         assert state() == changed
         engine.write([[5, 6]], [{"max_tokens": 2}])
         memory, ended = weakref.ref(engine._worker.model_runner.get_model()), weakref.ref(engine._llm)
@@ -224,7 +224,7 @@ def test_a_closed_or_collected_engine_leaves_no_weights_and_the_process_unchange
             backend.fp32_precision = "none"
     assert state() == before
     assert torch.distributed.is_initialized()
-    assert trainer.rollout._engine is first
+    assert trainer.rollout.engine is first
     assert trainer.complete(prompts) == expected
 
 

@@ -24,9 +24,9 @@ from transformers import (
 )
 from vllm_lab import gap, lora, student
 
-from trl_opsd._compat.vllm.architectures import has_head, may_have_head, why_no_adapter
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd._compat.vllm.process import preserved_classes, retype
+from trl_opsd._compat.vllm.supported import has_head, may_have_head, why_no_adapter
 from trl_opsd.rollout import vllm as backend
 from trl_opsd.rollout import weight_sync
 

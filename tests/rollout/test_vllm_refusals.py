@@ -86,9 +86,9 @@ def test_an_engine_that_takes_no_adapter_is_gone_before_the_next_starts(monkeypa
     loaded = []
 
     class Engine:
-        def __init__(self, options):
+        def __init__(self, mode):
             weights = torch.zeros(8)
-            if options == "adapter":
+            if mode == "adapter":
                 loaded.append(weakref.ref(weights))
                 raise ValueError("Toy does not support LoRA yet.")
             assert loaded[0]() is None, "two engines' weights in memory"
@@ -97,8 +97,8 @@ def test_an_engine_that_takes_no_adapter_is_gone_before_the_next_starts(monkeypa
         def __init__(self):
             self._mode = "adapter"
 
-        def _engine_options(self):
-            return self._mode
+        def _engine_arguments(self):
+            return {"mode": self._mode}
 
         def _choose_sync(self, against):
             self._mode = "full"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import tiny
 import torch
@@ -75,11 +73,12 @@ def watch(make, monkeypatch):
     """Builds a trainer whose engine may sleep, and returns both."""
     shared = backend.VLLMEngine  # as `make` has set it
     monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
-    monkeypatch.setattr(backend, "VLLMEngine", lambda options: Watched(shared(replace(options, sleep_mode=False))))
+    awake = {"enable_sleep_mode": False}
+    monkeypatch.setattr(backend, "VLLMEngine", lambda **options: Watched(shared(**{**options, **awake})))
 
     def watch(**given):
         trainer = make(vllm_enable_sleep_mode=True, top_k=1, per_device_eval_batch_size=2, **given)
-        return trainer, trainer.rollout._engine
+        return trainer, trainer.rollout.engine
 
     return watch
 
@@ -195,7 +194,7 @@ class _Forgetful:
 @pytest.mark.parametrize(("kind", "level"), [("full", 2), pytest.param("adapter", 1, marks=pytest.mark.long)])
 def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, level):
     given = {"peft_config": lora(), "vllm_weight_sync": kind, "top_k": 1}
-    engine = make(**given).rollout._engine
+    engine = make(**given).rollout.engine
     worker = engine._worker.worker
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))  # others use memory meanwhile
     memory = _Forgetful(worker.model_runner.get_model())
@@ -212,5 +211,5 @@ def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, le
     assert trainer.complete(prompts) == expected
     assert trainer.complete(prompts) == expected, "awake again, although no weight has moved"
     assert memory.seen == [level, *["weights", "kv_cache", level] * 2]
-    trainer.rollout._wake("weights")
-    trainer.rollout._wake("kv_cache")
+    trainer.rollout.wake("weights")
+    trainer.rollout.wake("kv_cache")

@@ -307,7 +307,7 @@ def test_a_sync_after_an_aborted_one_sends_all_weights(make, tmp_path, monkeypat
     trainer = make(model=model)
     trainer.complete(trainer.tokenize(["a"]))
     if packed:
-        parts = dict(trainer.rollout._engine._worker.model_runner.get_model().named_parameters())
+        parts = dict(trainer.rollout.engine._worker.model_runner.get_model().named_parameters())
         assert parts["model.layers.0.mlp.down_proj.weight"].numel() == 0, "it was packed"
 
     for reached in (9, 1, 14):

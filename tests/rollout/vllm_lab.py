@@ -7,7 +7,6 @@ import os
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import dataclasses
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from transformers import (
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.vllm import engine
-from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine
+from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.rollout import vllm as backend
 
@@ -78,13 +77,13 @@ class _Engines:
     def __init__(self) -> None:
         self._running: dict[Any, VLLMEngine] = {}
 
-    def __call__(self, options: EngineOptions) -> VLLMEngine:
-        shape = (Path(options.model) / "config.json").read_text()
-        key = (shape, dataclasses.replace(options, model="", tokenizer=""))
+    def __call__(self, **options: Any) -> VLLMEngine:
+        shape = (Path(options["model"]) / "config.json").read_text()
+        key = shape, repr({**options, "model": "", "tokenizer": ""})
         engine = self._running.pop(key, None)
         if engine is None:
             self.close(all_but=_AT_ONCE - 1)
-            engine = VLLMEngine(options)
+            engine = VLLMEngine(**options)
         self._running[key] = engine  # the one used last is the last
         return engine
 
@@ -157,7 +156,7 @@ def gap(trainer: OPSDTrainer) -> float:
     was_training = trainer.model.training
     trainer.model.eval()
     largest = 0.0
-    for row in trainer.rollout._engine.write(prompts, [options] * len(prompts)):
+    for row in trainer.rollout.engine.write(prompts, [options] * len(prompts)):
         ids = torch.tensor([row.prompt_ids + row.completion_ids])
         logprobs = trainer.model(ids).logits.double().log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
         largest = max(largest, float((logprobs[-6:] - torch.tensor(row.logprobs)).abs().max()))

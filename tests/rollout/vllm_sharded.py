@@ -112,7 +112,7 @@ def announced_as_drawn(trainer: OPSDTrainer) -> bool:
 
 def fault_on_one(trainer: OPSDTrainer) -> list[str]:
     """Sends a wrong adapter to the engine of one process: all processes must end with an error, and none may wait."""
-    engine = trainer.rollout._engine
+    engine = trainer.rollout.engine
     load = engine.load_adapter
     if trainer.accelerator.process_index == 1:
         engine.load_adapter = lambda layers: load({name: (a, b + 1, s) for name, (a, b, s) in layers.items()})
@@ -134,7 +134,7 @@ def fail_on_one(trainer: OPSDTrainer) -> None:
         raise RuntimeError("injected into sync")
 
     if trainer.accelerator.process_index == 1:
-        trainer.rollout._engine.load_adapter = fail
+        trainer.rollout.engine.load_adapter = fail
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sends each HTTP request once, with a deadline and a size limit for the response, and follows no redirects.
+"""Sends each HTTP request once, with a deadline and a size limit for the response.
 
 Responses are parsed by pydantic. Every failure is a [`ServerError`].
 """
@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
@@ -33,12 +33,10 @@ MIB = 2**20
 
 _CONNECT_SECONDS = 10.0
 """A running server accepts connections at once, however busy its model is."""
-_BETWEEN = 2.0
-"""Seconds between two health checks."""
-_MAX_BYTES = 16 * MIB
-"""Limit for responses that state none; the longest, a server's configuration, has about 0.1 MiB."""
 _CONCURRENT = 256
 """Concurrent requests of one [`Responses`]: each has a connection, and a process can often open only 1,024 files."""
+_MAX_BYTES = 2048 * MIB
+"""Limit of a response where a request has none: a token with its log-probability takes about 100 bytes."""
 
 TokenId: TypeAlias = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
@@ -57,8 +55,6 @@ class ServerKind:
     name: str
     subject: str
     """How messages about a request begin."""
-    option: str
-    """The option with its address, which a redirect would have to be written to."""
     address: str
     """All options for its address, in words."""
     timeout: str
@@ -86,7 +82,6 @@ class Response:
 
     @property
     def text(self) -> str:
-        """The content decoded as UTF-8, invalid bytes replaced."""
         return self.content.decode(errors="replace")
 
     def check_status(self, hint: str = "") -> Response:
@@ -104,17 +99,8 @@ class Response:
             return schema.model_validate_json(self.content)
         except pydantic.ValidationError as errors:
             error = errors.errors(include_url=False)[0]
-            where, expected = (
-                ".".join(map(str, error["loc"])) or "content",
-                error["msg"].replace("Input should be ", ""),
-            )
-            if error["type"] == "json_invalid":
-                message = f"did not answer in JSON ({error['msg']}): {self.text[:200]!r}"
-            elif error["type"] == "missing":
-                message = f"left out `{where}` in its answer: {self.text[:200]!r}"
-            else:
-                message = f"answered {where}={shown(error['input'])}: expected {expected}."
-            raise ServerError(f"{self.request} {message}") from errors
+            where = ".".join(map(str, error["loc"])) or "content"
+            raise ServerError(f"{self.request} answered {where}={shown(error['input'])}: {error['msg']}.") from errors
 
 
 class Background:
@@ -166,15 +152,18 @@ class HTTPClient:
         return self._background.run(self.request("POST", path, **options))
 
     def post_each(
-        self, path: str, requests: Sequence[tuple[dict[str, Any], int]], read: Callable[[int, Response], T]
+        self, path: str, bodies: Sequence[dict[str, Any] | None], read: Callable[[int, Response], T]
     ) -> Responses[T]:
-        """Sends one POST per JSON body and limit in bytes; `read` parses the [`Responses`]."""
+        """Sends one POST per JSON body, whose response `read` parses; without a body the response is empty."""
         turn = asyncio.Semaphore(_CONCURRENT)
-        started = [
-            self._background.start(self.request("POST", path, json=body, max_bytes=limit, turn=turn))
-            for body, limit in requests
-        ]
-        return Responses(started, read)
+
+        async def post(body: dict[str, Any] | None) -> Response:
+            if body is None:
+                return Response("", 200, bytearray(), "")
+            async with turn:
+                return await self.request("POST", path, json=body)
+
+        return Responses([self._background.start(post(body)) for body in bodies], read)
 
     def wait_until_up(self, seconds: float) -> None:
         """Waits until `/health` is 200; a `ValueError` if it is not in time."""
@@ -192,7 +181,7 @@ class HTTPClient:
             if not has_warned:
                 warn_in_main(f"No {kind.name} server at {self.url} yet, waiting for up to {seconds:g} seconds.")
                 has_warned = True
-            await asyncio.sleep(min(_BETWEEN, max(seconds, 0.0)))
+            await asyncio.sleep(min(2.0, max(seconds, 0.0)))
 
     async def _why_down(self) -> str | None:
         try:
@@ -202,24 +191,16 @@ class HTTPClient:
         return None if response.status == 200 else f"/health answers {response.status}, not 200"
 
     async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        seconds: float | None = None,
-        max_bytes: int = _MAX_BYTES,
-        turn: AbstractAsyncContextManager[Any] | None = None,
-        **options: Any,
+        self, method: str, path: str, *, seconds: float | None = None, max_bytes: int | None = None, **options: Any
     ) -> Response:
-        """Sends one request, with `json` or `params`; returns a response of any status but a redirect.
+        """Sends one request, with `json` or `params`; returns a response of any status.
 
-        A `ServerError` if it is late, too long or compressed. `turn` is entered before the request's time begins.
+        A `ServerError` if it does not end within `seconds`, by default the client's deadline, or has too many bytes.
         """
         # The deadline covers name resolution, connecting, sending, headers and body.
         request, within = f"{self._kind.subject}, asked for {self.url}{path},", seconds or self._deadline
         try:
-            async with turn or nullcontext():
-                return await self._send(request, method, path, within, max_bytes, options)
+            return await self._send(request, method, path, within, max_bytes or _MAX_BYTES, options)
         except aiohttp.ConnectionTimeoutError:
             raise ServerError(f"{request} took no connection within {_CONNECT_SECONDS:g} seconds") from None
         except TimeoutError as error:
@@ -239,32 +220,20 @@ class HTTPClient:
                 timeout=limits,
                 connector=aiohttp.TCPConnector(force_close=True),  # a server may close a kept one as it is reused
                 trust_env=self._trust_env,
-                auto_decompress=False,  # a small response could expand to gigabytes
                 headers=self._headers,
             ) as session,
+            # A redirect is not followed, but returned: it would be sent the token.
             session.request(method, f"{self.url}{path}", allow_redirects=False, **options) as response,
         ):
-            if 300 <= response.status < 400:
-                raise ServerError(
-                    f"{request} answered {response.status}, which redirects to "
-                    f"{response.headers.get('Location', 'nowhere')!r}: redirects are not followed. If that is the "
-                    f"server, set `{self._kind.option}` to it."
-                )
-            if (encoding := response.headers.get("Content-Encoding", "").strip().lower()) not in ("", "identity"):
-                raise ServerError(
-                    f"{request} compressed its answer ({encoding!r}), expected plain bytes, as requested: switch that "
-                    "off in the server, or in a proxy in front of it."
-                )
-            parts, size = [], 0
+            content = bytearray()
             async for part in response.content.iter_any():
-                parts.append(part)
-                size += len(part)  # counted here: a header may state any length
-                if size > max_bytes:
+                content += part
+                if len(content) > max_bytes:  # counted here: a header may state any length
                     raise ServerError(
                         f"{request} answered more than {max_bytes / MIB:.0f} MiB, the limit for this request: no such "
                         "server does that, check what is listening there."
                     )
-            content, retry = bytearray().join(parts), response.headers.get("Retry-After", "")
+            retry = response.headers.get("Retry-After", "")
             return Response(request, response.status, content, self._kind.token, retry)
 
 

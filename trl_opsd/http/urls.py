@@ -52,21 +52,17 @@ def _urls(option: str, value: Any) -> tuple[str, ...]:
 def _url(option: str, given: str) -> str:
     """The address without a trailing slash."""
     expected = "expected an address as `http://127.0.0.1:8000`"
-    try:
-        parts = urlsplit(given)  # `port` is parsed only when it is read, and may raise
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        is_address = False
     if "@" in given:  # not quoted: it may hold a password
         raise ValueError(
             f"`{option}` has a user or a password in it, which would be logged: {expected}; a token is read from the "
             f"environment variable `{TEACHER_TOKEN}`."
         )
-    if not is_address or parts.query or parts.fragment:
+    if not is_origin(given):
         raise ValueError(f"`{option}={given!r}`: {expected}, with `http://` or `https://` and a host.")
-    if (path := parts.path.rstrip("/")).endswith(("/v1", "/pooling", "/models")):
-        raise ValueError(f"`{option}={given!r}` ends in {path!r}, which is added: {expected}.")
-    return given.rstrip("/")
+    url = given.rstrip("/")
+    if url.endswith(("/v1", "/pooling", "/models")):
+        raise ValueError(f"`{option}={given!r}` ends in {urlsplit(url).path!r}, which is added: {expected}.")
+    return url
 
 
 def is_loopback(host: str | None) -> bool:

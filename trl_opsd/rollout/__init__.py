@@ -1,7 +1,43 @@
 """Rollouts: token ids of prompts in, token ids of completions out."""
 
-from trl_opsd.rollout.base import RolloutBackend
-from trl_opsd.rollout.fixed import FixedRollout
+from __future__ import annotations
+
+from typing import Any
+
+from trl_opsd.config import OPSDConfig
+from trl_opsd.rollout.base import FixedRollout, RolloutBackend
 from trl_opsd.rollout.hf import HFRollout
 
 __all__ = ["FixedRollout", "HFRollout", "RolloutBackend"]
+
+
+def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
+    """The backend that was passed, else vLLM with `use_vllm=True`, SGLang with `sglang_server_url`, or `generate`."""
+    if rollout is not None:
+        check_rollout(rollout)
+        if args.has_engine:
+            engine = "vLLM by `use_vllm=True`" if args.use_vllm else "SGLang by `sglang_server_url`"
+            raise ValueError(
+                f"There are two rollouts: `rollout`, a {type(rollout).__name__}, and {engine}: leave one of them out."
+            )
+        return rollout
+    # Engines are imported where they are chosen: vLLM takes seconds, and any of them may be absent.
+    if args.use_vllm and args.vllm_mode == "server":
+        from trl_opsd.rollout.vllm_server import VLLMServerRollout
+
+        return VLLMServerRollout(args)
+    if args.use_vllm:
+        from trl_opsd.rollout.vllm import VLLMRollout
+
+        return VLLMRollout(args)
+    if args.sglang_server_url is not None:
+        from trl_opsd.rollout.sglang import SGLangRollout
+
+        return SGLangRollout(args)
+    return HFRollout()
+
+
+def check_rollout(rollout: Any) -> None:
+    """Raises `TypeError` unless it is a backend."""
+    if not isinstance(rollout, RolloutBackend):
+        raise TypeError(f"`rollout` is a {type(rollout).__name__}: expected a `trl_opsd.RolloutBackend`.")

@@ -1,14 +1,15 @@
-"""The interface of all rollout backends: token ids in, token ids out; no templates, no padding."""
+"""The interfaces of rollout backends and engines, and the rollout that replays: token ids in, token ids out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from trl_opsd.host import Host
 from trl_opsd.rollout.returned import rows_of
+from trl_opsd.types import Completion
 
 
 class RolloutBackend(ABC):
@@ -90,3 +91,87 @@ class RolloutBackend(ABC):
 
     def close(self) -> None:  # noqa: B027 (most backends have nothing to release)
         """Releases all resources but the student; the backend cannot generate afterwards. Most hold none."""
+
+
+class FixedRollout(RolloutBackend):
+    """Returns the completion recorded for each prompt.
+
+    Args:
+        completions (`Mapping[tuple[int, ...], Sequence[int]]`):
+            Token ids of each completion, by token ids of its prompt.
+
+    Raises:
+        TypeError: The completions are not given by prompt, or prompts are text.
+
+    Example:
+
+    ```python
+    >>> rollout = FixedRollout({(5, 6): [7, 8]})
+    >>> rollout.complete([[5, 6]], step=0)
+    [[7, 8]]
+    ```
+    """
+
+    def __init__(self, completions: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        keys = completions if isinstance(completions, Mapping) else [completions]
+        for odd in (key for key in keys if not isinstance(key, tuple)):
+            raise TypeError(
+                f"`FixedRollout` got a {type(odd).__name__} where token ids of a prompt belong: expected a dict of "
+                "completions by prompt, both as token ids, such as {(5, 6): [7, 8]}; `tokenizer(prompt)` gives them."
+            )
+        self._completions = completions
+
+    def bind(self, trainer: Host) -> None:
+        """Needs nothing from the trainer."""
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        """Looks up the completion of each prompt.
+
+        Raises:
+            ValueError: No completion was recorded for a prompt.
+        """
+        missing = [ids for ids in prompt_ids if tuple(ids) not in self._completions]
+        if missing:
+            raise ValueError(
+                f"No completion is recorded for {len(missing)} of {len(prompt_ids)} prompts, the first with token ids "
+                f"{missing[0]}; record one for each prompt as the tokenizer renders it, chat template included."
+            )
+        return [list(self._completions[tuple(ids)]) for ids in prompt_ids]
+
+
+# ---- Engines, which are not the student itself: each is sent its weights, and checked (`SyncedRollout`) --------------
+
+Row: TypeAlias = tuple[list[int], dict[str, Any]]
+"""A prompt and its options, as [`Engine.write`] takes them."""
+
+
+class Engine(Protocol):
+    """Token ids in, token ids and log-probabilities out. How it receives weights is not part of the protocol."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of its prefix cache."""
+
+    def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
+        """Generates one completion for each prompt.
+
+        Args:
+            prompt_ids (`list[list[int]]`):
+                Not padded.
+            options (`list[dict]`):
+                For each prompt. `max_tokens`, `ignore_eos`, `seed`, `logprobs` and `prompt_logprobs` as in
+                `vllm.SamplingParams`; all others as the engine names them.
+        """
+
+    def forget_prefixes(self) -> None:
+        """Resets the prefix cache, which was computed with earlier weights."""
+
+    def wipe_cache(self) -> None:
+        """Zeroes the key-value cache, if random weights may have left NaNs in it."""
+
+    def close(self) -> None:
+        """Releases its resources."""

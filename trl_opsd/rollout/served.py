@@ -1,40 +1,198 @@
 """Generates with a server of any kind, to which whole weights are sent, and yields rows as they end.
 
-The student may be trained on some while others are being generated.
+The main process sends the requests of all and broadcasts the completions; rows of a `stream` are requested by each
+process, and the student may be trained on some while others are being generated. How a kind of server is called, and
+sent weights, is its client's.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
 
 from trl_opsd.config import OPSDConfig
+from trl_opsd.errors import ServerError
 from trl_opsd.host import Host
+from trl_opsd.http.client import HTTPClient, Responses, ServerKind, shown
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.parallel.pulled import Endable
 from trl_opsd.parallel.rng import derived_seed
-from trl_opsd.rollout.engine import Rows
-from trl_opsd.rollout.server_engine import GenerationClient, ServerEngine, shared_errors
+from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.sync_proof import RELATIVE
-from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
+from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, key_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by
 from trl_opsd.types import Completion, Weight
 
 logger = get_logger(__name__)
 
 
-class ServedRollout(SyncedRollout[ServerEngine]):
-    """A rollout with a server, which has its own device and does not sleep.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The configuration that a server reports."""
 
-    Only the main process talks to the server: it sends the requests of all, and broadcasts the weights, with adapters
-    merged on the way. The student itself is not changed. Rows of a `stream` are requested by each process.
+    dtype: torch.dtype
+    """The dtype it computes in."""
+    context: int
+    """Context length in tokens, prompt and completion together."""
+    block_size: int
+    """Tokens in a block of its prefix cache."""
+
+
+class GenerationClient(ABC):
+    """A client of a server that generates; failures of the server are `ServerError`.
+
+    That of the main process waits for the server and reads its `facts`, which the others are given; only it connects
+    and sends weights.
+    """
+
+    kind: ClassVar[ServerKind]
+    longer_context: ClassVar[str]
+    """How to start the server with a longer context, in words."""
+
+    def __init__(self, args: OPSDConfig, deadline: float, facts: Any = None) -> None:
+        self.args, self.url = args, self.address(args)
+        origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
+        self.http = HTTPClient(self.kind, self.url, deadline, origin)
+        if facts is None:
+            self.http.wait_until_up(getattr(args, self.kind.timeout))
+        self.facts = self.read_facts() if facts is None else facts
+        self.version: str | None = None
+        """The weights that completions have to be generated with, where the server reports them."""
+
+    @staticmethod
+    @abstractmethod
+    def address(args: OPSDConfig) -> str:
+        """The address of the server, without a trailing slash."""
+
+    @abstractmethod
+    def read_facts(self) -> Facts:
+        """The configuration that the server reports."""
+
+    @abstractmethod
+    def write(self, rows: Sequence[Row]) -> list[Completion]:
+        """Generates one completion for each prompt."""
+
+    @abstractmethod
+    def write_each(self, rows: Sequence[Row]) -> Responses[Completion]:
+        """As `write`, with one request for each prompt; completions are returned as they end."""
+
+    @abstractmethod
+    def connect(self, device: torch.device) -> torch.device:
+        """Connects to send weights, again if it was connected, and returns the device where they have to be."""
+
+    @abstractmethod
+    def connected(self) -> Any:
+        """The connection; a `ServerError` if it was closed, or the server may not have the latest weights."""
+
+    @abstractmethod
+    def update(self, stream: Stream, /) -> None:
+        """Replaces all weights by those of a stream that was entered."""
+
+    @abstractmethod
+    def forget_prefixes(self) -> None:
+        """Resets the prefix cache, which was computed with earlier weights."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnects, if it is connected."""
+
+
+class ServerEngine:
+    """A server as an [`~rollout.base.Engine`]. All methods but `write_each` and `close` are collective, each process
+    with its own prompts.
+    """
+
+    def __init__(
+        self, trainer: Host, kind: type[GenerationClient], client: GenerationClient | None, deadline: float
+    ) -> None:
+        self._is_main, self._process = client is not None, trainer.accelerator.process_index
+        self._vocabulary = model_shape(trainer.model)[0]
+        self.name, self.device = f"the {kind.kind.name} server", trainer.accelerator.device
+        self.facts: Facts
+        (self.facts,) = broadcast_object_list([client and client.facts])  # only the main process has contacted it
+        self.block_size = self.facts.block_size
+        self._client = client or kind(trainer.args, deadline, self.facts)
+
+    def connect(self) -> None:
+        """Connects for weight syncs."""
+        with shared_errors():
+            if self._is_main:
+                self.device = self._client.connect(self.device)  # where weights have to be from now on
+
+    def check_connected(self) -> None:
+        """Raises `ServerError` if it was closed, or weights cannot be sent any more."""
+        with shared_errors():
+            if self._is_main:
+                self._client.connected()
+
+    def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
+        """Generates one completion for each prompt; processes may have different numbers of them."""
+        by_process = gather_object([list(zip(prompt_ids, options, strict=True))])
+        answers: list[Any] = [None]
+        with shared_errors():
+            if self._is_main:
+                rows = [row for of_one in by_process for row in of_one]
+                self._check_prompts(rows)
+                rest = iter(self._client.write(rows))
+                answers = [[[next(rest) for _ in of_one] for of_one in by_process]]
+        (of_each,) = broadcast_object_list(answers)
+        mine: list[Completion] = of_each[self._process]
+        return mine
+
+    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Responses[Completion]:
+        """Generates as `write`, without other processes, and returns rows as they end. All requests have begun then."""
+        rows = list(zip(prompt_ids, options, strict=True))
+        self._check_prompts(rows)
+        return self._client.write_each(rows)
+
+    def _check_prompts(self, rows: list[Row]) -> None:
+        # SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary.
+        for number, (ids, _) in enumerate(rows):
+            if not ids or not all(type(token) is int and 0 <= token < self._vocabulary for token in ids):
+                raise ValueError(
+                    f"Prompt {number} of a batch, {shown(ids)}, cannot be sent to {self.name}: expected token ids from "
+                    f"0 to {self._vocabulary - 1}, at least one."
+                )
+
+    def load(self, stream: Stream) -> None:
+        """Replaces all weights; all processes iterate over the stream, and the main one sends it."""
+        with shared_errors(), stream:
+            if self._is_main:
+                self._client.update(stream)
+        # With it each process checks which weights its completions are from.
+        (self._client.version,) = broadcast_object_list([self._client.version])
+
+    def forget_prefixes(self) -> None:
+        with shared_errors():
+            if self._is_main:
+                self._client.forget_prefixes()
+
+    def wipe_cache(self) -> None:
+        """No-op: the server loaded real weights; its cache holds no NaNs."""
+
+    def close(self) -> None:
+        """Disconnects from the server, so that another training run can use it."""
+        if self._is_main:
+            self._client.close()
+
+
+class ServedRollout(SyncedRollout[ServerEngine]):
+    """A rollout with a server, which has its own device and does not sleep; the student itself is not changed.
+
+    Args:
+        args ([`OPSDConfig`]):
+            The options.
+        client (`type[GenerationClient]`):
+            The client of its kind of server.
     """
 
     writes_apart: ClassVar[bool] = True
@@ -46,10 +204,18 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         self._deadline = 0.9 * args.ddp_timeout
         with shared_errors():
             self._client = client(args, self._deadline) if args.process_index == 0 else None
-        self._streams: WeakSet[Rows] = WeakSet()
+        self._streams: WeakSet[Responses[Completion]] = WeakSet()
         self._uses: Counter[int] = Counter()
         self._seeded: Host | None = None
         self._loads = 0
+
+    @abstractmethod
+    def sampling(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
+        """The options of every completion, which ends with the first of `end_ids` and has none of the `masked` ids."""
+
+    @abstractmethod
+    def weights(self) -> list[Weight]:
+        """The weights to send."""
 
     def bind(self, trainer: Host) -> None:
         """Compares the server's configuration with the student's, and connects for weight syncs.
@@ -63,11 +229,11 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         engine = ServerEngine(trainer, self._kind, self._client, self._deadline)
         dtype = self._common_dtype(trainer, engine)
         masked = *range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders
-        sampling = self._sampled(list(trainer.eos_token_ids), [str(token) for token in masked])
-        self._give_up()
+        sampling = self.sampling(list(trainer.eos_token_ids), [str(token) for token in masked])
+        self._cancel_streams()
         engine.connect()
         logger.info(f"Weight sync with {engine.name}: 'full', because a server cannot be sent an adapter alone.")
-        self._set_up(trainer, engine, sampling, dtype)
+        self.set_up(trainer, engine, sampling, dtype)
 
     def _common_dtype(self, trainer: Host, engine: ServerEngine) -> torch.dtype:
         """The less precise of the dtypes that server and student compute in."""
@@ -87,37 +253,41 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             )
         return max(dtype, served, key=RELATIVE.__getitem__)  # the one with the larger tolerance
 
-    @abstractmethod
-    def _sampled(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
-        """The options of every completion, which ends with the first of `end_ids` and has none of the `masked` ids."""
-
-    @abstractmethod
-    def _weights(self) -> list[Weight]:
-        """The weights to send."""
-
-    def _send(self) -> int:
-        trainer, engine = self._trainer, self._engine
-        how = engine.facts.dtype, engine.device, trainer.gathered
-        stream = Stream(self._weights(), *how, saved_by(trainer.model))
+    def send_weights(self) -> int:
+        engine = self.engine
+        how = engine.facts.dtype, engine.device, self.trainer.gathered
+        stream = Stream(self.weights(), *how, saved_by(self.trainer.model))
         engine.load(stream)
         return stream.bytes
 
+    def sync_weights(self) -> None:
+        """As for every engine. Cancels unfinished streams, so no completion mixes weight versions."""
+        self._cancel_streams()
+        self.trainer.accelerator.wait_for_everyone()  # every process has cancelled its streams
+        super().sync_weights()
+
+    def close(self) -> None:
+        self._cancel_streams()
+        super().close()
+
+    def _cancel_streams(self) -> None:
+        for rows in list(self._streams):
+            rows.close()
+
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        self._engine.check_connected()
+        self.engine.check_connected()
         return super().complete(prompt_ids, step)
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
         rows = self.stream_completions(prompt_ids, step)
-        known = self._known_logprobs()
-        return Endable(self._ids(rows, prompt_ids, known), rows.close)
+        known = self._new_logprobs()
 
-    def _ids(
-        self, rows: Endable[tuple[int, Completion]], prompt_ids: list[list[int]], known: Logprobs | None
-    ) -> Generator[tuple[int, list[int]], None, None]:
-        for number, row in rows:
-            if known is not None:
+        def completions() -> Generator[tuple[int, list[int]], None, None]:
+            for number, row in rows:
                 known[key_of(prompt_ids[number], row.completion_ids)] = row.logprobs
-            yield number, row.completion_ids
+                yield number, row.completion_ids
+
+        return Endable(completions(), rows.close)
 
     def stream_completions(
         self, prompt_ids: list[list[int]], step: int, logprobs: bool = False
@@ -137,47 +307,35 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             [`~parallel.pulled.Endable`]: the number of each prompt and its completion, as they end. It raises
             `RuntimeError` if weights were sent to the engine before the last row was taken.
         """
-        self._engine.check_connected()
+        self.engine.check_connected()
         with self.session():
-            options = self._begun(prompt_ids)
+            options = self._prepared(prompt_ids)
             seeds = self._seeds(step, len(prompt_ids))
             wanted = {"logprobs": 0} if logprobs else {}
-            written = self._engine.write_each(
+            responses = self.engine.write_each(
                 prompt_ids, [{"seed": seed, **own, **wanted} for seed, own in zip(seeds, options, strict=True)]
             )
-        self._streams.add(written)
-        return Endable(self._rows(written, prompt_ids), written.close)
+        self._streams.add(responses)
+        return Endable(self._checked(responses, prompt_ids), responses.close)
 
-    def _rows(self, written: Rows, prompt_ids: list[list[int]]) -> Generator[tuple[int, Completion], None, None]:
+    def _checked(
+        self, responses: Responses[Completion], prompt_ids: list[list[int]]
+    ) -> Generator[tuple[int, Completion], None, None]:
         missing = len(prompt_ids)
-        with closing(written):
-            for number, row in written:
+        with closing(responses):
+            for number, row in responses:
                 self._check_prompt(number, prompt_ids[number], row)
                 missing -= 1
                 yield number, row
         if missing:
             raise RuntimeError(
-                f"{missing} of {len(prompt_ids)} rows were given up, because {self._engine.name} was sent weights or "
+                f"{missing} of {len(prompt_ids)} rows were given up, because {self.engine.name} was sent weights or "
                 "closed while it wrote them: take all rows of a stream first."
             )
 
-    def sync_weights(self) -> None:
-        """As for every engine. Cancels unfinished streams, so no completion mixes weight versions."""
-        self._give_up()
-        self._trainer.accelerator.wait_for_everyone()  # every process has cancelled its streams
-        super().sync_weights()
-
-    def close(self) -> None:
-        self._give_up()
-        super().close()
-
-    def _give_up(self) -> None:
-        for written in list(self._streams):
-            written.close()
-
     def _seeds(self, step: int, rows: int) -> list[int]:
         """A seed for each row. Collective."""
-        trainer = self._trainer
+        trainer = self.trainer
         if self._seeded is not trainer:
             self._seeded, self._uses = trainer, Counter()
         elif trainer.loads != self._loads and step:  # resumed: the rows from this step on are generated again
@@ -189,10 +347,19 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         accelerator = trainer.accelerator
         counts = accelerator.gather(torch.tensor([rows], device=accelerator.device)).tolist()
         first = sum(counts[: accelerator.process_index])
-        return [derived_seed(self._args.seed, step, use, first + row) for row in range(rows)]
+        return [derived_seed(self.args.seed, step, use, first + row) for row in range(rows)]
 
-    def _wake(self, what: str) -> None:
-        """A server does not sleep."""
 
-    def _rest(self) -> None:
-        """A server does not sleep."""
+@contextmanager
+def shared_errors() -> Iterator[None]:
+    """Raises an error of the main process in all, as `ServerError`, so that none waits for it. Collective."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    (message,) = broadcast_object_list([None if error is None else str(error)])
+    if error is not None:
+        raise error
+    if message is not None:  # in another process, to which the error itself cannot always be sent
+        raise ServerError(message)

@@ -1,13 +1,10 @@
-"""Generates with an SGLang server: what it is sent, how its responses are read, and how it gets weights.
-
-SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary: prompts are checked before they
-come here.
-"""
+"""Generates with an SGLang server: what it is sent, how its responses are read, and how it gets weights."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,22 +15,23 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.server import pydantic
 from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
-from trl_opsd.http.client import Count, Response, Schema, ServerKind
+from trl_opsd.http.client import Count, Response, Responses, Schema, ServerKind, TokenId, shown
 from trl_opsd.http.urls import ROLLOUT_TOKEN
-from trl_opsd.rollout.engine import Row
-from trl_opsd.rollout.served import ServedRollout
-from trl_opsd.rollout.server_engine import Facts, GenerationClient
-from trl_opsd.rollout.sglang_requests import GenerateRequest, SGLangRows, sampling_params
-from trl_opsd.rollout.weight_sync import BUCKET_BYTES, weights_of
+from trl_opsd.rollout.base import Row
+from trl_opsd.rollout.served import Facts, GenerationClient, ServedRollout
+from trl_opsd.rollout.weight_sync import buckets, weights_of
 from trl_opsd.types import Completion, Weight
 
 logger = logging.getLogger(__name__)
 
 _MIN_BIAS = -1e9
 """The bias of an id that is never sampled; JSON has no infinity."""
+_MAX_PENALTY = 2.0
+"""The largest repetition penalty that SGLang accepts."""
 _IDLE_SECONDS = 10.0
 """A server may still be ending requests that it has answered, or whose connection was closed."""
 _BYTES_PER_SECOND = 1e7
@@ -42,6 +40,15 @@ _AFTER_LONGEST = 5
 """Tokens that fit after the longest prompt that a server accepts."""
 _UNUSED = 2
 """Tokens of its context that a server leaves unused."""
+_GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
+"""Options that end a completion where the grammar does."""
+_KNOWN = (
+    "temperature", "frequency_penalty", "presence_penalty", "min_new_tokens", "logit_bias", "custom_params",
+    "stop_token_ids", "ignore_eos", *_GRAMMARS,
+)  # fmt: skip
+"""Options that `generation_kwargs` may have. Others are ignored by a server, set here, or about text."""
+_OF_THE_PROTOCOL = ("logprobs", "prompt_logprobs", "max_tokens", "seed")
+"""Options that SGLang names differently or ignores."""
 
 
 class SGLangRollout(ServedRollout):
@@ -52,15 +59,142 @@ class SGLangRollout(ServedRollout):
         super().__init__(args, SGLangClient)
 
     def __str__(self) -> str:
-        return f"an SGLang server at {self._args.sglang_server_url}"
+        return f"an SGLang server at {self.args.sglang_server_url}"
 
-    def _sampled(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
-        options = sampling_params(self._args, end_ids)
+    def sampling(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
+        options = sampling_params(self.args, end_ids)
         bias = {**(options.get("logit_bias") or {}), **dict.fromkeys(masked, _MIN_BIAS)}
         return {**options, "logit_bias": bias} if bias else options
 
-    def _weights(self) -> list[Weight]:
-        return weights_of(self._trainer.model)
+    def weights(self) -> list[Weight]:
+        return weights_of(self.trainer.model)
+
+
+def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
+    """The `sampling_params` of every completion but its length; it ends with the first of `end_ids`."""
+    given = args.generation_kwargs or {}
+    for name, value in given.items():
+        if name not in _KNOWN:
+            raise ValueError(
+                f"`generation_kwargs={{{name!r}: {value!r}}}` is not an option of a rollout with SGLang: it has "
+                f"{', '.join(_KNOWN)}."
+            )
+    try:
+        json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`generation_kwargs={given}` cannot be sent to SGLang: {error}.") from error
+    if given.get("ignore_eos") and given.get("stop_token_ids"):
+        raise ValueError(
+            f"`generation_kwargs={given}`: SGLang's 'ignore_eos' ignores 'stop_token_ids' as well: remove one of them."
+        )
+    if (args.repetition_penalty or 1.0) > _MAX_PENALTY:
+        raise ValueError(
+            f"`repetition_penalty={args.repetition_penalty}`: SGLang takes numbers up to {_MAX_PENALTY}: lower it."
+        )
+    return {
+        "temperature": args.temperature,
+        "top_p": 1.0 if args.top_p is None else args.top_p,
+        "top_k": args.top_k or -1,  # -1: all tokens
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty or 1.0,
+        **given,
+        "stop_token_ids": end_ids,
+        "ignore_eos": not end_ids,
+    }
+
+
+# ---- Responses -------------------------------------------------------------------------------------------------------
+
+_Logprob = tuple[pydantic.FiniteFloat | None, TokenId, Any]
+"""Log-probability, token id, and its text."""
+
+
+class _WeightSpan(Schema):
+    version: str
+
+
+class _Meta(Schema):
+    model_config = pydantic.ConfigDict(strict=False)  # tuples are lists in JSON
+    prompt_tokens: int
+    finish_reason: dict[str, Any]
+    weight_version: str | None = None
+    weight_versions: list[_WeightSpan] | None = None
+    input_token_logprobs: list[_Logprob] | None = None
+    output_token_logprobs: list[_Logprob] | None = None
+
+
+class _Row(Schema):
+    output_ids: list[TokenId]
+    meta_info: _Meta
+
+    def completion(
+        self, ids: list[int], sampling: dict[str, Any], scored: bool, scored_prompt: bool, version: str | None
+    ) -> Completion:
+        """The completion of a prompt; a `ServerError` unless it ended as requested, and is of weights `version`."""
+        meta = self.meta_info
+        if meta.prompt_tokens != len(ids):
+            raise ServerError(f"The SGLang server read {meta.prompt_tokens} tokens of a prompt of {len(ids)}.")
+        self._check_end(sampling)
+        found = {meta.weight_version, *(span.version for span in meta.weight_versions or ())}
+        if version and found != {version}:
+            raise ServerError(
+                f"The SGLang server wrote with the weights {sorted(map(str, found))}, but {version!r} were sent last: "
+                "something else has sent it weights. Use it for a single training run."
+            )
+        return Completion(
+            prompt_ids=ids,
+            completion_ids=self.output_ids,
+            prompt_logprobs=_logprobs(meta.input_token_logprobs, ids[1:]) if scored_prompt else [],
+            logprobs=_logprobs(meta.output_token_logprobs, self.output_ids) if scored else [],
+        )
+
+    def _check_end(self, sampling: dict[str, Any]) -> None:
+        ids, reason = self.output_ids, self.meta_info.finish_reason
+        limit, ends, kind = sampling["max_new_tokens"], sampling["stop_token_ids"], reason.get("type")
+        if kind == "length" and len(ids) == limit:
+            return
+        if kind == "stop" and ids and ids[-1] == reason.get("matched"):
+            if ids[-1] in ends or any(sampling.get(grammar) for grammar in _GRAMMARS):
+                return
+            raise ServerError(
+                f"The SGLang server ended a completion at token {ids[-1]}, an end token of the model it was started "
+                f"with: those of the student are {ends}. Start it with a checkpoint that has the same."
+            )
+        raise ServerError(
+            f"The SGLang server wrote {len(ids)} tokens and says that the completion ended with {shown(reason)}: "
+            f"expected {limit} tokens, or fewer with one of {shown(ends)} as the last."
+        )
+
+
+class _Rows(pydantic.RootModel[list[_Row]]):
+    """The rows of a response."""
+
+
+def _completions(response: Response, body: dict[str, Any], version: str | None) -> list[Completion]:
+    """The completions of a request's prompts, in their order, which have to be of the weights `version`."""
+    rows, prompts = response.parse(_Rows).root, body["input_ids"]
+    if len(rows) != len(prompts):
+        raise ServerError(f"The SGLang server answered {len(rows)} rows to {len(prompts)} prompts.")
+    told = zip(rows, prompts, body["sampling_params"], body["return_logprob"], body["logprob_start_len"], strict=True)
+    return [row.completion(ids, sampling, scored, not start, version) for row, ids, sampling, scored, start in told]
+
+
+def _empty(ids: list[int]) -> Completion:
+    return Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
+
+
+def _logprobs(entries: list[_Logprob] | None, ids: list[int]) -> list[float]:
+    """The log-probabilities of tokens; the first of a prompt has none."""
+    found = [(token, logprob) for logprob, token, _ in entries or () if logprob is not None]
+    if [token for token, _ in found] != ids:
+        raise ServerError(
+            f"The SGLang server answered the log-probabilities {shown(entries)}: expected a finite one of each of "
+            f"{len(ids)} tokens."
+        )
+    return [logprob for _, logprob in found]
+
+
+# ---- Requests --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +207,6 @@ class SGLangFacts(Facts):
     """Tokens of the longest prompt that it accepts."""
     workers: int
     """Processes that hold a part of the weights."""
-
-    @property
-    def room(self) -> int:
-        """Tokens of prompt and completion together."""
-        return self.context - _UNUSED
 
 
 class _Info(Schema):
@@ -101,7 +230,6 @@ class SGLangClient(GenerationClient):
     kind = ServerKind(
         name="SGLang",
         subject="The SGLang server",
-        option="sglang_server_url",
         address="`sglang_server_url`",
         timeout="sglang_server_timeout",
         start="as docs/rollouts.md says",
@@ -143,44 +271,52 @@ class SGLangClient(GenerationClient):
         )  # fmt: skip
 
     def write(self, rows: Sequence[Row]) -> list[Completion]:
-        """Generates one completion for each prompt, in one request, so that the server can fill its batches.
+        """Generates one completion for each prompt, in one request, so that the server can fill its batches."""
+        found = [_empty(ids) for ids, _ in rows]
+        if fitting := self._fitting(rows):
+            body, version = self._body([rows[number] for number in fitting]), self.version
+            completions = _completions(self.http.post("/generate", json=body), body, version)
+            for number, completion in zip(fitting, completions, strict=True):
+                found[number] = completion
+        return found
 
-        A prompt that fills the server's context gets an empty completion.
-        """
-        fitting, found = self._fitting(rows)
-        if fitting:
-            request = GenerateRequest([rows[number] for number in fitting], self.facts.room, self.version)
-            response = self.http.post("/generate", json=request.body, max_bytes=request.max_bytes)
-            found.update(zip(fitting, request.completions(response), strict=True))
-        return [found[number] for number in range(len(rows))]
+    def write_each(self, rows: Sequence[Row]) -> Responses[Completion]:
+        version = self.version  # of now: newer weights may be sent before a response is read
+        bodies = {number: self._body([rows[number]]) for number in self._fitting(rows)}
 
-    def write_each(self, rows: Sequence[Row]) -> SGLangRows:
-        fitting, unsent = self._fitting(rows)
-        requests = [GenerateRequest([rows[number]], self.facts.room, self.version) for number in fitting]
-        responses = self.http.post_each(
-            "/generate", [(one.body, one.max_bytes) for one in requests],
-            lambda number, response: requests[number].completions(response)[0],
-        )  # fmt: skip
-        return SGLangRows(unsent, fitting, responses)
+        def read(number: int, response: Response) -> Completion:
+            if number not in bodies:
+                return _empty(rows[number][0])
+            return _completions(response, bodies[number], version)[0]
 
-    def _fitting(self, rows: Sequence[Row]) -> tuple[list[int], dict[int, Completion]]:
-        """The numbers of the prompts that fit the server, and empty completions for the others."""
-        fitting, empty = [], {}
-        for number, (ids, _) in enumerate(rows):
-            if len(ids) <= self.facts.longest_prompt:
-                fitting.append(number)
-            else:
-                empty[number] = Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
-        if empty:
+        return self.http.post_each("/generate", [bodies.get(number) for number in range(len(rows))], read)
+
+    def _fitting(self, rows: Sequence[Row]) -> list[int]:
+        """The numbers of the prompts that fit the server; a prompt that fills its context gets an empty completion."""
+        longest = self.facts.longest_prompt
+        fitting = [number for number, (ids, _) in enumerate(rows) if len(ids) <= longest]
+        if len(fitting) < len(rows):
             logger.warning(
-                f"{len(empty)} prompts of a batch have more than {self.facts.longest_prompt} tokens, the longest that "
+                f"{len(rows) - len(fitting)} prompts of a batch have more than {longest} tokens, the longest that "
                 "the SGLang server reads: their completions are empty."
             )
-        return fitting, empty
+        return fitting
 
-    def try_bias(self, token: int) -> Response:
-        sampling = {"max_new_tokens": 1, "logit_bias": {str(token): 0.0}}
-        return self.http.post("/generate", json={"input_ids": [0], "sampling_params": sampling})
+    def _body(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """The body of a request for completions, with options for each prompt."""
+        room = self.facts.context - _UNUSED
+        body: dict[str, list[Any]] = {
+            "input_ids": [], "sampling_params": [], "return_logprob": [], "logprob_start_len": [],
+        }  # fmt: skip
+        for ids, options in rows:
+            sampling = {name: value for name, value in options.items() if name not in _OF_THE_PROTOCOL}
+            most = min(options["max_tokens"], room - len(ids))
+            of_prompt = options.get("prompt_logprobs") is not None
+            body["input_ids"].append(ids)
+            body["sampling_params"].append({"stop_token_ids": [], **sampling, "max_new_tokens": most})
+            body["return_logprob"].append(of_prompt or options.get("logprobs") is not None)
+            body["logprob_start_len"].append(0 if of_prompt else -1)
+        return body
 
     def connect(self, device: torch.device) -> torch.device:
         """Joins a process group with the server's workers to broadcast weights; returns where these have to be."""
@@ -220,10 +356,7 @@ class SGLangClient(GenerationClient):
         self._group = group
         return device if on_gpus else torch.device("cpu")
 
-    def check_connected(self) -> None:
-        self._connected()
-
-    def _connected(self) -> WeightGroup:
+    def connected(self) -> WeightGroup:
         if self._group is None:
             raise ServerError(
                 f"The SGLang server at {self.url} is not connected to any more, after an update has failed or the "
@@ -233,14 +366,14 @@ class SGLangClient(GenerationClient):
 
     def update(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all weights, bucket by bucket. If it fails, those of the server are unknown."""
-        group = self._connected()
+        group = self.connected()
         self._group = self.version = None  # until all have arrived
         self._run, self._sent = self._run or uuid4().hex[:8], self._sent + 1
         version = f"{self._run}-{self._sent}"
         try:
             self._call("begin_weight_update", selector="target")
             with ThreadPoolExecutor(1) as pool:
-                for bucket in _buckets(weights):
+                for bucket in buckets(weights, lambda weight: weight[1].nbytes):
                     self._send(pool, group, bucket)
             self._call("end_weight_update")
             self._call("update_weight_version", new_version=version, abort_all_requests=False)
@@ -267,7 +400,6 @@ class SGLangClient(GenerationClient):
             one.wait()
 
     def forget_prefixes(self) -> None:
-        """Resets the prefix cache, which was computed with earlier weights."""
         response = self.http.post("/flush_cache", params={"timeout": _IDLE_SECONDS})
         if response.status != 200:
             raise ServerError(
@@ -277,7 +409,6 @@ class SGLangClient(GenerationClient):
             )
 
     def close(self) -> None:
-        """Leaves the group, so that another training run can use the server."""
         group, self._group = self._group, None
         if group is not None:
             try:
@@ -289,17 +420,3 @@ class SGLangClient(GenerationClient):
         response = self.http.post(f"/{path}", json=body, seconds=within).check_status()
         if not response.parse(_Done).success:
             raise ServerError(f"{response.request} answered {response.text[:500]}.")
-
-
-def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Groups weights, since the server holds those of a request besides its own."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trl_opsd.errors import SyncError
 from trl_opsd.host import Host
-from trl_opsd.rollout.engine import Engine
+from trl_opsd.rollout.base import Engine
 from trl_opsd.types import Completion
 
 WRITTEN = 16

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,23 +17,23 @@ from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.sharding import in_zero3, local, trained_parameters
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
-from trl_opsd.models.backbone import context_of
-from trl_opsd.rollout.base import RolloutBackend
-from trl_opsd.rollout.engine import Engine
+from trl_opsd.rollout.base import Engine, RolloutBackend
 from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.types import Completion
 
 E = TypeVar("E", bound=Engine)
 
-
-Logprobs = dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]]
+Logprobs: TypeAlias = dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]]
 """Log-probabilities of a completion's tokens, by its prompt and its ids."""
 
 
 class SyncedRollout(RolloutBackend, Generic[E]):
     """A rollout with an engine that gets the student's weights before it generates, if they have changed, and whose
     log-probabilities are then compared with the student's.
+
+    `bind` of a subclass ends with `set_up`, and `send_weights` sends the weights. `wake` and `sleep` are for an engine
+    that can free its memory while nothing is generated.
 
     Args:
         args ([`OPSDConfig`]):
@@ -43,12 +43,47 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     tells_logprobs = True
 
     def __init__(self, args: OPSDConfig) -> None:
-        self._args = args
+        self.args = args
         self._sent: tuple[Any, ...] | None = None
         self._proved = False
         self._sessions = 0
         self._has_weights = True
         self._logprobs: deque[Logprobs] = deque(maxlen=2)  # of the batch trained on, and the one being generated
+
+    # ---- What depends on the engine -----------------------------------------------------------------------------
+
+    def set_up(self, trainer: Host, engine: E, sampling: dict[str, Any], dtype: torch.dtype) -> None:
+        """Stores what `bind` has built.
+
+        Args:
+            trainer ([`~host.Host`]):
+                The trainer.
+            engine ([`~rollout.base.Engine`]):
+                The engine that generates.
+            sampling (`dict`):
+                Options of every completion, without `max_tokens`.
+            dtype (`torch.dtype`):
+                The less precise of those that engine and student compute in.
+        """
+        self.trainer, self.engine, self._sampling = trainer, engine, sampling
+        self._bound = copy.deepcopy(trainer.generation_config)
+        self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model))
+        self._sent, self._proved, self._has_weights = None, False, True
+
+    @abstractmethod
+    def send_weights(self) -> int:
+        """Sends the weights that have changed, and returns their bytes. Collective."""
+
+    def wake(self, what: str) -> None:
+        """Loads the engine's `"weights"` or `"kv_cache"` if it is asleep."""
+
+    def sleep(self) -> None:
+        """Lets the engine sleep, unless it does already, or is closed."""
+
+    def close(self) -> None:
+        self.engine.close()
+
+    # ---- Generation ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -59,54 +94,55 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         finally:
             self._sessions -= 1
             if not self._sessions:
-                self._rest()
+                self.sleep()
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         with self.session():
-            rows = self._engine.write(prompt_ids, self._begun(prompt_ids))
-        known = self._known_logprobs()
+            rows = self.engine.write(prompt_ids, self._prepared(prompt_ids))
+        known = self._new_logprobs()
         for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
             self._check_prompt(number, sent, row)
-            if known is not None:
-                known[key_of(sent, row.completion_ids)] = row.logprobs
+            known[key_of(sent, row.completion_ids)] = row.logprobs
         return [row.completion_ids for row in rows]
 
     def logprobs(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float] | None:
         key = key_of(prompt_ids, completion_ids)
         return next((known[key] for known in reversed(self._logprobs) if key in known), None)
 
-    def _known_logprobs(self) -> Logprobs | None:
-        """Stores those of a batch until the one after the next; `None` if nobody reads them."""
-        if not self._trainer.reads_logprobs:
-            return None
-        self._logprobs.append({})
-        return self._logprobs[-1]
+    def _new_logprobs(self) -> Logprobs:
+        """Those of a batch, to be filled; kept until the batch after the next if the loss reads them."""
+        known: Logprobs = {}
+        if self.trainer.reads_logprobs:
+            self._logprobs.append(known)
+        return known
 
-    def _begun(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+    def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
         """Sends the weights if they have changed, and returns the options of each prompt. Collective."""
-        changes = assigned(self._trainer.generation_config, self._bound)
+        changes = assigned(self.trainer.generation_config, self._bound)
         # An engine reads none of `trainer.generation_config`, so every change would be ignored.
         check_followed(changes, dict.fromkeys(changes, "an engine has the options of `OPSDConfig`, set it there"))
-        self._wake("weights")
+        self.wake("weights")
         self._proof.take_prompts(prompt_ids)
         if self._has_changed():
             self.sync_weights()
-        self._wake("kv_cache")
-        limits = self._trainer.limits
+        self.wake("kv_cache")
+        limits = self.trainer.limits
         options: dict[str, Any] = dict(self._sampling)
-        if self._trainer.reads_logprobs:
+        if self.trainer.reads_logprobs:
             options["logprobs"] = 0
-        if self._args.eval_temperature is not None and not self._trainer.model.training:
-            options["temperature"] = self._args.eval_temperature
+        if self.args.eval_temperature is not None and not self.trainer.model.training:
+            options["temperature"] = self.args.eval_temperature
         return [{**options, "max_tokens": limits.room(len(ids))} for ids in prompt_ids]
 
     def _check_prompt(self, number: int, sent: list[int], row: Completion) -> None:
         if row.prompt_ids != sent:
             raise RuntimeError(
-                f"For row {number} of this batch {self._engine.name} answered another prompt: sent {len(sent)} tokens "
+                f"For row {number} of this batch {self.engine.name} answered another prompt: sent {len(sent)} tokens "
                 f"beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. The batch was not "
                 "trained on."
             )
+
+    # ---- Weights ------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         """Sends the student's current weights, and verifies that they arrived.
@@ -117,106 +153,64 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         Raises:
             SyncError: Engine and student disagree afterwards.
         """
-        with self.session(), self._trainer.phase("sync"):
+        with self.session(), self.trainer.phase("sync"):
             self._sync()
 
     def _sync(self) -> None:
-        trainer, check = self._trainer, self._args.vllm_sync_check
-        self._wake("weights")
+        trainer, check = self.trainer, self.args.vllm_sync_check
+        self.wake("weights")
         proves = check == "every" or (check == "first" and not self._proved)
         if proves and not self._proved and self._has_weights:
-            self._wake("kv_cache")
+            self.wake("kv_cache")
             self._proof.record_scores()
-            self._engine.wipe_cache()  # its first weights may be random, and NaNs in the cache outlive a sync
+            self.engine.wipe_cache()  # its first weights may be random, and NaNs in the cache outlive a sync
         self._sent = None  # if an exception follows, the engine's weights are unknown
         with _timed(trainer, "sync/seconds"), torch.no_grad():
-            trainer.record("sync/bytes", float(self._send()))
-            self._engine.forget_prefixes()
+            trainer.record("sync/bytes", float(self.send_weights()))
+            self.engine.forget_prefixes()
         self._has_weights = True
         if proves:
-            self._wake("kv_cache")
+            self.wake("kv_cache")
             with _timed(trainer, "sync/proof_seconds"):
                 trainer.record("rollout/logprob_gap", self._proof.check())
             self._proved = True
         self._sent = self._version()
 
-    def close(self) -> None:
-        self._engine.close()
-
-    # ---- What depends on the engine -----------------------------------------------------------------------------
-
-    @abstractmethod
-    def _send(self) -> int:
-        """Sends the weights that have changed, and returns their bytes."""
-
-    @abstractmethod
-    def _wake(self, what: str) -> None:
-        """Loads the engine's `"weights"` or `"kv_cache"` if it is asleep."""
-
-    @abstractmethod
-    def _rest(self) -> None:
-        """Lets the engine sleep, unless it does already, or is closed."""
-
-    def _set_up(self, trainer: Host, engine: E, sampling: dict[str, Any], dtype: torch.dtype) -> None:
-        """Stores what `bind` has built; `dtype` is the less precise of those that engine and student compute in."""
-        self._trainer, self._engine, self._sampling = trainer, engine, sampling
-        self._bound = copy.deepcopy(trainer.generation_config)
-        self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model))
-        self._sent, self._proved, self._has_weights = None, False, True
-
-    # ---- Whether weights have changed ---------------------------------------------------------------------------
-
     def _has_changed(self) -> bool:
         """Whether weights have changed since they were sent, in any process. Collective, so that all or none send."""
         # Addresses differ between processes, so each compares with what it has sent.
-        here = torch.tensor([int(self._version() != self._sent)], device=self._trainer.accelerator.device)
-        return bool(self._trainer.accelerator.gather(here).any())
+        here = torch.tensor([int(self._version() != self._sent)], device=self.trainer.accelerator.device)
+        return bool(self.trainer.accelerator.gather(here).any())
 
     def _version(self) -> tuple[Any, ...]:
-        """A value that differs whenever the student may have changed.
-
-        torch counts every write to a tensor, and a tensor that was replaced has another address. Neither shows what an
-        optimizer or a checkpoint writes to shards or flat buffers: the trainer counts steps and loads.
-        """
-        trainer = self._trainer
+        """A value that differs whenever the student may have changed."""
+        # torch counts every write to a tensor, and a tensor that was replaced has another address. Neither shows what
+        # an optimizer or a checkpoint writes to shards or flat buffers: the trainer counts steps and loads.
+        trainer = self.trainer
         adapters = tuple(trainer.model.active_adapters) if is_peft(trainer.model) else ()
-        return (
-            trainer.state.global_step,
-            trainer.loads,
-            adapters,
-            version_of(trained_parameters(trainer.model).values()),
-        )
+        tensors = trained_parameters(trainer.model).values()
+        return trainer.state.global_step, trainer.loads, adapters, version_of(tensors)
 
 
 def check_student(trainer: Host) -> None:
     """Rejects students whose weights cannot be sent to an engine."""
-    args, model = trainer.args, trainer.model
-    if getattr(model, "is_quantized", False):
+    if getattr(trainer.model, "is_quantized", False):
         raise ValueError(
             "An engine with a quantized student is not supported by this version: load it without "
             "`quantization_config`, or set `use_vllm=False` and no `sglang_server_url`."
-        )
-    room, context = args.vllm_max_model_length, context_of(model)
-    if room is not None and context is not None and room > context:
-        raise ValueError(
-            f"`vllm_max_model_length={room}`, but the student's context is {context}: lower it, or leave it out."
         )
 
 
 def dtype_of(trainer: Host) -> torch.dtype:
     """The dtype the student computes in, which under mixed precision is not that of its weights."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if trainer.accelerator.mixed_precision in mixed:
-        return mixed[trainer.accelerator.mixed_precision]
-    dtype: torch.dtype = trainer.model.dtype
+    dtype: torch.dtype = mixed.get(trainer.accelerator.mixed_precision, trainer.model.dtype)
     return dtype
 
 
 def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Address and write count of each tensor; tensors that ZeRO-3 has sharded are left out.
-
-    A tensor that FSDP2 has sharded counts its own writes; its address is that of the local shard.
-    """
+    """Address and write count of each tensor; tensors that ZeRO-3 has sharded are left out."""
+    # A tensor that FSDP2 has sharded counts its own writes; its address is that of the local shard.
     return tuple((local(one).data_ptr(), one._version) for one in tensors if not in_zero3(one))
 
 

@@ -9,8 +9,8 @@ from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoConfig
 
-from trl_opsd._compat.vllm.architectures import LORA_RANKS, why_no_adapter
-from trl_opsd._compat.vllm.engine import EngineOptions, VLLMEngine, why_no_sleep_mode
+from trl_opsd._compat.vllm.engine import VLLMEngine, why_no_sleep_mode
+from trl_opsd._compat.vllm.supported import LORA_RANKS, why_no_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
 from trl_opsd.parallel.rng import preserved_rng
@@ -38,20 +38,27 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
 
     def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
-        _check_options(args)
+        if args.vllm_tensor_parallel_size != 1:
+            raise ValueError(
+                f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` is not supported by this version, each "
+                "process has an engine of its own: set it to 1."
+            )
+        if args.vllm_enable_sleep_mode and (why := why_no_sleep_mode()):
+            raise ValueError(f"`vllm_enable_sleep_mode=True`: {why}; set it to False.")
+        sampling_options(args, end_ids=[])
 
     def __str__(self) -> str:
         return "vLLM in this process"
 
     def bind(self, trainer: Host) -> None:
         """Builds the engine; rejects a student, processes or a platform that do not fit vLLM."""
-        self._trainer = trainer
+        self.trainer = trainer
         check_student(trainer)
         checkpoint = _checked_checkpoint(trainer)
         self._text_alone = checkpoint.get_text_config() is not checkpoint
         self._dtype = dtype_of(trainer)
-        self._choose_sync(why_no_adapter(checkpoint, self._args.vllm_model_impl, adapter_layers(trainer.model)))
-        sampling = sampling_options(self._args, list(trainer.eos_token_ids))
+        self._choose_sync(why_no_adapter(checkpoint, self.args.vllm_model_impl, adapter_layers(trainer.model)))
+        sampling = sampling_options(self.args, list(trainer.eos_token_ids))
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="trl_opsd-tokenizer-")
         trainer.processing_class.save_pretrained(self._tokenizer_folder.name)
         # Without one each engine retries for two seconds.
@@ -59,38 +66,36 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         with preserved_rng(trainer.accelerator.device):
             engine = self._started()
         trainer.accelerator.wait_for_everyone()  # else the others wait in a later collective for one still building
-        self._set_up(trainer, engine, sampling, self._dtype)
+        self.set_up(trainer, engine, sampling, self._dtype)
         self._asleep: set[str] = set()
         self._base_sent: tuple[Any, ...] | None = None
-        self._rest()  # until the first rollout; optimizer states and teachers may be made before
+        self.sleep()  # until the first rollout; optimizer states and teachers may be made before
 
     def _started(self) -> VLLMEngine:
         """Starts the engine; falls back to sending all weights if it takes no adapter or does not start with LoRA."""
-        if self._mode == "full":
-            return VLLMEngine(self._engine_options())
         against: str | None = None
         try:
-            engine = VLLMEngine(self._engine_options())
+            engine = VLLMEngine(**self._engine_arguments())
         except ValueError as error:
-            if "LoRA" not in str(error):
+            if self._mode == "full" or "LoRA" not in str(error):
                 raise
             against = str(error)  # the error itself keeps the engine's weights, by its traceback
         if against is not None:
             self._choose_sync(against)
             clear_device_cache(garbage_collection=True)
             return self._started()
-        if lost := engine.unknown_layers(adapter_layers(self._trainer.model)):
+        if self._mode == "adapter" and (lost := engine.unknown_layers(adapter_layers(self.trainer.model))):
             self._choose_sync(f"vLLM's model of the student has no separate layer for {lost[0]}")
         return engine
 
     def _choose_sync(self, against: str | None) -> None:
-        self._mode, why = chosen_sync(self._args.vllm_weight_sync, self._trainer.model, LORA_RANKS, against)
+        self._mode, why = chosen_sync(self.args.vllm_weight_sync, self.trainer.model, LORA_RANKS, against)
         logger.info(f"Weight sync with vLLM: {self._mode!r}, because {why}.")
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
-    def _send(self) -> int:
-        model, how = self._trainer.model, (self._dtype, self._trainer.accelerator.device, self._trainer.gathered)
+    def send_weights(self) -> int:
+        model, how = self.trainer.model, (self._dtype, self.trainer.accelerator.device, self.trainer.gathered)
         saved = saved_by(model)
         if self._mode == "full":
             return self._load(Stream(weights_of(model), *how, saved))
@@ -102,104 +107,90 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             sent = self._load(Stream(base_weights_of(model), *how, saved))
             self._base_sent = base
         layers, size = adapter_of(model, *how)
-        self._engine.load_adapter(layers)
+        self.engine.load_adapter(layers)
         return sent + size
 
     def _load(self, stream: Stream) -> int:
         with stream as weights:
-            self._engine.load(weights)
+            self.engine.load(weights)
         return stream.bytes
 
     # ---- Sleep --------------------------------------------------------------------------------------------------
 
-    def _rest(self) -> None:
+    def sleep(self) -> None:
         """Releases the engine's memory until the next session."""
-        if self._args.vllm_enable_sleep_mode and "weights" not in self._asleep:
+        if self.args.vllm_enable_sleep_mode and "weights" not in self._asleep:
             # Where only the adapter is sent, the base has to be kept in host memory.
-            self._engine.sleep(1 if self._mode == "adapter" else 2)
+            self.engine.sleep(1 if self._mode == "adapter" else 2)
             self._asleep = {"weights", "kv_cache"}
 
     def close(self) -> None:
         super().close()
         self._asleep = {"weights", "kv_cache"}
 
-    def _wake(self, what: str) -> None:
+    def wake(self, what: str) -> None:
         if what not in self._asleep:
             return
         clear_device_cache()
-        self._engine.wake(what)
+        self.engine.wake(what)
         self._asleep.remove(what)
         if what == "weights" and self._mode == "full":
             self._sent, self._has_weights = None, False
         if what == "kv_cache":
-            self._engine.wipe_cache()  # new memory may hold NaNs, and in attention 0·NaN is NaN
+            self.engine.wipe_cache()  # new memory may hold NaNs, and in attention 0·NaN is NaN
 
     # ---- Construction -------------------------------------------------------------------------------------------
 
-    def _engine_options(self) -> EngineOptions:
-        trainer, args = self._trainer, self._args
-        apart = self._mode == "adapter"
-        rank = adapter_rank(trainer.model) if apart else None
-        adapted = {name.rpartition(".")[2] for name in adapter_layers(trainer.model)} if apart else set()
-        return EngineOptions(
-            model=trainer.model.name_or_path,
-            revision=_revision(args),
-            tokenizer=self._tokenizer_folder.name,
-            dtype=self._dtype,
-            context=trainer.limits.context,
-            vocabulary=trainer.limits.vocabulary,
-            placeholders=tuple(trainer.placeholders),
-            text_only=self._text_alone,
-            sequences=max(
+    def _engine_arguments(self) -> dict[str, Any]:
+        trainer, args = self.trainer, self.args
+        adapter: dict[str, Any] = {}
+        if self._mode == "adapter":
+            rank = adapter_rank(trainer.model)
+            # Only for the adapter's layers, because LoRA on the head breaks prompt scoring on the CPU.
+            layers = sorted({name.rpartition(".")[2] for name in adapter_layers(trainer.model)})
+            adapter = {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": next(size for size in LORA_RANKS if size >= rank),
+                "lora_target_modules": layers,
+            }
+        return {
+            "vocabulary": trainer.limits.vocabulary,
+            "placeholders": tuple(trainer.placeholders),
+            "model": trainer.model.name_or_path,
+            "revision": _revision(args),
+            "tokenizer": self._tokenizer_folder.name,
+            "dtype": self._dtype,
+            "max_model_len": trainer.limits.context,
+            "max_num_seqs": max(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size
             ),
-            seed=trainer.accelerator.process_index,  # else all processes would sample with the same random numbers
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            model_impl=args.vllm_model_impl,
-            trust_remote_code=args.trust_remote_code,
-            sleep_mode=args.vllm_enable_sleep_mode,
-            lora_rank=None if rank is None else next(size for size in LORA_RANKS if size >= rank),
-            lora_layers=tuple(sorted(adapted)),
-        )
-
-
-def _check_options(args: OPSDConfig) -> None:
-    if args.vllm_tensor_parallel_size != 1:
-        raise ValueError(
-            f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` is not supported by this version, each "
-            "process has an engine of its own: set it to 1."
-        )
-    if args.vllm_enable_sleep_mode and (why := why_no_sleep_mode()):
-        raise ValueError(f"`vllm_enable_sleep_mode=True`: {why}; set it to False.")
-    sampling_options(args, end_ids=[])
+            "seed": trainer.accelerator.process_index,  # else all processes would sample with the same random numbers
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "model_impl": args.vllm_model_impl,
+            "language_model_only": self._text_alone,
+            "trust_remote_code": args.trust_remote_code,
+            "enable_sleep_mode": args.vllm_enable_sleep_mode,
+            **adapter,
+        }
 
 
 def _checked_checkpoint(trainer: Host) -> Any:
     """The config of the student's checkpoint, which vLLM builds its model from; it must fit the student."""
     args, model = trainer.args, trainer.model
     path = model.name_or_path
+    where = f"The checkpoint at the student's `name_or_path` {path!r}"
+    remedy = "save the student with `model.save_pretrained(folder)` and set `model.name_or_path = folder`."
     try:
         found = AutoConfig.from_pretrained(path, revision=_revision(args), trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"vLLM builds its model from a checkpoint, and the student's `name_or_path` {path!r} does not load as one: "
-            "pass the student by its path, or save it with `model.save_pretrained(folder)` and set "
-            "`model.name_or_path = folder`."
-        ) from error
+        raise ValueError(f"{where}, from which vLLM builds its model, does not load: {remedy}") from error
     if getattr(found, "quantization_config", None):
-        raise ValueError(
-            f"The checkpoint at the student's `name_or_path` {path!r} is quantized, and vLLM would build a quantized "
-            "model from it, while the student is not: save the student as it is now with "
-            "`model.save_pretrained(folder)` and set `model.name_or_path = folder`."
-        )
+        raise ValueError(f"{where} is quantized, and vLLM would build a quantized model from it: {remedy}")
     for name in _SHAPES:
         ours, theirs = (getattr(config.get_text_config(), name, None) for config in (model.config, found))
         if ours != theirs:
-            raise ValueError(
-                f"The checkpoint at the student's `name_or_path` {path!r} has {name}={theirs!r}, the student has "
-                f"{ours!r}: save the student as it is now with `model.save_pretrained(folder)` and set "
-                "`model.name_or_path = folder`."
-            )
+            raise ValueError(f"{where} has {name}={theirs!r}, the student has {ours!r}: {remedy}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Generates with a vLLM server: what it is sent, how its responses are read, and how TRL's client sends it weights."""
+"""Generates with a vLLM server: what it is sent, how its responses are read, and how TRL's client sends weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Annotated, Any
@@ -16,18 +15,17 @@ from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 import torch
+from accelerate.utils import patch_environment
 
 from trl_opsd._compat.server import pydantic
 from trl_opsd._compat.trl import VLLMClient
-from trl_opsd._compat.vllm.architectures import HEAD, may_have_head
+from trl_opsd._compat.vllm.supported import HEAD, may_have_head
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
-from trl_opsd.http.client import MIB, Count, HTTPClient, Response, Responses, Schema, ServerKind, TokenId, shown
+from trl_opsd.http.client import Count, HTTPClient, Response, Responses, Schema, ServerKind, TokenId
 from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine
-from trl_opsd.rollout.engine import Row
-from trl_opsd.rollout.served import ServedRollout
-from trl_opsd.rollout.server_engine import Facts, GenerationClient
-from trl_opsd.rollout.sync_proof import RELATIVE
+from trl_opsd.rollout.base import Row
+from trl_opsd.rollout.served import Facts, GenerationClient, ServedRollout
 from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Stream, weights_of
 from trl_opsd.types import Completion, Weight
@@ -37,10 +35,6 @@ SENDS_FROM = "cuda"
 
 _MIN_BIAS = -100.0
 """The lowest logit bias that a server accepts."""
-_BYTES_PER_TOKEN = 1024
-"""Bytes per token with one log-probability in a response: about 100, and its escaped text."""
-_TOKENS_BY_DEFAULT = 16
-"""Tokens a server generates if `max_tokens` is not set."""
 _ABORT_SECONDS = 10.0
 """A server ends requests whose connection was closed only after the current decoding step."""
 
@@ -49,40 +43,35 @@ class VLLMServerRollout(ServedRollout):
     """Generates with a separately started vLLM server (docs/rollouts.md); options are checked before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
-        _check_options(args)
+        if args.vllm_weight_sync == "adapter":
+            raise ValueError(
+                "`vllm_weight_sync='adapter'` with `vllm_mode='server'`: a server takes whole weights only: use 'auto'."
+            )
+        if args.vllm_enable_sleep_mode:
+            raise ValueError(
+                "`vllm_enable_sleep_mode=True` with `vllm_mode='server'`: a server has a device of its own and does "
+                "not sleep: set it to False."
+            )
+        request_options(args, end_ids=[])
+        if args.device.type != SENDS_FROM:
+            raise ValueError(
+                f"`vllm_mode='server'` on the device '{args.device}': weights are sent to a vLLM server with NCCL, "
+                "from a CUDA device alone. Set `vllm_mode='colocate'` or `use_vllm=False`, or take an SGLang server, "
+                "by `sglang_server_url`."
+            )
         super().__init__(args, VLLMServerClient)
 
     def __str__(self) -> str:
-        args = self._args
-        return f"a vLLM server at {args.vllm_server_base_url or f'{args.vllm_server_host}:{args.vllm_server_port}'}"
+        return f"a vLLM server at {VLLMServerClient.address(self.args)}"
 
-    def _sampled(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
-        options = request_options(self._args, end_ids)
+    def sampling(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
+        options = request_options(self.args, end_ids)
         return {**options, "logit_bias": {**(options.get("logit_bias") or {}), **dict.fromkeys(masked, _MIN_BIAS)}}
 
-    def _weights(self) -> list[Weight]:
-        model = self._trainer.model
+    def weights(self) -> list[Weight]:
+        model = self.trainer.model
         has_head = may_have_head(model.config)
         return [weight for weight in weights_of(model) if has_head or weight.name != HEAD]
-
-
-def _check_options(args: OPSDConfig) -> None:
-    if args.vllm_weight_sync == "adapter":
-        raise ValueError(
-            "`vllm_weight_sync='adapter'` with `vllm_mode='server'`: a server takes whole weights only: use 'auto'."
-        )
-    if args.vllm_enable_sleep_mode:
-        raise ValueError(
-            "`vllm_enable_sleep_mode=True` with `vllm_mode='server'`: a server has a device of its own and does not "
-            "sleep: set it to False."
-        )
-    request_options(args, end_ids=[])
-    if args.device.type != SENDS_FROM:
-        raise ValueError(
-            f"`vllm_mode='server'` on the device '{args.device}': weights are sent to a vLLM server with NCCL, from a "
-            "CUDA device alone. Set `vllm_mode='colocate'` or `use_vllm=False`, or take an SGLang server, by "
-            "`sglang_server_url`."
-        )
 
 
 # ---- Responses -------------------------------------------------------------------------------------------------------
@@ -147,33 +136,23 @@ class _Choice(Schema):
     prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
 
     def completion(self, ids: list[int], options: dict[str, Any]) -> Completion:
-        """The completion of a prompt; a `ServerError` unless it is one, with the log-probabilities requested."""
-        limit = options.get("max_tokens", _TOKENS_BY_DEFAULT)
-        if len(self.token_ids) > limit:
-            raise ServerError(f"The vLLM server wrote {len(self.token_ids)} tokens, but was asked for at most {limit}.")
-        if self.prompt_token_ids != ids:
-            raise ServerError(
-                f"The vLLM server answered a different prompt from the one sent: expected {shown(ids)}, got "
-                f"{shown(self.prompt_token_ids)}."
-            )
-        logprobs = [] if options.get("logprobs") is None or self.logprobs is None else self.logprobs.token_logprobs
-        if options.get("logprobs") is not None and len(logprobs) != len(self.token_ids):
-            raise ServerError(
-                f"The vLLM server answered {len(logprobs)} log-probabilities for {len(self.token_ids)} tokens."
-            )
-        of_prompt = [] if options.get("prompt_logprobs") is None else self._of_prompt(ids)
+        """The completion of a prompt; a `ServerError` without the log-probabilities requested."""
+        logprobs: list[float] = []
+        of_prompt: list[float] = []
+        if options.get("logprobs") is not None and self.logprobs is not None:
+            logprobs = self.logprobs.token_logprobs
+        if options.get("prompt_logprobs") is not None:  # the first token has no context
+            scored = zip(self.prompt_logprobs or (), ids, strict=False)
+            of_prompt = [entry[str(token)].logprob for entry, token in scored if entry and str(token) in entry]
+        for name, found, expected in (("logprobs", logprobs, self.token_ids), ("prompt_logprobs", of_prompt, ids[1:])):
+            if options.get(name) is not None and len(found) != len(expected):
+                raise ServerError(
+                    f"The vLLM server answered {len(found)} of {len(expected)} log-probabilities, {name}."
+                )
         return Completion(
-            prompt_ids=list(ids), completion_ids=self.token_ids, prompt_logprobs=of_prompt, logprobs=logprobs
-        )
-
-    def _of_prompt(self, ids: list[int]) -> list[float]:
-        """The log-probability of each prompt token but the first, which has no context."""
-        entries = [entry or {} for entry in self.prompt_logprobs or []]
-        found = [entry.get(str(token)) for entry, token in zip(entries, ids, strict=False)][1:]
-        logprobs = [one.logprob for one in found if one is not None]
-        if len(entries) != len(ids) or len(logprobs) != len(ids) - 1:
-            raise ServerError("The vLLM server left out the log-probability of a prompt token.")
-        return logprobs
+            prompt_ids=self.prompt_token_ids, completion_ids=self.token_ids, prompt_logprobs=of_prompt,
+            logprobs=logprobs,
+        )  # fmt: skip
 
 
 class _Completions(Schema):
@@ -181,13 +160,10 @@ class _Completions(Schema):
 
 
 def _completions(response: Response, rows: Sequence[Row]) -> list[Completion]:
-    """The completions of a request's prompts, in their order; exactly one for each."""
+    """The completions of a request's prompts, in their order."""
     choices = sorted(response.parse(_Completions).choices, key=lambda one: one.index)  # the API promises no order
-    indices = [one.index for one in choices]
-    if indices != list(range(len(rows))):
-        raise ServerError(
-            f"The vLLM server answered completions {shown(indices)} to {len(rows)} prompts: expected one for each."
-        )
+    if len(choices) != len(rows):
+        raise ServerError(f"The vLLM server answered {len(choices)} completions to {len(rows)} prompts.")
     return [choice.completion(*row) for choice, row in zip(choices, rows, strict=True)]
 
 
@@ -200,7 +176,6 @@ class VLLMServerClient(GenerationClient):
     kind = ServerKind(
         name="vLLM",
         subject="The vLLM server",
-        option="vllm_server_base_url",
         address="`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`",
         timeout="vllm_server_timeout",
         start="as docs/rollouts.md says",
@@ -225,17 +200,15 @@ class VLLMServerClient(GenerationClient):
                 "weights: start it with `VLLM_SERVER_DEV_MODE=1` in its environment."
             )
         config = response.parse(_Info).vllm_config
-        name = config.of_model.dtype.removeprefix("torch.")
-        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in RELATIVE}
-        if name not in dtypes:
-            raise ServerError(f"The vLLM server says it computes in {name!r}: expected one of {sorted(dtypes)}.")
         if config.weight_transfer_config is None:
             raise ValueError(
                 f"The vLLM server at {self.url} cannot be sent weights: start it with "
                 """`--weight-transfer-config '{"backend": "nccl"}'`, as docs/rollouts.md says."""
             )
-        context, block_size = config.of_model.max_model_len, config.cache_config.block_size
-        return VLLMFacts(model=model, dtype=dtypes[name], context=context, block_size=block_size)
+        return VLLMFacts(
+            model=model, dtype=getattr(torch, config.of_model.dtype.removeprefix("torch.")),
+            context=config.of_model.max_model_len, block_size=config.cache_config.block_size,
+        )  # fmt: skip
 
     def write(self, rows: Sequence[Row]) -> list[Completion]:
         """Generates one completion for each prompt, with one request for all prompts with the same options."""
@@ -243,37 +216,22 @@ class VLLMServerClient(GenerationClient):
         for number, (_, options) in enumerate(rows):
             by_options[json.dumps(options, sort_keys=True)].append(number)
         numbers = list(by_options.values())
-        groups = [[rows[number] for number in group] for group in numbers]
         found: dict[int, Completion] = {}
-        for group, completions in self._post_each(groups):
+        for group, completions in self._post([[rows[number] for number in group] for group in numbers]):
             found.update(zip(numbers[group], completions, strict=True))
         return [found[number] for number in range(len(rows))]
 
     def write_each(self, rows: Sequence[Row]) -> Responses[Completion]:
-        return self.http.post_each(
-            "/v1/completions", [self._request([row]) for row in rows],
-            lambda number, response: _completions(response, [rows[number]])[0],
-        )  # fmt: skip
+        return self._post([[row] for row in rows], lambda completions: completions[0])
 
-    def _post_each(self, groups: Sequence[Sequence[Row]]) -> Responses[list[Completion]]:
-        return self.http.post_each(
-            "/v1/completions", [self._request(group) for group in groups],
-            lambda number, response: _completions(response, groups[number]),
-        )  # fmt: skip
-
-    def _request(self, rows: Sequence[Row]) -> tuple[dict[str, Any], int]:
-        """The body of a request for prompts with the same options, and the limit for its response in bytes."""
-        prompts, options = [ids for ids, _ in rows], rows[0][1]
-        tokens = sum(map(len, prompts)) + options.get("max_tokens", _TOKENS_BY_DEFAULT) * len(prompts)
-        each = 1 + max(options.get(name) or 0 for name in ("logprobs", "prompt_logprobs"))
+    def _post(self, groups: Sequence[Sequence[Row]], take: Callable[[list[Completion]], Any] = list) -> Responses[Any]:
+        """Sends one request for each group of prompts with the same options."""
         # Ids instead of text, which does not determine the ids.
-        ids_only = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        body = {"model": self.facts.model, "prompt": prompts, **options, **ids_only}
-        return body, MIB + tokens * each * _BYTES_PER_TOKEN
-
-    def try_bias(self, token: int) -> Response:
-        body, _ = self._request([([0], {"max_tokens": 1, "logit_bias": {str(token): 0.0}})])
-        return self.http.post("/v1/completions", json=body)
+        same = {"model": self.facts.model, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        bodies = [{**same, **rows[0][1], "prompt": [ids for ids, _ in rows]} for rows in groups]
+        return self.http.post_each(
+            "/v1/completions", bodies, lambda number, response: take(_completions(response, groups[number]))
+        )
 
     def connect(self, device: torch.device) -> torch.device:
         """Connects to send weights; a server on this machine is met on loopback, not on a public address.
@@ -286,7 +244,8 @@ class VLLMServerClient(GenerationClient):
         _check_free(port)
         self._sender = _Sender(self.http, port)
         try:
-            with _rendezvous_on_loopback(is_this_machine(urlsplit(self.url).hostname)):
+            is_here = is_this_machine(urlsplit(self.url).hostname) and "VLLM_HOST_IP" not in os.environ
+            with patch_environment(**({"VLLM_HOST_IP": "127.0.0.1"} if is_here else {})):
                 self._sender.init_communicator(device)
         except BaseException:
             self.close()  # else the port would be held
@@ -294,10 +253,7 @@ class VLLMServerClient(GenerationClient):
         _connected[port] = self
         return device
 
-    def check_connected(self) -> None:
-        self._connected()
-
-    def _connected(self) -> _Sender:
+    def connected(self) -> _Sender:
         if self._sender is None:  # a vLLM server does not say whose weights it has
             raise ServerError(
                 f"The vLLM server at {self.url} is not connected to any more: the rollout was closed, or another "
@@ -308,7 +264,7 @@ class VLLMServerClient(GenerationClient):
 
     def update(self, stream: Stream) -> None:
         """Replaces all weights while no row is generated: new weights during a decoding step would end the server."""
-        sender = self._connected()
+        sender = self.connected()
         self.forget_prefixes()
         sender.update_named_params(stream.announced(), iter(stream))
 
@@ -368,16 +324,3 @@ def _check_free(port: int) -> None:
                 f"`vllm_group_port={port}`, where the vLLM server meets this process, cannot be listened on ({error}): "
                 "set it to a free port; another training on this machine may have this one."
             ) from error
-
-
-@contextmanager
-def _rendezvous_on_loopback(is_loopback: bool) -> Iterator[None]:
-    """Sets the address where server and trainer connect to exchange weights, unless the user has set it."""
-    if not is_loopback or "VLLM_HOST_IP" in os.environ:
-        yield
-        return
-    os.environ["VLLM_HOST_IP"] = "127.0.0.1"
-    try:
-        yield
-    finally:
-        del os.environ["VLLM_HOST_IP"]

@@ -5,11 +5,11 @@ A LoRA factor [r, in] · B LoRA factor [out, r] · P parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from trl_opsd._compat.sharding import in_zero3, whole, whole_numel, whole_shape
 from trl_opsd.models.weights import as_saved
 from trl_opsd.types import Weight
 
+T = TypeVar("T")
 Gathered: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Any]]
 Saved: TypeAlias = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
@@ -28,11 +29,10 @@ BUCKET_BYTES = 2**28
 
 @dataclass(slots=True)
 class Stream:
-    """An iterator over weights by the names of a checkpoint, which counts the bytes.
+    """Weights by the names of a checkpoint, which a `with` block iterates over, and their bytes.
 
     Every process has to iterate over all of them, because gathering is collective: under ZeRO-3 by bucket, under FSDP2
-    by weight, after it was computed on the shards. A `with` block yields the iterator, which the stream itself iterates
-    over inside of it, and exhausts it at the end, also after an error.
+    by weight, after it was computed on the shards. So the block exhausts the iterator at its end, also after an error.
     """
 
     weights: list[Weight]
@@ -59,16 +59,18 @@ class Stream:
 
     def announced(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each, in order; nothing is computed or gathered."""
-        empty = {weight.name: self._empty_like(weight.base) for weight in self.weights}
-        return [
-            (name, str(part.dtype).removeprefix("torch."), list(part.shape))
-            for whole_name, tensor in empty.items()
-            for name, part in self.saved(whole_name, tensor)
-        ]
+        found = []
+        for weight in self.weights:
+            base = weight.base
+            empty = torch.empty(whole_shape(base), dtype=self._dtype_of(base), device="meta")
+            for name, part in self.saved(weight.name, empty):
+                found.append((name, str(part.dtype).removeprefix("torch."), list(part.shape)))
+        return found
 
     def _draw(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in _buckets(self.weights):
-            split = _parts(bucket)
+        for bucket in buckets(self.weights, _bytes_of):
+            parts = {id(part): part for weight in bucket for part in weight.parts if in_zero3(part)}
+            split = list(parts.values())  # each once
             with self.gathered(split):
                 for weight in bucket:
                     # Adapters are merged here, one weight at a time, so the student is not changed or copied.
@@ -80,9 +82,6 @@ class Stream:
                         yield name, part.contiguous()
                 if split and torch.accelerator.is_available():
                     torch.accelerator.synchronize()  # the copies may be on another stream than the gathers
-
-    def _empty_like(self, base: Tensor) -> Tensor:
-        return torch.empty(whole_shape(base), dtype=self._dtype_of(base), device="meta")
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if tensor.is_floating_point() else tensor.dtype
@@ -133,7 +132,12 @@ def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against
     """Whether `"adapter"` or `"full"` weights are sent, and why; `against` is why the engine takes no adapter."""
     if requested == "full":
         return "full", "`vllm_weight_sync='full'`"
-    against = _against_adapter(model, ranks) or against
+    if not is_peft(model):
+        against = "the student has no adapter"
+    elif reason := why_not_plain_lora(model):
+        against = reason
+    elif (rank := adapter_rank(model)) > max(ranks):
+        against = f"the adapter's rank {rank} is larger than the {max(ranks)} that the engine takes"
     if against is None:
         return "adapter", "the student is a base with a LoRA adapter, and only the adapter changes"
     if requested == "adapter":
@@ -141,29 +145,20 @@ def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against
     return "full", against
 
 
-def _against_adapter(model: CausalLM, ranks: Collection[int]) -> str | None:
-    if not is_peft(model):
-        return "the student has no adapter"
-    against = why_not_plain_lora(model)
-    if against is None and (rank := adapter_rank(model)) > max(ranks):
-        return f"the adapter's rank {rank} is larger than the {max(ranks)} that the engine takes"
-    return against
-
-
-def _buckets(weights: list[Weight]) -> Iterator[list[Weight]]:
-    bucket: list[Weight] = []
+def buckets(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Groups weights so that few are held besides a model's own: at most `BUCKET_BYTES`, or a single larger one."""
+    bucket: list[T] = []
     size = 0
-    for weight in weights:
-        here = sum(part.element_size() * whole_numel(part) for part in weight.parts)
+    for item in items:
+        here = size_of(item)
         if bucket and size + here > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
-        bucket.append(weight)
+        bucket.append(item)
         size += here
     if bucket:
         yield bucket
 
 
-def _parts(bucket: list[Weight]) -> list[Tensor]:
-    """The tensors in a bucket that ZeRO-3 has sharded, each once."""
-    return list({id(part): part for weight in bucket for part in weight.parts if in_zero3(part)}.values())
+def _bytes_of(weight: Weight) -> int:
+    return sum(part.element_size() * whole_numel(part) for part in weight.parts)

@@ -142,7 +142,6 @@ T = TypeVar("T")
 KIND = ServerKind(
     name="teacher",
     subject="The teacher's server",
-    option="teacher_server_url",
     address="`teacher_server_url`",
     timeout="teacher_server_timeout",
     start=f"with `{START}`",

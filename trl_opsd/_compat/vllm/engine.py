@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
@@ -19,86 +17,45 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.platforms import current_platform
 
-from trl_opsd._compat.vllm.architectures import HEAD, has_head, refused, starting
 from trl_opsd._compat.vllm.process import launcher_environment, preserved_classes, preserved_process, retype
-from trl_opsd._compat.vllm.sampling_params import vocabulary_mask
+from trl_opsd._compat.vllm.supported import HEAD, has_head, refused, starting, vocabulary_mask
 from trl_opsd.types import Completion
 
 _DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
 """vLLM's functions that destroy its process groups, which the next engine reuses, and torch's default group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Options of an engine, fixed when it is built; later only its weights change."""
-
-    model: str
-    """Folder or id of the checkpoint. Only its config is read: weights come from the student."""
-    revision: str | None
-    tokenizer: str
-    """Folder of the student's tokenizer."""
-    dtype: torch.dtype
-    """Dtype of the engine's computations."""
-    context: int | None
-    """Maximum tokens of prompt and completion together."""
-    vocabulary: int
-    """Vocabulary size; larger token ids are never sampled."""
-    placeholders: tuple[int, ...]
-    """Placeholder tokens of images and audio, which are never sampled either."""
-    text_only: bool
-    """Whether to build only the language model of a multimodal checkpoint."""
-    sequences: int
-    """Maximum number of concurrent sequences."""
-    seed: int
-    gpu_memory_utilization: float
-    model_impl: str
-    trust_remote_code: bool
-    sleep_mode: bool
-    lora_rank: int | None
-    """Maximum rank of an adapter that is sent separately from the base, or `None` if none is."""
-    lora_layers: tuple[str, ...]
-    """Last name components of the layers that such an adapter targets; vLLM enables LoRA only for these."""
-
-
 class VLLMEngine:
-    """One vLLM engine inside this process; an [`~rollout.engine.Engine`]."""
+    """One vLLM engine inside this process, an [`~rollout.base.Engine`]; `llm` are arguments of `vllm.LLM`.
+
+    Token ids from `vocabulary` on and `placeholders` are never sampled.
+    """
 
     name = "vLLM"
 
     @preserved_process()
-    def __init__(self, options: EngineOptions) -> None:
-        _ensure_expert_group()
+    def __init__(self, vocabulary: int, placeholders: Collection[int], **llm: Any) -> None:
+        # A first engine without experts created no expert-parallel group; each group is one process.
+        if getattr(parallel_state, "_EP", None) is None:
+            parallel_state._EP = parallel_state._TP
         # vLLM's transformers backend modifies the model classes of transformers, among them the student's.
-        with launcher_environment(), preserved_classes(PreTrainedModel) as changed, starting(options.model):
+        with launcher_environment(), preserved_classes(PreTrainedModel) as changed, starting(llm["model"]):
             self._llm = LLM(
-                model=options.model,
-                revision=options.revision,
-                tokenizer=options.tokenizer,
                 # Random weights, so that a weight the student has not sent cannot be right by accident.
                 load_format="dummy",
-                dtype=options.dtype,
-                max_model_len=options.context,
-                max_num_seqs=options.sequences,
-                gpu_memory_utilization=options.gpu_memory_utilization,
-                model_impl=options.model_impl,
-                language_model_only=options.text_only,
-                trust_remote_code=options.trust_remote_code,
-                enable_sleep_mode=options.sleep_mode,
-                seed=options.seed,
                 distributed_executor_backend="external_launcher",
                 # As in TRL: memory profiling would reserve memory for the high default.
-                max_num_batched_tokens=max(4096, options.sequences),
+                max_num_batched_tokens=max(4096, llm["max_num_seqs"]),
                 logprobs_mode="raw_logprobs",
                 # Sampling options and end tokens come from the trainer, not from the checkpoint's generation config.
                 generation_config="vllm",
-                logits_processors=[vocabulary_mask(options.vocabulary, options.placeholders)],
-                **_lora_options(options),
+                logits_processors=[vocabulary_mask(vocabulary, placeholders)],
+                **llm,
             )
         retype(self._worker.model_runner.get_model(), changed)
         self._adapter: LoRARequest | None = None
-        if options.lora_rank:
-            # vLLM itself loads adapters from files.
-            self._lora_manager._load_adapter = self._built_adapter
+        if llm.get("enable_lora"):  # vLLM itself loads adapters from files
+            self._lora_manager._load_adapter = lambda request: self._arriving
         client = self._llm.llm_engine.engine_core
         # vLLM's own finalizer would destroy the launch's process groups; `_shut_down` replaces it.
         if finalizer := getattr(client, "_finalizer", None):  # not in every version
@@ -111,11 +68,11 @@ class VLLMEngine:
         self._finalizer()
         self.__dict__.pop("_llm", None)
 
-    # ---- Writing ------------------------------------------------------------------------------------------------
+    # ---- Generation ---------------------------------------------------------------------------------------------
 
     @preserved_process()
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
-        """Generates one completion for each unpadded prompt, with arguments of `vllm.SamplingParams` for each."""
+        """Generates one completion for each prompt, with arguments of `vllm.SamplingParams` for each."""
         outputs = self._llm.generate(
             [{"prompt_token_ids": ids} for ids in prompt_ids],
             [SamplingParams(**{"detokenize": False, **given}) for given in options],
@@ -131,15 +88,14 @@ class VLLMEngine:
             raise RuntimeError("vLLM did not reset its prefix cache; completions would come from earlier weights.")
 
     def wipe_cache(self) -> None:
-        """Zeroes the KV cache: random weights may have left NaNs, and 0 * NaN is NaN."""
-        # vLLM's attention on the CPU multiplies the unused end of a block by 0.
+        """Zeroes the KV cache: random weights may have left NaNs."""
+        # vLLM's attention on the CPU multiplies the unused end of a block by 0, and 0 * NaN is NaN.
         for cache in self._worker.model_runner.kv_caches:
             for part in cache if isinstance(cache, list | tuple) else (cache,):
                 part.zero_()
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of the KV cache."""
         size: int = self._llm.llm_engine.vllm_config.cache_config.block_size
         return size
 
@@ -147,10 +103,7 @@ class VLLMEngine:
 
     @preserved_process()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces all weights in one call, through vLLM's reload path, which also repacks and quantises them.
-
-        After an error the engine has a mixture of old and new weights, and all of them can be sent again.
-        """
+        """Replaces all weights in one call; after an error some are old and some new, and all can be sent again."""
         self._adapter = None  # vLLM drops its adapters here
         model = self._worker.model_runner.get_model()
         # A tied head is sent under its own name, as vLLM rebuilds only what it is sent; models without a separate head
@@ -161,6 +114,7 @@ class VLLMEngine:
         for method in kernels:
             method.moe_kernel = None
         try:
+            # vLLM's reload path also repacks and quantises them.
             self._worker.reload_weights(weights_iterator=(one for one in weights if keeps or one[0] != HEAD))
         except BaseException as error:
             _end_reload(self._worker.model_runner)
@@ -174,13 +128,11 @@ class VLLMEngine:
     @preserved_process()
     def load_adapter(self, layers: Mapping[str, tuple[Tensor, Tensor, float]]) -> None:
         """Replaces the adapter, from memory: A [r, in], B [out, r] and the scaling of B A, by the name of the layer."""
-        built = {}
-        for name, (lora_a, lora_b, scaling) in layers.items():
-            module = self._named(name)
-            # A copy, because vLLM multiplies B by the scaling in place.
-            built[module] = LoRALayerWeights(
-                module, lora_a.size(0), 0, lora_a.cpu().clone(), lora_b.cpu().clone(), scaling
-            )
+        named = {self._named(name): factors for name, factors in layers.items()}
+        built = {  # of copies, because vLLM multiplies B by the scaling in place
+            name: LoRALayerWeights(name, a.size(0), 0, a.cpu().clone(), b.cpu().clone(), scaling)
+            for name, (a, b, scaling) in named.items()
+        }
         rank = max(weights.rank for weights in built.values())
         self._arriving = LoRAModel(1, rank, built)
         self._llm.llm_engine.add_lora(LoRARequest("student", 1, "memory", load_inplace=True))
@@ -199,9 +151,6 @@ class VLLMEngine:
         mapper = None if mapper is None else mapper.get_rename_mapper()
         name: str = parse_fine_tuned_lora_name(f"base_model.model.{layer}.lora_A.weight", mapper)[0]
         return name
-
-    def _built_adapter(self, request: LoRARequest) -> LoRAModel:
-        return self._arriving
 
     # ---- Sleep --------------------------------------------------------------------------------------------------
 
@@ -245,14 +194,6 @@ def _end_reload(runner: Any) -> None:
     finalize_layerwise_reload(model, runner.model_config)
 
 
-def _lora_options(options: EngineOptions) -> dict[str, Any]:
-    """LoRA options; restricted to the adapter's layers, because LoRA on the head breaks prompt scoring on the CPU."""
-    if options.lora_rank is None:
-        return {}
-    layers = list(options.lora_layers)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": options.lora_rank, "lora_target_modules": layers}
-
-
 def _shut_down(core: Any) -> None:
     """Shuts an engine down, but keeps the process groups: vLLM would destroy them all, the trainer's included."""
     kept = {name: getattr(parallel_state, name) for name in _DESTROYERS}
@@ -265,12 +206,6 @@ def _shut_down(core: Any) -> None:
             setattr(parallel_state, name, destroyer)
 
 
-def _ensure_expert_group() -> None:
-    """Provides an expert-parallel group if a first engine, without experts, created none; each group is one process."""
-    if getattr(parallel_state, "_EP", None) is None:
-        parallel_state._EP = parallel_state._TP
-
-
 def why_no_sleep_mode() -> str | None:
     """Why this platform cannot put an engine to sleep, or `None` where it can."""
     if current_platform.is_sleep_mode_available():
@@ -280,8 +215,7 @@ def why_no_sleep_mode() -> str | None:
 
 def _written(output: Any) -> Completion:
     completion = output.outputs[0]
-    ids = list(completion.token_ids)
-    prompt_ids = list(output.prompt_token_ids)
+    ids, prompt_ids = list(completion.token_ids), list(output.prompt_token_ids)
     return Completion(
         prompt_ids=prompt_ids,
         completion_ids=ids,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
+from accelerate.utils.other import get_free_port
 from torch import distributed, nn
 
 
@@ -44,6 +45,9 @@ def preserved_process() -> Iterator[None]:
             device.set_stream(stream)  # vLLM's replacement, which records the current one
 
 
+_ABSENT = object()
+
+
 @contextmanager
 def preserved_classes(root: type) -> Iterator[dict[type, type]]:
     """Restores a class and its loaded subclasses on exit; yields a dict of the changed ones, which is filled then."""
@@ -55,19 +59,22 @@ def preserved_classes(root: type) -> Iterator[dict[type, type]]:
         for cls, (bases, attributes) in before.items():
             added = tuple(base for base in cls.__bases__ if base not in bases)
             new = {name: value for name, value in vars(cls).items() if attributes.get(name, _ABSENT) is not value}
-            if added or new:
-                _restore(cls, bases, {name: attributes.get(name, _ABSENT) for name in new})
-                # The changes live on in a subclass, for the engine's own modules.
-                changed[cls] = type(cls)(cls.__name__, (cls, *added), {**new, "__module__": cls.__module__})
+            if not added and not new:
+                continue
+            for name in new:
+                if name in attributes:
+                    setattr(cls, name, attributes[name])
+                else:
+                    delattr(cls, name)
+            cls.__bases__ = bases
+            # The changes live on in a subclass, for the engine's own modules.
+            changed[cls] = type(cls)(cls.__name__, (cls, *added), {**new, "__module__": cls.__module__})
 
 
 def retype(model: nn.Module, classes: Mapping[type, type]) -> None:
     """Switches modules to the subclasses from [`preserved_classes`], so that they keep the changes made for them."""
     for module in model.modules():
         module.__class__ = classes.get(type(module), type(module))
-
-
-_ABSENT = object()
 
 
 def _family(root: type) -> Iterator[type]:
@@ -77,50 +84,20 @@ def _family(root: type) -> Iterator[type]:
         yield from _family(child)
 
 
-def _restore(cls: type, bases: tuple[type, ...], attributes: Mapping[str, Any]) -> None:
-    for name, value in attributes.items():
-        if value is _ABSENT:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, value)
-    cls.__bases__ = bases
-
-
-@contextmanager
-def launcher_environment() -> Iterator[None]:
+def launcher_environment() -> AbstractContextManager[None]:
     """Sets `RANK`, `WORLD_SIZE` and so on while the context is open; vLLM reads them while an engine is built."""
-    # The process group knows the rank also where no launcher has set variables.
+    # The process group knows the rank also where no launcher has set variables. If they stayed, the next accelerator
+    # in this process would look for other processes.
     group = distributed.is_initialized()
-    rank = distributed.get_rank() if group else 0
-    given = {
-        "RANK": str(rank),
-        "LOCAL_RANK": _device(),
-        "WORLD_SIZE": str(distributed.get_world_size() if group else 1),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_free_port()),
-    }
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        # If they stayed, the next accelerator in this process would look for other processes.
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _device() -> str:
-    """The index of this process's device, which is not its local rank where each process sees a single device."""
-    if torch.accelerator.is_available():
-        return str(torch.accelerator.current_device_index())
-    return os.environ.get("LOCAL_RANK", "0")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    if torch.accelerator.is_available():  # not the local rank, where each process sees a single device
+        device = torch.accelerator.current_device_index()
+    else:
+        device = int(os.environ.get("LOCAL_RANK", "0"))
+    variables: AbstractContextManager[None] = patch_environment(
+        RANK=distributed.get_rank() if group else 0,
+        LOCAL_RANK=device,
+        WORLD_SIZE=distributed.get_world_size() if group else 1,
+        MASTER_ADDR=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        MASTER_PORT=os.environ.get("MASTER_PORT") or get_free_port(),
+    )
+    return variables
