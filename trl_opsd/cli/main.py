@@ -51,9 +51,8 @@ def doctor(
     import sys
     from contextlib import redirect_stdout
 
-    from trl_opsd.cli.doctor.pair import load_pair
-    from trl_opsd.cli.doctor.probes import document, examine, show
-    from trl_opsd.cli.doctor.settings import Settings, collected, read_settings
+    from trl_opsd.cli.doctor.checks import document, examine, show
+    from trl_opsd.cli.doctor.pair import Settings, collected, load_pair, read_settings
     from trl_opsd.monitor.memory import is_out_of_memory
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer

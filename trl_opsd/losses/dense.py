@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.comparable import check_comparable
-from trl_opsd.losses.diagnostics import top_shared_
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.losses.sampled import SampledReverseKL, check_sampled, drawn
-from trl_opsd.losses.top_k_and_clip import check_clip, clipped_value
+from trl_opsd.losses.elementwise import top_shared_
+from trl_opsd.losses.sampled import SampledReverseKL, drawn
+from trl_opsd.losses.top_k_and_clip import clipped_value
+from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
 
@@ -28,9 +28,7 @@ def dense_divergence(
     Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` has no effect here, and the likeliest
     tokens are ranked everywhere.
     """
-    check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
-    check_clip(kl_clip, divergence)
-    check_sampled(sampled, divergence, len(student.hidden), vocabulary or len(student.head.weight))
+    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled)
     log_student_NV = _log_probs(student, vocabulary)
     log_teacher_NV = _log_probs(teacher, vocabulary).detach()
     logs = log_student_NV, log_teacher_NV

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise, of_logits_
-from trl_opsd.losses.sampled import SampledReverseKL
 
 
 @final
@@ -106,26 +105,3 @@ def clipped_(
     terms_RV = torch.where(cut_RV, shift_RV.add_(clip), terms_RV)
     slopes_RV = torch.where(cut_RV, student_RV * drift, slopes_RV)
     return terms_RV.sum(-1), of_logits_(slopes_RV, student_RV), cut_RV.any(-1)
-
-
-def check_clip(clip: float | None, divergence: Divergence) -> None:
-    """Refuses a clip that is out of range, or that goes with a divergence whose entries are not known."""
-    if clip is None:
-        return
-    if not clip > 0:
-        raise ValueError(f"kl_clip is {clip}, expected a number above 0, in nats: leave it out for no clip.")
-    if isinstance(divergence, SampledReverseKL):
-        raise ValueError(
-            f"kl_clip is {clip} with SampledReverseKL, which reads the sampled token alone and has no entries to clip: "
-            "leave `kl_clip` out, or use ReverseKL()."
-        )
-    if isinstance(divergence, TopKTeacher):
-        raise ValueError(
-            f"kl_clip is {clip} with {divergence!r}: a bucket of many tokens is no entry to clip. Set only one of "
-            "`kl_clip` and `top_k_teacher`."
-        )
-    if not isinstance(divergence, Entrywise):
-        raise ValueError(
-            f"kl_clip is {clip} with {type(divergence).__name__}, of which only the sum over the vocabulary is known: "
-            "clip in its `value`, before that sum, with `clamp(max=...)`, and leave `kl_clip` out."
-        )

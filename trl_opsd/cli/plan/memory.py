@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
-from trl_opsd.losses.diagnostics import EVERY
+from trl_opsd.losses.elementwise import EVERY
 from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, tile_of
 from trl_opsd.teacher.frozen import PASS_BYTES
 from trl_opsd.types.kept import CACHE_BYTES
