@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -413,12 +413,9 @@ def document(pair: Pair, findings: Sequence[Finding]) -> str:
 
 def show(pair: Pair, findings: Sequence[Finding]) -> None:
     """Prints a table and the verdict."""
-    console = Console()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("s", justify="right", no_wrap=True)
-    table.add_column("what was found", overflow="fold")
+    console, narrow = Console(), [Column(title, no_wrap=True) for title in ("check", "verdict")]
+    columns = *narrow, Column("s", justify="right", no_wrap=True), Column("what was found", overflow="fold")
+    table = Table(*columns, box=None, pad_edge=False)
     for one in findings:
         colour = _COLOURS[one.verdict]
         # Rich reads brackets as markup.
