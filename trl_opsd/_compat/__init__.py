@@ -26,25 +26,11 @@ _WARNINGS = (
 
 
 def drop_import_noise() -> None:
-    """Filters these messages, and no others of their loggers; idempotent."""
+    """Filters these messages, and no others of their loggers."""
     for about in _WARNINGS:
         warnings.filterwarnings("ignore", *about)
     for name, start in _NOISE.items():
-        logger = logging.getLogger(name)
-        # Importing again, as tests do, must not stack filters.
-        if not any(isinstance(one, _NotAbout) for one in logger.filters):
-            logger.addFilter(_NotAbout(start))
-
-
-class _NotAbout(logging.Filter):
-    """Passes all messages that do not begin with a text."""
-
-    def __init__(self, start: str) -> None:
-        super().__init__()
-        self._start = start
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self._start)
+        logging.getLogger(name).addFilter(lambda record, start=start: not str(record.msg).startswith(start))
 
 
 drop_import_noise()  # before a module of this package imports TRL

@@ -10,13 +10,13 @@ from trl_opsd.losses.entrywise import (
     ReverseKL,
     SkewedForwardKL,
     SkewedReverseKL,
+    TopKTeacher,
     TotalVariation,
 )
 from trl_opsd.losses.reduce import reduce
 from trl_opsd.losses.registry import DIVERGENCES
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_divergence
-from trl_opsd.losses.top_k_and_clip import TopKTeacher
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Sampled
 
 __all__ = [

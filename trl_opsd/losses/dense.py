@@ -8,7 +8,6 @@ from torch import Tensor
 from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.elementwise import top_shared_
 from trl_opsd.losses.sampled import SampledReverseKL, drawn
-from trl_opsd.losses.top_k_and_clip import clipped_value
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
@@ -42,7 +41,7 @@ def dense_divergence(
         value_N = divergence.value(*logs)
     if kl_clip is not None:
         assert isinstance(divergence, Entrywise), "check_clip has refused others"
-        value_N, clipped_N = clipped_value(divergence, kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
+        value_N, clipped_N = divergence.clipped_value(kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
     shared_N, mass_N = top_shared_(torch.stack([log_student_NV.detach(), log_teacher_NV]))
     weights_N = torch.ones_like(value_N) if weights is None else weights
     return PerToken(

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.sampled import Drawn, SampledReverseKL, drawn, gradient_of
-from trl_opsd.losses.top_k_and_clip import clipped_
 from trl_opsd.types import Sampled
 
 STATISTICS = 9
@@ -122,7 +121,7 @@ def _compared_(
     """The divergence of two distributions, its gradient if `wanted`, and whether an entry was clipped."""
     if clip is not None:
         assert isinstance(divergence, Entrywise), "check_clip has refused others"
-        return clipped_(divergence, clip, *storage)
+        return divergence.clipped_(clip, *storage)
     uncut_R = storage[0].new_zeros(len(storage[0]))
     if not wanted:
         return divergence.value_alone(*storage), None, uncut_R

@@ -15,10 +15,10 @@ from trl_opsd.losses.entrywise import (
     ReverseKL,
     SkewedForwardKL,
     SkewedReverseKL,
+    TopKTeacher,
     TotalVariation,
 )
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.losses.top_k_and_clip import TopKTeacher
 
 
 @dataclass(frozen=True, slots=True)
