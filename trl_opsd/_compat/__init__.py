@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 
 _NOISE = {
     "vllm.triton_utils.importing": "Triton is installed",
@@ -30,7 +31,11 @@ def drop_import_noise() -> None:
     for about in _WARNINGS:
         warnings.filterwarnings("ignore", *about)
     for name, start in _NOISE.items():
-        logging.getLogger(name).addFilter(lambda record, start=start: not str(record.msg).startswith(start))
+        logging.getLogger(name).addFilter(partial(_is_other, start))
+
+
+def _is_other(start: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(start)
 
 
 drop_import_noise()  # before a module of this package imports TRL

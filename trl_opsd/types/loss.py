@@ -5,7 +5,7 @@ B rows · N tokens in the loss
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -45,17 +45,7 @@ class PerToken:
     """[N], float32, the student's probability of these shared tokens; 0 where not ranked."""
 
 
-UNWEIGHTED = (
-    "teacher_uniform",
-    "clipped",
-    "pulled",
-    "same_first",
-    "teacher_first",
-    "importance",
-    "ranked",
-    "top_shared",
-    "top_mass",
-)
+UNWEIGHTED = tuple(one.name for one in fields(PerToken) if one.default is None)
 """Optional fields of [`PerToken`]: the sum of each over a row is a statistic of the same name, without weights."""
 
 
