@@ -170,7 +170,6 @@ class TestFirstChoices:
     [
         (None, "SampledReverseKL reads sampled tokens: pass `sampled="),
         (Sampled(torch.zeros(6, dtype=torch.int64)), r"sampled ids have shape \[6\], expected \[7\]"),
-        (Sampled(torch.zeros(7, dtype=torch.int32)), "int64"),
         (Sampled(torch.full((7,), 37)), "index 37 is out of bounds"),
         (Sampled(torch.full((7,), -100)), "index -100 is out of bounds"),
         (Sampled(torch.arange(7), pull=torch.ones(1)), r"sampled pull have shape \[1\], expected \[7\]"),
