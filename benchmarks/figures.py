@@ -23,7 +23,7 @@ from timing import once
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import reduce, streamed
-from trl_opsd.losses.diagnostics import looked_at, top_shared_
+from trl_opsd.losses.elementwise import looked_at, top_shared_
 from trl_opsd.teacher import comparison
 
 SHAPES = [(4, 128, 8192), (8, 256, 8192), (4, 512, 32768)]

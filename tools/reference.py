@@ -39,8 +39,7 @@ All others keep TRL's names, defaults and meanings, but for [these](#different-f
 every field on its command line."""
 
 _DIVERGENCES = """\
-Values of `divergence` by name, and the objects they stand for at each `beta`. [extending.md](extending.md) has one of
-your own."""
+Values of `divergence` by name, and the objects they stand for. [extending.md](extending.md) has one of your own."""
 
 _NARROWER = """\
 `trust_remote_code` covers the student alone; `teacher_trust_remote_code` is the teacher's. Without an accelerator,
@@ -145,7 +144,7 @@ def document() -> str:
             "",
             _DIVERGENCES,
             "",
-            *_table(["name", "`beta=0`", "`beta=0.3`", "`beta=1`"], _divergences()),
+            *_table(["name", "object", "what it is"], _divergences()),
             "",
             "### Different from TRL",
             "",
@@ -258,7 +257,9 @@ def _when(option: Option) -> str:
 
 def _divergences() -> Iterator[list[str]]:
     for name, make in DIVERGENCES.items():
-        yield [f'`"{name}"`', *(f"`{make(Settings(beta=beta))!r}`" for beta in (0.0, 0.3, 1.0))]
+        made = make(Settings())
+        about = " ".join((inspect.getdoc(type(made)) or "").partition("\n\n")[0].split())
+        yield [f'`"{name}"`', f"`{made!r}`", about]
 
 
 def _changed() -> Iterator[list[str]]:

@@ -21,7 +21,7 @@ from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
-from trl_opsd.losses.top_k_and_clip import check_clip
+from trl_opsd.losses.validation import check_clip
 from trl_opsd.options.foreign_names import StrictNames, explained, without_meaning
 from trl_opsd.options.normalize import (
     check_json,
@@ -84,10 +84,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
         divergence (`str` or [`~losses.Divergence`], *optional*):
             The objective. By name: `"forward_kl"` is KL(teacher ‖ student), `"reverse_kl"` is KL(student ‖ teacher),
             `"jsd"` is the generalised Jensen-Shannon divergence with TRL's `beta` where that lies inside (0, 1), and
-            with 0.5 otherwise. `"skewed_forward_kl"`, `"skewed_reverse_kl"`, `"total_variation"`, `"alpha_divergence"`
-            and `"adaptive_kl"` are explained in `docs/objectives.md`, as is `"sampled_reverse_kl"`, a policy gradient
-            from the sampled tokens alone. When `None`, `beta` decides, as in TRL: 0 forward KL, 1 reverse KL, between:
-            JSD. A [`~losses.Divergence`] is used unchanged; `docs/extending.md` shows how to write one.
+            with 0.5 otherwise; `docs/objectives.md` explains the others. When `None`, `beta` decides, as in TRL: 0
+            forward KL, 1 reverse KL, between: JSD. A [`~losses.Divergence`] is used unchanged; `docs/extending.md`
+            shows how to write one.
         skew (`float`, *optional*, defaults to `0.1`):
             Of the skewed KLs, the share of the first distribution in the mixture that it is compared with, in (0, 1).
         alpha (`float`, *optional*, defaults to `0.5`):
@@ -265,12 +264,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     divergence: Annotated[
         Divergence | str | None, Option(a_divergence, instead=ASSIGN, also="f_divergence_type kl_type")
     ] = None
-    skew: Annotated[
-        float, Option(between(0, 1), of_divergences("skewed_forward_kl", "skewed_reverse_kl"), also="skew_alpha")
-    ] = 0.1
-    alpha: Annotated[
-        float, Option(between(0, 1), of_divergences("alpha_divergence"), also="f_alpha_divergence_coef")
-    ] = 0.5
+    skew: Annotated[float, Option(between(0, 1), of_divergences("skew"), also="skew_alpha")] = 0.1
+    alpha: Annotated[float, Option(between(0, 1), of_divergences("alpha"), also="f_alpha_divergence_coef")] = 0.5
     top_k_teacher: Annotated[int | None, Option(integer(1) | None)] = None
     kl_clip: Annotated[
         float | None,
@@ -279,7 +274,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         ),
     ] = None
     vllm_importance_sampling_clip_max: Annotated[
-        float | None, Option(above(0) | None, of_divergences("sampled_reverse_kl"), also="distillation_is_clip")
+        float | None, Option(above(0) | None, of_divergences("clip_max"), also="distillation_is_clip")
     ] = 3.0
     student_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
     teacher_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None

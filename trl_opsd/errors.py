@@ -30,16 +30,8 @@ class SyncError(OPSDError):
 
 @contextmanager
 def explained(command: Callable[[], str], whole: bool) -> Iterator[None]:
-    """Ends a command with one sentence instead of a traceback where the error explains itself: status 2 for a wrong
-    argument, 1 for a failed run.
-
-    Any other error, a bug, is raised.
-
-    Args:
-        command (`Callable`):
-            Returns how the message begins.
-        whole (`bool`):
-            Raise all errors, for a traceback.
+    """Ends a command with one sentence where the error explains itself: status 2 for a wrong argument, 1 for a failed
+    run. Any other error, a bug, is raised, and with `whole` all are; `command` returns how the sentence begins.
     """
     try:
         yield

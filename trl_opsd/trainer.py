@@ -36,8 +36,8 @@ from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.student import use_special_tokens
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
-from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
+from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.models.backbone import completion_hidden, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading

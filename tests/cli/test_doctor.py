@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from trl_opsd import RolloutBackend
-from trl_opsd.cli.doctor import numerics, probes
-from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, shrunk
-from trl_opsd.cli.doctor.settings import read_settings
+from trl_opsd.cli.doctor import checks
+from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, read_settings, shrunk
 from trl_opsd.cli.main import app
 from trl_opsd.models.weights import without_weights
 
@@ -50,7 +49,7 @@ def verdicts(found) -> dict[str, list[str]]:
 @pytest.mark.quick
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_healthy_pair_passes_every_check(family):
-    found = probes.examine(pair(FAMILIES[family](32), FAMILIES[family](48, seed=1)))
+    found = checks.examine(pair(FAMILIES[family](32), FAMILIES[family](48, seed=1)))
     assert verdicts(found) == {"failed": [], "warning": [], "skipped": []}, [
         one for one in found if one.verdict != "ok"
     ]
@@ -62,7 +61,7 @@ def test_a_healthy_pair_passes_every_check(family):
 
 
 def test_self_teacher_is_compared_with_itself_given_more_context():
-    found = probes.examine(Pair(*(Side("mine", tiny.qwen2(32).eval(), words()) for _ in range(2))))
+    found = checks.examine(Pair(*(Side("mine", tiny.qwen2(32).eval(), words()) for _ in range(2))))
     assert verdicts(found)["failed"] == [], found
     said = next(one.said for one in found if one.name == "loss")
     assert float(said.split("forward_kl ")[1].split(",")[0]) > 1e-3
@@ -81,7 +80,7 @@ def test_vocabulary_without_english_passes(kind):
     )
     domain.chat_template = TEMPLATE
     sized = {"vocab_size": len(vocabulary)}
-    found = probes.examine(pair(tiny.qwen2(32, **sized), tiny.qwen2(48, seed=1, **sized), domain, domain))
+    found = checks.examine(pair(tiny.qwen2(32, **sized), tiny.qwen2(48, seed=1, **sized), domain, domain))
     assert verdicts(found) == {"failed": [], "warning": [], "skipped": []}, found
 
 
@@ -157,12 +156,12 @@ def no_end_token() -> Pair:
     ],
 )
 def test_only_the_broken_part_fails(make, failing, said):
-    found = probes.examine(make())
+    found = checks.examine(make())
     of = verdicts(found)
     assert of["failed"] == [failing], found
     assert of["warning"] == []
     assert said in next(one.said for one in found if one.name == failing)
-    needs = {one.name: one.needs for one in probes.CHECKS}
+    needs = {one.name: one.needs for one in checks.CHECKS}
     for name in of["skipped"]:
         assert {failing, *of["skipped"]} & set(needs[name]), f"{name} has nothing to do with {failing}"
 
@@ -184,14 +183,14 @@ class Stale(RolloutBackend):
 
 def test_an_engine_with_other_weights_is_found():
     with pytest.raises(ValueError, match=r"Stale has written a token that is [\d.]+ nats less likely"):
-        numerics.reproduces(pair(), rollout=Stale())
+        checks.reproduces(pair(), rollout=Stale())
 
 
 def test_a_teacher_that_draws_random_numbers_is_found():
     made = pair()
     layer = made.teacher.model.model.layers[1].mlp
     layer.register_forward_hook(lambda _, __, out: out + 0.01 * torch.rand_like(out))
-    found = {one.name: one for one in probes.examine(made)}
+    found = {one.name: one for one in checks.examine(made)}
     assert [one.name for one in found.values() if one.verdict == "failed"] == ["teacher repeats"]
     assert "draws random numbers" in found["teacher repeats"].said
 
@@ -204,13 +203,13 @@ def test_a_teacher_that_draws_random_numbers_is_found():
     ],
 )
 def test_unusual_chat_template_warns(template, said):
-    found = probes.examine(pair(of_student=words(template), of_teacher=words(template)))
+    found = checks.examine(pair(of_student=words(template), of_teacher=words(template)))
     assert verdicts(found) == {"failed": [], "warning": ["chat template"], "skipped": []}
     assert said in next(one.said for one in found if one.verdict == "warning")
 
 
 def test_padded_heads_are_compared_up_to_the_tokenizers_last_token():
-    found = probes.examine(pair(teacher=tiny.qwen2(48, seed=1, vocab_size=320)))
+    found = checks.examine(pair(teacher=tiny.qwen2(48, seed=1, vocab_size=320)))
     assert verdicts(found)["failed"] == [], found
     assert "Heads of 259 and 320 rows; the 259 ids" in next(one.said for one in found if one.name == "vocabularies")
 
@@ -282,7 +281,7 @@ def test_settings_file_is_checked(folders, lines, verdict, said):
         settings = read_settings(str(file))
     except ValueError as error:
         settings = error
-    found = probes.examine(load_pair(str(folders / "student"), str(folders / "teacher")), settings)
+    found = checks.examine(load_pair(str(folders / "student"), str(folders / "teacher")), settings)
     one = next(one for one in found if one.name == "settings")
     assert (one.verdict, said in one.said) == (verdict, True), one
 
@@ -321,9 +320,9 @@ def test_multimodal_checkpoints_are_examined_as_a_training_loads_them(family, tm
         found = load_pair(str(tmp_path), str(tmp_path), tiny=is_tiny)
         assert [type(one.model) for one in (found.student, found.teacher)] == [type(model)] * 2
         assert len(found.student.tokenizer.get_vocab()) == tiny.VOCABULARY
-        of = verdicts(checks := probes.examine(found))
-        assert (of["failed"], of["skipped"]) == ([], []), checks
-        said = {one.name: one.said for one in checks if one.verdict == "warning"}
+        of = verdicts(all_found := checks.examine(found))
+        assert (of["failed"], of["skipped"]) == ([], []), all_found
+        said = {one.name: one.said for one in all_found if one.verdict == "warning"}
         assert list(said) == ["student's gradients"]
         assert "visual" in said["student's gradients"] or "vision" in said["student's gradients"]
 
@@ -339,7 +338,7 @@ def test_teacher_without_tokenizer_warns(folders):
 
 def test_equal_models_pass_the_loss_check():
     student = tiny.qwen2(32)
-    found = {one.name: one for one in probes.examine(pair(student, copy.deepcopy(student)))}
+    found = {one.name: one for one in checks.examine(pair(student, copy.deepcopy(student)))}
     assert found["loss"].verdict == "ok"
     assert float(found["loss"].said.split("forward_kl ")[1].split(",")[0]) < 1e-6
 
@@ -397,8 +396,8 @@ def test_checks_go_on_after_one_that_raises_anything(monkeypatch):
     def broken(_):
         raise RuntimeError("no such kernel")
 
-    first, *others = probes.CHECKS
-    monkeypatch.setattr(probes, "CHECKS", (replace(first, run=broken), *others))
-    found = probes.examine(pair())
+    first, *others = checks.CHECKS
+    monkeypatch.setattr(checks, "CHECKS", (replace(first, run=broken), *others))
+    found = checks.examine(pair())
     assert (found[0].verdict, found[0].said) == ("failed", "no such kernel")
     assert len(found) == len(others) + 2

@@ -25,9 +25,12 @@ from typer.testing import CliRunner
 from trl_opsd._compat.versions import CACHE
 from trl_opsd.cli.main import app
 from trl_opsd.cli.plan.memory import (
+    SHARE,
     Choice,
     Load,
     Rates,
+    best,
+    considered,
     engine_bytes,
     host_bytes,
     loss,
@@ -36,7 +39,6 @@ from trl_opsd.cli.plan.memory import (
     seconds,
     tracer,
 )
-from trl_opsd.cli.plan.search import SHARE, best, considered
 from trl_opsd.cli.plan.shapes import shape_of
 from trl_opsd.cli.plan.shown import Asked, options
 from trl_opsd.cli.train.options import OptionParser
@@ -411,4 +413,4 @@ def test_a_backbone_without_a_head_is_bad_usage(tmp_path):
 def test_no_config_is_bad_usage(tmp_path):
     done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path)])
     assert done.exit_code == 2
-    assert "has no model config that can be read" in " ".join(done.stderr.split())
+    assert "does not appear to have a file named config.json" in " ".join(done.stderr.split())

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from trl_opsd.losses import ForwardKL, dense_divergence, streamed_divergence
-from trl_opsd.losses.diagnostics import EVERY, LIKELIEST
+from trl_opsd.losses.elementwise import EVERY, LIKELIEST
 
 pytestmark = pytest.mark.quick
 

@@ -17,8 +17,8 @@ from trl_opsd.losses import (
     dense_divergence,
     streamed_divergence,
 )
-from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import Settings
+from trl_opsd.losses.validation import prove_divergence
 
 pytestmark = pytest.mark.quick
 
@@ -39,36 +39,23 @@ def with_head(side, **changes):
     [
         (
             lambda s, t: (s, with_head(t, weight=torch.zeros(41, 8))),
-            "student vocabulary is 37, teacher vocabulary 41: pass",
+            "student's head has 37 rows and the teacher's 41: pass",
         ),
-        (lambda s, t: (s, replace(t, hidden=torch.zeros(6, 8))), "student has 7 tokens, teacher 6: select"),
         (
-            lambda s, t: (s, replace(t, hidden=torch.zeros(7, 5))),
-            r"teacher head weight .* \[37, 8\], expected \[V, 5\]",
+            lambda s, t: (s, replace(t, hidden=torch.zeros(6, 8))),
+            r"teacher hidden states have shape \[6, 8\], expected \[N, H\], and 7 tokens",
         ),
         (
             lambda s, t: (replace(s, hidden=torch.zeros(2, 3, 5)), t),
-            r"student hidden .* \[2, 3, 5\], expected \[N, H\]: sel",
+            r"student hidden .* \[2, 3, 5\], expected \[N, H\]",
         ),
-        (lambda s, t: (with_head(s, bias=torch.zeros(36)), t), r"student head bias has shape \[36\], expected \[37\]"),
         (lambda s, t: (s, replace(t, temperature=0.0)), "teacher temperature is 0.0, expected a number above 0"),
-        (
-            lambda s, t: (s, with_head(t, weight=torch.zeros(37, 8, device="meta"))),
-            r"on \['cpu', 'meta'\], expected one",
-        ),
     ],
-    ids=["vocabulary", "tokens", "width", "dimensions", "bias", "temperature", "device"],
+    ids=["vocabulary", "tokens", "dimensions", "temperature"],
 )
 def test_incompatible_models_are_refused(make_pair, compute, change, message):
     with pytest.raises(ValueError, match=message):
         compute(*change(*make_pair()), ForwardKL())
-
-
-@pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
-@pytest.mark.parametrize("chunk", [0, -3, 2.5, "8"])
-def test_invalid_chunk_tokens_are_refused(make_pair, compute, chunk):
-    with pytest.raises(ValueError, match=f"chunk_tokens is {chunk!r}, expected an int of at least 1"):
-        compute(*make_pair(), ForwardKL(), chunk_tokens=chunk)
 
 
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
@@ -80,7 +67,7 @@ def test_weights_that_are_not_one_per_token_are_refused(make_pair, compute):
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
 @pytest.mark.parametrize("vocabulary", [0, 38])
 def test_an_invalid_vocabulary_size_is_refused(make_pair, compute, vocabulary):
-    with pytest.raises(ValueError, match=f"vocabulary is {vocabulary}, but .* 37 rows .* expected a number from 1 to"):
+    with pytest.raises(ValueError, match=f"vocabulary is {vocabulary}, but .* 37 rows .* from 1 to 37"):
         compute(*make_pair(), ForwardKL(), vocabulary=vocabulary)
 
 
@@ -144,11 +131,6 @@ class OneWrongEntry(Analytic):
         return value_R, gradient_RV
 
 
-class ReturnsNone(Analytic):
-    def value_and_gradient(self, *storage):
-        super().value_and_gradient(*storage)
-
-
 class OnlyValue(ReverseKL):
     def value(self, log_student_RV, log_teacher_RV):
         return reverse_kl(log_student_RV, log_teacher_RV) ** 2
@@ -173,14 +155,13 @@ class HalfARoot(Divergence):
     [
         (
             WrongSign,
-            r"`WrongSign.value_and_gradient` .*, gradients differ by \S+ at token id \d+, where",
+            r"`WrongSign.value_and_gradient`.*, gradients differ by \S+ at token id \d+, where",
         ),
-        (OneWrongEntry, r"`OneWrongEntry.value_and_gradient` .*, gradients differ by \S+ at token id 3, where"),
+        (OneWrongEntry, r"`OneWrongEntry.value_and_gradient`.*, gradients differ by \S+ at token id 3, where"),
         (
             OnlyValue,
-            "`OnlyValue` has a `value` of its own, but .* by the `value_and_gradient` of `ReverseKL`, which is",
+            "`OnlyValue.value_and_gradient`, that of `ReverseKL`, does not belong to `OnlyValue.value`, values differ",
         ),
-        (ReturnsNone, "`ReturnsNone.value_and_gradient` returned a NoneType: expected two tensors"),
         (OverTheBatch, "`OverTheBatch.value` of a token depends on the other tokens, values differ by"),
         (HalfARoot, "The gradient of `HalfARoot.value` is NaN or infinite"),
     ],

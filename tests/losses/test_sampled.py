@@ -168,23 +168,22 @@ class TestFirstChoices:
 @pytest.mark.parametrize(
     ("of", "message"),
     [
-        (None, "SampledReverseKL reads the tokens that were sampled: pass `sampled="),
+        (None, "SampledReverseKL reads sampled tokens: pass `sampled="),
         (Sampled(torch.zeros(6, dtype=torch.int64)), r"sampled ids have shape \[6\], expected \[7\]"),
-        (Sampled(torch.zeros(7, dtype=torch.int32)), r"sampled ids are torch.int32, expected torch.int64"),
-        (Sampled(torch.full((7,), 37)), "sampled ids have 37, expected numbers from 0 to 36"),
-        (Sampled(torch.full((7,), -100)), "sampled ids have -100, expected numbers from 0 to 36"),
+        (Sampled(torch.full((7,), 37)), "index 37 is out of bounds"),
+        (Sampled(torch.full((7,), -100)), "index -100 is out of bounds"),
         (Sampled(torch.arange(7), pull=torch.ones(1)), r"sampled pull have shape \[1\], expected \[7\]"),
         (Sampled(torch.arange(7), logprobs=torch.ones(7, 1)), r"sampled logprobs have shape \[7, 1\]"),
     ],
 )
 @pytest.mark.parametrize("compute", [streamed_divergence, dense_divergence])
 def test_mismatched_sampled_tokens_are_refused(make_pair, compute, of, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         compute(*make_pair(), SampledReverseKL(), sampled=of)
 
 
 def test_the_policy_gradient_is_not_clipped_by_entries(make_pair):
-    with pytest.raises(ValueError, match="with SampledReverseKL, which reads the sampled token alone"):
+    with pytest.raises(ValueError, match=r"with SampledReverseKL\(.*\), which is no sum over entries"):
         streamed_divergence(*make_pair(), SampledReverseKL(), kl_clip=0.05, sampled=sampled(7, 37))
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm_lab import student
 
 from trl_opsd._compat.vllm.engine import VLLMEngine
-from trl_opsd.cli.doctor import probes
+from trl_opsd.cli.doctor import checks
 from trl_opsd.cli.doctor.pair import Pair, Side
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("engines_are_shared")]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("engines_are_shared")]
 def examine(model) -> dict:
     words = tiny.tokenizer()
     pair = Pair(Side("student", model, words), Side("teacher", tiny.qwen2(48, seed=1).eval(), words))
-    return {one.name: one for one in probes.examine(pair, vllm=True)}
+    return {one.name: one for one in checks.examine(pair, vllm=True)}
 
 
 def test_a_stale_engine_fails_one_check_and_a_fresh_one_none(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 
 _NOISE = {
     "vllm.triton_utils.importing": "Triton is installed",
@@ -26,25 +27,15 @@ _WARNINGS = (
 
 
 def drop_import_noise() -> None:
-    """Filters these messages, and no others of their loggers; idempotent."""
+    """Filters these messages, and no others of their loggers."""
     for about in _WARNINGS:
         warnings.filterwarnings("ignore", *about)
     for name, start in _NOISE.items():
-        logger = logging.getLogger(name)
-        # Importing again, as tests do, must not stack filters.
-        if not any(isinstance(one, _NotAbout) for one in logger.filters):
-            logger.addFilter(_NotAbout(start))
+        logging.getLogger(name).addFilter(partial(_is_other, start))
 
 
-class _NotAbout(logging.Filter):
-    """Passes all messages that do not begin with a text."""
-
-    def __init__(self, start: str) -> None:
-        super().__init__()
-        self._start = start
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self._start)
+def _is_other(start: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(start)
 
 
 drop_import_noise()  # before a module of this package imports TRL

@@ -1,9 +1,4 @@
-"""DeepSpeed: a second engine, for a frozen model, helpers for the student's own, and locks of builds that were killed.
-
-torch builds an extension on first use, under a lock that is a file. A process that is killed meanwhile leaves the file,
-and every later one waits until somebody deletes it (`torch.utils.file_baton`). Since torch 2.14 the file always stays,
-and its lock is one of the system's, which ends with the process.
-"""
+"""DeepSpeed: a second engine, for a frozen model, helpers for the student's own, and locks of killed builds."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -51,22 +46,15 @@ def reader_config(dtype: torch.dtype, width: int, device: torch.device, layer: i
     }
 
 
-def extension_names() -> list[str]:
-    """The C++ extensions that DeepSpeed builds on first use, by the names of their folders."""
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-    return list(ALL_OPS)
-
-
 def settings_without_gradient_check(config: Config) -> list[str]:
     """Names of settings with which DeepSpeed does not check gradients before a step, and so cannot skip it."""
     zero = config.get("zero_optimization", {})
-    settings = {
+    checks = {
         "zero_optimization.stage": zero.get("stage", 0) != 0,
         "zero_optimization.compute_grad_norm": zero.get("compute_grad_norm", True),
         "bf16.check_grad_overflow": config.get("bf16", {}).get("check_grad_overflow", True),
     }
-    return [name for name, checks in settings.items() if not checks]
+    return [name for name, is_checked in checks.items() if not is_checked]
 
 
 def setting_without_loss_scale(config: Config) -> str | None:
@@ -136,13 +124,7 @@ def register_external_parameters(module: nn.Module, parameters: Iterable[nn.Para
 def with_current_autocast(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Wraps a function to run under the autocast state of this call, which DeepSpeed disables in its forward."""
     kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def run(*args: Any) -> Any:
-        with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            return function(*args)
-
-    return run
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))(function)
 
 
 @contextmanager
@@ -241,6 +223,10 @@ class _Stage(nn.Module):
         return self.task()
 
 
+# ---- Locks of builds: torch builds an extension on first use, under a lock that is a file. A process that is killed
+# meanwhile leaves the file, and every later one waits until somebody deletes it (`torch.utils.file_baton`). Since torch
+# 2.14 the file always stays, and its lock is one of the system's, which ends with the process.
+
 LONGEST_BUILD = 600.0
 """Seconds after which a lock that no process here holds is a killed build's, even if another machine could hold it."""
 
@@ -263,28 +249,23 @@ def check_builds() -> None:
 
 def unheld_locks() -> list[tuple[Path, float]]:
     """Locks of DeepSpeed's extensions that no process of this machine has open, and their ages in seconds."""
-    # torch 2.14 and later: the system releases a killed process's lock.
-    if not hasattr(cpp_extension, "FileBaton"):
+    if not hasattr(cpp_extension, "FileBaton"):  # torch 2.14 and later
         return []
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS  # the extensions, by the names of their folders
+
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    locks = [
-        lock for name in extension_names() for folder in (name, f"*/{name}") for lock in root.glob(f"{folder}/lock")
-    ]
+    locks = [lock for name in ALL_OPS for folder in (name, f"*/{name}") for lock in root.glob(f"{folder}/lock")]
     held = set(_open_files()) if locks else set()
     found = []
     for lock in locks:
-        try:
+        with suppress(FileNotFoundError):  # the build ended meanwhile
             if str(lock.resolve()) not in held:
                 found.append((lock, time.time() - lock.stat().st_mtime))
-        except FileNotFoundError:  # the build ended meanwhile
-            continue
     return found
 
 
 def _open_files() -> Iterator[str]:
     """Paths of the files that this user's processes have open; none where the system has no `/proc`."""
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
+        with suppress(OSError):  # of another user, or closed meanwhile
             yield os.readlink(entry)
-        except OSError:  # of another user, or closed meanwhile
-            continue

@@ -187,8 +187,8 @@ def _tuned_layers(model: CausalLM) -> dict[str, Any]:
     for name, layer in tuned.items():
         if not isinstance(layer, Linear | Embedding | ParamWrapper):
             raise ValueError(
-                f"The adapter of {_plain(name)} is a {type(layer).__name__}: with vLLM only LoRA on linear layers and "
-                "embeddings is supported; use a `LoraConfig`, or set `use_vllm=False`."
+                f"The adapter of {_plain(name)} is a {type(layer).__name__}; vLLM supports LoRA on linear layers and "
+                "embeddings only: use a `LoraConfig`, or set `use_vllm=False`."
             )
     return tuned
 
@@ -234,16 +234,17 @@ def _plain(name: str) -> str:
 def _merged(name: str, base: Tensor, layer: Any, kind: str) -> Weight:
     adapters = [] if layer.merged or layer.disable_adapters else layer.active_adapters
     adapters = [adapter for adapter in adapters if adapter in layer.scaling]
+    parts, merge = tuple(layer.parameters()), None
     if isinstance(layer, ParamWrapper):
-        if kind != layer.parameter_name or not adapters:
-            return Weight.of(name, base)
         parts = (base, *layer.lora_A.parameters(), *layer.lora_B.parameters())
-        return Weight(name, base, parts, partial(_merged_weight, layer, base, adapters))
-    if kind == "weight" and adapters:
-        return Weight(name, base, tuple(layer.parameters()), partial(_merged_weight, layer, base, adapters))
-    if kind == "bias" and any(layer.lora_bias.get(adapter) for adapter in adapters):
-        return Weight(name, base, tuple(layer.parameters()), partial(_merged_bias, layer, base, adapters))
-    return Weight.of(name, base)
+        merge = _merged_weight if kind == layer.parameter_name else None
+    elif kind == "weight":
+        merge = _merged_weight
+    elif kind == "bias" and any(layer.lora_bias.get(adapter) for adapter in adapters):
+        merge = _merged_bias
+    if merge is None or not adapters:
+        return Weight.of(name, base)
+    return Weight(name, base, parts, partial(merge, layer, base, adapters))
 
 
 def _merged_weight(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:

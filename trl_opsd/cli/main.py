@@ -51,9 +51,8 @@ def doctor(
     import sys
     from contextlib import redirect_stdout
 
-    from trl_opsd.cli.doctor.pair import load_pair
-    from trl_opsd.cli.doctor.probes import document, examine, show
-    from trl_opsd.cli.doctor.settings import Settings, collected, read_settings
+    from trl_opsd.cli.doctor.checks import document, examine, show
+    from trl_opsd.cli.doctor.pair import Settings, collected, load_pair, read_settings
     from trl_opsd.monitor.memory import is_out_of_memory
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
@@ -115,8 +114,7 @@ def plan(
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
-    from trl_opsd.cli.plan.memory import Load, Rates, tracer
-    from trl_opsd.cli.plan.search import best, considered
+    from trl_opsd.cli.plan.memory import Load, Rates, best, considered, tracer
     from trl_opsd.cli.plan.shapes import shape_of
     from trl_opsd.cli.plan.shown import Asked, document, show
 
@@ -132,15 +130,14 @@ def plan(
     rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
     asked = Asked(sources, shapes, load, rates, gpu_memory * 1e9)
     host = None if host_memory is None else host_memory * 1e9
-    search = partial(considered, *shapes, load, asked.memory, host, asked.shares_weights)
-    activations = tracer(shapes[0], load)
-    plans = search(engine.value, activations)
+    search = partial(considered, *shapes, load, asked.memory, host, tracer(shapes[0], load), asked.shares_weights)
+    plans = search(engine.value)
     found = best(plans)
     if as_json:
         print(document(found, plans, asked))
     else:
         show(found, plans, asked)
-        if found.fits and engine is Engine.transformers and best(search("vllm", activations)).fits:
+        if found.fits and engine is Engine.transformers and best(search("vllm")).fits:
             print("vLLM in the same process would fit, too: --engine vllm.")
     raise typer.Exit(0 if found.fits else 1)
 

@@ -1,14 +1,22 @@
 """The loss: two models' hidden states and heads in, one divergence per token out; torch only."""
 
-from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
 from trl_opsd.losses.dense import dense_divergence
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.kl import AdaptiveKL, ForwardKL, GeneralizedJSD, ReverseKL, SkewedForwardKL, SkewedReverseKL
+from trl_opsd.losses.entrywise import (
+    AdaptiveKL,
+    AlphaDivergence,
+    ForwardKL,
+    GeneralizedJSD,
+    ReverseKL,
+    SkewedForwardKL,
+    SkewedReverseKL,
+    TopKTeacher,
+    TotalVariation,
+)
 from trl_opsd.losses.reduce import reduce
 from trl_opsd.losses.registry import DIVERGENCES
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_divergence
-from trl_opsd.losses.top_k_and_clip import TopKTeacher
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Sampled
 
 __all__ = [

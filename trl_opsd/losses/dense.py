@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.comparable import check_comparable
-from trl_opsd.losses.diagnostics import top_shared_
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.losses.sampled import SampledReverseKL, check_sampled, drawn
-from trl_opsd.losses.top_k_and_clip import check_clip, clipped_value
+from trl_opsd.losses.elementwise import top_shared_
+from trl_opsd.losses.sampled import SampledReverseKL, drawn
+from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 
 
@@ -28,9 +27,7 @@ def dense_divergence(
     Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` has no effect here, and the likeliest
     tokens are ranked everywhere.
     """
-    check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
-    check_clip(kl_clip, divergence)
-    check_sampled(sampled, divergence, len(student.hidden), vocabulary or len(student.head.weight))
+    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled)
     log_student_NV = _log_probs(student, vocabulary)
     log_teacher_NV = _log_probs(teacher, vocabulary).detach()
     logs = log_student_NV, log_teacher_NV
@@ -44,7 +41,7 @@ def dense_divergence(
         value_N = divergence.value(*logs)
     if kl_clip is not None:
         assert isinstance(divergence, Entrywise), "check_clip has refused others"
-        value_N, clipped_N = clipped_value(divergence, kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
+        value_N, clipped_N = divergence.clipped_value(kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
     shared_N, mass_N = top_shared_(torch.stack([log_student_NV.detach(), log_teacher_NV]))
     weights_N = torch.ones_like(value_N) if weights is None else weights
     return PerToken(

@@ -13,9 +13,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.kl import ForwardKL, GeneralizedJSD, ReverseKL, SkewedForwardKL, SkewedReverseKL
+from trl_opsd.losses.entrywise import (
+    AlphaDivergence,
+    ForwardKL,
+    GeneralizedJSD,
+    ReverseKL,
+    SkewedForwardKL,
+    SkewedReverseKL,
+    TotalVariation,
+)
 from trl_opsd.losses.sampled import SampledReverseKL
 
 __all__ = ["BALANCED", "KERNELS", "MEAN_GAP", "THIRD_PASS", "Kernel", "tanh"]
@@ -135,10 +142,6 @@ def _of_sampled(gap, log_s, log_t, s, t, clip_max):  # type: ignore[no-untyped-d
     return 0.0 * s, 0.0 * s
 
 
-def _no_drift(setting: float) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """The device code of a divergence."""
@@ -147,22 +150,20 @@ class Kernel:
     """The device function."""
     total: int = THIRD_PASS.value
     """How the sum of the slopes is known where no entry is clipped: `BALANCED`, `MEAN_GAP` or `THIRD_PASS`."""
-    setting: str = ""
-    """Name of the divergence's only setting, a number; where that is `None` it is passed as infinity."""
-    drift: Callable[[float], float] = _no_drift
-    """That of [`~losses.divergence.Terms`], from the setting."""
+    drift: Callable[[float], float] = lambda _: 0.0
+    """That of [`~losses.divergence.Terms`], from the divergence's setting."""
 
 
 KERNELS: Mapping[type[Divergence], Kernel] = MappingProxyType(
     {
         ForwardKL: Kernel(_forward_kl, BALANCED.value, drift=lambda _: 1.0),
         ReverseKL: Kernel(_reverse_kl, MEAN_GAP.value, drift=lambda _: -1.0),
-        GeneralizedJSD: Kernel(_generalized_jsd, setting="beta"),
-        SkewedForwardKL: Kernel(_skewed_forward_kl, setting="skew", drift=lambda skew: 1 - skew),
-        SkewedReverseKL: Kernel(_skewed_reverse_kl, setting="skew", drift=lambda skew: skew - 1),
+        GeneralizedJSD: Kernel(_generalized_jsd),
+        SkewedForwardKL: Kernel(_skewed_forward_kl, drift=lambda skew: 1 - skew),
+        SkewedReverseKL: Kernel(_skewed_reverse_kl, drift=lambda skew: skew - 1),
         TotalVariation: Kernel(_total_variation),
-        AlphaDivergence: Kernel(_alpha_divergence, setting="alpha"),
-        SampledReverseKL: Kernel(_of_sampled, BALANCED.value, setting="clip_max"),
+        AlphaDivergence: Kernel(_alpha_divergence),
+        SampledReverseKL: Kernel(_of_sampled, BALANCED.value),
     }
 )
-"""Device code by class; all other divergences are computed eagerly."""
+"""Device code by class, a dataclass of one number at most; all other divergences are computed eagerly."""

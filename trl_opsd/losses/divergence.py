@@ -110,6 +110,25 @@ class Entrywise(Divergence):
         values_RV, slopes_RV, _ = self.terms(log_student_RV, log_teacher_RV, student_RV, teacher_RV)
         return values_RV.sum(-1), of_logits_(slopes_RV, student_RV)
 
+    def clipped_value(self, clip: float, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        """The definition: the sum of all entries, each at most `clip`. [R], differentiable, in any precision."""
+        return self.entries(log_student_RV, log_teacher_RV).clamp(max=clip).sum(-1)
+
+    def clipped_(
+        self, clip: float, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The clipped value [R], its gradient for the student's logits [R, V], and whether an entry was clipped [R]."""
+        # Overwrites the log-probabilities. The value may be negative: entries below 0 are left as they are.
+        terms_RV, slopes_RV, drift = self.terms(log_student_RV, log_teacher_RV, student_RV, teacher_RV)
+        # The clip applies to entries, not to terms, which contain the drift as well.
+        shift_RV = (student_RV - teacher_RV).mul_(drift)
+        cut_RV = terms_RV - shift_RV > clip
+        # A clipped entry becomes the constant `clip`, so only the drift that makes it a term keeps a slope. The sum of
+        # slopes that the softmax subtracts is therefore that of the unclipped entries alone.
+        terms_RV = torch.where(cut_RV, shift_RV.add_(clip), terms_RV)
+        slopes_RV = torch.where(cut_RV, student_RV * drift, slopes_RV)
+        return terms_RV.sum(-1), of_logits_(slopes_RV, student_RV), cut_RV.any(-1)
+
 
 def of_logits_(slopes_RV: Tensor, student_RV: Tensor) -> Tensor:
     """Turns a gradient with respect to log-probabilities into that with respect to logits, in place."""

@@ -12,6 +12,7 @@ Device functions are not annotated: their arguments are Triton's, which Python's
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import torch
 import triton
@@ -263,7 +264,7 @@ def fused_(
     weights_R = None if weights_R is None else weights_R.float().contiguous()  # it may be one expanded number
     kernel = KERNELS[type(divergence)]
     total = kernel.total if clip is None else THIRD_PASS.value
-    setting = getattr(divergence, kernel.setting) if kernel.setting else 0.0
+    setting = next(iter(astuple(divergence)), 0.0)  # type: ignore[call-overload]  # those with a kernel are dataclasses
     setting = math.inf if setting is None else float(setting)
     policy = isinstance(divergence, SampledReverseKL)
     drawn = Sampled(student_RV) if sampled is None else sampled

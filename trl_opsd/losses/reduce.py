@@ -1,13 +1,18 @@
-"""Reduces per-token values to the loss and sums of one process; knows rows and weights, not logits."""
+"""Reduces per-token values to the loss and sums of one process; knows rows and weights, not logits.
+
+B rows · C completion tokens · T tenths of a completion · N tokens in the loss
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.diagnostics import by_tenth, where_uncertain
 from trl_opsd.types import LossParts, PerToken
-from trl_opsd.types.loss import UNWEIGHTED
+from trl_opsd.types.loss import TENTHS, UNWEIGHTED
+
+ONE_IN = 5
+"""One in so many tokens counts as uncertain: the fifth with the highest entropy, as in arXiv 2506.01939."""
 
 
 def reduce(
@@ -63,3 +68,32 @@ def reduce(
         loss=divergence.sum() / num_items,
         rows=torch.stack([sums.get(name, none_B) for name in LossParts.ROW_NAMES], dim=1),
     )
+
+
+def by_tenth(real_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor) -> dict[str, Tensor]:
+    """[B] each, by name: sums of weights and of divergences (already weighted) in each tenth of a completion."""
+    # `real` marks every token of the completion, also of weight 0: tenths do not depend on which tokens count.
+    places_BC = (real_BC != 0).cumsum(1)
+    # Tokens before the first real one and after the last fall into some tenth too, with a weight of 0.
+    tenths_BC = (places_BC - 1).clamp(min=0) * TENTHS // places_BC[:, -1:].clamp(min=1)
+    values_B2C = torch.stack([weights_BC, divergence_BC], dim=1)
+    sums_B2T = values_B2C.new_zeros(len(values_B2C), 2, TENTHS)
+    sums_B2T = sums_B2T.scatter_add(2, tenths_BC[:, None].expand_as(values_B2C), values_B2C)
+    return {
+        f"{name}_{tenth}": sums_B2T[:, row, tenth]
+        for row, name in enumerate(("weight", "divergence"))
+        for tenth in range(TENTHS)
+    }
+
+
+def where_uncertain(
+    counts_BC: Tensor, weights_BC: Tensor, divergence_BC: Tensor, entropy_BC: Tensor
+) -> dict[str, Tensor]:
+    """[B] each, by name: sums over the tokens of each row with the highest student entropy."""
+    entropy_BC = entropy_BC.masked_fill(~counts_BC, -torch.inf)
+    # Of n tokens the first ceil(n / 5), and all that tie with the last of them.
+    last_B = ((counts_BC.sum(1) - 1) // ONE_IN).clamp(min=0)
+    lowest_B1 = entropy_BC.sort(dim=1, descending=True).values.gather(1, last_B[:, None])
+    chosen_BC = counts_BC & (entropy_BC >= lowest_B1)
+    values = {"high_entropy_weight": weights_BC, "high_entropy_divergence": divergence_BC}
+    return {name: (one * chosen_BC).sum(1) for name, one in values.items()}

@@ -6,11 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from trl_opsd.losses.bounded import AlphaDivergence, TotalVariation
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.kl import AdaptiveKL, ForwardKL, GeneralizedJSD, ReverseKL, SkewedForwardKL, SkewedReverseKL
+from trl_opsd.losses.entrywise import (
+    AdaptiveKL,
+    AlphaDivergence,
+    ForwardKL,
+    GeneralizedJSD,
+    ReverseKL,
+    SkewedForwardKL,
+    SkewedReverseKL,
+    TopKTeacher,
+    TotalVariation,
+)
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.losses.top_k_and_clip import TopKTeacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +50,15 @@ DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingPr
         "sampled_reverse_kl": lambda given: SampledReverseKL(given.clip_max),
     }
 )
-"""Factories by name; a new entry is a new value of `divergence`."""
+"""Factories by name; a new entry is a new value of `divergence`, with the docstring of its class in the reference."""
 
 BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reverse_kl": 1.0})
 """TRL's `beta` of the divergences that correspond to a single value of it."""
+
+
+def named_with(setting: str) -> tuple[str, ...]:
+    """The names of the divergences that have this setting."""
+    return tuple(name for name, make in DIVERGENCES.items() if hasattr(make(Settings()), setting))
 
 
 def divergence_of(divergence: Divergence | str | None, given: Settings) -> Divergence:

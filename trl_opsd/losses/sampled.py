@@ -95,28 +95,3 @@ def gradient_of(force_R: Tensor, student_RV: Tensor, ids_R: Tensor) -> Tensor:
     """`force * (p_s - 1[ids])`, [R, V], from the student's probabilities."""
     gradient_RV = student_RV * force_R.unsqueeze(-1)
     return gradient_RV.scatter_add_(-1, ids_R.unsqueeze(-1), -force_R.unsqueeze(-1))
-
-
-def check_sampled(sampled: Sampled | None, divergence: Divergence, tokens: int, vocabulary: int) -> None:
-    """Refuses sampled tokens that the divergence needs and lacks, or that do not fit the tokens of the loss."""
-    if sampled is None:
-        if isinstance(divergence, SampledReverseKL):
-            raise ValueError(
-                "SampledReverseKL reads the tokens that were sampled: pass `sampled=Sampled(ids)`, or use ReverseKL(), "
-                "which needs none."
-            )
-        return
-    for name, one in (("ids", sampled.ids), ("pull", sampled.pull), ("logprobs", sampled.logprobs)):
-        if one is not None and one.shape != (tokens,):
-            raise ValueError(f"sampled {name} have shape {list(one.shape)}, expected [{tokens}]: pass one per token.")
-    if sampled.ids.dtype != torch.int64:
-        raise ValueError(f"sampled ids are {sampled.ids.dtype}, expected torch.int64: call `.long()`.")
-    if sampled.ids.device.type == "cpu" and tokens:  # to read ids on an accelerator would wait for it
-        ids = sampled.ids.numpy()
-        least, largest = int(ids.min()), int(ids.max())
-        if least < 0 or largest >= vocabulary:
-            wrong = least if least < 0 else largest
-            raise ValueError(
-                f"sampled ids have {wrong}, expected numbers from 0 to {vocabulary - 1}, the ids that both models "
-                "know: select the tokens that count, without padding."
-            )

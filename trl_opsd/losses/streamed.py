@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trl_opsd.losses.comparable import check_comparable
-from trl_opsd.losses.diagnostics import EVERY, looked_at, top_shared_
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.elementwise import STATISTICS, Finish, eager_, step_for
-from trl_opsd.losses.sampled import check_sampled
-from trl_opsd.losses.top_k_and_clip import check_clip
+from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, step_for, top_shared_
+from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Sampled
 
 TILE_BYTES = 600_000_000
@@ -125,9 +122,7 @@ def streamed_divergence(
     Raises:
         ValueError: If shapes, devices or settings are incompatible.
     """
-    check_comparable(student, teacher, weights, chunk_tokens, vocabulary)
-    check_clip(kl_clip, divergence)
-    check_sampled(sampled, divergence, len(student.hidden), vocabulary or len(student.head.weight))
+    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled)
     dtypes = _product_dtype(student), _product_dtype(teacher)
     fold = _Fold(student, teacher, divergence, kl_clip, sampled, dtypes, chunk_tokens, vocabulary)
     inputs = (student.hidden, student.head.weight, student.head.bias)

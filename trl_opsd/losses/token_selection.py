@@ -51,14 +51,7 @@ class Selection:
         return math.ceil(round(self.fraction * tokens, _DIGITS))
 
     def chosen(self, weights_BC: Tensor, seeds: Sequence[int]) -> Tensor:
-        """The weights, with 0 for tokens that are not kept. By an early criterion. Waits for the weights.
-
-        Args:
-            weights_BC (`torch.Tensor`):
-                [B, C], 0 for a token that is not in the loss.
-            seeds (`Sequence[int]`):
-                B of them; only `"random"` reads them.
-        """
+        """The weights, [B, C], and 0 for tokens that are not kept, by an early criterion; B seeds. Waits for them."""
         host_BC = weights_BC.cpu()
         kept_BC = torch.zeros_like(host_BC)
         for weights_C, kept_C, seed in zip(host_BC, kept_BC, seeds, strict=True):

@@ -20,6 +20,7 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.http.urls import is_origin
 from trl_opsd.losses import DIVERGENCES, Divergence
+from trl_opsd.losses.registry import named_with
 from trl_opsd.monitor.course import STEPS
 
 # ---- Values ---------------------------------------------------------------------------------------------------------
@@ -167,7 +168,8 @@ class Need:
     met: Callable[[Situation], Any]
 
 
-def of_divergences(*names: str) -> tuple[Need]:
+def of_divergences(setting: str) -> tuple[Need]:
+    names = named_with(setting)
     return (Need("`divergence` is {0.chosen_in_words}", lambda now: now.chosen in names),)
 
 

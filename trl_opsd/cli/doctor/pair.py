@@ -1,8 +1,11 @@
-"""Loads the two models and tokenizers of a training, whole or with two small layers, and makes rows for them."""
+"""Loads the two models of a training, whole or with two small layers, makes rows for them, and reads its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,21 +13,31 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from trl_opsd._compat.trl import create_model_from_path
+from trl_opsd.cli.train.launch import launch_options
+from trl_opsd.cli.train.options import Given, OptionParser
+from trl_opsd.cli.train.script import set_loading, warn_of_options
 from trl_opsd.data.tokenization import shared_vocabulary
 from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer
 from trl_opsd.models.weights import without_weights
+from trl_opsd.teacher.checks import LOCATION_OPTIONS, location
 from trl_opsd.types import Rollout
 
 LAYERS = 2
 """Layers of a tiny model."""
 _MOST = {
-    **{"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4},
-    **{"num_experts_per_tok": 2, "num_experts_per_token": 2, "num_kv_shared_layers": 0, "first_k_dense_replace": 1},
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "num_kv_shared_layers": 0,
+    "first_k_dense_replace": 1,
 }
 """Maximum values in a tiny model: sizes that neither its head nor its attention depends on."""
 _TEXTS = (
@@ -61,7 +74,6 @@ class Pair:
 
     @property
     def device(self) -> torch.device:
-        """The device of both models."""
         return self.student.model.device
 
     @cached_property
@@ -99,19 +111,17 @@ def load_pair(
     student: str, teacher: str, tiny: bool = False, loading: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
 ) -> Pair:
     """Loads both models in float32, of the classes that a training loads; `loading` goes to `from_pretrained`."""
-    logging.disable_progress_bar()
+    disable_progress_bar()
     PartialState()  # which warnings need
-    of_student = _model(student, "student", tiny, loading[0])
-    tokenizer = text_tokenizer(loaded_processing_class(student, loading[0], _is_trusted(loading[0])))
-    of_teacher = _model(teacher, "teacher", tiny, loading[1])
-    theirs = None
-    if has_tokenizer(teacher, place_of(loading[1])):
-        theirs = AutoTokenizer.from_pretrained(
-            teacher, trust_remote_code=_is_trusted(loading[1]), **place_of(loading[1])
-        )
+    mine, yours = loading
+    of_student = _model(student, "student", tiny, mine)
+    tokenizer = text_tokenizer(loaded_processing_class(student, mine, bool(mine.get("trust_remote_code"))))
+    of_teacher, theirs = _model(teacher, "teacher", tiny, yours), None
+    if has_tokenizer(teacher, place_of(yours)):
+        theirs = AutoTokenizer.from_pretrained(teacher, **_located(yours))
     return Pair(
         student=Side(student, of_student, tokenizer),
-        teacher=Side(teacher, of_teacher, tokenizer if theirs is None else theirs),
+        teacher=Side(teacher, of_teacher, theirs or tokenizer),
         tiny=tiny,
         assumes_tokenizer=theirs is None,
     )
@@ -123,16 +133,15 @@ def _model(source: str, role: str, tiny: bool, loading: Mapping[str, Any]) -> Pr
     language_config(source, role, loading, trust)
     if tiny:  # random weights; vocabulary, hidden size and head stay as they are
         torch.manual_seed(("student", "teacher").index(role))  # different weights, or the divergence would be 0
-        config = AutoConfig.from_pretrained(source, trust_remote_code=_is_trusted(loading), **place_of(loading))
-        model = without_weights(shrunk(config), torch.float32)
+        model = without_weights(shrunk(AutoConfig.from_pretrained(source, **_located(loading))), torch.float32)
     else:
         with whole_checkpoint(role):
             model = create_model_from_path(source, dtype="float32", device_map=None, use_safetensors=True, **loading)
     return model.to(device).eval()
 
 
-def _is_trusted(loading: Mapping[str, Any]) -> bool:
-    return bool(loading.get("trust_remote_code"))
+def _located(loading: Mapping[str, Any]) -> dict[str, Any]:
+    return {"trust_remote_code": bool(loading.get("trust_remote_code")), **place_of(loading)}
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
@@ -142,11 +151,70 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
         if isinstance(value := getattr(text, name, None), int):
             setattr(text, name, min(value, most))
     if isinstance(kinds := vars(text).get("layer_types"), list):
-        text.layer_types = kinds[:LAYERS] if len(set(kinds)) == 1 else _one_of_each(kinds)
+        each = list(dict.fromkeys(kinds))  # layers of different kinds, where there are several
+        text.layer_types = (kinds if len(each) == 1 else each)[:LAYERS]
     text.num_hidden_layers = LAYERS
     return config
 
 
-def _one_of_each(kinds: list[str]) -> list[str]:
-    """Two layers of different kinds, in the order in which they first occur."""
-    return list(dict.fromkeys(kinds))[:LAYERS]
+# ---- The settings of a training, from its file ----------------------------------------------------------------------
+
+_ATTENTION = ("eager", "sdpa")
+"""Attention implementations that compute in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings in a file."""
+
+    given: Given
+    warnings: tuple[str, ...]
+    """Warnings of this package when they are read."""
+
+    @property
+    def models(self) -> tuple[str | None, str | None]:
+        """Student and teacher, as the file names them; the student twice in self-distillation."""
+        student, config = self.given.model.model_name_or_path, self.given.config
+        return student, config.teacher_model_name_or_path or (config.teacher_model_kind and student)
+
+    @property
+    def loading(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """How student and teacher are loaded, but for their dtypes: location, trusted code, attention."""
+        config = self.given.config
+        of_student = {"trust_remote_code": config.trust_remote_code, **(config.model_init_kwargs or {})}
+        of_teacher = {**(config.teacher_model_init_kwargs or {}), **location(config)}
+        return _kept(of_student), _kept(of_teacher if config.teacher_model_kind is None else of_student)
+
+
+def _kept(loading: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
+    attention = loading.get("attn_implementation")
+    return {**kept, "attn_implementation": attention} if attention in _ATTENTION else kept
+
+
+def read_settings(file: str) -> Settings:
+    """The settings in a file of `trl-opsd train`; a `ValueError` if the parser rejects it."""
+    parser = OptionParser(prog="trl-opsd train", launch_options=launch_options())
+    with collected() as warned, redirect_stderr(io.StringIO()) as printed:
+        try:
+            given = parser.given(["--config", file])
+        except SystemExit:  # the parser prints its error for a command line and exits
+            raise ValueError(printed.getvalue().partition("error: ")[2].partition("\n`trl-opsd")[0]) from None
+        warn_of_options(given)
+        set_loading(given.extra, given.config, given.model)
+    return Settings(given, tuple(warned))
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """Collects the warnings of this package instead of printing them."""
+    found: list[str] = []
+    logger, handler = logging.getLogger("trl_opsd"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    propagates, logger.propagate = logger.propagate, False  # else handlers of the root logger would print them
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates

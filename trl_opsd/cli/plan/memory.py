@@ -1,13 +1,14 @@
-"""Bytes by part and phase of one device, and seconds of a step, for a placement. Estimates, unless a test says more."""
+"""Estimates memory of a device by part and phase, and seconds of a step; finds the placement that fits best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
-from trl_opsd.losses.diagnostics import EVERY
+from trl_opsd.losses.elementwise import EVERY
 from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, tile_of
 from trl_opsd.teacher.frozen import PASS_BYTES
 from trl_opsd.types.targets import CACHE_BYTES
@@ -27,6 +28,14 @@ Parts = dict[str, int]
 
 TRANSFORMERS, AWAKE, ASLEEP, SERVER = "transformers", "vllm", "vllm, sleeping", "server"
 """What generates: transformers, vLLM in the same process, without and with sleep mode, or a server."""
+
+SHARE = 0.9
+"""Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
+
+ENGINES = {"transformers": (TRANSFORMERS,), "vllm": (AWAKE, ASLEEP), "server": (SERVER,)}
+"""What may generate, by its name on the command line, those with less traffic first."""
+_STEP = 0.05
+"""Granularity of an engine's share of a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,10 @@ class Load:
     def itemsize(self) -> int:
         """Bytes of a number in products, and in a teacher's weights and states."""
         return 2 if self.half else 4
+
+    def trained(self, student: Shape) -> int:
+        """Parameters that are trained."""
+        return student.parameters if self.lora is None else self.lora * student.linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +88,6 @@ def phases(
     """Bytes by phase and part on one device; `engine` is what one in the same process takes while it is awake."""
     weights, gradients, optimizer, gathered = states(student, load, choice)
     row, itemsize = load.prompt + load.length, load.itemsize
-    teaching = reading(teacher, choice.teacher, load)
     between = {"teacher between readings": resident(teacher, choice.teacher, itemsize)}
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
@@ -99,7 +111,13 @@ def phases(
     if choice.engine != TRANSFORMERS:  # weights are sent to it in buckets
         writing = {"gathered or cast weights": min(_SENT, itemsize * student.parameters), "engine": engine}
     rollout = {**always, **between, **writing}
-    teach = {**always, **awake, "teacher while it reads": teaching, "activations": passes(teacher, load), **targets}
+    teach = {
+        **always,
+        **awake,
+        "teacher while it reads": reading(teacher, choice.teacher, load),
+        "activations": passes(teacher, load),
+        **targets,
+    }
     products = ("autocast" if copies else "bfloat16") if load.half else "float32"
     tile, head = loss(student, teacher, choice.micro * load.length, load)
     learn = {
@@ -125,8 +143,7 @@ def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, i
     divides what a single process has, and gathers a layer while it computes and the one after it, and the head until
     the backward pass has ended.
     """
-    count, gpus = student.parameters, load.gpus
-    trained = count if load.lora is None else load.lora * student.linear
+    count, gpus, trained = student.parameters, load.gpus, load.trained(student)
     frozen = (2 if load.half else 4) * (count if load.lora else 0)
     if choice.sharding in ("single", "ddp"):
         return frozen + 4 * trained, 4 * trained, 8 * trained, 0
@@ -148,7 +165,7 @@ def buckets(student: Shape, load: Load, sharding: str) -> tuple[int, int]:
     FSDP2 keeps none: it has the head's gradient until the backward pass ends, that of one more unit, and a float32
     copy to reduce.
     """
-    trained = student.parameters if load.lora is None else load.lora * student.linear
+    trained = load.trained(student)
     if sharding == "ddp":
         return 4 * trained, 0
     if sharding == "zero2":
@@ -232,20 +249,16 @@ def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> in
     of_engine = load.itemsize * student.parameters * load.gpus if choice.sleeps and load.lora else 0
     if choice.sharding != "zero3_offload":
         return of_teacher + of_engine
-    trained = student.parameters if load.lora is None else load.lora * student.linear
+    trained = load.trained(student)
     weights = load.itemsize * (student.parameters + (0 if load.lora is None else trained))
     # In float32: weights, Adam's moments, and gradients twice, as they are added up and as Adam takes them.
     return of_teacher + of_engine + weights + 20 * trained
 
 
-def tracer(student: Shape, load: Load) -> Callable[..., int]:
+def tracer(student: Shape, load: Load) -> Callable[[int, str], int]:
     """Activations by rows and products, each traced once."""
-
-    @cache
-    def activations(rows: int, products: str) -> int:
-        return traced_activations(student.config, rows, load.prompt + load.length, products, load.checkpointing)
-
-    return activations
+    tokens = load.prompt + load.length
+    return cache(lambda rows, products: traced_activations(student.config, rows, tokens, products, load.checkpointing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +296,76 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: R
         "teacher reads": max(reading, moved / rates.link),  # layers are fetched while others compute
         "student learns": (passes * student.parameters * tokens + heads) / rates.flops,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placement, the memory it needs, and whether that is available."""
+
+    choice: Choice
+    phases: dict[str, Parts]
+    host: int
+    fits: bool
+    engine_share: float = 0.0
+    """Of a device, for an engine in the same process."""
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The phase that needs most memory, and its bytes on one device."""
+        name = max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+        return name, sum(self.phases[name].values())
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The largest part of that phase."""
+        parts = self.phases[self.peak[0]]
+        name = max(parts, key=lambda part: parts[part])
+        return name, parts[name]
+
+
+def _placements(load: Load, host: float | None, shares_weights: bool) -> Iterator[tuple[str, str]]:
+    """All placements, those with less traffic first; offloading the student needs a known `host` memory in bytes."""
+    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]
+    for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:
+        kept = ["none", "cpu", "stream", *(["zero3"] if sharding.startswith("zero3") else []), "served"]
+        yield from ((sharding, teacher) for teacher in (["itself"] if shares_weights else kept))
+
+
+def considered(
+    student: Shape,
+    teacher: Shape,
+    load: Load,
+    memory: float,
+    host: float | None,
+    activations: Callable[..., int],
+    shares_weights: bool = False,
+    engine: str = "transformers",
+) -> list[Plan]:
+    """A plan for each placement, with the largest micro-batch that fits, or that of one row."""
+    # Of a device, for an engine in the same process: a multiple of `_STEP`, or more than 1 if it does not fit.
+    share = math.ceil(engine_bytes(student, load) / memory / _STEP) * _STEP if engine == "vllm" else 0.0
+    share = round(share, 2)
+
+    def plan(choice: Choice) -> Plan:
+        needed = host_bytes(student, teacher, load, choice)
+        parts = phases(student, teacher, load, choice, activations, int(share * memory))
+        peak = max(sum(of_phase.values()) for of_phase in parts.values())
+        # An unknown host memory is taken as enough for an offloaded teacher.
+        fits = peak <= SHARE * memory and (host is None or needed <= SHARE * host)
+        return Plan(choice, parts, needed, fits, share)
+
+    found = []
+    for sharding, kept in _placements(load, host, shares_weights):
+        for writes in ENGINES[engine]:
+            for rows in (rows for rows in range(load.batch, 0, -1) if load.batch % rows == 0):
+                last = plan(Choice(sharding, kept, rows, writes))
+                if last.fits:
+                    break
+            found.append(last)
+    return found
+
+
+def best(plans: Sequence[Plan]) -> Plan:
+    """The first that fits without a teacher server, else with one, else the smallest."""
+    here = [plan for plan in plans if plan.choice.teacher != "served"]
+    return next((plan for plan in [*here, *plans] if plan.fits), None) or min(here, key=lambda plan: plan.peak[1])

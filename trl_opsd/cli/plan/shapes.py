@@ -54,34 +54,14 @@ class Shape:
         return sum(self.tensors)
 
 
-def load_config(source: str) -> PretrainedConfig:
-    """The config in a local folder, a `config.json` file, or of a Hub id."""
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(Path(source) if Path(source).exists() else source)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{source!r} has no model config that can be read ({reason}): pass a folder with a `config.json`, the file "
-            "itself, or an id of the Hub."
-        ) from None
-    return config
-
-
 def shape_of(source: str) -> Shape:
-    """Counts the parameters of a causal language model on the meta device."""
-    config = load_config(source)
-    try:
-        with torch.device("meta"):
-            model = without_weights(config, torch.bfloat16)
-    except (ValueError, AttributeError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{source!r}: no causal language model can be built from its config ({reason[:200]})."
-        ) from None
+    """Counts the parameters of a causal language model, a local folder, `config.json` or Hub id, on the meta device."""
+    config = AutoConfig.from_pretrained(Path(source) if Path(source).exists() else source)
+    with torch.device("meta"):
+        model = without_weights(config, torch.bfloat16)
     if model.get_output_embeddings() is None:
         raise ValueError(
-            f"{source!r} is a {type(model).__name__}, which has no output head: pass a causal language model, as its "
-            "`architectures` name it."
+            f"{source!r} is a {type(model).__name__}, which has no output head: pass a causal language model."
         )
     head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     return Shape(
@@ -156,12 +136,9 @@ class _Live(TorchDispatchMode):
 
 
 def traced_activations(config: PretrainedConfig, rows: int, tokens: int, products: str, checkpointing: bool) -> int:
-    """Peak bytes of activations of a training pass, besides weights and gradients, which exist already.
-
-    Includes copies of weights that autocast makes, the gradient of the largest weight before it is added, and what the
-    backward pass holds for a moment; the head is not applied. `products` is `"float32"`; `"autocast"`, bfloat16 with
-    float32 weights; or `"bfloat16"` with bfloat16 weights.
-    """
+    """Peak bytes of a training pass, besides weights and gradients, which exist already; the head is not applied."""
+    # With copies of weights that autocast makes, and the gradient of the largest weight before it is added. `products`
+    # is "float32"; "autocast", bfloat16 with float32 weights; or "bfloat16" with bfloat16 weights.
     dtype = torch.bfloat16 if products == "bfloat16" else torch.float32
     with torch.device("meta"):
         model = without_weights(config, dtype).train()

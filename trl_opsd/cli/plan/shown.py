@@ -11,11 +11,10 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.cli.plan.memory import SERVER, TRANSFORMERS, Load, Rates, loss_tile, seconds
-from trl_opsd.cli.plan.search import SHARE, Plan
+from trl_opsd.cli.plan.memory import SERVER, SHARE, TRANSFORMERS, Load, Plan, Rates, loss_tile, seconds
 from trl_opsd.cli.plan.shapes import Shape
 
 
@@ -48,8 +47,12 @@ def options(plan: Plan, asked: Asked) -> dict[str, Any]:
         "max_completion_length": load.length,
         CHECKPOINTING: load.checkpointing,
         "bf16": load.half,
-        **_of_engine(plan, load),
     }
+    if choice.engine != TRANSFORMERS:
+        found |= {"use_vllm": True, "vllm_max_model_length": load.prompt + load.length}
+        of_server = {"vllm_mode": "server"}
+        found |= of_server if choice.engine == SERVER else {"vllm_gpu_memory_utilization": plan.engine_share}
+        found |= {"vllm_enable_sleep_mode": True} if choice.sleeps else {}
     if load.lora:
         found |= {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
     if choice.teacher == "itself":
@@ -58,16 +61,6 @@ def options(plan: Plan, asked: Asked) -> dict[str, Any]:
         return {**found, "teacher_server_url": f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"}
     teacher = {"teacher_model_name_or_path": asked.sources[1], "teacher_dtype": "bfloat16" if load.half else "float32"}
     return {**found, **teacher, "teacher_offload": choice.teacher}
-
-
-def _of_engine(plan: Plan, load: Load) -> dict[str, Any]:
-    if plan.choice.engine == TRANSFORMERS:
-        return {}
-    found = {"use_vllm": True, "vllm_max_model_length": load.prompt + load.length}
-    if plan.choice.engine == SERVER:
-        return {**found, "vllm_mode": "server"}
-    asleep = {"vllm_enable_sleep_mode": True} if plan.choice.sleeps else {}
-    return {**found, "vllm_gpu_memory_utilization": plan.engine_share, **asleep}
 
 
 def accelerate_file(plan: Plan, gpus: int) -> str:
@@ -121,8 +114,7 @@ def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
 
 def reason(plan: Plan, memory: float) -> str:
     """Why a plan does not fit, in a sentence."""
-    phase, peak = plan.peak
-    part, size = plan.largest
+    (phase, peak), (part, size) = plan.peak, plan.largest
     if peak <= SHARE * memory:
         return f"What is offloaded takes {_amount(plan.host)} of the machine's memory, which is more than it has."
     return (
@@ -132,7 +124,6 @@ def reason(plan: Plan, memory: float) -> str:
 
 
 def _unit(bytes_: float) -> tuple[float, str]:
-    """The unit for a number of bytes, with digits before the point."""
     return (1e9, "GB") if bytes_ >= 1e9 else (1e6, "MB")
 
 
@@ -178,11 +169,8 @@ _REMEDY = (
 def _parts(plan: Plan, asked: Asked) -> Table:
     choice = plan.choice
     title = f"{choice.sharding}, teacher: {choice.teacher}, engine: {choice.engine}, micro-batch: {choice.micro}"
-    table = Table(title=title, box=None)
     size, unit = _unit(plan.peak[1])
-    table.add_column(unit)
-    for phase in plan.phases:
-        table.add_column(phase, justify="right")
+    table = Table(unit, *(Column(phase, justify="right") for phase in plan.phases), title=title, box=None)
     for name in dict.fromkeys(name for parts in plan.phases.values() for name, of_part in parts.items() if of_part):
         table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "" for parts in plan.phases.values()))
     table.add_row("sum", *(f"{sum(parts.values()) / size:.2f}" for parts in plan.phases.values()), style="bold")
@@ -191,17 +179,12 @@ def _parts(plan: Plan, asked: Asked) -> Table:
 
 
 def _placements(plans: Sequence[Plan]) -> Table:
-    table = Table(title="Placements", box=None)
     size, unit = _unit(max(one.peak[1] for one in plans))
-    sides = {"sharding": "left", "teacher": "left", "engine": "left", "rows": "right", unit: "right"}
-    for title, side in sides.items():
-        table.add_column(title, justify=side)  # type: ignore[arg-type]
-    table.add_column("in")
-    table.add_column(f"host {unit}", justify="right")
-    table.add_column("fits")
+    right = [Column(title, justify="right") for title in ("rows", unit, f"host {unit}")]
+    columns = "sharding", "teacher", "engine", *right[:2], "in", right[2], "fits"
+    table = Table(*columns, title="Placements", box=None)
     for one in plans:
-        phase, peak = one.peak
-        choice = one.choice
+        (phase, peak), choice = one.peak, one.choice
         row = (choice.sharding, choice.teacher, choice.engine, str(choice.micro), f"{peak / size:.1f}", phase)
         table.add_row(*row, f"{one.host / size:.0f}", "yes" if one.fits else "no")
     return table

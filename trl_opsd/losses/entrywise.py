@@ -1,6 +1,6 @@
-"""Kullback-Leibler divergences: in both directions, to mixtures, and in an adaptive share of both.
+"""The divergences of whole distributions: sums over the vocabulary, or over the teacher's likeliest tokens and a rest.
 
-R rows (tokens) · V vocabulary size; log-probabilities in nats
+R rows (tokens) · V vocabulary size · K + 1 buckets; log-probabilities in nats
 """
 
 from __future__ import annotations
@@ -11,10 +11,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.divergence import Entrywise, Terms
+from trl_opsd.losses.divergence import Divergence, Entrywise, Terms
 
 FAR = 80.0
 """Gap between two log-probabilities in nats, beyond which the smaller one contributes nothing to a mixture."""
+
+
+def _check_share(name: str, share: float, zero: str, one: str = "") -> None:
+    """Refuses a share outside (0, 1); `zero` and `one` are the divergences at its ends, where it vanishes itself."""
+    if not 0.0 < share < 1.0:
+        at_one = f" and {one} for the end at 1" if one else "; at 1 nothing is left of it"
+        raise ValueError(
+            f"{name} is {share}, expected a number strictly between 0 and 1: use {zero} for the end at 0{at_one}."
+        )
 
 
 @final
@@ -75,11 +84,7 @@ class GeneralizedJSD(Entrywise):
     beta: float
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.beta < 1.0:
-            raise ValueError(
-                f"beta is {self.beta}, expected a number strictly between 0 and 1: "
-                "use ForwardKL() for the end at 0 and ReverseKL() for the end at 1."
-            )
+        _check_share("beta", self.beta, "ForwardKL()", "ReverseKL()")
 
     def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
         log_mixture_RV = log_mixture(log_student_RV, log_teacher_RV, self.beta)
@@ -129,7 +134,7 @@ class SkewedForwardKL(Entrywise):
     skew: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_skew(self.skew, "ForwardKL()")
+        _check_share("skew", self.skew, "ForwardKL()")
 
     def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
         log_mixture_RV = log_mixture(log_student_RV, log_teacher_RV, self.skew)
@@ -162,7 +167,7 @@ class SkewedReverseKL(Entrywise):
     skew: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_skew(self.skew, "ReverseKL()")
+        _check_share("skew", self.skew, "ReverseKL()")
 
     def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
         log_mixture_RV = log_mixture(log_teacher_RV, log_student_RV, self.skew)
@@ -183,14 +188,6 @@ def _to_mixture(log_p_RV: Tensor, log_q_RV: Tensor, skew: float) -> tuple[Tensor
     far_RV = gap_RV > FAR
     surplus_RV = gap_RV.clamp_(max=FAR).expm1_().mul_(1 - skew)
     return surplus_RV, torch.log1p(surplus_RV, out=log_q_RV), far_RV
-
-
-def _check_skew(skew: float, end: str) -> None:
-    if not 0.0 < skew < 1.0:
-        raise ValueError(
-            f"skew is {skew}, expected a number strictly between 0 and 1: use {end} for the end at 0; at 1 nothing "
-            "would be left of it."
-        )
 
 
 @final
@@ -245,3 +242,126 @@ class AdaptiveKL(Entrywise):
         total_R1 = gaps_RV.sum(-1, keepdim=True)
         head_R1 = gaps_RV.masked_fill_(tail_RV, 0.0).sum(-1, keepdim=True)
         return torch.where(total_R1 > 0, head_R1 / total_R1, 0.5)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TotalVariation(Entrywise):
+    """`1/2 sum |p_s - p_t|`, from 0 to 1: the largest difference in the probability of any set of tokens (f-distill,
+    arXiv 2307.15190).
+
+    The gradient with respect to the student's logits is `1/2 p_s (g - E_s[g])` with `g = sign(p_s - p_t)`. It does not
+    become smaller as the models come closer.
+    """
+
+    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        return (log_student_RV.exp() - log_teacher_RV.exp()).abs() / 2
+
+    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
+        gap_RV = torch.sub(student_RV, teacher_RV, out=log_student_RV)
+        slopes_RV = torch.sign(gap_RV, out=log_teacher_RV).mul_(student_RV).mul_(0.5)
+        return Terms(gap_RV.abs_().mul_(0.5), slopes_RV)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AlphaDivergence(Entrywise):
+    """`(1 - sum p_t^alpha p_s^(1 - alpha)) / (alpha (1 - alpha))`: towards the reverse KL for `alpha` near 0 and the
+    forward KL near 1; at 0.5, four times the squared Hellinger distance (AlphaNet, arXiv 2102.07954).
+
+    The gradient with respect to the student's logits is `(p_s E_s[r] - p_s r) / alpha` with `r = (p_t / p_s)^alpha`.
+
+    Args:
+        alpha (`float`, *optional*, defaults to `0.5`):
+            Strictly between 0 and 1.
+
+    Raises:
+        ValueError: If `alpha` is not strictly between 0 and 1.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_share("alpha", self.alpha, "ReverseKL()", "ForwardKL()")
+
+    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        mean_RV = self.alpha * log_teacher_RV.exp() + (1 - self.alpha) * log_student_RV.exp()
+        power_RV = (self.alpha * log_teacher_RV + (1 - self.alpha) * log_student_RV).exp()
+        return (mean_RV - power_RV) / (self.alpha * (1 - self.alpha))
+
+    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
+        power_RV = log_student_RV.lerp(log_teacher_RV, self.alpha).exp_()
+        gap_RV = log_teacher_RV.sub_(log_student_RV)
+        near_RV = gap_RV.abs() < 1.0  # there the differences are smaller than what they are taken of
+        rise_RV = torch.mul(gap_RV, self.alpha, out=log_student_RV).expm1_().mul_(student_RV)
+        rise_RV = torch.where(near_RV, rise_RV, power_RV.sub_(student_RV))  # p_t^alpha p_s^(1 - alpha) - p_s
+        lead_RV = torch.where(near_RV, gap_RV.expm1_().mul_(student_RV), teacher_RV - student_RV)
+        values_RV = lead_RV.mul_(self.alpha).sub_(rise_RV).div_(self.alpha * (1 - self.alpha))
+        return Terms(values_RV, rise_RV.div_(-self.alpha))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TopKTeacher(Divergence):
+    """A divergence between two distributions over K + 1 buckets: each of the teacher's K likeliest tokens, and one for
+    all others together.
+
+    It is what can be learned from a teacher that reveals only its K likeliest tokens. Both models' buckets add up
+    to 1, so a divergence that is never negative is not here either. It is at most that of the whole vocabulary, and
+    equal to it with K = V (data processing inequality; of an f-divergence, which `AdaptiveKL` is not). Within the last
+    bucket nothing is learned: its tokens keep their ratios.
+
+    The gradient with respect to the student's logits, for bucket probabilities `q` and slopes `d = dD / d log q`, is
+    `d_v - p_v sum(d)` for a token v of its own, and `p_v (d_rest / q_rest - sum(d))` for the others.
+
+    Args:
+        of ([`~losses.divergence.Entrywise`]):
+            The divergence between the buckets: any of this package's that compares whole distributions.
+        k (`int`):
+            K, at least 1; from V on there is no last bucket.
+
+    Raises:
+        ValueError: If `k` is below 1, or the divergence is one of sampled tokens or of the user's own.
+    """
+
+    of: Entrywise
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"top_k_teacher is {self.k}, expected a number of tokens, at least 1.")
+        if not isinstance(self.of, Entrywise):
+            raise ValueError(
+                f"top_k_teacher is {self.k} with {type(self.of).__name__}, which is not computed from entries: choose "
+                "a divergence of this package that reads whole distributions, or take the likeliest tokens in `value`."
+            )
+
+    def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        if self.k >= log_teacher_RV.size(-1):
+            return self.of.value(log_student_RV, log_teacher_RV)
+        ids_RK = log_teacher_RV.topk(self.k).indices
+        return self.of.value(*(_buckets(log_RV, log_RV.exp(), ids_RK) for log_RV in (log_student_RV, log_teacher_RV)))
+
+    def value_and_gradient(
+        self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.k >= log_teacher_RV.size(-1):
+            return self.of.value_and_gradient(log_student_RV, log_teacher_RV, student_RV, teacher_RV)
+        ids_RK = log_teacher_RV.topk(self.k).indices
+        # The teacher's tokens for both models, so that buckets correspond.
+        log_student_RB = _buckets(log_student_RV, student_RV, ids_RK)
+        log_teacher_RB = _buckets(log_teacher_RV, teacher_RV, ids_RK)
+        student_RB, teacher_RB = log_student_RB.exp(), log_teacher_RB.exp()
+        # Chain rule through the buckets: a token of the rest moves its bucket by its share of the bucket's probability.
+        values_RB, slopes_RB, _ = self.of.terms(log_student_RB, log_teacher_RB, student_RB, teacher_RB)
+        total_R1 = slopes_RB.sum(-1, keepdim=True)
+        own_RK = slopes_RB[:, :-1] - student_RV.gather(-1, ids_RK) * total_R1
+        rest_R1 = slopes_RB[:, -1:] / student_RB[:, -1:]
+        return values_RB.sum(-1), student_RV.mul_(rest_R1 - total_R1).scatter_(-1, ids_RK, own_RK)
+
+
+def _buckets(log_RV: Tensor, probs_RV: Tensor, ids_RK: Tensor) -> Tensor:
+    """Log-probabilities of the K tokens, and of all others together, [R, K + 1]."""
+    rest_R1 = probs_RV.scatter(-1, ids_RK, 0.0).sum(-1, keepdim=True)
+    least = torch.finfo(rest_R1.dtype).tiny  # others without probability: 0 * log 0 is 0
+    return torch.cat([log_RV.gather(-1, ids_RK), rest_R1.clamp(min=least).log()], dim=-1)

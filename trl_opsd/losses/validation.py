@@ -1,4 +1,4 @@
-"""Compares what a user's divergence computes with its definition, on random distributions.
+"""Refuses arguments, and divergences of the user's own, from which a loss would silently compute something else.
 
 R rows (tokens) · V vocabulary size
 """
@@ -13,7 +13,60 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.divergence import Divergence
+from trl_opsd.losses.divergence import Divergence, Entrywise
+from trl_opsd.losses.sampled import SampledReverseKL
+from trl_opsd.types import LazyLogits, Sampled
+
+
+def check_arguments(
+    student: LazyLogits,
+    teacher: LazyLogits,
+    divergence: Divergence,
+    weights_N: Tensor | None,
+    vocabulary: int | None,
+    kl_clip: float | None,
+    sampled: Sampled | None,
+) -> None:
+    """Refuses what would be sliced, broadcast or left out without an error; all else torch refuses itself."""
+    (mine, yours), tokens = (len(one.head.weight) for one in (student, teacher)), len(student.hidden)
+    for name, side in (("student", student), ("teacher", teacher)):
+        if side.hidden.ndim != 2 or len(side.hidden) != tokens:
+            raise ValueError(
+                f"{name} hidden states have shape {list(side.hidden.shape)}, expected [N, H], and {tokens} tokens as "
+                "the student's: select the same tokens from both first, for example hidden[weights != 0]."
+            )
+        if not side.temperature > 0:
+            raise ValueError(f"{name} temperature is {side.temperature}, expected a number above 0: use 1.0 for none.")
+    if mine != yours if vocabulary is None else not 1 <= vocabulary <= min(mine, yours):
+        raise ValueError(
+            f"vocabulary is {vocabulary}, but the student's head has {mine} rows and the teacher's {yours}: pass a "
+            f"teacher with the same tokenizer, and the number of ids that both know, from 1 to {min(mine, yours)}."
+        )
+    check_clip(kl_clip, divergence)
+    if sampled is None and isinstance(divergence, SampledReverseKL):
+        raise ValueError("SampledReverseKL reads sampled tokens: pass `sampled=Sampled(ids)`, or use ReverseKL().")
+    per_token = {"weights": weights_N}
+    if sampled is not None:
+        per_token |= {f"sampled {name}": getattr(sampled, name) for name in ("ids", "pull", "logprobs")}
+    for name, one in per_token.items():
+        if one is not None and one.shape != (tokens,):
+            raise ValueError(f"{name} have shape {list(one.shape)}, expected [{tokens}]: pass one per token.")
+
+
+def check_clip(clip: float | None, divergence: Divergence) -> None:
+    """Refuses a clip that is out of range, or that goes with a divergence whose entries are not known."""
+    if clip is None:
+        return
+    if not clip > 0:
+        raise ValueError(f"kl_clip is {clip}, expected a number above 0, in nats: leave it out for no clip.")
+    if not isinstance(divergence, Entrywise):
+        raise ValueError(
+            f"kl_clip is {clip} with {divergence!r}, which is no sum over entries of the vocabulary that could be "
+            "clipped: leave `kl_clip` out. A divergence of your own can clip in its `value`, before it sums."
+        )
+
+
+# ---- Divergences of the user's own: what they compute, compared with their definition on random distributions --------
 
 _Compute: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _APART = (1.0, 0.3, 0.03)
@@ -34,10 +87,9 @@ def is_ours(divergence: Divergence) -> bool:
 def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.device) -> list[str]:
     """Refuses a user's divergence that is not finite, whose gradient is not that of its value, or that mixes tokens.
 
-    Returns a sentence for each thing that is possible but hardly meant: negative values, a gradient of 0, one that does
-    not depend on the teacher.
+    Returns a sentence for each thing that is possible but hardly meant.
     """
-    kind = type(divergence)
+    kind, name = type(divergence), type(divergence).__name__
     if is_ours(divergence):
         return []
     logits = 3 * torch.randn(2, len(_APART), vocabulary, generator=torch.Generator().manual_seed(0))
@@ -58,14 +110,14 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
     for what, found in zip(("value", "gradient"), by_autograd, strict=True):
         if not found.isfinite().all():
             raise ValueError(
-                f"The {what} of `{kind.__name__}.value` is NaN or infinite for distributions without a probability of "
+                f"The {what} of `{name}.value` is NaN or infinite for distributions without a probability of "
                 "0: look for roots, logarithms and quotients in it, also in a branch that `where` does not take."
             )
     doubts = []
     least, largest = float(by_autograd[0].min()), float(by_autograd[0].abs().max())
     if least < -_TOLERANCE * largest - _ROUNDING:
         doubts.append(
-            f"`{kind.__name__}.value` is negative, {least:.3g} nats for random distributions: the student is trained "
+            f"`{name}.value` is negative, {least:.3g} nats for random distributions: the student is trained "
             "to make it smaller, which may lead away from the teacher."
         )
     if _gap(by_autograd, again):  # its random numbers come from elsewhere: nothing more can be compared
@@ -74,43 +126,28 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
     alone, first = computed(defined, logs_2RV[:, :1]), (by_autograd[0][:1], by_autograd[1][:1])
     if not is_random and (gap := _gap(alone, first)):
         raise ValueError(
-            f"`{kind.__name__}.value` of a token depends on the other tokens, {gap}. Tokens are compared a few at a "
+            f"`{name}.value` of a token depends on the other tokens, {gap}. Tokens are compared a few at a "
             "time, so compute nothing over the first dimension."
         )
-    returned = computed(divergence.value_and_gradient)
-    pair = isinstance(returned, tuple | list) and [isinstance(one, Tensor) for one in returned] == [True, True]
-    if not pair:
+    if gap := _gap(computed(divergence.value_and_gradient), by_autograd):
+        # A subclass of a named divergence that overrides `value` alone has the gradient of its parent.
+        gradient_of = next(one for one in kind.__mro__ if not {"value_and_gradient", "terms"}.isdisjoint(vars(one)))
+        inherited = "" if gradient_of is kind else f", that of `{gradient_of.__name__}`,"
         raise ValueError(
-            f"`{kind.__name__}.value_and_gradient` returned a {type(returned).__name__}: expected two tensors, the "
-            "value and its gradient with respect to the logits. Leave it out, and autograd computes them."
-        )
-    if gap := _gap(returned, by_autograd):
-        # A subclass of a named divergence that overrides `value` only: training would use the parent's gradient.
-        value_from, gradient_from = (
-            next(one for one in kind.__mro__ if not names.isdisjoint(vars(one)))
-            for names in ({"value", "entries"}, {"value_and_gradient", "terms"})
-        )
-        if value_from is not gradient_from and issubclass(value_from, gradient_from):
-            raise ValueError(
-                f"`{kind.__name__}` has a `value` of its own, but the loss is computed by the `value_and_gradient` of "
-                f"`{gradient_from.__name__}`, which is something else, {gap}. Derive it from `Divergence`, and its "
-                "gradient is computed by autograd; or override both."
-            )
-        raise ValueError(
-            f"`{kind.__name__}.value_and_gradient` does not belong to `{kind.__name__}.value`, {gap}. It returns the "
-            "value and its gradient with respect to the logits; leave it out, and autograd computes that. If another "
-            "gradient is meant, write a `value` that has it, with `detach`."
+            f"`{name}.value_and_gradient`{inherited} does not belong to `{name}.value`, {gap}. It returns the value "
+            "and its gradient with respect to the logits: derive from `Divergence` and leave it out, and autograd "
+            "computes that. If another gradient is meant, write a `value` that has it, with `detach`."
         )
     if _is_flat(divergence, logs_2RV, by_autograd[1]):
         doubts.append(
-            f"The gradient of `{kind.__name__}.value` is 0 for random distributions: nothing is learned from it, and "
+            f"The gradient of `{name}.value` is 0 for random distributions: nothing is learned from it, and "
             "rounding, scaled up by the optimizer, moves the student at random. What is behind `detach` has no "
             "gradient, nor has what is beyond a bound (`clamp`)."
         )
     # The same student rows with the teachers permuted: an equal gradient has not used the teacher.
     elif torch.equal(by_autograd[1], computed(defined, torch.stack([logs_2RV[0], logs_2RV[1].roll(1, 0)]))[1]):
         doubts.append(
-            f"The gradient of `{kind.__name__}.value` is the same whatever the teacher says, so nothing is learned "
+            f"The gradient of `{name}.value` is the same whatever the teacher says, so nothing is learned "
             "from it: use the second argument, and not in terms alone that do not depend on the first."
         )
     return doubts

@@ -1,0 +1,427 @@
+"""The checks of `trl-opsd doctor`: those of a trainer's start, and others that a training does not repeat.
+
+N completion tokens · H hidden size
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trl_opsd._compat.versions import installed, outside
+from trl_opsd.cli.doctor.pair import LAYERS, Pair, Settings, Side
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.tokenization import check_that_all_is_read, check_token_maps, largest_id
+from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, dense_divergence, streamed_divergence
+from trl_opsd.models.backbone import completion_hidden, logits_of
+from trl_opsd.models.probes import GRADIENTS, HEAD, PADDING, Doubt, Finding, Probe, Probed, findings
+from trl_opsd.models.tokenizers import ensure_special_tokens
+from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
+from trl_opsd.rollout import RolloutBackend
+from trl_opsd.trainer import OPSDTrainer
+from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
+
+# ---- Tokenizers and chat templates -----------------------------------------------------------------------------------
+
+_QUESTION = {"role": "user", "content": "A question."}
+_ANSWER = {"role": "assistant", "content": "An answer."}
+
+
+def same_ids(pair: Pair) -> str:
+    """Both tokenizers give every token the same id."""
+    if pair.assumes_tokenizer:
+        raise Doubt("The teacher has no tokenizer to compare: it is assumed to read the student's ")
+    check_token_maps(pair.student.tokenizer, pair.teacher.tokenizer)
+    return f"The same {len(pair.student.tokenizer.get_vocab())} tokens, id by id."
+
+
+def same_sizes(pair: Pair) -> str:
+    """Both heads have a row for each token."""
+    shared, rows = pair.vocabulary, (pair.student.rows, pair.teacher.rows)
+    tokens = largest_id(pair.student.tokenizer) + 1
+    if tokens > rows[0]:
+        raise ValueError(
+            f"The tokenizer has {tokens} tokens, but both heads have {rows[0]} rows: use the tokenizer that the models "
+            "were trained with."
+        )
+    if shared is None:
+        return f"Both heads have {rows[0]} rows."
+    return f"Heads of {rows[0]} and {rows[1]} rows; the {shared} ids of the tokenizer are compared."
+
+
+def end_token(pair: Pair) -> str:
+    """A completion can end, and the generation config knows with which"""
+    tokenizer = pair.student.tokenizer
+    ensure_special_tokens(tokenizer, pair.student.rows)
+    known = end_ids(pair.student)
+    if tokenizer.eos_token_id not in known:
+        shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(known)))
+        raise Doubt(
+            f"The tokenizer ends texts with {tokenizer.eos_token!r}, the generation config with {shown}: make them "
+            "agree, or completions may not end where the tokenizer says."
+        )
+    return f"{tokenizer.eos_token!r}, id {tokenizer.eos_token_id}."
+
+
+def end_ids(side: Side) -> list[int]:
+    """The ids that end a completion, as the model's generation config has them; the tokenizer's, if it has none."""
+    found = side.model.generation_config.eos_token_id
+    listed = found if isinstance(found, list) else [] if found is None else [found]
+    return listed or [side.tokenizer.eos_token_id]
+
+
+def template(pair: Pair) -> str:
+    """The chat template writes all that the user says, opens the answer, and closes it with an end token."""
+    mine = pair.student.tokenizer
+    if mine.chat_template is None:
+        raise Doubt("The tokenizer has no chat template: prompts have to be text, not conversations.")
+    check_that_all_is_read([_QUESTION, _ANSWER, _QUESTION], partial(_rendered, mine), "A conversation")
+    opening = _rendered(mine).removeprefix(str(mine.apply_chat_template([_QUESTION], tokenize=False)))
+    if not opening:
+        raise ValueError(
+            "The chat template writes no generation prompt: with `add_generation_prompt=True` it renders the same as "
+            "without, so that the student has to write the beginning of its own turn. Use a template that reads "
+            "`add_generation_prompt`, as that of an instruct model."
+        )
+    if pair.teacher.tokenizer.chat_template and _rendered(pair.teacher.tokenizer) != _rendered(mine):
+        raise Doubt(
+            "The teacher's chat template renders a conversation otherwise than the student's, which is used for both: "
+            "the teacher reads a format that it was not trained on."
+        )
+    _check_ending(pair.student)
+    return f"Opens an answer with {opening!r}."
+
+
+def _check_ending(side: Side) -> None:
+    text = side.tokenizer.apply_chat_template([_QUESTION, _ANSWER], tokenize=False)
+    ends = [token for token in side.tokenizer.convert_ids_to_tokens(end_ids(side)) if token]
+    after = str(text).rpartition(str(_ANSWER["content"]))[2]
+    if ends and not any(token in after for token in ends):
+        raise Doubt(
+            f"After an answer the chat template writes {after!r}, in which there is no end token ({', '.join(ends)}): "
+            "a model trained on it never learned to end, and completions run to their limit."
+        )
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]] = (_QUESTION,)) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+
+# ---- States of the teacher, and the loss of this pair against its reference in float64 -------------------------------
+
+_DIVERGENCES = {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "jsd": GeneralizedJSD(0.5)}
+_ALIKE = 1e-5
+"""Largest difference between states, relative to the largest value, that float32 rounding explains."""
+_ROUNDING = 1e-4
+"""Largest difference, relative to the largest value, that the order of float32 sums explains."""
+_NOTHING = 0.1
+"""Lower bound of the value a difference is relative to: between models that agree all is rounding."""
+
+
+@torch.no_grad()
+def repeats(pair: Pair) -> str:
+    """The teacher's logits are the same in a second forward pass."""
+    ids_BL = torch.arange(16, device=pair.device).mul(pair.teacher.rows // 16)[None]
+    # NaN is a finding of other checks; here it would differ from itself.
+    first, again = (pair.teacher.model(input_ids=ids_BL, use_cache=False).logits.float().nan_to_num() for _ in range(2))
+    gap = float((first - again).abs().max() / first.abs().max().clamp(min=1e-30))
+    if gap > _ALIKE:
+        raise ValueError(
+            f"The teacher's logits differ by {gap:.1e} of the largest between two readings of the same tokens: it "
+            "draws random numbers, or keeps something from the first reading."
+        )
+    return "Twice the same, bit for bit." if gap == 0 else f"Twice the same, but for {gap:.0e} of the largest."
+
+
+def depends_on_input(pair: Pair) -> str:
+    """The teacher's states depend on what it reads."""
+    # Not bit for bit, as the guard of a training compares them: attention rounds the average of equal values.
+    states_NH = _lazy(pair, "teacher", pair.read_by("student")).hidden
+    spread, largest = (states_NH - states_NH.mean(0)).abs().max(), states_NH.abs().max()
+    if spread < _ALIKE * largest:
+        raise ValueError(
+            f"The teacher has the same hidden state at all {len(states_NH)} tokens, whatever it reads: its weights are "
+            "zeroed or were not loaded; load it again."
+        )
+    return f"States differ by up to {spread / largest:.2g} of the largest value, token by token."
+
+
+def zero_with_itself(pair: Pair) -> str:
+    """A model as its own teacher has divergence and gradient 0."""
+    mine = _lazy(pair, "student")
+    for name, divergence in _DIVERGENCES.items():
+        largest = max(float(one.abs().max()) for one in _compared(streamed_divergence, mine, mine, divergence))
+        if not largest < _ROUNDING:
+            raise ValueError(f"`{name}` of the student with itself, or its gradient, is {largest:.2g} and not 0.")
+    return f"{', '.join(_DIVERGENCES)}: 0, and so are their gradients."
+
+
+def equals_reference(pair: Pair) -> str:
+    """Values and gradients equal those of the reference, for any number of tokens at a time."""
+    mine, yours, said = _lazy(pair, "student"), _lazy(pair, "teacher"), []
+    for name, divergence in _DIVERGENCES.items():
+        expected = _compared(dense_divergence, mine, yours, divergence, None, pair.vocabulary)
+        for chunk in (1, 7, None):  # the smallest tile, one that divides nothing, and all tokens
+            found = _compared(streamed_divergence, mine, yours, divergence, chunk, pair.vocabulary)
+            if (gap := max(map(_gap, found, expected))) > _ROUNDING or gap != gap:
+                raise ValueError(
+                    f"`{name}` with {chunk or 'all'} tokens at a time differs from its reference by {gap:.2g} of "
+                    "the largest value."
+                )
+        said.append(f"{name} {expected[0].mean():.4g}")
+    return f"As in float64, with any `loss_chunk_tokens`: {', '.join(said)} nats."
+
+
+def same_in_parts(pair: Pair) -> str:
+    """The gradient of three rows is the sum of each row's alone, without padding."""
+    model, found = pair.student.model, []
+    mine, yours = pair.read_by("student"), pair.read_by("teacher")
+    for parts in ([[0, 1, 2]], [[0], [1], [2]]):
+        model.zero_grad()
+        for rows in parts:
+            student = _lazy(pair, "student", mine.select(rows).cut(), trained=True)
+            teacher = _lazy(pair, "teacher", yours.select(rows).cut())
+            value_N = streamed_divergence(student, teacher, _DIVERGENCES["forward_kl"], vocabulary=pair.vocabulary)
+            value_N.divergence.sum().backward()
+        found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+    model.zero_grad()
+    together, added_up = found
+    norm = max(sum(float(one.square().sum()) for one in together.values()) ** 0.5, _ROUNDING)
+    gap = sum(float((together[name] - added_up[name]).square().sum()) for name in together) ** 0.5 / norm
+    if not gap < 10 * _ROUNDING:
+        raise ValueError(f"The gradient of a batch and that of its rows, added up, differ by {gap:.2g} of its norm.")
+    return f"The gradient of 3 rows is that of each alone, added up; {gap:.0e} apart."
+
+
+def half_precision(pair: Pair) -> str:
+    """What computing in bfloat16 changes."""
+    values, firsts = [], []
+    for enabled in (False, True):
+        with torch.autocast(pair.device.type, torch.bfloat16, enabled=enabled):
+            mine, yours = _lazy(pair, "student"), _lazy(pair, "teacher")
+            found = streamed_divergence(mine, yours, _DIVERGENCES["forward_kl"], vocabulary=pair.vocabulary)
+            firsts.append((mine.hidden.float() @ mine.head.weight.float().T).argmax(-1))
+        values.append(float(found.divergence.mean()))
+    alike = float((firsts[0] == firsts[1]).float().mean())
+    said = f"{values[0]:.4g} nats in float32, {values[1]:.4g} in bfloat16; the same likeliest token at {alike:.0%}."
+    if not abs(values[1] - values[0]) <= 0.1 * abs(values[0]) + 1e-3:
+        raise Doubt(f"{said} Train in float32, or compare a short run in both.")
+    return said
+
+
+def _lazy(pair: Pair, role: str, rollout: Rollout | None = None, trained: bool = False) -> LazyLogits:
+    """The logits of a model after the rows that it reads; with a gradient for its weights if `trained`."""
+    probed, rollout = pair.probed[role], rollout or pair.read_by(role)
+    head = OutputHead.of(probed.model)
+    with torch.set_grad_enabled(trained):
+        hidden_NH = completion_hidden(probed.model, rollout, probed.reading)[rollout.counts]
+    if not trained:
+        bias = None if head.bias is None else head.bias.detach()
+        head = replace(head, weight=head.weight.detach(), bias=bias)
+    return LazyLogits(hidden_NH, head)
+
+
+def _compared(
+    function: Callable[..., PerToken],
+    mine: LazyLogits,
+    yours: LazyLogits,
+    divergence: Divergence,
+    chunk: int | None = None,
+    vocabulary: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """[N] and [N, H], a divergence and its gradient with respect to the student's states."""
+    student = replace(mine, hidden=mine.hidden.clone().requires_grad_())
+    value_N = function(student, yours, divergence, chunk_tokens=chunk, vocabulary=vocabulary).divergence
+    value_N.sum().backward()
+    assert student.hidden.grad is not None
+    return value_N.detach(), student.hidden.grad
+
+
+def _gap(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=_NOTHING))
+
+
+# ---- What engines write ----------------------------------------------------------------------------------------------
+
+TOKENS = 16
+"""Maximum tokens of a completion."""
+_TIE = 0.02
+"""Nats by which a generated token may be less likely than the likeliest: other kernels round differently."""
+
+
+def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any) -> str:
+    """Generates the likeliest token at each place, and checks that the student agrees; `options` are a training's."""
+    tokenizer, (asked, _) = pair.student.tokenizer, pair.texts
+    recorded: dict[str, float] = {}
+
+    class Noting(OPSDTrainer):
+        def record(self, name: str, value: float) -> None:
+            recorded[name] = float(value)
+            super().record(name, value)
+
+    with TemporaryDirectory() as folder:
+        config = OPSDConfig(
+            output_dir=folder, max_completion_length=TOKENS, top_k=1, report_to="none", bf16=False, max_steps=1,
+            per_device_train_batch_size=len(asked), use_cpu=pair.device.type == "cpu", **options,
+        )  # fmt: skip
+        trainer = Noting(
+            model=pair.student.model,
+            teacher_model=pair.teacher.model,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(asked)}),
+            processing_class=tokenizer,
+            rollout=rollout,
+        )
+        try:
+            with trainer.rollout.session():
+                answered = trainer.rollout.complete([*asked], 0)
+        finally:
+            trainer.rollout.close()
+    gap = max(_shortfall(pair, *row) for row in zip(asked, answered, strict=True))
+    if not gap < _TIE:  # not `>=`: NaN has to fail, too
+        raise ValueError(
+            f"{trainer.rollout} has written a token that is {gap:.3g} nats less likely than the likeliest one by the "
+            "student's own logits, although it was to write the likeliest: it has other weights than the student, or "
+            "computes something else."
+        )
+    said = f"{sum(map(len, answered))} tokens, each the student's likeliest ({max(gap, 0.0):.1g} nats short at most)"
+    told = recorded.get("rollout/logprob_gap")
+    return f"{said}." if told is None else f"{said}; its log-probabilities are the student's, {told:.1g} nats apart."
+
+
+@torch.no_grad()
+def _shortfall(pair: Pair, prompt: list[int], completion: list[int]) -> float:
+    """The largest gap, in nats, between a token of a completion and the likeliest one in its place."""
+    if not completion:
+        return 0.0
+    # Log-probabilities by a forward pass over prompt and completion, not by the cache of a decoding loop.
+    model, row = pair.student.model, Rollout.of([prompt], [completion], pair.device)
+    log_CV = logits_of(completion_hidden(model, row)[0], OutputHead.of(model)).log_softmax(-1)
+    return float((log_CV.amax(-1) - log_CV.gather(-1, row.completion_ids[0, :, None]).squeeze(-1)).max())
+
+
+# ---- Settings and versions -------------------------------------------------------------------------------------------
+
+
+def judged(settings: Settings | ValueError, student: str, teacher: str) -> str:
+    """Settings are known, consistent and have an effect; `student` and `teacher` are those examined."""
+    if isinstance(settings, ValueError):
+        raise settings
+    config, warnings = settings.given.config, [*settings.warnings]
+    teachers = [settings.models[1] or teacher]
+    if unread := without_effect(Situation(args=config, teachers=teachers)):
+        warnings.append(without_effect_in_words(config, unread))
+    for role, named, examined in zip(("student", "teacher"), settings.models, (student, teacher), strict=True):
+        if named not in (None, examined):
+            warnings.append(f"The file names the {role} {named!r}, and {examined!r} was examined.")
+    if warnings:
+        raise Doubt(" ".join(warnings))
+    return "All are known, fit together and have an effect."
+
+
+def _versions() -> str:
+    """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
+    if found := outside(installed()):
+        raise Doubt(f"Outside what was tested: {', '.join(found)}.")
+    return ", ".join(f"{name} {number}" for name, number in installed().items())
+
+
+# ---- All, in their order ---------------------------------------------------------------------------------------------
+
+
+def _of(role: str, probe: Probe[Probed], *needs: str) -> Probe[Pair]:
+    """A probe of a trainer's start, made of one model of a pair."""
+    return Probe(f"{role}'s {probe.name}", lambda pair: probe(pair.probed[role]), needs=needs)
+
+
+_BOTH = ("student's head", "teacher's head", "student's padding", "teacher's padding")
+_TOKENS = ("tokenizers", "vocabularies", "end token")
+_WRITES = (*_BOTH, *_TOKENS, "teacher reads")
+
+CHECKS: tuple[Probe[Pair], ...] = (
+    Probe("tokenizers", same_ids),
+    Probe("vocabularies", same_sizes, needs=("tokenizers",)),
+    Probe("end token", end_token),
+    Probe("chat template", template),
+    _of("student", HEAD),
+    Probe("teacher repeats", repeats),
+    _of("teacher", HEAD, "teacher repeats"),
+    _of("student", PADDING, "student's head"),
+    _of("teacher", PADDING, "teacher's head"),
+    _of("student", GRADIENTS, "student's head"),
+    Probe("teacher reads", depends_on_input, needs=("vocabularies", "teacher's head", "teacher's padding")),
+    Probe("teacher = student", zero_with_itself, needs=("student's head", "student's padding")),
+    Probe("loss", equals_reference, needs=(*_BOTH, "vocabularies")),
+    Probe("micro-batches", same_in_parts, needs=(*_BOTH, "vocabularies")),
+    Probe("bfloat16", half_precision, needs=(*_BOTH, "vocabularies")),
+    Probe("transformers writes", reproduces, needs=_WRITES),
+)
+_VLLM: Probe[Pair] = Probe("vLLM writes", partial(reproduces, use_vllm=True, vllm_mode="colocate"), needs=_WRITES)
+
+
+def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:
+    """All findings, in the order of the checks; `settings` are of a training, or why they cannot be read."""
+    checks = [*CHECKS, *([_VLLM] if vllm else [])]
+    if settings:
+        checks.append(Probe("settings", lambda pair: judged(settings, pair.student.source, pair.teacher.source)))
+    checks.append(Probe("versions", lambda pair: _versions()))
+    # stdout has the answer alone.
+    return list(findings(checks, pair, lambda name: print(f"{name} ...", file=sys.stderr, flush=True)))
+
+
+# ---- What is printed -------------------------------------------------------------------------------------------------
+
+_COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """All findings in a sentence."""
+    of = {kind: [one.name for one in findings if one.verdict == kind] for kind in _COLOURS}
+    rest = f"; {len(of['warning'])} warned" if of["warning"] else ""
+    rest += f"; {len(of['skipped'])} could not be made" if of["skipped"] else ""
+    if of["failed"]:
+        return f"Not ready: {len(of['failed'])} of {len(findings)} checks failed ({', '.join(of['failed'])}){rest}."
+    return f"Ready: {len(of['ok'])} of {len(findings)} checks passed{rest}."
+
+
+def document(pair: Pair, findings: Sequence[Finding]) -> str:
+    """The findings as JSON."""
+    found = {
+        "student": pair.student.source,
+        "teacher": pair.teacher.source,
+        "tiny": pair.tiny,
+        "ready": all(one.verdict != "failed" for one in findings),
+        "verdict": verdict(findings),
+        "checks": [asdict(one) for one in findings],
+    }
+    return json.dumps(found, indent=2)
+
+
+def show(pair: Pair, findings: Sequence[Finding]) -> None:
+    """Prints a table and the verdict."""
+    console, narrow = Console(), [Column(title, no_wrap=True) for title in ("check", "verdict")]
+    columns = *narrow, Column("s", justify="right", no_wrap=True), Column("what was found", overflow="fold")
+    table = Table(*columns, box=None, pad_edge=False)
+    for one in findings:
+        colour = _COLOURS[one.verdict]
+        # Rich reads brackets as markup.
+        table.add_row(one.name, f"[{colour}]{one.verdict}[/]", f"{one.seconds:.1f}", one.said.replace("[", r"\["))
+    console.print(table)
+    if pair.tiny:
+        console.print(
+            f"\nBoth models were built with {LAYERS} random layers and narrow feed-forward parts: heads, tokenizers "
+            "and templates are as they are, weights are not."
+        )
+    console.print(f"\n{verdict(findings)}", highlight=False)
