@@ -33,7 +33,6 @@ from trl_opsd.loop.model_card import ModelCard
 from trl_opsd.loop.overrides import check_methods, check_verbs, overrides
 from trl_opsd.loop.recording import Recording
 from trl_opsd.loop.scoring import selection_of
-from trl_opsd.loop.student import use_special_tokens
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.proof import prove_divergence
@@ -215,7 +214,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if train_dataset is not None:
             check_trainable(self.model, optimizers)
             self._try_rate()
-        use_special_tokens(self)
+        self._use_special_tokens()
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect

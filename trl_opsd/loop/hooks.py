@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import ProcessorMixin, Trainer
 
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
-from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
+from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.checkpoints.sigterm import StopOnSigterm
-from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
 from trl_opsd.loop.ahead import Ahead
-from trl_opsd.loop.attributes import DATASETS, FIXED, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer
 from trl_opsd.loop.evaluation import Evaluation, Predictions
 from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overlap import Overlap
@@ -46,19 +43,15 @@ from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.shared_rows import parts_to_learn
 from trl_opsd.loop.step_stats import MicroBatch, StepStats
-from trl_opsd.loop.student import call_in_student, generating_student, padded_prompts, padded_rows, parallelism_in_words
-from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch, UpstreamFixes
-from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.losses.registry import Settings, divergence_of
+from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.shared_rows import RowGroup, check_shareable
 from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.monitor.memory import explained
-from trl_opsd.monitor.metrics import recorded
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
-from trl_opsd.options.table import ReadOnce, above, from_to
+from trl_opsd.options.table import ReadOnce
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.parallel.timeouts import Watchdog, set_group_timeout
@@ -68,61 +61,8 @@ from trl_opsd.types.loss import columns
 
 logger = get_logger(__name__)
 
-SEAMS: dict[str, tuple[str, ...]] = {
-    "_tokenize_prompts": ("self", "prompts"),
-    "_generate": ("self", "prompts"),
-    "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields", "has_tool_images"),
-    "_tool_call_loop": (
-        "self",
-        "prompts",
-        "prompt_ids",
-        "completion_ids",
-        "completions",
-        "images",
-        "multimodal_fields",
-    ),
-    "_generate_and_score_completions": ("self", "inputs"),
-    "_set_signature_columns_if_needed": ("self",),
-    "_compute_loss": ("self", "unwrapped_student", "inputs", "num_items_in_batch"),
-    "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-    "get_train_dataloader": ("self",),
-    "_get_train_sampler": ("self", "dataset"),
-    "_get_dataloader": ("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
-    "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
-    "_prepare_inputs": ("self", "generation_batch"),
-    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
-    "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
-    "create_model_card": ("self", "model_name", "dataset_name", "tags"),
-    "evaluate": ("self", "eval_dataset", "ignore_keys", "metric_key_prefix"),
-    "predict": ("self", "test_dataset", "ignore_keys", "metric_key_prefix"),
-    "get_eval_dataloader": ("self", "eval_dataset"),
-    "get_test_dataloader": ("self", "test_dataset"),
-    "evaluation_loop": (
-        "self",
-        "dataloader",
-        "description",
-        "prediction_loss_only",
-        "ignore_keys",
-        "metric_key_prefix",
-    ),
-    "prediction_step": ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
-    "create_accelerator_and_postprocess": ("self",),
-    "_get_grad_norm": ("self", "model", "grad_norm"),
-    "create_scheduler": ("self", "num_training_steps", "optimizer"),
-    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
-    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
-    "_save_checkpoint": ("self", "model", "trial"),
-    "_get_output_dir": ("self", "trial"),
-    "_save": ("self", "output_dir", "state_dict"),
-    "_save_optimizer_and_scheduler": ("self", "output_dir"),
-    "_push_from_checkpoint": ("self", "checkpoint_folder"),
-    "_load_best_model": ("self",),
-    "log": ("self", "logs", "start_time"),
-}
-"""TRL's methods that are overridden here, with their parameters; a test checks them against the installed TRL."""
 
-
-class TrainerHooks(UpstreamFixes):
+class TrainerHooks(TrainerMembers):
     """TRL's trainer with every method overridden that calls one of the verbs: `complete`, `teach`, `weigh`, `compare`.
 
     A subclass implements them and the checks around them; it gets our own types only. TRL builds neither a teacher nor
@@ -133,25 +73,15 @@ class TrainerHooks(UpstreamFixes):
     """Columns of a dataset that `remove_unused_columns` keeps."""
     hidden_columns: ClassVar[tuple[str, ...]] = IMAGE_COLUMNS
     """Columns that are hidden from TRL, which would treat them as images even when they are empty."""
-    args: OPSDConfig
-    divergence: Divergence
-    teacher: Any
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is privileged context."""
-    is_built: bool = False
-    """Whether construction has ended; until then TRL assigns attributes, and afterwards a user."""
-    _hides_engine: bool = False
-    """Whether TRL's tool loop is running, which would ask an engine of TRL's for its context."""
     _model_card: ModelCard
     _rewards: BatchRewards
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
-    row_group: RowGroup | None = None
-    """The processes that share rows with this one; `None` without sequence parallelism."""
     reading: Reading = PADDED
     """Which rows the student can read in one batch."""
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
-    chat_template_kwargs: dict[str, Any]
     processor: ProcessorMixin | None
     """A multimodal processor, saved with the weights, so that the folder loads as the original model does."""
     loads: int = 0
@@ -289,54 +219,10 @@ class TrainerHooks(UpstreamFixes):
             finally:
                 self._ahead.cancel()
 
-    # Once a training.
-    def get_train_dataloader(self) -> DataLoader:
-        """As TRL's, which repeats the rows of a stream for accumulation only."""
-        stream, number = self.train_dataset, self.args.num_generations
-        if number == 1 or not isinstance(stream, IterableDataset):
-            return super().get_train_dataloader()
-        if self.shuffle_dataset:
-            stream = stream.shuffle(seed=self.args.seed)
-        calls = self.args.gradient_accumulation_steps
-        rows = self.args.per_device_train_batch_size * self.accelerator.num_processes * calls
-        return self._get_dataloader(
-            dataset=repeat_iterable_dataset(stream, number, rows // number, calls),
-            description="Training",
-            batch_size=self._train_batch_size * calls,
-            is_training=True,
-        )
-
     # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = list(self.row_columns)
-
-    # By `get_train_dataloader`, where the dataset is no stream.
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        sampler: Any = super()._get_train_sampler(dataset)
-        number = self.args.num_generations
-        # TRL's sampler repeats each of `batch_size` prompts, so that a step has as many rows as before.
-        set_known(sampler, mini_repeat_count=number, batch_size=sampler.batch_size // number)
-        return sampler
-
-    # Once a training, and once for each dataset of an evaluation or a prediction.
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable[[Any], Any] | None = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> DataLoader:
-        number = self.args.num_generations_eval or self.args.num_generations
-        if not is_training and number > 1:
-            if isinstance(dataset, IterableDataset):
-                dataset = repeat_iterable_dataset(dataset, number)
-            else:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
-                order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
-                dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
-        return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
 
     # Once a training, before a checkpoint is loaded into the optimizer.
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -574,20 +460,6 @@ class TrainerHooks(UpstreamFixes):
         finally:
             self.model.training = is_training
 
-    def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
-
-        Args:
-            name (`str`):
-                Any that is not logged already.
-            value (`float` or `torch.Tensor`):
-                One number.
-
-        Raises:
-            ValueError: It is not one number, or the name is taken.
-        """
-        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
-
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
         return self._stats.phase(name)
@@ -760,125 +632,3 @@ class TrainerHooks(UpstreamFixes):
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
             self._model_card.complete(dataset_name)
-
-    # ---- Attributes -------------------------------------------------------------------------------------------------
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not self.is_built:
-            super().__setattr__(name, value)
-        elif name in DATASETS:
-            if value is not getattr(self, name):
-                self.replace_dataset(name, value)
-        elif why := why_no_effect(self, name, value, self._read_once.names):
-            raise AttributeError(f"`trainer.{name} = {shown(value)}` would have no effect: {why}", name=name, obj=self)
-        elif name not in FIXED:  # else it is the value that it has
-            super().__setattr__(name, value)
-
-    @property
-    def beta(self) -> float | None:
-        """TRL's number for the divergence, `None` where it has none; assigning to it sets the divergence."""
-        match self.divergence:
-            case ForwardKL():
-                return 0.0
-            case ReverseKL():
-                return 1.0
-            case GeneralizedJSD(beta=beta):
-                return beta
-        return None
-
-    @beta.setter
-    def beta(self, beta: float) -> None:
-        from_to(0, 1).check("beta", beta)
-        self.divergence = divergence_of(None, Settings(beta=beta))
-
-    @property
-    def temperature(self) -> float:
-        """Softmax temperature of the loss, for models without an option of their own; rollouts have that of
-        `generation_config`, as in TRL.
-        """
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, temperature: float) -> None:
-        above(0).check("temperature", temperature)
-        self._temperature = temperature
-
-    @property
-    def temperatures(self) -> tuple[float, float]:
-        """Softmax temperatures of the student and of the teacher in the loss."""
-        student, teacher = self.args.student_temperature, self.args.teacher_temperature
-        return student or self.temperature, teacher or self.temperature
-
-    @property
-    def use_vllm(self) -> bool:
-        """Whether vLLM generates."""
-        return self.args.use_vllm and not self._hides_engine
-
-    @use_vllm.setter
-    def use_vllm(self, use_vllm: bool) -> None:
-        """Ignores what TRL assigns, whose value is hidden from it."""
-
-    @property
-    def vllm_generation(self) -> Any:
-        raise AttributeError(
-            "`trainer.vllm_generation` is TRL's engine, which is not built here: with `use_vllm=True` the engine is "
-            "behind `trainer.rollout`, whose `sync_weights` and `close` are public.",
-            name="vllm_generation",
-            obj=self,
-        )
-
-    @property
-    def teacher_model(self) -> Any:
-        """The model of the only teacher. Another model or path can be assigned, between two optimizer steps."""
-        return getattr(self.teacher, "model", None)
-
-    @teacher_model.setter
-    def teacher_model(self, teacher_model: Any) -> None:
-        # While it builds the student, TRL assigns None.
-        if self.is_built and teacher_model is not self.teacher_model:
-            self.replace_teacher(teacher_model)
-
-    # ---- Host: what rollouts, teachers and the objects of the loop call ---------------------------------------------
-
-    @property
-    def strategy(self) -> str:
-        """Number of processes, parallelism of the launch, and device, in words."""
-        sharing = None if self.row_group is None else self.row_group.size
-        return parallelism_in_words(self.accelerator, self._dist, sharing)
-
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
-        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
-        ours = self.chat_template_kwargs
-        # TRL's method reads the attribute and has no argument for it.
-        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
-        try:
-            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
-        finally:
-            self.chat_template_kwargs = ours
-        return list(prompt_ids)
-
-    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
-        """The student's prompts for checked rows."""
-        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
-        return prompt_ids
-
-    def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
-        """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
-        return padded_prompts(self, prompt_ids)
-
-    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
-        """TRL's keys for rows; an empty completion is one masked token of padding."""
-        return padded_rows(self, prompt_ids, completions)
-
-    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
-        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
-        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
-        return context
-
-    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(student, *args)` where the student's weights are gathered; collective if it is sharded."""
-        return call_in_student(self, self._forward_redirection, function, *args)
-
-    def student_for_generation(self) -> AbstractContextManager[Any]:
-        """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
-        return generating_student(self, self._dist)
