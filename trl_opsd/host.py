@@ -77,81 +77,45 @@ class TrainerHost(Host, Protocol):
 
     model_wrapped: Any
     optimizer: Any
+    lr_scheduler: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
     generation_kwargs: dict[str, Any]
     chat_template_kwargs: dict[str, Any]
-    pad_to_multiple_of: int | None
     tools: Any
-    temperature: float
     divergence: Any
+    temperature: float
     train_dataset: Any
     eval_dataset: Any
     dropped_prompts: Counter[str]
     base_samples: Any
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-    lr_scheduler: Any
+    row_group: Any
 
     @property
-    def readers(self) -> Readers:
-        """How prompts become token ids, for the student and for the teachers."""
-
+    def readers(self) -> Readers: ...
     @property
-    def reading_to_learn(self) -> Reading:
-        """Which rows share a pass outside of generation."""
-
+    def reading_to_learn(self) -> Reading: ...
     @property
-    def batch_name(self) -> str:
-        """The current generation batch, in messages about its rows."""
-
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
-        """Token ids of unchecked prompts."""
-
-    def add_callback(self, callback: Any) -> None:
-        """Adds a callback to the training."""
-
-    def take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Assigns datasets that were checked."""
-
-    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Generates one completion for each prompt."""
-
-    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        """Has the teacher score a generation batch."""
-
-    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
-        """The weight of each token in the loss."""
-
-    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        """Checks the rows of a generation batch before generation."""
-
-    def rows_of(self, rollout: Rollout) -> Sequence[Row]:
-        """Rows for a batch that comes from no dataset."""
-
-    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
-        """The student's prompts for checked rows."""
-
-    def prove_student(self) -> None:
-        """Verifies the student by running it."""
-
-    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(student, *args)` where the student's weights are gathered. Collective if it is sharded."""
-
-    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
-        """TRL's keys for rows."""
-
-    def footprint(self, phase: str) -> dict[str, int]:
-        """Memory of a phase, in bytes by name, for out-of-memory errors."""
-
+    def batch_name(self) -> str: ...
     @property
-    def temperatures(self) -> tuple[float, float]:
-        """Softmax temperatures of the student and of the teacher in the loss."""
-
+    def teacher_names(self) -> tuple[str, ...]: ...
     @property
-    def teaches_early(self) -> bool:
-        """Whether a teacher benefits from `expect`."""
+    def temperatures(self) -> tuple[float, float]: ...
+    @property
+    def teaches_early(self) -> bool: ...
 
-    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
-        """Notifies the teacher of rows that `teach` will soon be called with."""
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]: ...
+    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets: ...
+    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor: ...
 
-    def forget_expected(self) -> None:
-        """Notifies the teacher that expected rows will not come."""
+    def read_rows(self, rows: Sequence[Row]) -> list[Request]: ...
+    def rows_of(self, rollout: Rollout) -> Sequence[Row]: ...
+    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None: ...
+    def forget_expected(self) -> None: ...
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]: ...
+    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]: ...
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]: ...
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any: ...
+    def prove_student(self) -> None: ...
+    def footprint(self, phase: str) -> dict[str, int]: ...
+    def add_callback(self, callback: Any) -> None: ...

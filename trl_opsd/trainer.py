@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
-from trl_opsd import fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.arguments.checks import build_rewards, check_train_size
@@ -351,10 +349,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             check_rollout(rollout)
             self._generation.bind(rollout)
 
-    def session(self) -> AbstractContextManager[None]:
-        """Around an evaluation: all its batches are generated in one session of the rollout."""
-        return self._generation.session()
-
     def prove_student(self) -> None:
         """Verifies the student by running it, unless that was done, once its weights are where they will be."""
         if not self._student_is_proved:
@@ -427,10 +421,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
         return self._teaching.rows_of(rollout)
 
-    def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        """Rejects prompts that the student cannot read, before generation."""
-        self.readers.check_batch(prompt_ids, self.batch_name)
-
     @property
     def teaches_early(self) -> bool:
         """Whether a teacher benefits from `expect`."""
@@ -461,32 +451,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         self._teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
 
-    def take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Assigns datasets that were checked, past the checks of assignments."""
-        self.__dict__.update(train_dataset=train_dataset, eval_dataset=eval_dataset)
-
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
     def footprint(self, phase: str) -> dict[str, int]:
         """Memory of a phase, in bytes by name, for out-of-memory errors."""
         return footprint(self, phase, self.teachers.models, self.teachers.heads)
-
-    def check_state(self, folder: str) -> None:
-        """Rejects a checkpoint of another run."""
-        fingerprint.check(folder, self._teaching.fingerprint(), self.args.resume_with_changes or ())
-
-    def save_own_state(self, folder: str) -> None:
-        """Writes what a checkpoint holds besides transformers' files."""
-        self.teachers.check()
-        if self.args.should_save:
-            fingerprint.write(folder, self._teaching.fingerprint())
-            self.teachers.save(folder)
-            self._collapse.save(folder)
-
-    def load_own_state(self, folder: str) -> None:
-        """The inverse of `save_own_state`."""
-        self.teachers.load(folder)
-        self._collapse.load(folder)
 
     def check_effect(self) -> None:
         """Rejects a training that would change nothing, before it begins; options may have been changed."""

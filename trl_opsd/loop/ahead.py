@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.host import TrainerHost
-from trl_opsd.loop.generation import Generate, Generation
+from trl_opsd.loop.generation import Generation
 from trl_opsd.models.backbone import completion_hidden, preserved_mode
 from trl_opsd.models.head import logits_of, whole_head
 from trl_opsd.models.padding import Reading
@@ -54,8 +54,8 @@ class _Coming:
 class Ahead:
     """Generates the rows of a step while the trainer trains on those of the step before."""
 
-    def __init__(self, host: TrainerHost, generation: Generation, complete: Generate) -> None:
-        self._host, self._generation, self._complete = host, generation, complete
+    def __init__(self, host: TrainerHost, generation: Generation) -> None:
+        self._host, self._generation = host, generation
         self.steps_ahead = 0
         """Offset from the step being trained to the step whose rows are read."""
         self._next_batch: tuple[Iterator[Any], Any] | None = None
@@ -64,15 +64,8 @@ class Ahead:
         self.before_step: tuple[Rollout, Tensor] | None = None
         """A row of this step, and the student's log-probabilities for it before this step, [N, V], in host memory."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the rows of the next step are generated while those of this one train."""
-        return self._host.args.overlap == "ahead"
-
     def batch(self, fetch: Callable[..., Any], epoch_iterator: Iterator[Any], number: int, device: torch.device) -> Any:
         """The `number` micro-steps of a step that `fetch` takes from an iterator; also takes those of the next step."""
-        if not self.is_on:
-            return fetch(epoch_iterator, number, device)
         known, self._next_batch = self._next_batch, None
         if known is not None and known[0] is epoch_iterator:
             found = known[1]
@@ -86,12 +79,10 @@ class Ahead:
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The completions generated ahead for these prompts, while generation of the next step starts. Collective."""
-        if not (self.is_on and self._host.model.training):
-            return self._complete(prompt_ids)
         completions = self._taken(prompt_ids)
         self._host.record("overlap/staleness", float(completions is not None))
         if completions is None:
-            completions = self._complete(prompt_ids)
+            completions = self._host.complete(prompt_ids)
         self._begin()
         # After the request for the next rows: the server generates while this forward runs.
         self.before_step = self._probed(prompt_ids, completions)

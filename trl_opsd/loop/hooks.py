@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -32,8 +32,7 @@ from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
-from trl_opsd.loop.dealing import Dealer
-from trl_opsd.loop.evaluation import Evaluation, Predictions
+from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
@@ -41,14 +40,14 @@ from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overlap import Overlap
 from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
-from trl_opsd.loop.shared_rows import parts_to_learn
-from trl_opsd.loop.step_stats import MicroBatch, StepStats
+from trl_opsd.loop.step_stats import MicroBatch, PhaseClock, Predictions, StepStats
+from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.shared_rows import RowGroup, check_shareable
 from trl_opsd.models.weights import Samples, sampled
-from trl_opsd.monitor.memory import explained
+from trl_opsd.monitor.memory import explain
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import ReadOnce
@@ -77,6 +76,7 @@ class TrainerHooks(TrainerMembers):
     """Whether a column `solution` of a dataset is privileged context."""
     _model_card: ModelCard
     _rewards: BatchRewards
+    _teaching: Teaching
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
     reading: Reading = PADDED
@@ -127,7 +127,11 @@ class TrainerHooks(TrainerMembers):
         self._guard = NonfiniteGuard(self)
         if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
-        self._check_fsdp()
+        if self._dist.fsdp_version == 1:
+            raise ValueError(
+                "The launch has `fsdp_version: 1`, which flattens the weights, so that the loss cannot read the output "
+                "head: set `fsdp_version: 2` in the accelerate file."
+            )
         # By default FSDP2 with `bf16=True` rounds the loss, and sharded gradients are summed in bfloat16.
         keep_float32(self.accelerator, self.args.accelerator_config.gradient_accumulation_kwargs or {})
         if is_split_model(self.model):
@@ -138,17 +142,15 @@ class TrainerHooks(TrainerMembers):
             check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
             self.row_group = RowGroup(sizes.sp_size)
         self._launch, self._earlier = Launch(), EarlierTraining(self)
-        self._show_phase = replace_default(self.callback_handler)
-        self._watchdog = Watchdog(self.args.phase_timeout, self.accelerator.process_index)
-        self._stats = StepStats(self, self._watched)
-        self._evaluation = Evaluation(self, self._stats)
-        self._generation = Generation(self, lambda prompt_ids: self._ahead.complete(prompt_ids))
+        watches = [replace_default(self.callback_handler)]
+        if self.args.phase_timeout is not None:
+            watches.insert(0, Watchdog(self.args.phase_timeout, self.accelerator.process_index))
+        self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self._explain))
+        self._generation = Generation(self, self._completions)
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
         self._scorer = Scorer(self)
         self._overlap = Overlap(self, self._generation, self._dealer, self._scorer, self.begin_batch, self.trl_batch)
-        self._ahead = Ahead(self, self._generation, self._overlap.complete)
-        self._loss_rows: Tensor | None = None
-        self._loss_scored: Tensor | None = None
+        self._ahead = Ahead(self, self._generation)
         self._read_once = ReadOnce.by_trainer(self.args)
         self._read_at_start = ReadOnce.by_training(self.args)
 
@@ -160,18 +162,6 @@ class TrainerHooks(TrainerMembers):
     def _take_samples(self, student: Any) -> None:
         self.base_samples = sampled(student)
 
-    def _check_fsdp(self) -> None:
-        if self._dist.fsdp_version == 1:
-            raise ValueError(
-                "The launch has `fsdp_version: 1`, which flattens the weights, so that the loss cannot read the output "
-                "head: set `fsdp_version: 2` in the accelerate file."
-            )
-        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self._dist.is_fsdp:
-            logger.warning(
-                "The launch asks for FSDP, which accelerate supports on accelerators only: nothing is sharded, this is "
-                "plain data parallelism."
-            )
-
     # ---- A training, and its data -----------------------------------------------------------------------------------
 
     # By the user.
@@ -182,10 +172,6 @@ class TrainerHooks(TrainerMembers):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
-        if self.train_dataset is None:
-            raise ValueError(
-                "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
-            )
         check_can_learn(self.model)
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
             logger.warning(
@@ -200,22 +186,24 @@ class TrainerHooks(TrainerMembers):
         self.check_effect()
         self._read_at_start = ReadOnce.by_training(self.args)
         self._dealer.forget()
-        set_known(self, _step=0, _current_train_step_time=0.0)
+        self._step, self._current_train_step_time = 0, 0.0
         self._metrics["train"].clear()
         self._stats.clear()
         self._collapse.begin()
         with (
             nullcontext() if self.row_group is None else self.row_group.shares(self.model),
-            explained("step", partial(self.footprint, "step")),  # outside the phases, memory is the optimizer's
             self._earlier.followed_by(self),
             self._guard.training(),
         ):
             try:
                 if resume_from_checkpoint:
                     resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
-                    self.check_state(resume_from_checkpoint)
+                    self._teaching.check_fingerprint(resume_from_checkpoint)
                 with self._checkpoints.training():
                     return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            except Exception as error:
+                self._explain(error, "step")  # outside the phases, memory is the optimizer's
+                raise
             finally:
                 self._ahead.cancel()
 
@@ -241,14 +229,18 @@ class TrainerHooks(TrainerMembers):
         if checkpoint is not None:
             self._checkpoints.after_optimizer_load(checkpoint)
             self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
-            self.load_own_state(checkpoint)
+            self.teachers.load(checkpoint)
+            self._collapse.load(checkpoint)
 
     # ---- An optimizer step: its micro-steps -------------------------------------------------------------------------
 
     # By transformers before each optimizer step: the rows of its micro-steps.
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
-        return self._ahead.batch(super().get_batch_samples, epoch_iterator, num_batches, device)
+        fetch = super().get_batch_samples
+        if self.args.overlap == "ahead":
+            fetch = partial(self._ahead.batch, fetch)
+        return fetch(epoch_iterator, num_batches, device)
 
     # By transformers, for each micro-step; the optimizer step follows the last of `gradient_accumulation_steps`.
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -267,13 +259,13 @@ class TrainerHooks(TrainerMembers):
             if not is_last:  # past TRL's, which would count it as a call
                 return Trainer.training_step(self, model, inputs, num_items_in_batch)
             # TRL times only its own call, which trains on the last micro-batch.
-            set_known(self, _current_train_step_time=self._current_train_step_time + perf_counter() - start)
+            self._current_train_step_time += perf_counter() - start
             return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
 
         if self._overlap.is_on:
             if self.accelerator.gradient_state.sync_gradients:
                 return self._overlap.step(model, inputs, learn)
-            set_known(self, _step=self._step + 1)  # the step is taken after a later call
+            self._step += 1  # the step is taken after a later call
             return torch.zeros((), device=self.args.device)
         if prepares_batches(self):
             return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
@@ -312,7 +304,7 @@ class TrainerHooks(TrainerMembers):
         self.check_same_rows("train" if self.model.training else "eval")
         rows: list[Request] = self.read_rows(inputs)
         self._generation.mark(rows)
-        self._stats.now.count_batch()
+        self._stats.now.batches += 1
         return rows
 
     def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
@@ -325,8 +317,7 @@ class TrainerHooks(TrainerMembers):
 
     # By TRL's `_generate_and_score_completions`: the prompts of a batch.
     def _generate(self, prompts: list) -> tuple:
-        self._generation.begin()
-        with self._engine_hidden(True), self._generation.session():
+        with self._generation.batch():
             written = super()._generate(prompts)
         self._collapse.note_completions(self._generation.on_policy(written[1]))
         return written
@@ -334,15 +325,20 @@ class TrainerHooks(TrainerMembers):
     # By TRL's `_generate`, before the first turn.
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
-        self.check_prompt_ids(prompt_ids)
+        self.readers.check_batch(prompt_ids, self.batch_name)
         return prompt_ids, images, multimodal_fields
 
     # By TRL's `_generate` for the first turn, by its tool loop for each later one.
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
     ) -> list[list[int]]:
-        with self._engine_hidden(False):
-            return self._generation.turn(prompt_ids)
+        return self._generation.turn(prompt_ids)
+
+    def _completions(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The student's completions, as `overlap` has them generated."""
+        if self.args.overlap == "ahead" and self.model.training:
+            return self._ahead.complete(prompt_ids)
+        return self._overlap.complete(prompt_ids) if self.args.overlap == "step" else self.complete(prompt_ids)
 
     # By TRL's `_generate`, after the first turn.
     def _tool_call_loop(
@@ -351,18 +347,8 @@ class TrainerHooks(TrainerMembers):
         """As TRL's, and joins later turns of other processes after those of this one. Collective."""
         looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
         _, self._rewards.conversations, *_ = looped
-        with self._engine_hidden(False):
-            self._generation.join_later_turns()
+        self._generation.join_later_turns()
         return looped
-
-    @contextmanager
-    def _engine_hidden(self, hides: bool) -> Iterator[None]:
-        """Hides `use_vllm` from TRL's tool loop, which would ask an engine of TRL's for its context."""
-        before, self._hides_engine = self._hides_engine, hides
-        try:
-            yield
-        finally:
-            self._hides_engine = before
 
     # ---- The loss of a micro-batch ----------------------------------------------------------------------------------
 
@@ -376,31 +362,28 @@ class TrainerHooks(TrainerMembers):
             # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
             num_items_in_batch = total.where(total > 0, 1.0) / self.accelerator.num_processes
         student = self.accelerator.unwrap_model(model)
-        losses, rows_of = [], []
-        parts = parts_to_learn(self.row_group, inputs, self.model, self.reading, self.accelerator.device)
+        losses, rows_of, parts = [], [], [(inputs, True)]
+        if self.row_group is not None and self.model.training:
+            parts = parts_to_learn(self.row_group, inputs, self.model, self.reading, self.accelerator.device)
         for part, is_last in parts:
             loss, *_ = self._forward_redirection(model, student, self._compute_loss, student, part, num_items_in_batch)
             if not is_last:  # DeepSpeed accepts several backward passes before a step
                 engine = self.accelerator.deepspeed_engine_wrapped
                 engine.backward(loss, sync_gradients=False, scale_wrt_gas=False)
             losses.append(loss if is_last else loss.detach())
-            assert self._loss_rows is not None, "_compute_loss has set them"
-            rows_of.append(self._loss_rows)
-            self._loss_rows = None
+            (rows, scored), self._stats.latest = self._stats.latest, None
+            rows_of.append(rows)
         loss, rows = torch.stack(losses).sum(), torch.cat(rows_of)
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            self._scorer.warn_if_unscored(self._loss_scored)
-            self._stats.add(
-                {name: one for name, one in inputs.items() if name != "teacher_rows"}, rows, self._loss_scored
-            )
+            self._scorer.warn_if_unscored(scored)
+            self._stats.add(inputs, rows, scored)
             if not self.accelerator.gradient_state.sync_gradients:
                 return (loss, None) if return_outputs else loss
             counted = self._stats.reduced()
         else:
             counted = self._stats.evaluated(inputs, rows, self.gather_distinct_rows(rows))
-            self._evaluation.keep(inputs)
         finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
             loss = loss * math.nan  # and so the gradient in each process: every optimizer's own check skips the step
@@ -416,7 +399,7 @@ class TrainerHooks(TrainerMembers):
         with autocast(self.accelerator):
             parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._loss_rows, self._loss_scored = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
+        self._stats.latest = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
         if self.model.training:
             self._guard.watch(unwrapped_student)
         weight, student_entropy = columns(parts.rows, "weight", "student_entropy").sum(0)
@@ -464,10 +447,8 @@ class TrainerHooks(TrainerMembers):
         """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
         return self._stats.phase(name)
 
-    @contextmanager
-    def _watched(self, phase: str) -> Iterator[None]:
-        with explained(phase, partial(self.footprint, phase)), self._watchdog(phase), self._show_phase(phase):
-            yield
+    def _explain(self, error: Exception, phase: str) -> None:
+        explain(error, phase, partial(self.footprint, phase))
 
     # ---- Evaluations ------------------------------------------------------------------------------------------------
 
@@ -481,9 +462,9 @@ class TrainerHooks(TrainerMembers):
         not logged.
         """
         self._launch.restore()
-        with self.session():
+        with self._generation.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return self._evaluation.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
+        return self._stats.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
 
     # By the user.
     def predict(
@@ -514,7 +495,7 @@ class TrainerHooks(TrainerMembers):
                 "`IterableDataset`; call `predict` once for each of several."
             )
         self._launch.restore()
-        with self.session():
+        with self._generation.session():
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         return Predictions.of(output, self.processing_class.batch_decode)
 
@@ -546,7 +527,7 @@ class TrainerHooks(TrainerMembers):
         metric_key_prefix: str = "eval",
     ) -> Any:
         with (
-            self._evaluation.of_dataset(metric_key_prefix, self._metrics["eval"]) as metrics,
+            self._stats.evaluation(metric_key_prefix, self._metrics["eval"]) as metrics,
             self._rewards.evaluation(metric_key_prefix),
         ):
             output = super().evaluation_loop(
@@ -561,7 +542,7 @@ class TrainerHooks(TrainerMembers):
     ) -> tuple:
         with self._stats.phase("compare", "eval"):
             loss, _, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        completions = self._evaluation.take()
+        completions, self._stats.completions = self._stats.completions, None
         return loss, None if prediction_loss_only else completions, labels
 
     # ---- Checkpoints ------------------------------------------------------------------------------------------------
@@ -589,7 +570,11 @@ class TrainerHooks(TrainerMembers):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         self._checkpoints.complete_for_deepspeed(output_dir)
-        self.save_own_state(output_dir)
+        self.teachers.check()
+        if self.args.should_save:
+            self._teaching.write_fingerprint(output_dir)
+            self.teachers.save(output_dir)
+            self._collapse.save(output_dir)
 
     # By `_save_checkpoint` of transformers. An upload runs in the background, so it starts when the files are in place.
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

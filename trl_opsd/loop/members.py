@@ -24,6 +24,7 @@ from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.readers import Request
+from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
@@ -31,10 +32,9 @@ from trl_opsd.models.head import model_shape
 from trl_opsd.models.shared_rows import RowGroup
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.monitor.metrics import recorded
-from trl_opsd.options.table import ReadOnce
 from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 from trl_opsd.options.sampling import end_tokens
-from trl_opsd.options.table import above, from_to
+from trl_opsd.options.table import ReadOnce, above, from_to
 from trl_opsd.parallel.precision import autocast
 
 __all__ = ["FIXED", "TrainerMembers"]
@@ -78,8 +78,7 @@ class TrainerMembers(UpstreamFixes):
     """The processes that share rows with this one; `None` without sequence parallelism."""
     is_built: bool = False
     """Whether construction has ended; until then TRL assigns attributes, and afterwards a user."""
-    _hides_engine: bool = False
-    """Whether TRL's tool loop is running, which would ask an engine of TRL's for its context."""
+    _generation: Generation
     _read_once: ReadOnce
 
     # ---- Attributes -------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ class TrainerMembers(UpstreamFixes):
     @property
     def use_vllm(self) -> bool:
         """Whether vLLM generates."""
-        return self.args.use_vllm and not self._hides_engine
+        return self.args.use_vllm and not self._generation.hides_engine
 
     @use_vllm.setter
     def use_vllm(self, use_vllm: bool) -> None:

@@ -187,7 +187,8 @@ class Overlap:
             came = prefetched.take(wait)
             for row, completion in came:
                 waiting.add(row, completion)
-                self._generation.note_logprobs(rows[row], prompt_ids[row], completion)
+                if host.reads_logprobs:
+                    self._generation.note_logprobs(rows[row], prompt_ids[row], completion)
             if came and host.teaches_early:
                 numbers = [row for row, _ in came]
                 host.expect(Rollout.unpack(padded(numbers)), [rows[row] for row in numbers])

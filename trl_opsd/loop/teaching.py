@@ -120,7 +120,7 @@ class Teaching:
         check_rows_of_rewards(given.rewards, datasets, args, given.row_columns, given.reads_solutions)
         with self._rebuilding():
             self.readers, self._described_rows = self._readers_of_any_rows, None
-            self._host.take_datasets(train_dataset, eval_dataset)
+            self._take_datasets(train_dataset, eval_dataset)
             rows = looked_through(datasets, args, intake, given.row_columns)
             self._admit_for_teachers(self._admit(rows, self.readers.student))
 
@@ -134,7 +134,7 @@ class Teaching:
         except BaseException:
             vars(self).clear()
             vars(self).update(before)
-            self._host.take_datasets(*datasets)
+            self._take_datasets(*datasets)
             self._identity.set_teachers(self.teachers)
             if self._host.args.seq_kd:
                 self._use_teachers(self.teachers)
@@ -152,10 +152,14 @@ class Teaching:
         if isinstance(host.eval_dataset, dict):
             names = zip(host.eval_dataset, by_name(host.eval_dataset), strict=True)
             eval_dataset = {name: datasets.get(where) for name, where in names}
-        host.take_datasets(datasets.get("train_dataset"), eval_dataset)
+        self._take_datasets(datasets.get("train_dataset"), eval_dataset)
         if host.train_dataset is not None:
             check_train_size(host.train_dataset, host.args)
         return rows
+
+    def _take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Assigns datasets that were checked, past the checks of assignments."""
+        vars(self._host).update(train_dataset=train_dataset, eval_dataset=eval_dataset)
 
     # ---- A batch ----------------------------------------------------------------------------------------------------
 
@@ -199,6 +203,14 @@ class Teaching:
         return rollout, [request.teacher for request in requests]
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------
+
+    def check_fingerprint(self, folder: str) -> None:
+        """Rejects a checkpoint of another run."""
+        fingerprint.check(folder, self.fingerprint(), self._host.args.resume_with_changes or ())
+
+    def write_fingerprint(self, folder: str) -> None:
+        """Writes the fingerprint into a checkpoint."""
+        fingerprint.write(folder, self.fingerprint())
 
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Of the run, with the teachers and options as they are now."""
