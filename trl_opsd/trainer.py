@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -25,11 +25,8 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import PromptLimits, Row
 from trl_opsd.data.readers import Readers, Request
 from trl_opsd.loop.batch_rewards import BatchRewards
-from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.model_card import ModelCard
 from trl_opsd.loop.overrides import check_methods, check_verbs, overrides
-from trl_opsd.loop.recording import Recording
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
@@ -47,7 +44,6 @@ from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.rollout.pick import check_rollout, chosen_rollout
@@ -57,6 +53,10 @@ from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared, shares
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
+
+if TYPE_CHECKING:
+    from trl_opsd.loop.model_card import ModelCard
+    from trl_opsd.loop.recording import Recording
 
 logger = get_logger(__name__)
 
@@ -231,14 +231,18 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self._prove_divergence(self.divergence)
         warn_of_overridden(self.model, self.generation_config)
         self._generation.bind(given.rollout)
-        self._overlap.warn()
-        self._model_card = ModelCard(self, lambda: self._described.settings())
+        if self._overlap is not None:
+            self._overlap.warn()
         self.is_built = True  # from here on assignments of a user are checked
         self._launch.remember()
         self.args.accept_changes()
-        about, is_traced = self._model_card.about, "trackio" in self.args.report_to
-        self._recording = Recording(self.args.output_dir, about, is_traced) if self.args.report else None
-        if self._recording is not None:
+        self._recording: Recording | None = None
+        if self.args.report:
+            from trl_opsd.loop.recording import Recording
+
+            self._recording = Recording(
+                self.args.output_dir, self._model_card().about, is_traced="trackio" in self.args.report_to
+            )
             self.add_callback(self._recording)
         self.add_callback(Banner(self._announced, lambda: self._described.later()))
 
@@ -259,7 +263,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Generates one completion for each prompt; token ids in, token ids out."""
-        self._ahead.wait()  # rows generated ahead occupy the rollout
+        if self._ahead is not None:
+            self._ahead.wait()  # rows generated ahead occupy the rollout
         return self._generation.complete(prompt_ids)
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
@@ -319,19 +324,19 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 criterion=None if selection is None else selection.criterion,
             )
             if self._recording is not None and rollout.begins_at is None:
-                sampled = partial(samples_of, hidden_BCH, head, teacher_heads, rollout, targets, **self._sampling)
+                from trl_opsd.report.samples import samples_of
+
+                sampled = partial(
+                    samples_of,
+                    *(hidden_BCH, head, teacher_heads, rollout, targets),
+                    divergence=self.divergence,
+                    temperatures=self.temperatures,
+                    vocabulary=self._teaching.vocabulary,
+                    tokenizer=self.processing_class,
+                    names=list(self.teachers),
+                )
                 self._recording.note(self.state, self.model.training, rollout.prompt_lists, sampled)
         return parts
-
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        return {
-            "divergence": self.divergence,
-            "temperatures": self.temperatures,
-            "vocabulary": self._teaching.vocabulary,
-            "tokenizer": self.processing_class,
-            "names": list(self.teachers),
-        }
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
@@ -408,7 +413,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def batch_name(self) -> str:
         """The current generation batch, in messages about its rows."""
-        step = self.state.global_step + 1 + self._ahead.steps_ahead
+        step = self.state.global_step + 1 + (0 if self._ahead is None else self._ahead.steps_ahead)
         name = f"the batch of step {step}" if self.model.training else "an evaluation batch"
         number = self.accelerator.num_processes
         return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
@@ -455,6 +460,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def footprint(self, phase: str) -> dict[str, int]:
         """Memory of a phase, in bytes by name, for out-of-memory errors."""
+        from trl_opsd.loop.footprint import footprint  # for an error only
+
         return footprint(self, phase, self.teachers.models, self.teachers.heads)
 
     def check_effect(self) -> None:
@@ -491,6 +498,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self.dropped_prompts.clear()  # displaying a stream's first row must not count it as dropped
         self.dropped_prompts.update(counted)
         return text
+
+    def _model_card(self) -> ModelCard:
+        from trl_opsd.loop.model_card import ModelCard
+
+        return ModelCard(self, lambda: self._described.settings())
 
     @property
     def _described(self) -> Described:

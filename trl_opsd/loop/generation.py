@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,11 +18,13 @@ from trl_opsd.host import TrainerHost
 from trl_opsd.loop.overrides import of_package, overrides
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.monitor.memory import explain
-from trl_opsd.parallel.pulled import Endable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend
-from trl_opsd.rollout.of_teacher import OfTeacher
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
+
+if TYPE_CHECKING:
+    from trl_opsd.parallel.pulled import Endable
+    from trl_opsd.rollout.of_teacher import OfTeacher
 
 logger = get_logger(__name__)
 
@@ -217,6 +219,8 @@ class Generation:
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
+        from trl_opsd.rollout.of_teacher import OfTeacher
+
         limits = self._host.readers.teacher_limits
         self._of_teacher = {name: OfTeacher(self._host, teacher, limits[name]) for name, teacher in teachers.items()}
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
@@ -28,16 +28,13 @@ from trl_opsd.checkpoints.sigterm import StopOnSigterm
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
-from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
-from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
 from trl_opsd.loop.nonfinite import NonfiniteGuard
-from trl_opsd.loop.overlap import Overlap
 from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import MicroBatch, PhaseClock, Predictions, StepStats
@@ -58,6 +55,10 @@ from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.checks import check_parts
 from trl_opsd.types.loss import columns
 
+if TYPE_CHECKING:
+    from trl_opsd.loop.ahead import Ahead
+    from trl_opsd.loop.overlap import Overlap
+
 logger = get_logger(__name__)
 
 
@@ -74,7 +75,10 @@ class TrainerHooks(TrainerMembers):
     """Columns that are hidden from TRL, which would treat them as images even when they are empty."""
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is privileged context."""
-    _model_card: ModelCard
+    _overlap: Overlap | None = None
+    """Only with `overlap='step'`."""
+    _ahead: Ahead | None = None
+    """Only with `overlap='ahead'`."""
     _rewards: BatchRewards
     _teaching: Teaching
     base_samples: Samples | None
@@ -149,8 +153,16 @@ class TrainerHooks(TrainerMembers):
         self._generation = Generation(self, self._completions)
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
         self._scorer = Scorer(self)
-        self._overlap = Overlap(self, self._generation, self._dealer, self._scorer, self.begin_batch, self.trl_batch)
-        self._ahead = Ahead(self, self._generation)
+        if self.args.overlap == "step":
+            from trl_opsd.loop.overlap import Overlap
+
+            self._overlap = Overlap(
+                self, self._generation, self._dealer, self._scorer, self.begin_batch, self.trl_batch
+            )
+        elif self.args.overlap == "ahead":
+            from trl_opsd.loop.ahead import Ahead
+
+            self._ahead = Ahead(self, self._generation)
         self._read_once = ReadOnce.by_trainer(self.args)
         self._read_at_start = ReadOnce.by_training(self.args)
 
@@ -205,7 +217,8 @@ class TrainerHooks(TrainerMembers):
                 self._explain(error, "step")  # outside the phases, memory is the optimizer's
                 raise
             finally:
-                self._ahead.cancel()
+                if self._ahead is not None:
+                    self._ahead.cancel()
 
     # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
@@ -238,7 +251,7 @@ class TrainerHooks(TrainerMembers):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
         fetch = super().get_batch_samples
-        if self.args.overlap == "ahead":
+        if self._ahead is not None:
             fetch = partial(self._ahead.batch, fetch)
         return fetch(epoch_iterator, num_batches, device)
 
@@ -262,7 +275,7 @@ class TrainerHooks(TrainerMembers):
             self._current_train_step_time += perf_counter() - start
             return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
 
-        if self._overlap.is_on:
+        if self._overlap is not None and self._overlap.is_on:
             if self.accelerator.gradient_state.sync_gradients:
                 return self._overlap.step(model, inputs, learn)
             self._step += 1  # the step is taken after a later call
@@ -291,7 +304,8 @@ class TrainerHooks(TrainerMembers):
         written = self.trl_batch(requests)
         self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
         # A teacher that was notified of a row reads it in the process that generated it.
-        batch, rows = self._dealer.exchanged(written, requests, stay=self._overlap.notifies_teacher)
+        stay = self._overlap is not None and self._overlap.notifies_teacher
+        batch, rows = self._dealer.exchanged(written, requests, stay)
         batch.update(self._rewards.pulls_of(rows))
         batch.update(self._scorer.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
@@ -336,9 +350,8 @@ class TrainerHooks(TrainerMembers):
 
     def _completions(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The student's completions, as `overlap` has them generated."""
-        if self.args.overlap == "ahead" and self.model.training:
-            return self._ahead.complete(prompt_ids)
-        return self._overlap.complete(prompt_ids) if self.args.overlap == "step" else self.complete(prompt_ids)
+        overlap = self._overlap or self._ahead
+        return (self if overlap is None or not self.model.training else overlap).complete(prompt_ids)
 
     # By TRL's `_generate`, after the first turn.
     def _tool_call_loop(
@@ -596,6 +609,8 @@ class TrainerHooks(TrainerMembers):
 
     @property
     def _paper(self) -> dict[str, str]:
+        from trl_opsd.loop.model_card import SELF_DISTILLATION
+
         paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
         return paper
 
@@ -603,17 +618,8 @@ class TrainerHooks(TrainerMembers):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Writes `README.md` to `output_dir`: TRL's card, with base model, teachers, objective, settings and figures.
-
-        Args:
-            model_name (`str`, *optional*):
-                Name of the model. When `None`, that of the repository on the Hub, or of `output_dir`.
-            dataset_name (`str`, *optional*):
-                Name of the dataset on the Hub.
-            tags (`str` or `list[str]`, *optional*):
-                More tags.
-        """
+        """As TRL's, with base model, teachers, objective, settings and figures in the `README.md` that it writes."""
         folder = os.path.basename(os.path.realpath(self.args.output_dir))
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
-            self._model_card.complete(dataset_name)
+            self._model_card().complete(dataset_name)

@@ -54,8 +54,6 @@ class Overlap:
     def warn(self) -> None:
         """Warns about what does not overlap."""
         host, args = self._host, self._host.args
-        if args.overlap != "step":
-            return
         option, name, rollout = f"`overlap={args.overlap!r}`", type(host).__name__, self._generation.rollout
         none = f"{option} has no effect"
         if not self._generation.streams:
@@ -76,20 +74,19 @@ class Overlap:
     @property
     def is_on(self) -> bool:
         """Whether rows are trained on as they come."""
-        streams = self._host.args.overlap == "step" and self._generation.streams
-        return streams and self._generation.rollout.writes_apart
+        return self._generation.streams and self._generation.rollout.writes_apart
 
     @property
     def notifies_teacher(self) -> bool:
         """Whether a teacher is notified of each row when it has ended."""
-        return self._host.args.overlap == "step" and self._generation.streams and self._host.teaches_early
+        return self._generation.streams and self._host.teaches_early
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns; a teacher that starts early is notified of each row when it has ended."""
         host = self._host
         if self._completions is not None:
             return self._completions
-        if not (host.model.training and self.notifies_teacher):
+        if not self.notifies_teacher:
             return host.complete(prompt_ids)
         host.forget_expected()
         found = {}
