@@ -108,13 +108,6 @@ def test_warmup_longer_than_max_steps_warns(make_trainer, caplog, warmup_steps, 
     assert ("training ends before the rate reaches `learning_rate=0.0001`" in caplog.text) is is_said
 
 
-@pytest.mark.parametrize(("warmup_steps", "is_said"), [(5, True), (4, False)])
-def test_warmup_longer_than_the_epochs_warns_at_train(make_trainer, caplog, warmup_steps, is_said):
-    make_trainer(warmup_steps=warmup_steps, max_steps=-1, num_train_epochs=1, lr_scheduler_type="linear").train()
-    said = "`warmup_steps=5`, but the training has 4 steps: it ends before the rate reaches `learning_rate=0.0001`"
-    assert (said in caplog.text) is is_said
-
-
 @pytest.mark.parametrize(
     ("metric", "several", "close"),
     [

@@ -1,9 +1,7 @@
-"""The trainer as others see it: a rollout, for which any object with these members will do, and the loop's objects."""
+"""The trainer as a rollout sees it; any object with these members will do."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,10 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.prompts import PromptLimits, Row
-from trl_opsd.data.readers import Readers, Request
+from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.models.padding import Reading
-from trl_opsd.types import Rollout, TeacherTargets
 
 
 class Host(Protocol):
@@ -70,52 +66,3 @@ class Host(Protocol):
 
     def record(self, name: str, value: float) -> None:
         """Adds a value of this process to the next log, which reports the mean."""
-
-
-class TrainerHost(Host, Protocol):
-    """The trainer, as the objects of its loop see it: what a subclass may override is called here, never around it."""
-
-    model_wrapped: Any
-    optimizer: Any
-    lr_scheduler: Any
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-    generation_kwargs: dict[str, Any]
-    chat_template_kwargs: dict[str, Any]
-    tools: Any
-    divergence: Any
-    temperature: float
-    train_dataset: Any
-    eval_dataset: Any
-    dropped_prompts: Counter[str]
-    base_samples: Any
-    row_group: Any
-
-    @property
-    def readers(self) -> Readers: ...
-    @property
-    def reading_to_learn(self) -> Reading: ...
-    @property
-    def batch_name(self) -> str: ...
-    @property
-    def teacher_names(self) -> tuple[str, ...]: ...
-    @property
-    def temperatures(self) -> tuple[float, float]: ...
-    @property
-    def teaches_early(self) -> bool: ...
-
-    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]: ...
-    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets: ...
-    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor: ...
-
-    def read_rows(self, rows: Sequence[Row]) -> list[Request]: ...
-    def rows_of(self, rollout: Rollout) -> Sequence[Row]: ...
-    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None: ...
-    def forget_expected(self) -> None: ...
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]: ...
-    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]: ...
-    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]: ...
-    def in_student(self, function: Callable[..., Any], *args: Any) -> Any: ...
-    def prove_student(self) -> None: ...
-    def footprint(self, phase: str) -> dict[str, int]: ...
-    def add_callback(self, callback: Any) -> None: ...

@@ -23,10 +23,10 @@ from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import PromptLimits, Row
-from trl_opsd.data.readers import Readers, Request
+from trl_opsd.data.readers import Readers
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.overrides import check_methods, check_verbs, overrides
+from trl_opsd.loop.host import check_methods, check_verbs
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
@@ -226,8 +226,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 self.prove_student()
             rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
             self._rewards = BatchRewards(self, rewards)
-            self._teaching = Teaching(self, given, self._generation.use_teachers)
-            self._teaching.build()
+            self.teaching = Teaching(self, given, self._generation.use_teachers)
+            self.teaching.build()
         self._prove_divergence(self.divergence)
         warn_of_overridden(self.model, self.generation_config)
         self._generation.bind(given.rollout)
@@ -254,7 +254,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
             doubts = prove_divergence(
-                divergence, self._teaching.vocabulary or self.limits.vocabulary, self.accelerator.device
+                divergence, self.teaching.vocabulary or self.limits.vocabulary, self.accelerator.device
             )
         for doubt in doubts:
             logger.warning(doubt)
@@ -269,7 +269,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """Has the teacher score a whole generation batch; `rows` are its dataset rows, aligned with it."""
-        return self._teaching.targets(rollout, rows)
+        return self.teaching.targets(rollout, rows)
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
         """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount`.
@@ -320,7 +320,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 mine,
                 rollout,
                 num_items,
-                self.args.objective(self.divergence, self.temperatures, self._teaching.vocabulary),
+                self.args.objective(self.divergence, self.temperatures, self.teaching.vocabulary),
                 criterion=None if selection is None else selection.criterion,
             )
             if self._recording is not None and rollout.begins_at is None:
@@ -331,7 +331,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                     *(hidden_BCH, head, teacher_heads, rollout, targets),
                     divergence=self.divergence,
                     temperatures=self.temperatures,
-                    vocabulary=self._teaching.vocabulary,
+                    vocabulary=self.teaching.vocabulary,
                     tokenizer=self.processing_class,
                     names=list(self.teachers),
                 )
@@ -383,7 +383,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def teachers(self) -> Teachers:
         """The teachers, by name."""
-        return self._teaching.teachers
+        return self.teaching.teachers
 
     @property
     def teacher(self) -> Teacher | None:
@@ -398,7 +398,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def readers(self) -> Readers:
         """How prompts become token ids, for the student and for the teachers."""
-        return self._teaching.readers
+        return self.teaching.readers
 
     @property
     def limits(self) -> PromptLimits:
@@ -418,27 +418,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         number = self.accelerator.num_processes
         return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
 
-    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        """Parses and checks the rows of a generation batch, before generation."""
-        return self._teaching.read_rows(rows)
-
-    def rows_of(self, rollout: Rollout) -> list[Row]:
-        """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
-        return self._teaching.rows_of(rollout)
-
-    @property
-    def teaches_early(self) -> bool:
-        """Whether a teacher benefits from `expect`."""
-        return self.teachers.begin_early and not overrides(self, "teach")
-
-    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
-        """Notifies the teacher of rows that `teach` will soon be called with."""
-        self._teaching.expect(rollout, rows)
-
-    def forget_expected(self) -> None:
-        """Notifies the teacher that expected rows will not come: a step was interrupted."""
-        self.teachers.forget_expected()
-
     def replace_teacher(self, teacher_model: Any) -> None:
         """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
         self._launch.restore()
@@ -446,7 +425,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             raise ValueError(
                 "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
             )
-        self._teaching.replace_teacher(teacher_model)
+        self.teaching.replace_teacher(teacher_model)
 
     def replace_dataset(self, name: str, dataset: Any) -> None:
         """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
@@ -454,7 +433,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.is_in_train and name == "train_dataset":
             raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-        self._teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
+        self.teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
@@ -517,7 +496,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             readers=self.readers,
             rewards=self._reward_names,
             without_effect=self._without_effect,
-            first_made=self._teaching.first_made,
+            first_made=self.teaching.first_made,
         )
 
     @property

@@ -16,8 +16,8 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.host import TrainerHost
 from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.host import TrainerHost
 from trl_opsd.models.backbone import completion_hidden, preserved_mode
 from trl_opsd.models.head import logits_of, whole_head
 from trl_opsd.models.padding import Reading
@@ -131,7 +131,7 @@ class Ahead:
             return
         self.steps_ahead = 1
         try:
-            prompt_ids = self._host.prompt_ids_of(self._host.read_rows(self._next_batch[1][0][0]))
+            prompt_ids = self._host.prompt_ids_of(self._host.teaching.read_rows(self._next_batch[1][0][0]))
         finally:
             self.steps_ahead = 0
         self._coming = _Coming(prompt_ids, Pulled(self._generation.stream(prompt_ids)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from itertools import chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -20,14 +20,15 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.host import TrainerHost
-from trl_opsd.loop.overrides import may_change_batches
+from trl_opsd.loop.host import TrainerHost, may_change_batches
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.models.shared_rows import RowGroup
 from trl_opsd.types import OnHost, Rollout, TeacherTargets, lengths_of
 from trl_opsd.types.kept import kept_by_row
+
+if TYPE_CHECKING:
+    from trl_opsd.models.shared_rows import RowGroup
 
 EVEN = 1.05
 """Largest tokens per process relative to the mean; up to this no rows are exchanged, which would cost a gather."""
@@ -193,26 +194,18 @@ def _chosen(value: Any, rows: Sequence[int]) -> Any:
 
 
 def parts_to_learn(
-    group: RowGroup | None, batch: Mapping[str, Any], model: Any, reading: Reading, device: torch.device
-) -> Iterator[tuple[Mapping[str, Any], bool]]:
-    """The batches that this process learns from of a micro-batch, each with whether it is the last.
+    group: RowGroup, batch: Mapping[str, Any], model: Any, reading: Reading, device: torch.device
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """For the micro-batch of each process of a group in turn, the part that this process trains on. Collective.
 
-    Each needs its backward pass before the next comes: all at once would need as much memory as without sharing.
+    Each process generates and teaches its own rows; only the student's pass with gradients is shared. Each part, given
+    with whether it is the last, needs its backward pass before the next: all at once would need as much memory as
+    without sharing.
     """
-    if group is None or not model.training:
-        yield batch, True
-        return
     if reading != PADDED:  # under ZeRO-3 that is known since the first completions
         raise ValueError(
             "`sp_size`: padding changes what the student reads, so its rows cannot be divided: remove `sp_size`."
         )
-    for number, part in enumerate(_parts(group, batch, device), start=1):
-        with group.reads(model):
-            yield part, number == group.size
-
-
-def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-    """For the micro-batch of each process of a group in turn, the part that this process reads. Collective."""
     rollout = Rollout.unpack(batch)
     check_no_holes(rollout.measured())
     tensors = _unpadded(rollout, TeacherTargets.unpack(batch), device)
@@ -234,7 +227,7 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
         tokens_BN = part["tokens"]
         teacher = part["teacher"].cpu() if "teacher" in part else None
         targets = TeacherTargets(hidden=part["hidden"], teacher=teacher)
-        yield {
+        found = {
             "prompt_ids": tokens_BN[:, :1],
             "prompt_mask": torch.ones_like(tokens_BN[:, :1]),
             "completion_ids": tokens_BN[:, 1:],
@@ -244,6 +237,8 @@ def _parts(group: RowGroup, batch: Mapping[str, Any], device: torch.device) -> I
             **{name: part[name] for name in ("pull", "logprobs") if name in part},
             **kept_by_row(targets, part["weights"]).pack(),
         }
+        with group.reads(model):
+            yield found, owner == group.size - 1
 
 
 def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,16 +33,15 @@ from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.host import prepares_batches
 from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.nonfinite import NonfiniteGuard
-from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import MicroBatch, PhaseClock, Predictions, StepStats
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.models.shared_rows import RowGroup, check_shareable
 from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.monitor.memory import explain
 from trl_opsd.monitor.progress import replace_default
@@ -80,7 +79,7 @@ class TrainerHooks(TrainerMembers):
     _ahead: Ahead | None = None
     """Only with `overlap='ahead'`."""
     _rewards: BatchRewards
-    _teaching: Teaching
+    teaching: Teaching
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
     reading: Reading = PADDED
@@ -143,12 +142,14 @@ class TrainerHooks(TrainerMembers):
                 # ZeRO-3 has rounded rotary frequencies to the dtype of the weights.
                 recompute_buffers(without_peft(self.model))
         if sizes.sp_enabled:
+            from trl_opsd.models.shared_rows import RowGroup, check_shareable
+
             check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
             self.row_group = RowGroup(sizes.sp_size)
         self._launch, self._earlier = Launch(), EarlierTraining(self)
-        watches = [replace_default(self.callback_handler)]
-        if self.args.phase_timeout is not None:
-            watches.insert(0, Watchdog(self.args.phase_timeout, self.accelerator.process_index))
+        limit, show = self.args.phase_timeout, replace_default(self.callback_handler)
+        watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
+        watches = [one for one in (watchdog, show) if one is not None]
         self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self._explain))
         self._generation = Generation(self, self._completions)
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
@@ -210,7 +211,7 @@ class TrainerHooks(TrainerMembers):
             try:
                 if resume_from_checkpoint:
                     resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
-                    self._teaching.check_fingerprint(resume_from_checkpoint)
+                    self.teaching.check_fingerprint(resume_from_checkpoint)
                 with self._checkpoints.training():
                     return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Exception as error:
@@ -316,7 +317,7 @@ class TrainerHooks(TrainerMembers):
         self._read_once.check(self.args)
         set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
-        rows: list[Request] = self.read_rows(inputs)
+        rows: list[Request] = self.teaching.read_rows(inputs)
         self._generation.mark(rows)
         self._stats.now.batches += 1
         return rows
@@ -375,7 +376,8 @@ class TrainerHooks(TrainerMembers):
             # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
             num_items_in_batch = total.where(total > 0, 1.0) / self.accelerator.num_processes
         student = self.accelerator.unwrap_model(model)
-        losses, rows_of, parts = [], [], [(inputs, True)]
+        losses, rows_of = [], []
+        parts: Iterable[tuple[Mapping[str, Any], bool]] = [(inputs, True)]
         if self.row_group is not None and self.model.training:
             parts = parts_to_learn(self.row_group, inputs, self.model, self.reading, self.accelerator.device)
         for part, is_last in parts:
@@ -585,7 +587,7 @@ class TrainerHooks(TrainerMembers):
         self._checkpoints.complete_for_deepspeed(output_dir)
         self.teachers.check()
         if self.args.should_save:
-            self._teaching.write_fingerprint(output_dir)
+            self.teaching.write_fingerprint(output_dir)
             self.teachers.save(output_dir)
             self._collapse.save(output_dir)
 

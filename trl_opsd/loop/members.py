@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,20 @@ from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.readers import Request
-from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.models.head import model_shape
-from trl_opsd.models.shared_rows import RowGroup
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.monitor.metrics import recorded
 from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 from trl_opsd.options.sampling import end_tokens
 from trl_opsd.options.table import ReadOnce, above, from_to
 from trl_opsd.parallel.precision import autocast
+
+if TYPE_CHECKING:
+    from trl_opsd.loop.generation import Generation
+    from trl_opsd.models.shared_rows import RowGroup
 
 __all__ = ["FIXED", "TrainerMembers"]
 

@@ -16,8 +16,8 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd.data.prompts import Row
-from trl_opsd.host import Host, TrainerHost
-from trl_opsd.loop.overrides import may_change_batches
+from trl_opsd.host import Host
+from trl_opsd.loop.host import TrainerHost, may_change_batches
 from trl_opsd.loop.step_stats import CANDIDATES
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.backbone import preserved_mode
@@ -82,7 +82,7 @@ class Scorer:
         rows = batch.get("rows")
         # What other tokens were sampled with says nothing of these.
         batch = {name: value for name, value in batch.items() if name != "logprobs"}
-        return {**batch, **self.score(batch, self._host.rows_of(_generated(batch)) if rows is None else rows)}
+        return {**batch, **self.score(batch, self._host.teaching.rows_of(_generated(batch)) if rows is None else rows)}
 
     def warn_if_unscored(self, scored: Tensor | None) -> None:
         """Warns once if `compare` did not return the `scored` of a late selection."""

@@ -21,7 +21,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
-from trl_opsd.host import TrainerHost
+from trl_opsd.loop.host import TrainerHost
 from trl_opsd.monitor.metrics import METRICS, evaluated_names
 from trl_opsd.options.rules import EVALUATION, refuse
 from trl_opsd.options.table import check_values

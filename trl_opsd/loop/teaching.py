@@ -24,8 +24,7 @@ from trl_opsd.data.datasets import Rows, admit_all, by_name, columns_of, describ
 from trl_opsd.data.prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import Reader, Readers, Request
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
-from trl_opsd.host import TrainerHost
-from trl_opsd.loop.overrides import own_verbs
+from trl_opsd.loop.host import TrainerHost, overrides, own_verbs
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
@@ -186,6 +185,11 @@ class Teaching:
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """The teachers' targets for a generation batch."""
         return self.teachers.targets(*self._for_teachers(rollout, rows))
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether a teacher benefits from `expect`."""
+        return self.teachers.begin_early and not overrides(self._host, "teach")
 
     def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
         """Notifies the teachers of rows that `targets` will soon be called with."""

@@ -30,7 +30,7 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import WholeStream
-from trl_opsd.loop.overrides import of_package
+from trl_opsd.loop.host import of_package
 from trl_opsd.models.checks import check_optimizer, check_trainable
 from trl_opsd.options.rules import batch_in_words
 from trl_opsd.options.table import OF_THE_OPTIMIZER
@@ -355,19 +355,11 @@ class UpstreamFixes(DistillationTrainer):
     # Once a training, after the optimizer was made and before a checkpoint is loaded into it.
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As transformers', which trains without a word where the rate is 0 or the optimizer has no weight to step."""
-        given = self.lr_scheduler
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         check_rates(scheduler, num_training_steps)
         # One that was passed has been checked. Some launchers replace the parameters.
         if not of_package(self.create_optimizer) and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             check_optimizer(self.model, self.optimizer)
-        warmup = self.args.get_warmup_steps(num_training_steps)
-        if given is None and self.args.max_steps <= 0 and warmup > num_training_steps:
-            logger.warning(
-                f"`warmup_steps={self.args.warmup_steps:g}`, but the training has {num_training_steps} steps: it ends "
-                f"before the rate reaches `learning_rate={self.args.learning_rate}`. Set fewer; below 1, it is a share "
-                "of all steps."
-            )
         return scheduler
 
     # For each micro-step.
