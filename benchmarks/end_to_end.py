@@ -56,7 +56,7 @@ class Meter:
     """Seconds of each phase, without those of phases inside it, and tokens through each backbone."""
 
     def __init__(self) -> None:
-        from trl_opsd.monitor.accounts import PhaseClock
+        from trl_opsd.loop.step_stats import PhaseClock
 
         self.wall, self.processor = PhaseClock(), PhaseClock(now=process_time)
         self.tokens: Counter[str] = Counter()

@@ -17,7 +17,7 @@ from lone_host import LoneHost
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.host import Host
-from trl_opsd.monitor.accounts import PhaseClock
+from trl_opsd.loop.step_stats import PhaseClock
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout import FixedRollout
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets

@@ -19,7 +19,7 @@ from typing import Any
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.loop.attributes import FIXED
+from trl_opsd.loop.members import FIXED
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 from trl_opsd.monitor.metrics import METRICS

@@ -1,9 +1,7 @@
-"""The trainer as others see it: a rollout, for which any object with these members will do, and the loop's objects."""
+"""The trainer as a rollout sees it; any object with these members will do."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,10 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.prompts import PromptLimits, Row
-from trl_opsd.data.readers import Readers, Request
+from trl_opsd.data.prompts import PromptLimits
 from trl_opsd.models.padding import Reading
-from trl_opsd.types import Rollout, TeacherTargets
 
 
 class Host(Protocol):
@@ -70,88 +66,3 @@ class Host(Protocol):
 
     def record(self, name: str, value: float) -> None:
         """Adds a value of this process to the next log, which reports the mean."""
-
-
-class TrainerHost(Host, Protocol):
-    """The trainer, as the objects of its loop see it: what a subclass may override is called here, never around it."""
-
-    model_wrapped: Any
-    optimizer: Any
-    generation_kwargs: dict[str, Any]
-    chat_template_kwargs: dict[str, Any]
-    pad_to_multiple_of: int | None
-    tools: Any
-    temperature: float
-    divergence: Any
-    train_dataset: Any
-    eval_dataset: Any
-    dropped_prompts: Counter[str]
-    base_samples: Any
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-    lr_scheduler: Any
-
-    @property
-    def readers(self) -> Readers:
-        """How prompts become token ids, for the student and for the teachers."""
-
-    @property
-    def reading_to_learn(self) -> Reading:
-        """Which rows share a pass outside of generation."""
-
-    @property
-    def batch_name(self) -> str:
-        """The current generation batch, in messages about its rows."""
-
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
-        """Token ids of unchecked prompts."""
-
-    def add_callback(self, callback: Any) -> None:
-        """Adds a callback to the training."""
-
-    def take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Assigns datasets that were checked."""
-
-    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Generates one completion for each prompt."""
-
-    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        """Has the teacher score a generation batch."""
-
-    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
-        """The weight of each token in the loss."""
-
-    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        """Checks the rows of a generation batch before generation."""
-
-    def rows_of(self, rollout: Rollout) -> Sequence[Row]:
-        """Rows for a batch that comes from no dataset."""
-
-    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
-        """The student's prompts for checked rows."""
-
-    def prove_student(self) -> None:
-        """Verifies the student by running it."""
-
-    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(student, *args)` where the student's weights are gathered. Collective if it is sharded."""
-
-    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
-        """TRL's keys for rows."""
-
-    def footprint(self, phase: str) -> dict[str, int]:
-        """Memory of a phase, in bytes by name, for out-of-memory errors."""
-
-    @property
-    def temperatures(self) -> tuple[float, float]:
-        """Softmax temperatures of the student and of the teacher in the loss."""
-
-    @property
-    def teaches_early(self) -> bool:
-        """Whether a teacher benefits from `expect`."""
-
-    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
-        """Notifies the teacher of rows that `teach` will soon be called with."""
-
-    def forget_expected(self) -> None:
-        """Notifies the teacher that expected rows will not come."""

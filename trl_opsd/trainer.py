@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -15,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.integrations import is_fsdp_enabled
 
-from trl_opsd import fingerprint
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.arguments.checks import build_rewards, check_train_size
@@ -25,15 +23,11 @@ from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import PromptLimits, Row
-from trl_opsd.data.readers import Readers, Request
+from trl_opsd.data.readers import Readers
 from trl_opsd.loop.batch_rewards import BatchRewards
-from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.model_card import ModelCard
-from trl_opsd.loop.overrides import check_methods, check_verbs, overrides
-from trl_opsd.loop.recording import Recording
+from trl_opsd.loop.host import check_methods, check_verbs
 from trl_opsd.loop.scoring import selection_of
-from trl_opsd.loop.student import use_special_tokens
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.registry import divergence_of
@@ -49,7 +43,6 @@ from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
 from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.rollout.synced import SyncedRollout
@@ -58,6 +51,10 @@ from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared, shares
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
+
+if TYPE_CHECKING:
+    from trl_opsd.loop.model_card import ModelCard
+    from trl_opsd.loop.recording import Recording
 
 logger = get_logger(__name__)
 
@@ -212,7 +209,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if train_dataset is not None:
             check_trainable(self.model, optimizers)
             self._try_rate()
-        use_special_tokens(self)
+        self._use_special_tokens()
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect
@@ -226,19 +223,23 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 self.prove_student()
             rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
             self._rewards = BatchRewards(self, rewards)
-            self._teaching = Teaching(self, given, self._generation.use_teachers)
-            self._teaching.build()
+            self.teaching = Teaching(self, given, self._generation.use_teachers)
+            self.teaching.build()
         self._prove_divergence(self.divergence)
         warn_of_overridden(self.model, self.generation_config)
         self._generation.bind(given.rollout)
-        self._overlap.warn()
-        self._model_card = ModelCard(self, lambda: self._described.settings())
+        if self._overlap is not None:
+            self._overlap.warn()
         self.is_built = True  # from here on assignments of a user are checked
         self._launch.remember()
         self.args.accept_changes()
-        about, is_traced = self._model_card.about, "trackio" in self.args.report_to
-        self._recording = Recording(self.args.output_dir, about, is_traced) if self.args.report else None
-        if self._recording is not None:
+        self._recording: Recording | None = None
+        if self.args.report:
+            from trl_opsd.loop.recording import Recording
+
+            self._recording = Recording(
+                self.args.output_dir, self._model_card().about, is_traced="trackio" in self.args.report_to
+            )
             self.add_callback(self._recording)
         self.add_callback(Banner(self._announced, lambda: self._described.later()))
 
@@ -250,7 +251,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
             doubts = prove_divergence(
-                divergence, self._teaching.vocabulary or self.limits.vocabulary, self.accelerator.device
+                divergence, self.teaching.vocabulary or self.limits.vocabulary, self.accelerator.device
             )
         for doubt in doubts:
             logger.warning(doubt)
@@ -259,12 +260,13 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """Generates one completion for each prompt; token ids in, token ids out."""
-        self._ahead.wait()  # rows generated ahead occupy the rollout
+        if self._ahead is not None:
+            self._ahead.wait()  # rows generated ahead occupy the rollout
         return self._generation.complete(prompt_ids)
 
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """Has the teacher score a whole generation batch; `rows` are its dataset rows, aligned with it."""
-        return self._teaching.targets(rollout, rows)
+        return self.teaching.targets(rollout, rows)
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
         """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount`.
@@ -315,23 +317,23 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 mine,
                 rollout,
                 num_items,
-                self.args.objective(self.divergence, self.temperatures, self._teaching.vocabulary),
+                self.args.objective(self.divergence, self.temperatures, self.teaching.vocabulary),
                 criterion=None if selection is None else selection.criterion,
             )
             if self._recording is not None and rollout.begins_at is None:
-                sampled = partial(samples_of, hidden_BCH, head, teacher_heads, rollout, targets, **self._sampling)
+                from trl_opsd.report.samples import samples_of
+
+                sampled = partial(
+                    samples_of,
+                    *(hidden_BCH, head, teacher_heads, rollout, targets),
+                    divergence=self.divergence,
+                    temperatures=self.temperatures,
+                    vocabulary=self.teaching.vocabulary,
+                    tokenizer=self.processing_class,
+                    names=list(self.teachers),
+                )
                 self._recording.note(self.state, self.model.training, rollout.prompt_lists, sampled)
         return parts
-
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        return {
-            "divergence": self.divergence,
-            "temperatures": self.temperatures,
-            "vocabulary": self._teaching.vocabulary,
-            "tokenizer": self.processing_class,
-            "names": list(self.teachers),
-        }
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
@@ -348,10 +350,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 rollout = chosen_rollout(None, self.args)
             check_rollout(rollout)
             self._generation.bind(rollout)
-
-    def session(self) -> AbstractContextManager[None]:
-        """Around an evaluation: all its batches are generated in one session of the rollout."""
-        return self._generation.session()
 
     def prove_student(self) -> None:
         """Verifies the student by running it, unless that was done, once its weights are where they will be."""
@@ -382,7 +380,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def teachers(self) -> Teachers:
         """The teachers, by name."""
-        return self._teaching.teachers
+        return self.teaching.teachers
 
     @property
     def teacher(self) -> Teacher | None:
@@ -397,7 +395,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def readers(self) -> Readers:
         """How prompts become token ids, for the student and for the teachers."""
-        return self._teaching.readers
+        return self.teaching.readers
 
     @property
     def limits(self) -> PromptLimits:
@@ -412,35 +410,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def batch_name(self) -> str:
         """The current generation batch, in messages about its rows."""
-        step = self.state.global_step + 1 + self._ahead.steps_ahead
+        step = self.state.global_step + 1 + (0 if self._ahead is None else self._ahead.steps_ahead)
         name = f"the batch of step {step}" if self.model.training else "an evaluation batch"
         number = self.accelerator.num_processes
         return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
-
-    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
-        """Parses and checks the rows of a generation batch, before generation."""
-        return self._teaching.read_rows(rows)
-
-    def rows_of(self, rollout: Rollout) -> list[Row]:
-        """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
-        return self._teaching.rows_of(rollout)
-
-    def check_prompt_ids(self, prompt_ids: list[list[int]]) -> None:
-        """Rejects prompts that the student cannot read, before generation."""
-        self.readers.check_batch(prompt_ids, self.batch_name)
-
-    @property
-    def teaches_early(self) -> bool:
-        """Whether a teacher benefits from `expect`."""
-        return self.teachers.begin_early and not overrides(self, "teach")
-
-    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
-        """Notifies the teacher of rows that `teach` will soon be called with."""
-        self._teaching.expect(rollout, rows)
-
-    def forget_expected(self) -> None:
-        """Notifies the teacher that expected rows will not come: a step was interrupted."""
-        self.teachers.forget_expected()
 
     def replace_teacher(self, teacher_model: Any) -> None:
         """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
@@ -449,7 +422,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             raise ValueError(
                 "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
             )
-        self._teaching.replace_teacher(teacher_model)
+        self.teaching.replace_teacher(teacher_model)
 
     def replace_dataset(self, name: str, dataset: Any) -> None:
         """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
@@ -457,34 +430,15 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.is_in_train and name == "train_dataset":
             raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-        self._teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
-
-    def take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Assigns datasets that were checked, past the checks of assignments."""
-        self.__dict__.update(train_dataset=train_dataset, eval_dataset=eval_dataset)
+        self.teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
     def footprint(self, phase: str) -> dict[str, int]:
         """Memory of a phase, in bytes by name, for out-of-memory errors."""
+        from trl_opsd.loop.footprint import footprint  # for an error only
+
         return footprint(self, phase, self.teachers.models, self.teachers.heads)
-
-    def check_state(self, folder: str) -> None:
-        """Rejects a checkpoint of another run."""
-        fingerprint.check(folder, self._teaching.fingerprint(), self.args.resume_with_changes or ())
-
-    def save_own_state(self, folder: str) -> None:
-        """Writes what a checkpoint holds besides transformers' files."""
-        self.teachers.check()
-        if self.args.should_save:
-            fingerprint.write(folder, self._teaching.fingerprint())
-            self.teachers.save(folder)
-            self._collapse.save(folder)
-
-    def load_own_state(self, folder: str) -> None:
-        """The inverse of `save_own_state`."""
-        self.teachers.load(folder)
-        self._collapse.load(folder)
 
     def check_effect(self) -> None:
         """Rejects a training that would change nothing, before it begins; options may have been changed."""
@@ -521,6 +475,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self.dropped_prompts.update(counted)
         return text
 
+    def _model_card(self) -> ModelCard:
+        from trl_opsd.loop.model_card import ModelCard
+
+        return ModelCard(self, lambda: self._described.settings())
+
     @property
     def _described(self) -> Described:
         of_student = {} if isinstance(self.rollout, SyncedRollout) else getattr(self.rollout, "of_student", None)
@@ -534,7 +493,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             readers=self.readers,
             rewards=self._reward_names,
             without_effect=self._without_effect,
-            first_made=self._teaching.first_made,
+            first_made=self.teaching.first_made,
         )
 
     @property

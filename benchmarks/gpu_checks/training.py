@@ -22,7 +22,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 from gpu_checks.findings import Findings
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.monitor.accounts import PhaseClock
+from trl_opsd.loop.step_stats import PhaseClock
 
 STEPS = 5
 

@@ -17,7 +17,7 @@ from test_parity import TOLERANCE, Replaying
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.loop.attributes import FIXED
+from trl_opsd.loop.members import FIXED
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.options.table import BUILD, ReadOnce
 

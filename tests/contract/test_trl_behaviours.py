@@ -189,7 +189,7 @@ class TestGenerationKwargs:
         assert trainer.args.generation_kwargs is None
         assert trainer.generation_config.to_dict() == expected.generation_config.to_dict()
         assert trainer.limits == expected.limits
-        assert trainer._teaching.fingerprint() == expected._teaching.fingerprint(), "the same run in other words"
+        assert trainer.teaching.fingerprint() == expected.teaching.fingerprint(), "the same run in other words"
 
     def test_several_generation_kwargs_give_one_warning(self, tmp_path):
         with warnings.catch_warnings(record=True) as found:
@@ -215,7 +215,7 @@ class TestGenerationKwargs:
         assert trainer.temperature == trainer.args.temperature == 2.0
         other, hot = written(temperature=2.0)
         assert hot != greedy
-        assert trainer._teaching.fingerprint() != other._teaching.fingerprint(), "a resumed run has to sample alike"
+        assert trainer.teaching.fingerprint() != other.teaching.fingerprint(), "a resumed run has to sample alike"
 
     def test_the_loss_keeps_its_temperature(self, make_trainer):
         losses = []
@@ -402,7 +402,7 @@ class TestSolutions:
         for one in (same, trainer):
             one.train()
         assert logged(trainer, "loss") == pytest.approx(logged(same, "loss"), rel=1e-5)
-        assert trainer._teaching.fingerprint() == same._teaching.fingerprint()
+        assert trainer.teaching.fingerprint() == same.teaching.fingerprint()
         theirs = same.evaluate(eval_dataset=ours)["eval_loss"]
         assert theirs > 0.01
         assert trainer.evaluate(eval_dataset=rows)["eval_loss"] == pytest.approx(theirs, rel=1e-5)

@@ -139,7 +139,7 @@ def test_checkpoints_with_an_older_digest_compare_the_number_of_rows(make_traine
     trainer = make_trainer(train_dataset=tiny.rows(rows))
     if not accepted:
         with pytest.raises(ValueError, match="train_dataset: '8 rows' in the checkpoint, '9 rows' now"):
-            trainer.check_state(str(file.parent))
+            trainer.teaching.check_fingerprint(str(file.parent))
         return
-    trainer.check_state(str(file.parent))
+    trainer.teaching.check_fingerprint(str(file.parent))
     assert "only their number could be compared" in caplog.text

@@ -88,9 +88,9 @@ class Unequal(RolloutBackend):
 class Counting(OPSDTrainer):
     """Records the prompts that this process reads in each generation batch, and those that it trains on."""
 
-    def read_rows(self, rows: Any) -> Any:
-        self.read.append([row["prompt"] for row in rows])
-        return super().read_rows(rows)
+    def begin_batch(self, inputs: Any) -> Any:
+        self.read.append([row["prompt"] for row in inputs])
+        return super().begin_batch(inputs)
 
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
         self.taught.append([row["prompt"] for row in rows])

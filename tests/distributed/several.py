@@ -94,9 +94,9 @@ class Pairing(OPSDTrainer):
     learned, with how much it pulls.
     """
 
-    def read_rows(self, rows: Any) -> Any:
-        self.read.append([row["prompt"] for row in rows])
-        return super().read_rows(rows)
+    def begin_batch(self, inputs: Any) -> Any:
+        self.read.append([row["prompt"] for row in inputs])
+        return super().begin_batch(inputs)
 
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
         texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)

@@ -7,7 +7,7 @@ import tiny
 import torch
 from transformers import Gemma3TextConfig, MistralConfig
 
-from trl_opsd.loop.shared_rows import _unpadded
+from trl_opsd.loop.dealing import _unpadded
 from trl_opsd.models.shared_rows import check_shareable
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 

@@ -255,7 +255,8 @@ GARBAGE: dict[str, tuple[Callable[[], Any], str]] = {
     "scores nan": (lambda: b'{"choices": [{"index": 0, "token_ids": [7, 8], "prompt_token_ids": [5, 6], "logprobs": '
                    b'{"token_logprobs": [-1, NaN]}}]}', "token_logprobs.1=nan: Input should be a finite number"),
     "prompt unscored": (lambda: {"choices": [choice(prompt_logprobs=[None])]}, "0 of 1 log-prob.*, prompt_logprobs"),
-    "prompt misscored": (lambda: {"choices": [choice(prompt_logprobs=[None, {"7": {"logprob": 1}}])]}, "0 of 1 log-prob"),
+    "prompt misscored": (lambda: {"choices": [choice(prompt_logprobs=[None, {"7": {"logprob": 1}}])]},
+                         "0 of 1 log-prob"),
     "prompt scored x": (lambda: {"choices": [choice(prompt_logprobs=[None, {"6": {"logprob": "x"}}])]}, "logprob='x'"),
 }  # fmt: skip
 

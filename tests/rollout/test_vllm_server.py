@@ -75,7 +75,7 @@ def test_options_reach_a_server(serve, monkeypatch):
     assert all(len(ids) == 16 for ids in hot)
     assert max(map(max, hot)) >= 100
     free.rollout.close()
-    free._teaching.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
+    free.teaching.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
     free.rollout = backend.VLLMServerRollout(free.args)
     assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
 

@@ -16,8 +16,8 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd.host import TrainerHost
-from trl_opsd.loop.generation import Generate, Generation
+from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.host import TrainerHost
 from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode, whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
@@ -53,8 +53,8 @@ class _Coming:
 class Ahead:
     """Generates the rows of a step while the trainer trains on those of the step before."""
 
-    def __init__(self, host: TrainerHost, generation: Generation, complete: Generate) -> None:
-        self._host, self._generation, self._complete = host, generation, complete
+    def __init__(self, host: TrainerHost, generation: Generation) -> None:
+        self._host, self._generation = host, generation
         self.steps_ahead = 0
         """Offset from the step being trained to the step whose rows are read."""
         self._next_batch: tuple[Iterator[Any], Any] | None = None
@@ -63,15 +63,8 @@ class Ahead:
         self.before_step: tuple[Rollout, Tensor] | None = None
         """A row of this step, and the student's log-probabilities for it before this step, [N, V], in host memory."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the rows of the next step are generated while those of this one train."""
-        return self._host.args.overlap == "ahead"
-
     def batch(self, fetch: Callable[..., Any], epoch_iterator: Iterator[Any], number: int, device: torch.device) -> Any:
         """The `number` micro-steps of a step that `fetch` takes from an iterator; also takes those of the next step."""
-        if not self.is_on:
-            return fetch(epoch_iterator, number, device)
         known, self._next_batch = self._next_batch, None
         if known is not None and known[0] is epoch_iterator:
             found = known[1]
@@ -85,12 +78,10 @@ class Ahead:
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The completions generated ahead for these prompts, while generation of the next step starts. Collective."""
-        if not (self.is_on and self._host.model.training):
-            return self._complete(prompt_ids)
         completions = self._taken(prompt_ids)
         self._host.record("overlap/staleness", float(completions is not None))
         if completions is None:
-            completions = self._complete(prompt_ids)
+            completions = self._host.complete(prompt_ids)
         self._begin()
         # After the request for the next rows: the server generates while this forward runs.
         self.before_step = self._probed(prompt_ids, completions)
@@ -139,7 +130,7 @@ class Ahead:
             return
         self.steps_ahead = 1
         try:
-            prompt_ids = self._host.prompt_ids_of(self._host.read_rows(self._next_batch[1][0][0]))
+            prompt_ids = self._host.prompt_ids_of(self._host.teaching.read_rows(self._next_batch[1][0][0]))
         finally:
             self.steps_ahead = 0
         self._coming = _Coming(prompt_ids, Pulled(self._generation.stream(prompt_ids)))

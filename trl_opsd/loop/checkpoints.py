@@ -21,7 +21,7 @@ from trl_opsd.checkpoints.resume import (
     settings_of,
 )
 from trl_opsd.checkpoints.sigterm import StopOnSigterm
-from trl_opsd.host import TrainerHost
+from trl_opsd.loop.host import TrainerHost
 
 __all__ = ["Checkpoints"]
 

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.checkpoints.resume import best_evaluated
-from trl_opsd.host import TrainerHost
+from trl_opsd.loop.host import TrainerHost
 from trl_opsd.monitor.course import Course, Figures, is_repetition
 
 __all__ = ["CollapseGuard"]

@@ -1,6 +1,9 @@
-"""Assigns the rows of an optimizer step to processes and micro-batches by length, and trains on these in turn.
+"""Divides the rows of an optimizer step among processes, micro-batches and, with sequence parallelism, positions.
 
 The loss has one denominator for the whole step, so the gradient does not depend on the assignment.
+Each process generates and teaches its own rows; only the student's pass with gradients is shared.
+
+B rows · L tokens, prompt and completion · N positions of one process · H teacher's hidden size
 """
 
 from __future__ import annotations
@@ -8,18 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from itertools import chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.nn.functional import pad
 
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.host import TrainerHost
-from trl_opsd.loop.overrides import may_change_batches
+from trl_opsd.loop.host import TrainerHost, may_change_batches
+from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
-from trl_opsd.types import OnHost, lengths_of
+from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.types import OnHost, Rollout, TeacherTargets, lengths_of
+from trl_opsd.types.targets import kept_by_row
+
+if TYPE_CHECKING:
+    from trl_opsd.models.shared_rows import RowGroup
 
 EVEN = 1.05
 """Largest tokens per process relative to the mean; up to this no rows are exchanged, which would cost a gather."""
@@ -182,3 +191,94 @@ def _chosen(value: Any, rows: Sequence[int]) -> Any:
     if isinstance(value, Tensor) and value.ndim:
         return value[torch.tensor(rows, device=value.device)]
     return [value[row] for row in rows] if isinstance(value, list | tuple) else value
+
+
+def parts_to_learn(
+    group: RowGroup, batch: Mapping[str, Any], model: Any, reading: Reading, device: torch.device
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """For the micro-batch of each process of a group in turn, the part that this process trains on. Collective.
+
+    Each process generates and teaches its own rows; only the student's pass with gradients is shared. Each part, given
+    with whether it is the last, needs its backward pass before the next: all at once would need as much memory as
+    without sharing.
+    """
+    if reading != PADDED:  # under ZeRO-3 that is known since the first completions
+        raise ValueError(
+            "`sp_size`: padding changes what the student reads, so its rows cannot be divided: remove `sp_size`."
+        )
+    rollout = Rollout.unpack(batch)
+    check_no_holes(rollout.measured())
+    tensors = _unpadded(rollout, TeacherTargets.unpack(batch), device)
+    rows, _, width = tensors["hidden"].shape
+    longest = (rollout.attention_mask != 0).sum(-1).max()
+    mine = torch.stack([longest.new_tensor(rows), longest, longest.new_tensor(width)])
+    sizes = [torch.empty_like(mine) for _ in range(group.size)]
+    distributed.all_gather(sizes, mine, group=group.group)
+    for owner, (rows, tokens, width) in enumerate(torch.stack(sizes).tolist()):
+        # Equal parts for all, rounded up.
+        length = max(1, -(-(tokens - 1) // group.size))
+        shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,), "pull": (rows,)}
+        part = {
+            name: _scattered(group, owner, tensor, shapes.get(name, (rows, length)), length)
+            for name, tensor in tensors.items()
+        }
+        # A part is a batch like any other: the first token of each row is its prompt, all others, also of the prompt,
+        # its completion. Those of the prompt have no weight. Padding follows the completion, so no token attends to it.
+        tokens_BN = part["tokens"]
+        teacher = part["teacher"].cpu() if "teacher" in part else None
+        targets = TeacherTargets(hidden=part["hidden"], teacher=teacher)
+        found = {
+            "prompt_ids": tokens_BN[:, :1],
+            "prompt_mask": torch.ones_like(tokens_BN[:, :1]),
+            "completion_ids": tokens_BN[:, 1:],
+            "completion_mask": part["mask"],
+            "loss_weights": part["weights"],
+            "begins_at": group.rank * length,
+            **{name: part[name] for name in ("pull", "logprobs") if name in part},
+            **kept_by_row(targets, part["weights"]).pack(),
+        }
+        with group.reads(model):
+            yield found, owner == group.size - 1
+
+
+def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -> dict[str, Tensor]:
+    """Rows from their first token on, [B, L]; mask, weight, target and logprob of the L - 1 after the first."""
+    mask_BL = (rollout.attention_mask != 0).long()
+    order_BL = mask_BL.argsort(dim=1, descending=True, stable=True)
+    zeros_BP = torch.zeros_like(rollout.prompt_ids, dtype=torch.float32)
+    each_BC = {"weights": rollout.weights, "logprobs": rollout.logprobs}
+    places_BL = (order_BL[:, 1:] - rollout.prompt_ids.size(1)).clamp(min=0)
+    hidden_BCH = targets.hidden.to(device)
+    if targets.teacher is not None:  # of several dtypes, of which other processes may have others
+        hidden_BCH = hidden_BCH.float()
+    found = {
+        "tokens": rollout.input_ids.gather(1, order_BL),
+        "mask": mask_BL.gather(1, order_BL)[:, 1:],
+        **{
+            name: torch.cat([zeros_BP, one_BC], dim=1).gather(1, order_BL)[:, 1:]
+            for name, one_BC in each_BC.items()
+            if one_BC is not None
+        },
+        "hidden": hidden_BCH.gather(1, places_BL[..., None].expand(-1, -1, hidden_BCH.size(-1))),
+    }
+    of_rows = {"teacher": targets.teacher, "pull": rollout.pull}
+    return found | {name: one.to(device) for name, one in of_rows.items() if one is not None}
+
+
+def _scattered(group: RowGroup, owner: int, tensor: Tensor, shape: tuple[int, ...], length: int) -> Tensor:
+    """This process's part of the owner's tensor: `length` positions, and what `shape` has beyond."""
+    received = tensor.new_empty(shape)
+    parts = None
+    if owner == group.rank:
+        if tensor.dim() == 1:
+            parts = [tensor] * group.size  # one value per row, which every process needs
+        else:
+            # Parts of the tokens overlap by one: each begins with the token before its positions.
+            beyond = shape[1] - length
+            whole = group.size * length + beyond
+            padding = [0, 0] * (tensor.dim() - 2) + [0, max(0, whole - tensor.size(1))]
+            padded = pad(tensor[:, :whole], padding)
+            starts = range(0, group.size * length, length)
+            parts = [padded[:, start : start + length + beyond].contiguous() for start in starts]
+    distributed.scatter(received, parts, group=group.group, group_src=owner)
+    return received

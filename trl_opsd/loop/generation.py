@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,15 +14,16 @@ from accelerate.logging import get_logger
 
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.readers import Request
-from trl_opsd.host import TrainerHost
-from trl_opsd.loop.overrides import of_package, overrides
+from trl_opsd.loop.host import TrainerHost, of_package, overrides
 from trl_opsd.models.backbone import preserved_mode
-from trl_opsd.monitor.memory import explained
-from trl_opsd.parallel.pulled import Endable
+from trl_opsd.monitor.memory import explain
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend
-from trl_opsd.rollout.of_teacher import OfTeacher
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
+
+if TYPE_CHECKING:
+    from trl_opsd.parallel.pulled import Endable
+    from trl_opsd.rollout.of_teacher import OfTeacher
 
 logger = get_logger(__name__)
 
@@ -48,6 +49,8 @@ class Generation:
         """The rows being generated."""
         self.empty_rows: list[int] = []
         """Rows of the batch whose completion is empty: they travel as one token of padding, to be masked."""
+        self.hides_engine = False
+        """Whether `use_vllm` is hidden from TRL's tool loop, which would ask an engine of TRL's for its context."""
         self._is_first_turn = False
         self._surplus: list[list[int]] = []
         self._has_completed = False
@@ -59,8 +62,11 @@ class Generation:
         """Binds a rollout to this trainer; rejects one that cannot work with `overlap='ahead'`."""
         if self._host.args.overlap == "ahead":
             self._check_generates_apart(rollout)
-        with explained("start", partial(self._host.footprint, "start")):
+        try:
             rollout.bind(self._host)
+        except Exception as error:
+            explain(error, "start", partial(self._host.footprint, "start"))
+            raise
         self.rollout = rollout
         _users[id(rollout)] = self
 
@@ -114,9 +120,15 @@ class Generation:
             drawn = derived_seed(args.seed, state.global_step, place) / 2**63
             row.is_off_policy = self._host.model.training and drawn >= args.lmbda
 
-    def begin(self) -> None:
-        """Called before the first turn of a batch."""
-        self._is_first_turn, self.empty_rows = True, []
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around all turns of a batch, which TRL's tool loop calls."""
+        self._is_first_turn, self.empty_rows, self.hides_engine = True, [], True
+        try:
+            with self.session():
+                yield
+        finally:
+            self.hides_engine = False
 
     def turn(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The completions of a turn, in TRL's form: without empty ones in the first. Collective."""
@@ -140,19 +152,23 @@ class Generation:
 
     def note_logprobs(self, row: Request, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
-        if self._host.reads_logprobs:
-            found = self.rollout.logprobs(prompt_ids, completion_ids)
-            row.logprobs = None if found is None else (completion_ids, found)
+        found = self.rollout.logprobs(prompt_ids, completion_ids)
+        row.logprobs = None if found is None else (completion_ids, found)
 
     def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
         """The completions of a turn; `None` if it is a later one in which no process has prompts. Collective."""
         if self._is_first_turn:
             self._surplus = prompt_ids[:1]
-        with self._host.phase("complete"), preserved_mode(self._host.model):
-            completions = self._mixed(prompt_ids) if self._is_first_turn else self._together(prompt_ids)
-            for row, prompt, ids in zip(self.requests, prompt_ids, completions or (), strict=False):
-                self.note_logprobs(row, prompt, ids)
-        return completions
+        hides, self.hides_engine = self.hides_engine, False
+        try:
+            with self._host.phase("complete"), preserved_mode(self._host.model):
+                completions = self._mixed(prompt_ids) if self._is_first_turn else self._together(prompt_ids)
+                if self._host.reads_logprobs:
+                    for row, prompt, ids in zip(self.requests, prompt_ids, completions or (), strict=False):
+                        self.note_logprobs(row, prompt, ids)
+            return completions
+        finally:
+            self.hides_engine = hides
 
     def _mixed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, from the dataset, the teacher or the student. Collective."""
@@ -202,6 +218,8 @@ class Generation:
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
+        from trl_opsd.rollout.of_teacher import OfTeacher
+
         limits = self._host.readers.teacher_limits
         self._of_teacher = {name: OfTeacher(self._host, teacher, limits[name]) for name, teacher in teachers.items()}
 

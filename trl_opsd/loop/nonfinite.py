@@ -19,7 +19,7 @@ from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
-from trl_opsd.host import TrainerHost
+from trl_opsd.loop.host import TrainerHost
 from trl_opsd.losses.validation import is_ours
 from trl_opsd.monitor.nothing_learned import nothing_learned
 from trl_opsd.parallel.failure import one_traceback

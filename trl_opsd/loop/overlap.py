@@ -18,9 +18,9 @@ from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
 from trl_opsd.data.readers import Request
-from trl_opsd.host import TrainerHost
 from trl_opsd.loop.dealing import Dealer, Parts
 from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.host import TrainerHost
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.pulled import Pulled
@@ -54,14 +54,12 @@ class Overlap:
     def warn(self) -> None:
         """Warns about what does not overlap."""
         host, args = self._host, self._host.args
-        if args.overlap != "step":
-            return
         option, name, rollout = f"`overlap={args.overlap!r}`", type(host).__name__, self._generation.rollout
         none = f"{option} has no effect"
         if not self._generation.streams:
             why = "tools are called" if host.tools else f"`{name}.complete` returns"
             logger.warning(f"{none}: {why} when all rows are written.")
-        elif not (rollout.writes_apart or host.teaches_early):
+        elif not (rollout.writes_apart or host.teaching.begins_early):
             logger.warning(
                 f"{none}: {rollout} writes in the trainer's own process, so that nothing can be learned "
                 "meanwhile, and no teacher reads in another one. A vLLM server writes apart: `use_vllm=True` with "
@@ -76,28 +74,27 @@ class Overlap:
     @property
     def is_on(self) -> bool:
         """Whether rows are trained on as they come."""
-        streams = self._host.args.overlap == "step" and self._generation.streams
-        return streams and self._generation.rollout.writes_apart
+        return self._generation.streams and self._generation.rollout.writes_apart
 
     @property
     def notifies_teacher(self) -> bool:
         """Whether a teacher is notified of each row when it has ended."""
-        return self._host.args.overlap == "step" and self._generation.streams and self._host.teaches_early
+        return self._generation.streams and self._host.teaching.begins_early
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns; a teacher that starts early is notified of each row when it has ended."""
         host = self._host
         if self._completions is not None:
             return self._completions
-        if not (host.model.training and self.notifies_teacher):
+        if not self.notifies_teacher:
             return host.complete(prompt_ids)
-        host.forget_expected()
+        host.teaching.teachers.forget_expected()
         found = {}
         with closing(self._generation.stream(prompt_ids)) as rows:
             for row, completion in rows:
                 found[row] = completion
                 ended = Rollout.unpack(host.padded([prompt_ids[row]], [completion]))
-                host.expect(ended, [self._generation.requests[row]])
+                host.teaching.expect(ended, [self._generation.requests[row]])
         return [found[row] for row in range(len(prompt_ids))]
 
     def step(self, model: Any, inputs: Any, learn: Callable[[bool], Tensor]) -> Tensor:
@@ -126,7 +123,7 @@ class Overlap:
         host, accelerator = self._host, self._host.accelerator
         start, learned = perf_counter(), []
         self._constant = self._expected()
-        host.forget_expected()
+        host.teaching.teachers.forget_expected()
         rows = self._begin_batch(inputs)
         prompt_ids = host.prompt_ids_of(rows)
         waiting = self._waiting(prompt_ids)
@@ -187,10 +184,11 @@ class Overlap:
             came = prefetched.take(wait)
             for row, completion in came:
                 waiting.add(row, completion)
-                self._generation.note_logprobs(rows[row], prompt_ids[row], completion)
-            if came and host.teaches_early:
+                if host.reads_logprobs:
+                    self._generation.note_logprobs(rows[row], prompt_ids[row], completion)
+            if came and host.teaching.begins_early:
                 numbers = [row for row, _ in came]
-                host.expect(Rollout.unpack(padded(numbers)), [rows[row] for row in numbers])
+                host.teaching.expect(Rollout.unpack(padded(numbers)), [rows[row] for row in numbers])
 
         if waiting.left:
             come(wait=False)

@@ -16,8 +16,8 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd.data.prompts import Row
-from trl_opsd.host import Host, TrainerHost
-from trl_opsd.loop.overrides import may_change_batches
+from trl_opsd.host import Host
+from trl_opsd.loop.host import TrainerHost, may_change_batches
 from trl_opsd.loop.step_stats import CANDIDATES
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.backbone import preserved_mode
@@ -42,9 +42,11 @@ class Scorer:
 
     def score(self, batch: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
         """What the loss needs besides TRL's keys: targets, weights, and a digest of the tokens they belong to."""
-        host, written, name = self._host, _written(batch), type(self._host).__name__
-        digest, selection = _digest(written), selection_of(host)
-        rollout = replace(written, lengths=written.measured())
+        host, name = self._host, type(self._host).__name__
+        digest, selection = _digest(batch), selection_of(host)
+        rollout = _generated(batch)
+        rollout = replace(rollout, lengths=rollout.measured())
+        candidates_B = rollout.counts.sum(1)
         if selection is not None and not selection.is_late:
             rollout = replace(rollout, weights=selection.chosen(rollout.weights, self._seeds(rows)))
         counted = rollout.weights.clone()  # `weigh` may change them in place
@@ -57,14 +59,20 @@ class Scorer:
         _check_unchanged(batch, digest, f"`{name}.weigh`")
         rollout = replace(rollout, weights=counted)
         weights = checked_weights(weights, rollout)
-        return {
+        found = {
             **kept_by_row(targets, counted).pack(),
-            **_selected(selection, weights, _written(batch)),
-            **self._logprobs(_written(batch), rows),
+            "loss_weights": weights,
             "rows": list(rows),
             "scored": digest,
             "lengths": list(replace(rollout, weights=weights).ended().lengths or ()),
         }
+        if selection is not None:
+            found[CANDIDATES] = (weights != 0).sum(1) if selection.is_late else candidates_B
+            if selection.is_late:  # the denominator of the step is known before the logits that it needs
+                found["loss_weights"] = selection.thinned(weights)
+        if host.reads_logprobs:
+            found.update(self._logprobs(rollout, rows))
+        return found
 
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch, with targets and weights for its current tokens. Collective."""
@@ -73,12 +81,12 @@ class Scorer:
         rows = batch.get("rows")
         # What other tokens were sampled with says nothing of these.
         batch = {name: value for name, value in batch.items() if name != "logprobs"}
-        return {**batch, **self.score(batch, self._host.rows_of(_written(batch)) if rows is None else rows)}
+        return {**batch, **self.score(batch, self._host.teaching.rows_of(_generated(batch)) if rows is None else rows)}
 
     def warn_if_unscored(self, scored: Tensor | None) -> None:
         """Warns once if `compare` did not return the `scored` of a late selection."""
-        selection = selection_of(self._host)
-        if scored is None and selection is not None and selection.is_late and not self._has_warned:
+        selection = None if scored is not None or self._has_warned else selection_of(self._host)
+        if selection is not None and selection.is_late:
             self._has_warned = True
             logger.warning(
                 f"`token_selection={selection.criterion!r}` was not applied: it is by `super().compare`, and "
@@ -91,8 +99,7 @@ class Scorer:
             return True
         if not may_change_batches(self._host):
             return False
-        now = _digest(_written(batch))
-        changed = torch.tensor([not torch.equal(batch["scored"], now)], device=self._host.accelerator.device)
+        changed = torch.tensor([not torch.equal(batch["scored"], _digest(batch))], device=self._host.accelerator.device)
         # A teacher may be sharded over the processes, so all of them let it score, or none.
         return bool(self._host.accelerator.gather(changed).any())
 
@@ -107,8 +114,6 @@ class Scorer:
 
     def _logprobs(self, rollout: Rollout, rows: Sequence[Any]) -> dict[str, Tensor]:
         """What tokens were sampled with, [B, C], if all processes know it for all rows; else empty. Collective."""
-        if not self._host.reads_logprobs:
-            return {}
         known = [getattr(row, "logprobs", None) for row in rows]
         # Where a subclass has changed a completion since, what its tokens were sampled with is not known.
         found = [one for one, ids in zip(known, rollout.completion_lists(), strict=True) if one and one[0] == ids]
@@ -123,37 +128,28 @@ class Scorer:
 
 def selection_of(host: Host) -> Selection | None:
     """Which tokens of each row are trained on; `None` for all, as in every evaluation."""
-    return host.args.build_selection() if host.model.training else None
+    args = host.args
+    return args.build_selection() if args.token_selection is not None and host.model.training else None
 
 
-def _selected(selection: Selection | None, weights_BC: Tensor, written: Rollout) -> dict[str, Tensor]:
-    """The weights of `weigh` as keys of a batch; a late criterion scales them to the tokens to be selected."""
-    if selection is None:
-        return {"loss_weights": weights_BC}
-    # The denominator of the step is known before the logits that a late criterion needs.
-    counts_BC = weights_BC != 0 if selection.is_late else written.counts
-    weights_BC = selection.thinned(weights_BC) if selection.is_late else weights_BC
-    return {"loss_weights": weights_BC, CANDIDATES: counts_BC.sum(1)}
-
-
-def _written(batch: Mapping[str, Any]) -> Rollout:
+def _generated(batch: Mapping[str, Any]) -> Rollout:
     """The tokens of a batch, with TRL's weights: 1 where the student generated one."""
     return Rollout.unpack({name: value for name, value in batch.items() if name not in ("loss_weights", "lengths")})
 
 
 def _check_unchanged(batch: Mapping[str, Any], digest: Tensor, what: str) -> None:
     """Rejects tokens and masks that were overwritten: the student would train on other ones than the teacher scored."""
-    if not torch.equal(_digest(_written(batch)), digest):
+    if not torch.equal(_digest(batch), digest):
         raise ValueError(
             f"{what} has changed the tokens or masks of the rollout in place, after others have read them: change a "
             "copy. A token is left out of the loss by a weight of 0, which `weigh` returns."
         )
 
 
-def _digest(rollout: Rollout) -> Tensor:
+def _digest(batch: Mapping[str, Any]) -> Tensor:
     """[B], int64: changes for a row if one of its tokens or masks does."""
-    parts = (rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask, rollout.counts)
-    values_BN = torch.cat([part.long() for part in parts], dim=1) + 1
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
+    values_BN = torch.cat([batch[name].long() for name in names if batch.get(name) is not None], dim=1) + 1
     # Fixed random factors, so that a swap of two tokens changes the sum.
     factors_N = torch.randint(-(2**63), 2**63 - 1, (values_BN.size(1),), generator=torch.Generator().manual_seed(0))
     return (values_BN * factors_N.to(values_BN.device)).sum(1)  # wraps around

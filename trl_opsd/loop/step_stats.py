@@ -1,46 +1,136 @@
-"""Counts the rows of an optimizer step or an evaluation: sums of each, reduced over processes once, then logged.
+"""Counts the rows of an optimizer step or an evaluation and times its phases; all is reduced over processes once.
 
-R rows of a generation batch, over all processes · B rows of a micro-batch · G prompts · n completions of each
+R rows of a generation batch, over all processes · B rows of a micro-batch · G prompts · n completions of each ·
+C tokens of the longest completion
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from time import perf_counter
+from typing import Any, final
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import set_seed
 from torch import Tensor
+from transformers.trainer_utils import PredictionOutput
 
-from trl_opsd.config import OPSDConfig
-from trl_opsd.monitor.accounts import Accounts
+from trl_opsd.loop.host import TrainerHost
+from trl_opsd.monitor.metrics import METRICS, evaluated_names
+from trl_opsd.options.rules import EVALUATION, refuse
+from trl_opsd.options.table import check_values
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts
 from trl_opsd.types.loss import columns
 
-__all__ = ["CANDIDATES", "MicroBatch", "StepStats", "spread"]
+__all__ = ["CANDIDATES", "MicroBatch", "PhaseClock", "Predictions", "StepStats", "spread"]
 
 CANDIDATES = "selected_from"
 """Key of a batch: [B], number of tokens of each row that `token_selection` selects from."""
+NO_TOKEN = -100
+"""Padding of predictions, as everywhere in transformers."""
 _BY_TEACHER = ("weight", "divergence", "teacher_entropy")
 """Statistics that are also kept by teacher, where there are several."""
 _BY_PROMPT = ("weight", "divergence", "tokens")
 """Statistics of each row that the completions of a prompt are compared by."""
 
+logger = get_logger(__name__)
 
-class Counted(Protocol):
-    """The trainer, as its statistics see it."""
 
-    args: OPSDConfig
-    model: Any
-    accelerator: Accelerator
-    row_group: Any
+# ---- Time and sums ------------------------------------------------------------------------------------------------
 
-    @property
-    def teacher_names(self) -> tuple[str, ...]: ...
-    def record(self, name: str, value: float) -> None: ...
+
+class PhaseClock:
+    """Accumulates seconds per named phase, excluding phases nested inside it.
+
+    `watches` give contexts for each phase, and `explain` adds to an error of one; with `now=time.process_time` it
+    counts processor time.
+    """
+
+    def __init__(
+        self,
+        *watches: Callable[[str], AbstractContextManager[Any]],
+        explain: Callable[[Exception, str], None] = lambda error, phase: None,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._watches, self._explain, self._now = watches, explain, now
+        self._inside: list[float] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._synchronize()
+        start = self._now()
+        self._inside.append(0.0)
+        try:
+            with ExitStack() as watched:
+                for watch in self._watches:
+                    watched.enter_context(watch(phase))
+                yield
+        except Exception as error:
+            self._explain(error, phase)
+            raise
+        finally:
+            inside = self._inside.pop()
+            self._synchronize()
+            elapsed = self._now() - start
+            self.seconds[phase] += elapsed - inside
+            if self._inside:
+                self._inside[-1] += elapsed
+
+    def _synchronize(self) -> None:
+        """Synchronizes the device where a nested phase begins or ends, so that queued work counts for its own phase."""
+        if self._inside and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+
+class _Accounts:
+    """Sums over the tokens of all processes, by the names in [`~types.LossParts`], and the seconds of each phase."""
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self.clock = clock
+        self.totals: dict[str, float] = defaultdict(float)
+        self.batches = 0
+        """Number of generation batches."""
+
+    def clear(self) -> None:
+        self.totals.clear()
+        self.batches = 0
+        self.clock.seconds.clear()
+
+    def add(self, sums: Mapping[str, float]) -> None:
+        for name, value in sums.items():
+            self.totals[name] += value
+
+    def metrics(self, per_batch: bool) -> dict[str, float]:
+        """Means over tokens and seconds of each phase, by their names in the log; empty if the weights sum to 0."""
+        totals, seconds = self.totals, self.clock.seconds
+        if not totals["weight"]:
+            return {}
+        teachers = [name.removeprefix("weight/") for name in totals if name.startswith("weight/")]
+        means = {
+            name.replace("<name>", teacher): tuple(one.replace("<name>", teacher) for one in metric.mean_of)
+            for name, metric in METRICS.items()
+            for teacher in (teachers if "<name>" in name else [""])
+            if metric.mean_of
+        }
+        # Training logs the mean of generation batches, and an evaluation the sum.
+        batches = max(self.batches, 1) if per_batch else 1
+        return {
+            **{name: totals[of] / totals[by] for name, (of, by) in means.items() if of in totals and totals[by]},
+            **{f"time/{phase}": spent / batches for phase, spent in seconds.items()},
+            # Tokens of all processes by the seconds of this one, which waits for the others in each phase.
+            "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),
+        }
+
+
+# ---- Rows ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +155,25 @@ class _Waiting:
 
 @final
 class StepStats:
-    """Statistics of a training since its last log, and of an evaluation; `watch` is entered around each phase."""
+    """Statistics of a training since its last log, and of evaluations, which it makes repeatable.
 
-    def __init__(self, trainer: Counted, watch: Callable[[str], AbstractContextManager[Any]]) -> None:
+    An evaluation's loss is a mean over tokens, and all of its metrics are named by dataset.
+    """
+
+    def __init__(self, trainer: TrainerHost, clock: Callable[[], PhaseClock]) -> None:
         self._trainer = trainer
-        self._accounts = {mode: Accounts(watch) for mode in ("train", "eval")}
+        self._accounts = {mode: _Accounts(clock()) for mode in ("train", "eval")}
         self._waiting: list[_Waiting] = []
         self._tables: dict[str, np.ndarray] = {}
         self._evaluated: list[Tensor] | None = None
         """[*, 3] each, rows of the evaluation in progress, in their order."""
+        self.latest: Any = None
+        """Rows of `by_teacher` and `LossParts.scored` of the latest forward pass, for its caller."""
+        self.completions: Tensor | None = None
+        """[B, C], the completions of an evaluation's last batch, padded with -100."""
 
     @property
-    def now(self) -> Accounts:
+    def now(self) -> _Accounts:
         """Sums and seconds of the training, or of the evaluation, by the mode of the model."""
         return self._accounts["train" if self._trainer.model.training else "eval"]
 
@@ -95,8 +192,6 @@ class StepStats:
             self._accounts["train"].clear()
         return found
 
-    # ---- Rows ---------------------------------------------------------------------------------------------------
-
     def by_teacher(self, rows: Tensor, teacher: Tensor | None) -> Tensor:
         """The statistics of rows, [B, columns], and again by teacher; does not wait for the device."""
         number = len(self._trainer.teacher_names)
@@ -109,7 +204,8 @@ class StepStats:
 
     def add(self, batch: Mapping[str, Any], rows: Tensor, scored: Tensor | None) -> None:
         """Adds a micro-batch of the step; `rows` are those of `by_teacher`."""
-        self._waiting.append(_Waiting(batch, rows, scored))
+        kept = {name: one for name, one in batch.items() if name != "teacher_rows"}  # the largest, and not needed
+        self._waiting.append(_Waiting(kept, rows, scored))
 
     def reduced(self) -> list[MicroBatch]:
         """The micro-batches that were added since, summed over processes. Waits for the device; collective."""
@@ -128,22 +224,22 @@ class StepStats:
 
     def evaluated(self, batch: Mapping[str, Any], rows: Tensor, distinct: Tensor) -> list[MicroBatch]:
         """A batch of an evaluation, by its `distinct` rows of all processes. Waits for the device."""
+        self.completions = batch["completion_ids"].masked_fill(batch["completion_mask"] == 0, NO_TOKEN)
         if self._evaluated is not None and self._generations > 1 and self._trainer.row_group is None:
             self._evaluated.append(columns(distinct, *_BY_PROMPT))
         return [self._micro_batch(batch, rows, distinct.sum(0).tolist())]
 
     def _micro_batch(self, batch: Mapping[str, Any], rows: Tensor, sums: Sequence[float]) -> MicroBatch:
-        of_teachers = [f"{name}/{teacher}" for name in _BY_TEACHER for teacher in self._trainer.teacher_names]
+        teachers = self._trainer.teacher_names
+        of_teachers = [f"{name}/{teacher}" for name in _BY_TEACHER for teacher in teachers]
         named = dict(zip((*LossParts.ROW_NAMES, *of_teachers), sums, strict=True))
         # The sums of an option that is off are 0, which would be logged as if measured.
-        needed = {
-            "clipped": self._trainer.args.clips_entries or None,
-            "pulled": batch.get("pull"),
-            "importance": batch.get("logprobs"),
+        is_on = {
+            "clipped": self._trainer.args.clips_entries,
+            "pulled": batch.get("pull") is not None,
+            "importance": batch.get("logprobs") is not None,
         }
-        return MicroBatch(
-            rows=rows, named={name: one for name, one in named.items() if needed.get(name, 0) is not None}
-        )
+        return MicroBatch(rows=rows, named={name: one for name, one in named.items() if is_on.get(name, True)})
 
     # ---- What a step logs besides means over tokens -------------------------------------------------------------
 
@@ -159,10 +255,8 @@ class StepStats:
             sizes["sources"] = (2, 3)
         if args.build_selection() is not None:
             sizes["selection"] = (4,)
-        return {
-            name: torch.zeros(size, dtype=torch.float32, device=self._trainer.accelerator.device)
-            for name, size in sizes.items()
-        }
+        device = self._trainer.accelerator.device
+        return {name: torch.zeros(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
 
     def record_step(self) -> None:
         """Records how the completions of a prompt differ, on- and off-policy rows, and the selected tokens."""
@@ -195,17 +289,73 @@ class StepStats:
         return self._trainer.args.num_generations_eval or self._trainer.args.num_generations
 
     @contextmanager
-    def evaluation(self) -> Iterator[Accounts]:
-        """Counts the rows of an evaluation, and records at its end how the completions of a prompt differ."""
-        accounts = self._accounts["eval"]
-        accounts.clear()  # left by an interrupted evaluation
+    def evaluation(self, prefix: str, recorded: dict[str, list[float]]) -> Iterator[dict[str, float]]:
+        """Evaluates with a fixed seed, and leaves training's random state untouched; fills the metrics at its end.
+
+        `recorded` are TRL's numbers of the evaluation, and those of `record`.
+        """
+        args, accounts, metrics = self._trainer.args, self._accounts["eval"], dict[str, float]()
+        check_values(args, ["eval_temperature"])  # which may be changed between two evaluations
+        refuse(EVALUATION, args)
+        recorded.clear()  # left by an interrupted evaluation, as are the accounts
+        accounts.clear()
         rows = self._evaluated = []
-        try:
-            yield accounts
-        finally:
-            self._evaluated = None
+        with preserved_rng(self._trainer.accelerator.device):
+            # The same samples in each evaluation, other ones per process.
+            set_seed(args.seed, device_specific=True)
+            try:
+                yield metrics
+            finally:
+                self._evaluated = None
         if rows:
             self._record_spread(torch.cat(rows), self._generations)
+        # Means without NaN, as in TRL's log.
+        known = {name: [one for one in each if not math.isnan(one)] for name, each in recorded.items()}
+        weight = accounts.totals["weight"]
+        if not weight:
+            logger.warning(
+                f"No token counted in this evaluation, so `{prefix}_loss` is not known: all completions are empty, or "
+                "their weights are 0."
+            )
+        found = {
+            **accounts.metrics(per_batch=False),
+            **{name: sum(each) / len(each) for name, each in known.items() if each},
+            "loss": accounts.totals["divergence"] / weight if weight else math.nan,
+        }
+        # TRL would add them when it logs, under "eval_" for every dataset, and never for `predict`.
+        metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        recorded.clear()
+        accounts.clear()
+
+    def with_best(self, found: dict[str, float], rewards: Collection[str]) -> dict[str, float]:
+        """The metrics, with NaN for a `metric_for_best_model` that has no value in this evaluation.
+
+        NaN is never the best, and is not logged; transformers ends a training that lacks the metric.
+        """
+        best = f"eval_{(self._trainer.args.metric_for_best_model or '').removeprefix('eval_')}"
+        known, beginnings = evaluated_names(self._trainer.eval_dataset, rewards)
+        if best in known or best.startswith(beginnings) or any(best in log for log in self._trainer.state.log_history):
+            found.setdefault(best, math.nan)
+        return found
+
+
+@final
+class Predictions(PredictionOutput):
+    """What transformers' `predict` returns, three values, and the completions as text.
+
+    Attributes:
+        texts (`list[str]`): without special tokens, in the order of the rows; empty where there are no `predictions`.
+    """
+
+    texts: list[str]
+
+    @classmethod
+    def of(cls, output: PredictionOutput, decode: Callable[..., list[str]]) -> Predictions:
+        """The same values, with token ids as text."""
+        self = cls(*output)
+        ids = [row[row != NO_TOKEN] for row in (() if output.predictions is None else output.predictions)]
+        self.texts = decode(ids, skip_special_tokens=True) if ids else []
+        return self
 
 
 def _add_to(tables: Mapping[str, Tensor], one: _Waiting) -> None:

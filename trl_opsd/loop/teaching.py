@@ -24,8 +24,7 @@ from trl_opsd.data.datasets import Rows, admit_all, by_name, columns_of, describ
 from trl_opsd.data.prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import Reader, Readers, Request
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
-from trl_opsd.host import TrainerHost
-from trl_opsd.loop.overrides import own_verbs
+from trl_opsd.loop.host import TrainerHost, overrides, own_verbs
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
@@ -120,7 +119,7 @@ class Teaching:
         check_rows_of_rewards(given.rewards, datasets, args, given.row_columns, given.reads_solutions)
         with self._rebuilding():
             self.readers, self._described_rows = self._readers_of_any_rows, None
-            self._host.take_datasets(train_dataset, eval_dataset)
+            self._take_datasets(train_dataset, eval_dataset)
             rows = looked_through(datasets, args, intake, given.row_columns)
             self._admit_for_teachers(self._admit(rows, self.readers.student))
 
@@ -134,7 +133,7 @@ class Teaching:
         except BaseException:
             vars(self).clear()
             vars(self).update(before)
-            self._host.take_datasets(*datasets)
+            self._take_datasets(*datasets)
             self._identity.set_teachers(self.teachers)
             if self._host.args.seq_kd:
                 self._use_teachers(self.teachers)
@@ -152,10 +151,14 @@ class Teaching:
         if isinstance(host.eval_dataset, dict):
             names = zip(host.eval_dataset, by_name(host.eval_dataset), strict=True)
             eval_dataset = {name: datasets.get(where) for name, where in names}
-        host.take_datasets(datasets.get("train_dataset"), eval_dataset)
+        self._take_datasets(datasets.get("train_dataset"), eval_dataset)
         if host.train_dataset is not None:
             check_train_size(host.train_dataset, host.args)
         return rows
+
+    def _take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Assigns datasets that were checked, past the checks of assignments."""
+        vars(self._host).update(train_dataset=train_dataset, eval_dataset=eval_dataset)
 
     # ---- A batch ----------------------------------------------------------------------------------------------------
 
@@ -183,6 +186,11 @@ class Teaching:
         """The teachers' targets for a generation batch."""
         return self.teachers.targets(*self._for_teachers(rollout, rows))
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether a teacher benefits from `expect`."""
+        return self.teachers.begin_early and not overrides(self._host, "teach")
+
     def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
         """Notifies the teachers of rows that `targets` will soon be called with."""
         self.teachers.expect(*self._for_teachers(rollout, rows))
@@ -199,6 +207,14 @@ class Teaching:
         return rollout, [request.teacher for request in requests]
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------
+
+    def check_fingerprint(self, folder: str) -> None:
+        """Rejects a checkpoint of another run."""
+        fingerprint.check(folder, self.fingerprint(), self._host.args.resume_with_changes or ())
+
+    def write_fingerprint(self, folder: str) -> None:
+        """Writes the fingerprint into a checkpoint."""
+        fingerprint.write(folder, self.fingerprint())
 
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Of the run, with the teachers and options as they are now."""

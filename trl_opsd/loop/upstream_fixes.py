@@ -13,50 +13,32 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import IterableDataset
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_opsd._compat.sharding import reshard
-from trl_opsd._compat.trl import DistillationTrainer
+from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import WholeStream
-from trl_opsd.loop.overrides import of_package
+from trl_opsd.loop.host import of_package
 from trl_opsd.models.checks import check_optimizer, check_trainable
 from trl_opsd.options.rules import batch_in_words
 from trl_opsd.options.table import OF_THE_OPTIMIZER
 
-__all__ = ["SEAMS", "EarlierTraining", "Launch", "UpstreamFixes"]
+__all__ = ["EarlierTraining", "Launch", "UpstreamFixes"]
 
 logger = get_logger(__name__)
 
-SEAMS: dict[str, tuple[str, ...]] = {
-    "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
-    "_get_train_sampler": ("self", "dataset"),
-    "_get_dataloader": ("self", "dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"),
-    "_init_training_state": (
-        "self",
-        "max_steps",
-        "num_update_steps_per_epoch",
-        "num_train_epochs",
-        "resume_from_checkpoint",
-        "trial",
-    ),
-    "create_scheduler": ("self", "num_training_steps", "optimizer"),
-    "training_step": ("self", "model", "inputs", "num_items_in_batch"),
-    "log": ("self", "logs", "start_time"),
-}
-"""Overridden methods, with their parameters; a test compares them with the installed ones."""
-
-_ONE_READER = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 _BARS = ("training_bar", "prediction_bar")
 
 
@@ -264,10 +246,31 @@ class UpstreamFixes(DistillationTrainer):
             reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    # Once a training, with its dataset; not for a stream.
+    # Once a training.
+    def get_train_dataloader(self) -> DataLoader:
+        """As TRL's, which repeats the rows of a stream for accumulation only, not `num_generations` times."""
+        stream, number = self.train_dataset, self.args.num_generations
+        if number == 1 or not isinstance(stream, IterableDataset):
+            return super().get_train_dataloader()
+        if self.shuffle_dataset:
+            stream = stream.shuffle(seed=self.args.seed)
+        calls = self.args.gradient_accumulation_steps
+        rows = self.args.per_device_train_batch_size * self.accelerator.num_processes * calls
+        return self._get_dataloader(
+            dataset=repeat_iterable_dataset(stream, number, rows // number, calls),
+            description="Training",
+            batch_size=self._train_batch_size * calls,
+            is_training=True,
+        )
+
+    # By `get_train_dataloader`, where the dataset is no stream.
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        self._epoch_order.sampler = super()._get_train_sampler(dataset)
-        return self._epoch_order.sampler
+        sampler: Any = super()._get_train_sampler(dataset)
+        number = self.args.num_generations
+        # TRL's sampler repeats each of `batch_size` prompts, so that a step has as many rows as before.
+        set_known(sampler, mini_repeat_count=number, batch_size=sampler.batch_size // number)
+        self._epoch_order.sampler = sampler
+        return sampler
 
     # Once a training, and once for each dataset of an evaluation or a prediction.
     def _get_dataloader(
@@ -279,24 +282,37 @@ class UpstreamFixes(DistillationTrainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        stream, options = None, {}
+        args, stream, options = self.args, None, dict[str, Any]()
+        number = 1 if is_training else args.num_generations_eval or args.num_generations
         if isinstance(dataset, IterableDataset):
+            if number > 1:
+                dataset = repeat_iterable_dataset(dataset, number)
             stream = dataset = WholeStream(dataset, self.row_columns, self._if_empty(description, is_training))
-            options = _ONE_READER  # several workers would each read all of it
+            # Several workers would each read all of it.
+            options.update(
+                dataloader_num_workers=0, dataloader_prefetch_factor=None, dataloader_persistent_workers=False
+            )
             # Else the main process would read for all; `WholeStream` splits the rows itself.
             self.accelerator.dataloader_config.dispatch_batches = False
         elif not is_training:
             # transformers keeps such a loader for the next dataset too (trainer.py:925), and its order goes on.
-            options = {"dataloader_persistent_workers": False}
+            options.update(dataloader_persistent_workers=False)
             if not len(dataset):
                 raise ValueError(f"{description}: the dataset has no rows: pass one that has some.")
+            if number > 1:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
+                order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
+                dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
         self._streams = {**self._streams, "train" if is_training else "eval": stream}
-        with _options_set(self.args, options):
+        before = {name: getattr(args, name) for name in options}
+        vars(args).update(options)  # what transformers builds the loader with
+        try:
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-            if self.args.dataloader_persistent_workers:
+            if args.dataloader_persistent_workers:
                 # Workers are seeded when they start. A seed drawn from training's random state would be drawn once in
                 # a whole run, and once more in a resumed one.
-                loader.base_dataloader.generator = torch.Generator().manual_seed(self.args.seed)
+                loader.base_dataloader.generator = torch.Generator().manual_seed(args.seed)
+        finally:
+            vars(args).update(before)
         return loader
 
     # Once a training, when its number of steps is known, and before anything of a checkpoint but weights is loaded.
@@ -455,18 +471,6 @@ class UpstreamFixes(DistillationTrainer):
             self._deepspeed_config = deepcopy(config)
         config.clear()
         config.update(deepcopy(self._deepspeed_config))
-
-
-@contextmanager
-def _options_set(args: TrainingArguments, options: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: getattr(args, name) for name in options}
-    for name, value in options.items():
-        setattr(args, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(args, name, value)
 
 
 def _position(state: TrainerState) -> tuple[int, int]:

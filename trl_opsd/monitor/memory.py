@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 
@@ -44,18 +44,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ValueError) and any(words in str(error) for words in _MESSAGES)
 
 
-@contextmanager
-def explained(phase: str, parts: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-    """Notes `phase`, a key of [`ADVICE`], in an out-of-memory error; of nested phases the innermost."""
-    try:
-        yield
-    except Exception as error:
-        # The innermost phase is left first, and its note is there when outer ones look.
-        noted = any(line.startswith(_NOTE_PREFIX) for line in getattr(error, "__notes__", ()))
-        if is_out_of_memory(error) and not noted:
-            # `parts` is computed only now: it costs time, and the error is rare.
-            error.add_note(_note(phase, _held(parts)))
-        raise
+def explain(error: Exception, phase: str, parts: Callable[[], Mapping[str, int]]) -> None:
+    """Notes `phase`, a key of [`ADVICE`], in an out-of-memory error; of nested phases the innermost, which ends first.
+
+    `parts` is called for such an error only.
+    """
+    noted = any(line.startswith(_NOTE_PREFIX) for line in getattr(error, "__notes__", ()))
+    if is_out_of_memory(error) and not noted:
+        error.add_note(_note(phase, _held(parts)))
 
 
 def _held(parts: Callable[[], Mapping[str, int]]) -> Mapping[str, int]:

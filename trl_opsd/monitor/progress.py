@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,8 +184,8 @@ class _Printed(PrinterCallback):
                 print(line, flush=True)
 
 
-def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContextManager[None]]:
-    """Replaces transformers' default by [`Progress`], or by the rows alone; returns a context for a phase by its name.
+def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContextManager[None]] | None:
+    """Replaces transformers' default by [`Progress`], or by the rows alone; returns what shows a phase on a bar.
 
     To be called when the trainer has just been built: the default stands behind the user's callbacks, which stay.
     """
@@ -198,4 +198,4 @@ def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContext
         if kind is PrinterCallback:
             handler.callbacks[place] = _Printed()
             break
-    return lambda _: nullcontext()
+    return None

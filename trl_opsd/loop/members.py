@@ -1,0 +1,333 @@
+"""What users, rollouts and teachers see of a trainer: attributes that may be assigned, and the members of `Host`.
+
+Most of TRL's attributes are read once, at construction. Assigning to one later, to a misspelt one, or to one that is
+called like an option would change nothing, silently: here it is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import fields
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd._compat.deepspeed import forwards_apart, register_external_parameters, with_current_autocast
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import is_split_model
+from trl_opsd._compat.trl import pad, unwrap_model_for_generation
+from trl_opsd.config import OPSDConfig
+from trl_opsd.data.readers import Request
+from trl_opsd.loop.upstream_fixes import UpstreamFixes
+from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.registry import Settings, divergence_of
+from trl_opsd.models.backbone import model_shape
+from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
+from trl_opsd.monitor.metrics import recorded
+from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
+from trl_opsd.options.normalize import end_tokens
+from trl_opsd.options.table import ReadOnce, above, from_to
+from trl_opsd.parallel.precision import autocast
+
+if TYPE_CHECKING:
+    from trl_opsd.loop.generation import Generation
+    from trl_opsd.models.shared_rows import RowGroup
+
+__all__ = ["FIXED", "TrainerMembers"]
+
+_OPTION = "set it in `OPSDConfig` and build the trainer again"
+_SAMPLING = "assign to that of `trainer.generation_config`, or set it in `OPSDConfig` and build the trainer again"
+_NO_LABELS = "there are no labels to compute it from; override `compare` or `weigh`, and log numbers with `self.record`"
+
+FIXED: Mapping[str, str] = MappingProxyType(
+    {
+        "top_p": _SAMPLING,
+        "top_k": _SAMPLING,
+        "min_p": _SAMPLING,
+        "repetition_penalty": _SAMPLING,
+        "generation_kwargs": "assign to the attributes of `trainer.generation_config`",
+        "generation_config": "assign to its attributes",
+        "max_completion_length": f"{_OPTION}, or assign less to `trainer.generation_config.max_new_tokens`",
+        "eos_token_ids": "set `model.generation_config.eos_token_id` before the trainer is built",
+        "tools": "pass `tools` when the trainer is built",
+        "processing_class": "pass `processing_class` when the trainer is built",
+        "teacher": "assign to `trainer.teacher_model`",
+        "teachers": "assign to `trainer.teacher_model`, or pass several when the trainer is built",
+        "use_vllm": _OPTION,
+        "vllm_mode": _OPTION,
+        "compute_metrics": _NO_LABELS,
+        "preprocess_logits_for_metrics": _NO_LABELS,
+        "compute_loss_func": "the loss is `trainer.divergence`; assign to that",
+    }
+)
+"""Attributes that are read at construction only, and what to do instead of assigning to them."""
+
+
+class TrainerMembers(UpstreamFixes):
+    """TRL's trainer with its attributes checked when they are assigned, and with the members of `Host`."""
+
+    args: OPSDConfig
+    divergence: Divergence
+    teacher: Any
+    chat_template_kwargs: dict[str, Any]
+    row_group: RowGroup | None = None
+    """The processes that share rows with this one; `None` without sequence parallelism."""
+    is_built: bool = False
+    """Whether construction has ended; until then TRL assigns attributes, and afterwards a user."""
+    _generation: Generation
+    _read_once: ReadOnce
+
+    # ---- Attributes -------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self.is_built or name.startswith("_"):
+            super().__setattr__(name, value)
+        elif name in ("train_dataset", "eval_dataset"):
+            if value is not getattr(self, name):
+                self.replace_dataset(name, value)
+        elif why := self.why_no_effect(name, value):
+            raise AttributeError(f"`trainer.{name} = {_shown(value)}` would have no effect: {why}", name=name, obj=self)
+        elif name not in FIXED:  # else it is the value that it has
+            super().__setattr__(name, value)
+
+    def why_no_effect(self, name: str, value: Any) -> str | None:
+        """Why assigning this would have no effect, and what to do; `None` if it has one, or is the user's own."""
+        if name in FIXED:
+            now = getattr(self, name, None)
+            same = value is now or value == now
+            return None if same else f"it is {_shown(now)} since the trainer was built. Instead, {FIXED[name]}."
+        another = "An attribute of your own needs another name."
+        if inspect.isroutine(getattr(type(self), name, None)) and not callable(value):
+            return f"it is a method. {another}"
+        if name in vars(self) or hasattr(type(self), name):
+            return None
+        options = {one.name for one in fields(self.args)}
+        if name in options and value == getattr(self.args, name):
+            return None  # a copy, in a subclass
+        if name in self._read_once.values:
+            return f"it is an option that was read at construction: build the trainer with that value. {another}"
+        if name in options:
+            return f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value. {another}"
+        if name in TRAINER_ARGUMENTS:
+            return f"it is an argument: pass `{name}` when the trainer is built. {another}"
+        why = without_meaning(name, type(self.args), {*vars(self), *dir(type(self)), *options})
+        return f"{why}. {another}" if why else None
+
+    @property
+    def beta(self) -> float | None:
+        """TRL's number for the divergence, `None` where it has none; assigning to it sets the divergence."""
+        match self.divergence:
+            case ForwardKL():
+                return 0.0
+            case ReverseKL():
+                return 1.0
+            case GeneralizedJSD(beta=beta):
+                return beta
+        return None
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        from_to(0, 1).check("beta", beta)
+        self.divergence = divergence_of(None, Settings(beta=beta))
+
+    @property
+    def temperature(self) -> float:
+        """Softmax temperature of the loss, for models without an option of their own; rollouts have that of
+        `generation_config`, as in TRL.
+        """
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        above(0).check("temperature", temperature)
+        self._temperature = temperature
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Softmax temperatures of the student and of the teacher in the loss."""
+        student, teacher = self.args.student_temperature, self.args.teacher_temperature
+        return student or self.temperature, teacher or self.temperature
+
+    @property
+    def use_vllm(self) -> bool:
+        """Whether vLLM generates."""
+        return self.args.use_vllm and not self._generation.hides_engine
+
+    @use_vllm.setter
+    def use_vllm(self, use_vllm: bool) -> None:
+        """Ignores what TRL assigns, whose value is hidden from it."""
+
+    @property
+    def vllm_generation(self) -> Any:
+        raise AttributeError(
+            "`trainer.vllm_generation` is TRL's engine, which is not built here: with `use_vllm=True` the engine is "
+            "behind `trainer.rollout`, whose `sync_weights` and `close` are public.",
+            name="vllm_generation",
+            obj=self,
+        )
+
+    @property
+    def teacher_model(self) -> Any:
+        """The model of the only teacher. Another model or path can be assigned, between two optimizer steps."""
+        return getattr(self.teacher, "model", None)
+
+    @teacher_model.setter
+    def teacher_model(self, teacher_model: Any) -> None:
+        # While it builds the student, TRL assigns None.
+        if self.is_built and teacher_model is not self.teacher_model:
+            self.replace_teacher(teacher_model)
+
+    # ---- Host: numbers and words ------------------------------------------------------------------------------------
+
+    def record(self, name: str, value: float) -> None:
+        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
+
+        Args:
+            name (`str`):
+                Any that is not logged already.
+            value (`float` or `torch.Tensor`):
+                One number.
+
+        Raises:
+            ValueError: It is not one number, or the name is taken.
+        """
+        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
+
+    @property
+    def strategy(self) -> str:
+        """Number of processes, parallelism of the launch, and device, in words."""
+        number, sizes = self.accelerator.num_processes, self.accelerator.parallelism_config
+        if self._dist.zero_stage:
+            kind = f", DeepSpeed ZeRO-{self._dist.zero_stage}"
+        elif self._dist.is_fsdp:
+            kind = f", FSDP{self._dist.fsdp_version}"
+            if sizes is not None and sizes.dp_replicate_enabled:
+                kind += f", {sizes.dp_replicate_size} replicas of {sizes.dp_shard_size} shards"
+        else:
+            kind = ", data parallelism (DDP)" if number > 1 else ""
+        if self.row_group is not None:
+            kind += f", {self.row_group.size} share each row in training"
+        return f"{number}{kind}, on {self.accelerator.device.type}"
+
+    # ---- Host: tokens -----------------------------------------------------------------------------------------------
+
+    def _use_special_tokens(self) -> None:
+        """Restricts padding, end and placeholder tokens to ids within the student's embedding."""
+        rows, tokenizer = model_shape(self.model)[0], self.processing_class
+        ensure_special_tokens(tokenizer, rows)
+        self.placeholders = placeholders(self.model.config, rows)
+        self.eos_token_ids = end_tokens(self.args, known_end_tokens(self.eos_token_ids, rows), rows)
+        of_both = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
+        self.generation_kwargs.update(of_both)
+        self.generation_config.update(**of_both)
+        self.model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        self.model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
+        ours = self.chat_template_kwargs
+        # TRL's method reads the attribute and has no argument for it.
+        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
+        try:
+            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+        finally:
+            self.chat_template_kwargs = ours
+        return list(prompt_ids)
+
+    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
+        """The student's prompts for checked rows."""
+        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        return prompt_ids
+
+    def pad_prompts(self, prompt_ids: Sequence[list[int]]) -> dict[str, Tensor]:
+        """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
+        rows = [torch.tensor(ids) for ids in prompt_ids]
+        masks = [torch.ones_like(row) for row in rows]  # by length, never by the value of a token
+        pad_id, multiple, device = self.processing_class.pad_token_id, self.pad_to_multiple_of, self.accelerator.device
+        return {
+            "input_ids": pad(rows, pad_id, "left", multiple).to(device),
+            "attention_mask": pad(masks, 0, "left", multiple).to(device),
+        }
+
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
+        """TRL's keys for rows; an empty completion is one masked token of padding."""
+        prompts, pad_id = self.pad_prompts(prompt_ids), self.processing_class.pad_token_id
+        rows = [torch.tensor(ids or [pad_id]) for ids in completions]
+        masks = [torch.full_like(row, bool(ids)) for row, ids in zip(rows, completions, strict=True)]
+        multiple, device = self.pad_to_multiple_of, self.accelerator.device
+        return {
+            "prompt_ids": prompts["input_ids"],
+            "prompt_mask": prompts["attention_mask"],
+            "completion_ids": pad(rows, pad_id, "right", multiple).to(device),
+            "completion_mask": pad(masks, 0, "right", multiple).to(device),
+        }
+
+    # ---- Host: the student with its weights gathered ----------------------------------------------------------------
+
+    def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
+        """Gathers parameters that ZeRO-3 has sharded, for reading only, within the context. Collective."""
+        context: AbstractContextManager[Any] = self._dist.gather_params(parameters)
+        return context
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)`; inside the wrapper's forward, and collective, if the student is sharded.
+
+        ZeRO-3 and FSDP2 gather weights only there. A student that is not sharded needs no wrapper.
+        """
+        student = self.model_wrapped
+        if not isinstance(student, CausalLM):  # else accelerate looks at what is installed to find nothing to unwrap
+            student = self.accelerator.unwrap_model(student)
+        if not is_split_model(student):
+            return function(student, *args)
+        head = student.get_output_embeddings()  # its parameters include those of an adapter that is disabled now
+        register_external_parameters(student, head.parameters())
+        function = with_current_autocast(partial(function, student, *args), self.accelerator.device)
+        with torch.autocast(self.accelerator.device.type, enabled=False):  # DeepSpeed would warn of it
+            return self._forward_redirection(self.model_wrapped, student, function)
+
+    @contextmanager
+    def student_for_generation(self) -> Iterator[Any]:
+        """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective.
+
+        Mode, gradient checkpointing and hooks are restored on exit, also after an exception.
+        """
+        was_training, gathers = self.model.training, self.args.ds3_gather_for_generation
+        self.model.eval()
+        error = None
+        try:
+            with (
+                unwrap_model_for_generation(
+                    self.model_wrapped,
+                    self.accelerator,
+                    gather_deepspeed3_params=gathers,
+                    generation_kwargs=self.generation_kwargs,
+                    gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+                ) as student,
+                forwards_apart(self.model_wrapped) if gathers else nullcontext(),
+                torch.no_grad(),
+                # One context for all tokens, so that each weight is cast once and not for each token.
+                autocast(self.accelerator),
+                self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            ):
+                try:
+                    yield student
+                except BaseException as caught:
+                    # Kept from TRL's context, which restores nothing when an exception passes through it.
+                    error = caught
+            if error is not None:
+                raise error
+        finally:
+            self.model.train(was_training)
+            del error  # its traceback refers to this frame and would keep tensors alive
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: a tokenizer's would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}"
