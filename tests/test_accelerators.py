@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_opsd
+from trl_opsd.loop.memory import explained
 from trl_opsd.monitor import progress
-from trl_opsd.monitor.memory import explained
 from trl_opsd.types import kept
 
 NAMES_CUDA = {

@@ -27,11 +27,11 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import PromptLimits, Row
 from trl_opsd.data.readers import Readers, Request
 from trl_opsd.loop.batch_rewards import BatchRewards
-from trl_opsd.loop.footprint import footprint
 from trl_opsd.loop.hooks import TrainerHooks
+from trl_opsd.loop.memory import footprint
 from trl_opsd.loop.model_card import ModelCard
+from trl_opsd.loop.nonfinite import agree, check_not_uniform
 from trl_opsd.loop.overrides import check_methods, check_verbs, overrides
-from trl_opsd.loop.recording import Recording
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.student import use_special_tokens
 from trl_opsd.loop.teaching import Teaching
@@ -43,13 +43,13 @@ from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.head import whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
-from trl_opsd.monitor.nothing_learned import agree, check_not_uniform
 from trl_opsd.options.foreign_names import StrictNames, explained_argument
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.report.recording import Recording
 from trl_opsd.report.samples import samples_of
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.generation_config import warn_of_overridden

@@ -13,8 +13,8 @@ import vision_language
 
 import trl_opsd
 from trl_opsd import FixedRollout
+from trl_opsd.loop.memory import ADVICE, explained
 from trl_opsd.models.key_value_cache import cached_per_token
-from trl_opsd.monitor.memory import ADVICE, explained
 
 ABSURD = 2**60
 

@@ -27,6 +27,7 @@ from trl.trainer.utils import (
     nanstd,
     pad,
     repeat_iterable_dataset,
+    start_event_loop_in_daemon,
 )
 
 __all__ = [
@@ -53,5 +54,6 @@ __all__ = [
     "pad",
     "parse_response",
     "repeat_iterable_dataset",
+    "start_event_loop_in_daemon",
     "unwrap_model_for_generation",
 ]

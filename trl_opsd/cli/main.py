@@ -54,7 +54,7 @@ def doctor(
     from trl_opsd.cli.doctor.pair import load_pair
     from trl_opsd.cli.doctor.probes import document, examine, show
     from trl_opsd.cli.doctor.settings import Settings, collected, read_settings
-    from trl_opsd.monitor.memory import is_out_of_memory
+    from trl_opsd.loop.memory import is_out_of_memory
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
         settings: Settings | ValueError | None = None

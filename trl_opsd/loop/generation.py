@@ -15,9 +15,9 @@ from accelerate.logging import get_logger
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.readers import Request
 from trl_opsd.host import TrainerHost
+from trl_opsd.loop.memory import explained
 from trl_opsd.loop.overrides import of_package, overrides
 from trl_opsd.models.backbone import preserved_mode
-from trl_opsd.monitor.memory import explained
 from trl_opsd.parallel.pulled import Endable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend

@@ -26,7 +26,6 @@ from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sh
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
-from trl_opsd.checkpoints.sigterm import StopOnSigterm
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
@@ -34,11 +33,12 @@ from trl_opsd.data.readers import Request
 from trl_opsd.loop.ahead import Ahead
 from trl_opsd.loop.attributes import DATASETS, FIXED, shown, why_no_effect
 from trl_opsd.loop.batch_rewards import BatchRewards
-from trl_opsd.loop.checkpoints import Checkpoints
+from trl_opsd.loop.checkpoints import Checkpoints, StopOnSigterm
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer
 from trl_opsd.loop.evaluation import Evaluation, Predictions
 from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.memory import explained
 from trl_opsd.loop.model_card import SELF_DISTILLATION, ModelCard
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overlap import Overlap
@@ -54,14 +54,13 @@ from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.shared_rows import RowGroup, check_shareable
 from trl_opsd.models.weights import Samples, sampled
-from trl_opsd.monitor.memory import explained
 from trl_opsd.monitor.metrics import recorded
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import ReadOnce, above, from_to
+from trl_opsd.parallel.failure import Watchdog, set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.parallel.timeouts import Watchdog, set_group_timeout
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.checks import check_parts
 from trl_opsd.types.loss import columns
