@@ -30,8 +30,9 @@ from transformers import PrinterCallback, ProgressCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.banner import Banner
+from trl_opsd.loop.collapse import SMALL
 from trl_opsd.losses import Divergence
-from trl_opsd.monitor.course import SMALL, STEPS
+from trl_opsd.options.table import COMPARED_STEPS
 
 ROWS = 16
 """Completions of a step."""
@@ -128,8 +129,10 @@ def main() -> None:
                 continue
             for seed in options.seeds:
                 each, signs = watched(task, seed, options.steps, chosen)
-                later = [abs(median(each[end - STEPS : end])) for end in range(2 * STEPS, len(each) + 1)]
-                first = median(each[:STEPS])
+                later = [
+                    abs(median(each[end - COMPARED_STEPS : end])) for end in range(2 * COMPARED_STEPS, len(each) + 1)
+                ]
+                first = median(each[:COMPARED_STEPS])
                 largest = max(later, default=0.0)
                 numbers = f"{each[0]:6.3f} {first:7.3f} {each[-1]:6.3f} {largest:8.3f}"
                 ratios = f"{largest / max(abs(first), SMALL):8.2f} {largest / abs(each[0]):8.2f}"

@@ -183,7 +183,14 @@ def document() -> str:
             *_table(
                 ["metric", "unit", "meaning", "reduced", "appears in", "in evaluations"],
                 [
-                    [f"`{name}`", one.unit, one.meaning, one.reduced, one.appears, "yes" if one.evaluated else "no"]
+                    [
+                        f"`{name}`",
+                        one.unit,
+                        one.meaning,
+                        one.logs.reduced,
+                        one.logs.appears,
+                        "yes" if one.logs.evaluated else "no",
+                    ]
                     for name, one in METRICS.items()
                 ],
             ),

@@ -27,6 +27,7 @@ from trl_opsd.data.readers import Readers
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.host import check_methods, check_verbs
+from trl_opsd.loop.nonfinite import agree, check_not_uniform
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
@@ -36,7 +37,6 @@ from trl_opsd.models.backbone import completion_hidden, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
-from trl_opsd.monitor.nothing_learned import agree, check_not_uniform
 from trl_opsd.options.foreign_names import StrictNames, explained
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
@@ -54,7 +54,7 @@ from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 if TYPE_CHECKING:
     from trl_opsd.loop.model_card import ModelCard
-    from trl_opsd.loop.recording import Recording
+    from trl_opsd.report.recording import Recording
 
 logger = get_logger(__name__)
 
@@ -235,7 +235,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self.args.accept_changes()
         self._recording: Recording | None = None
         if self.args.report:
-            from trl_opsd.loop.recording import Recording
+            from trl_opsd.report.recording import Recording
 
             self._recording = Recording(
                 self.args.output_dir, self._model_card().about, is_traced="trackio" in self.args.report_to
@@ -436,7 +436,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def footprint(self, phase: str) -> dict[str, int]:
         """Memory of a phase, in bytes by name, for out-of-memory errors."""
-        from trl_opsd.loop.footprint import footprint  # for an error only
+        from trl_opsd.loop.memory import footprint  # for an error only
 
         return footprint(self, phase, self.teachers.models, self.teachers.heads)
 

@@ -13,8 +13,8 @@ import vision_language
 
 import trl_opsd
 from trl_opsd import FixedRollout
+from trl_opsd.loop.memory import ADVICE
 from trl_opsd.models.weights import cached_per_token
-from trl_opsd.monitor.memory import ADVICE, explained
 
 ABSURD = 2**60
 
@@ -99,7 +99,8 @@ def test_every_phase_has_advice_on_memory():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute | ast.Name)
-        and (node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id) in ("phase", "explained")
+        and (node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id)
+        in ("phase", "explain", "_explain")
         and node.args
         and isinstance(node.args[0], ast.Constant)
     ]
@@ -124,9 +125,9 @@ def test_failing_note_leaves_the_error_unchanged():
     def fails():
         raise RuntimeError("'head_dim' is a per-layer attribute")
 
-    with pytest.raises(MemoryError, match="the first") as raised, explained("complete", fails):
-        raise MemoryError("the first")
-    assert "Options that reduce it" in raised.value.__notes__[0]
+    error = MemoryError("the first")
+    explain(error, "complete", fails)
+    assert "Options that reduce it" in error.__notes__[0]
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma3"])
@@ -140,6 +141,5 @@ def test_the_cache_of_a_model_whose_layers_differ_is_estimated(family):
 
 def test_other_errors_get_no_note_on_memory(make_trainer):
     for error in (RuntimeError("boom"), ValueError("boom"), OSError("boom")):
-        with pytest.raises(type(error), match="boom") as raised, explained("teach", lambda: pytest.fail("asked")):
-            raise error
-        assert not hasattr(raised.value, "__notes__")
+        explain(error, "teach", lambda: pytest.fail("asked"))
+        assert not hasattr(error, "__notes__")

@@ -141,7 +141,7 @@ def test_logged_metrics_match_the_table(logged, tmp_path):
         for name, one in METRICS.items()
         for prefix in ("", "eval_")
         for named in ("math", "prose")
-        if one.evaluated or not prefix
+        if one.logs.evaluated or not prefix
     }
     found = {key for rows in logged.values() for row in rows for key in row} - theirs
     assert found - ours == set(), "logged, and in no row of METRICS"

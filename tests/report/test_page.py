@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from trl_opsd.cli.main import app
-from trl_opsd.report.files import Recorded, append, recorded_in
 from trl_opsd.report.page import charts, facts, page, picture, write
+from trl_opsd.report.recording import Recorded, append, recorded_in
 from trl_opsd.report.samples import Sample, Token
 
 pytest.importorskip("vl_convert")

@@ -12,9 +12,8 @@ from datasets import Dataset
 from transformers import TrainerState
 
 from trl_opsd import FixedRollout
-from trl_opsd.loop.recording import Recording
-from trl_opsd.report.files import log_of, recorded_in
 from trl_opsd.report.page import write
+from trl_opsd.report.recording import Recording, log_of, recorded_in
 from trl_opsd.report.samples import CHUNK, TOKENS, Sample
 
 pytest.importorskip("vl_convert")

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from datasets import Dataset
 
-from trl_opsd.report.files import recorded_in
+from trl_opsd.report.recording import recorded_in
 
 pytestmark = pytest.mark.trackers
 

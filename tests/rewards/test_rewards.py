@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from trl_opsd import HFRollout, OPSDTrainer, RolloutBackend
-from trl_opsd.rewards.advantages import advantages
+from trl_opsd.loop.batch_rewards import advantages
 
 WORDS = tiny.tokenizer()
 PROMPTS = [f"{'so ' * (number % 3)}{number}=" for number in range(8)]
@@ -136,11 +136,11 @@ def test_advantages_are_those_of_trls_grpo(kind, scale, aggregation):
     weights = torch.tensor([1.0, 0.3, -2.0])
     for number in (2, 4, 12):
         expected, flat = of_trl(rewards_of(kind), weights, number, scale, aggregation)
-        found = advantages(rewards_of(kind), weights, number, scale, aggregation)
-        assert torch.equal(found.values, expected)
-        assert torch.equal(found.is_flat, flat)
-        assert found.values.isfinite().all()
-        assert found.values.abs().max() > 0
+        values, is_flat = advantages(rewards_of(kind), weights, number, scale, aggregation)
+        assert torch.equal(values, expected)
+        assert torch.equal(is_flat, flat)
+        assert values.isfinite().all()
+        assert values.abs().max() > 0
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------
@@ -524,8 +524,8 @@ FAILING = [
     (wrong([1.0]), ValueError, "'bad' returned 1 rewards for 2 completions"),
     (wrong("ab"), TypeError, "'bad' returned a str: expected a list"),
     (wrong(None), TypeError, "'bad' returned a NoneType: expected a list"),
-    (wrong([1.0, "2"]), TypeError, "returned '2', a str, for row 1 of an evaluation batch: expected a number"),
-    (wrong([1.0, math.inf]), ValueError, "returned inf for row 1 of an evaluation batch"),
+    (wrong([1.0, "2"]), TypeError, "returned '2', a str, for row 1 of an evaluation batch: expected a finite number"),
+    (wrong([1.0, math.inf]), ValueError, "returned inf, a float, for row 1 of an evaluation batch: expected a finite"),
     (raises, RuntimeError, "'raises' failed for row 0 of an evaluation batch to row 1 of .*: KeyError: 'answer'"),
 ]
 
@@ -569,10 +569,7 @@ REFUSED = [
     ({"multi_objective_aggregation": "sum"}, ValueError, "expected one of 'sum_then_normalize'"),
     ({"reward_funcs": 3}, TypeError, r"`reward_funcs\[0\]` is a int: expected a function"),
     ({"reward_funcs": [length, Judge]}, TypeError, r"`reward_funcs\[1\]` is the class Judge: expected a function"),
-    ({"reward_funcs": torch.nn.Linear(2, 1)}, TypeError, "is a Linear: expected a function, a `PreTrainedModel`"),
-    ({"reward_funcs": "no/such-model"}, ValueError, r"`reward_funcs\[0\]='no/such-model'` is neither a folder nor"),
     ({"reward_funcs": length, "reward_processing_classes": [None, None]}, ValueError, "has 2 entries"),
-    ({"reward_funcs": length, "reward_processing_classes": "a"}, TypeError, "is a str: expected the tokenizer of"),
     ({"reward_funcs": needs_label, "eval_dataset": rows(2)}, ValueError, "'needs_label' .* eval_dataset: .*'label'"),
     (
         {"reward_funcs": needs_answer, "remove_unused_columns": True, "eval_dataset": rows(2)},

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from trl_opsd.monitor.course import STEPS, Course, Figures, is_repetition
+from trl_opsd.loop.collapse import Course, Figures, is_repetition
+from trl_opsd.options.table import COMPARED_STEPS
 
 START = Figures(divergence=0.3, student_entropy=0.8, teacher_entropy=0.5, length=200.0, repeated=0.02)
 """A step of a run that begins."""
@@ -19,7 +20,7 @@ START = Figures(divergence=0.3, student_entropy=0.8, teacher_entropy=0.5, length
 def followed(*later: Figures, first: Figures = START) -> Course:
     """A course with twice the same later steps, so that each is the median of the last ones."""
     course = Course()
-    for step in [first] * STEPS + list(later) * STEPS:
+    for step in [first] * COMPARED_STEPS + list(later) * COMPARED_STEPS:
         course.add(step)
     return course
 
@@ -83,7 +84,7 @@ def test_completions_shrinking_to_end_token_are_sign_of_collapse(first, last, si
 @pytest.mark.parametrize(("divergence", "signs"), [(4.0, {"divergence"}), (2.0, set())])
 def test_run_collapsing_at_once_is_compared_with_its_first_step(divergence, signs):
     course = Course()
-    for step in [START] + [replace(START, divergence=divergence)] * (2 * STEPS):
+    for step in [START] + [replace(START, divergence=divergence)] * (2 * COMPARED_STEPS):
         course.add(step)
     assert course.signs().keys() == signs, "a single step may be low by chance"
 

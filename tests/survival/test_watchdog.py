@@ -9,7 +9,7 @@ import time
 import pytest
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.parallel.timeouts import Watchdog
+from trl_opsd.parallel.failure import Watchdog
 
 LONG = 1.0
 """Seconds: several times the timeout of the watchdogs here and the time to print their stacks."""

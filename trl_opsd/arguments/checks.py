@@ -35,10 +35,9 @@ from trl_opsd.models.checks import (
     whole_checkpoint,
 )
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
-from trl_opsd.rewards.functions import Rewards
+from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
-from trl_opsd.rewards.model import RewardModel, loaded_model
 from trl_opsd.teacher.checks import check_teachers, check_tokenizers
 
 logger = get_logger(__name__)

@@ -53,7 +53,7 @@ def doctor(
 
     from trl_opsd.cli.doctor.checks import document, examine, show
     from trl_opsd.cli.doctor.pair import Settings, collected, load_pair, read_settings
-    from trl_opsd.monitor.memory import is_out_of_memory
+    from trl_opsd.loop.memory import is_out_of_memory
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
         settings: Settings | ValueError | None = None

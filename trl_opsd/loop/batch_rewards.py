@@ -1,6 +1,6 @@
 """Rewards completions in the process that generated them, and gives each row its advantage among those of its prompt.
 
-B rows of this process · R rows of all · F reward functions
+B rows of this process · R rows of all · F reward functions · G prompts · n completions of each
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from torch import Tensor
 from trl_opsd._compat.trl import nanstd, parse_response
 from trl_opsd.data.readers import Request
 from trl_opsd.host import Host
-from trl_opsd.rewards.advantages import advantages, total
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import NOT_PASSED
 from trl_opsd.types import Rollout
 
-__all__ = ["BatchRewards"]
+__all__ = ["BatchRewards", "advantages"]
+
+_EPSILON = 1e-4
+"""Added to each standard deviation before a division, as in TRL."""
 
 
 class Rewarded(Host, Protocol):
@@ -72,18 +74,19 @@ class BatchRewards:
                 self._set_advantages(rewards, trainer.accelerator.gather(rewards_BF).cpu(), rows)
             elif self._evaluated is not None:
                 self._evaluated.append(trainer.gather_distinct_rows(rewards_BF).cpu())
-                self._keep_texts(batch, len(self._evaluated[-1]))
+                if trainer.log_completions:
+                    self._keep_texts(batch, len(self._evaluated[-1]))
 
     def _set_advantages(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
         args, first = self._trainer.args, self._trainer.accelerator.process_index * len(rows)
         # From the rewards of all processes, as the completions of a prompt may be in several.
-        found = advantages(
+        values_R, is_flat_R = advantages(
             rewards_RF, rewards.weights, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
         )
-        for row, value in zip(rows, found.values[first : first + len(rows)].tolist(), strict=True):
+        for row, value in zip(rows, values_R[first : first + len(rows)].tolist(), strict=True):
             row.advantage = value
         self._record(rewards, rewards_RF)
-        self._trainer.record("frac_reward_zero_std", float(found.is_flat.float().mean()))
+        self._trainer.record("frac_reward_zero_std", float(is_flat_R.float().mean()))
 
     def pulls_of(self, rows: Sequence[Request]) -> dict[str, Tensor]:
         """The pull of each row on its own tokens, [B], as the batch holds it; empty where none has any."""
@@ -93,17 +96,17 @@ class BatchRewards:
         pulls = [args.reward_weight * row.advantage + args.sft_weight * bool(row.is_off_policy) for row in rows]
         return {"pull": torch.tensor(pulls, dtype=torch.float32, device=self._trainer.accelerator.device)}
 
-    # ---- Calling the functions ----------------------------------------------------------------------------------
+    # ---- Calling the functions --------------------------------------------------------------------------------------
 
     def _rewards_of(self, rewards: Rewards, batch: Mapping[str, Any], rows: Sequence[Request]) -> Tensor:
         """[B, F], on the accelerator's device; NaN for a completion of the dataset, which is not the student's."""
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if not row.is_off_policy]
         of_student = [rows[number] for number in numbers]
-        texts, ids = self._completions_of(batch, rows)
+        completions, ids = self._completions_of(batch, rows)
         arguments = {
             **self._columns(of_student),
-            "completions": [texts[number] for number in numbers],
+            "completions": [completions[number] for number in numbers],
             "completion_ids": [ids[number] for number in numbers],
             "trainer_state": self._trainer.state,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
@@ -133,9 +136,7 @@ class BatchRewards:
         if conversations is not None:
             return conversations, ids
         is_text = isinstance(rows[0]["prompt"], str)
-        if not is_text and any(
-            getattr(processing, name, None) is not None for name in ("response_template", "response_schema")
-        ):
+        if not is_text and any(getattr(processing, f"response_{name}", None) for name in ("template", "schema")):
             # An empty completion cannot be parsed, so a padding token stands for it.
             pad, prompts = [processing.pad_token_id], rollout.prompt_lists()
             parsed = [parse_response(processing, one or pad, prefix=of) for one, of in zip(ids, prompts, strict=True)]
@@ -143,26 +144,25 @@ class BatchRewards:
         texts = processing.batch_decode(ids, skip_special_tokens=True)
         return texts if is_text else [[{"role": "assistant", "content": text}] for text in texts], ids
 
-    # ---- The log ------------------------------------------------------------------------------------------------
+    # ---- The log ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def evaluation(self, prefix: str) -> Iterator[None]:
         """Records the rewards of all rows of an evaluation at its end; with `log_completions` saves them with texts."""
-        rewards_RF = self._evaluated = []
+        evaluated = self._evaluated = []
         self._texts = {"prompt": [], "completion": []}
         try:
             yield
         finally:
             self._evaluated = None
-        if self._rewards is not None and rewards_RF:
-            self._record(self._rewards, torch.cat(rewards_RF))
+        if self._rewards is not None and evaluated:
+            rewards_RF = torch.cat(evaluated)
+            self._record(self._rewards, rewards_RF)
             if self._trainer.log_completions and self._trainer.accelerator.is_main_process:
-                self._save_table(torch.cat(rewards_RF), prefix)
+                self._save_table(rewards_RF, prefix)
 
     def _keep_texts(self, batch: Mapping[str, Any], number: int) -> None:
-        """Keeps the texts of a batch with so many distinct rows, where they are saved. Collective."""
-        if not self._trainer.log_completions:
-            return
+        """Keeps the texts of a batch with so many distinct rows. Collective."""
         rollout, decode = Rollout.unpack(batch), self._trainer.processing_class.batch_decode
         for name, ids in {"prompt": rollout.prompt_lists(), "completion": rollout.completion_lists()}.items():
             texts = gather_object(decode(ids, skip_special_tokens=True))
@@ -176,9 +176,47 @@ class BatchRewards:
         DataFrame({"step": step, **self._texts, **columns}).to_parquet(folder / f"{prefix}_{step:05d}.parquet")
 
     def _record(self, rewards: Rewards, rewards_RF: Tensor) -> None:
-        totals_R = total(rewards_RF, rewards.weights)
+        totals_R = _total(rewards_RF, rewards.weights)
         for name, values_R in zip(self.names, rewards_RF.T, strict=True):
             self._trainer.record(f"rewards/{name}/mean", float(values_R.nanmean()))
             self._trainer.record(f"rewards/{name}/std", float(nanstd(values_R)))
         self._trainer.record("reward", float(totals_R.nanmean()))
         self._trainer.record("reward_std", float(nanstd(totals_R)))
+
+
+# ---- Advantages, as TRL's GRPO computes them ------------------------------------------------------------------------
+
+
+def advantages(
+    rewards_RF: Tensor, weights_F: Tensor, number: int, scale: str, aggregation: str
+) -> tuple[Tensor, Tensor]:
+    """[R], advantages (DeepSeekMath, arXiv 2402.03300; `"normalize_then_sum"`: 2601.05242), 0 without a reward; and
+    [R], whether the standard deviation that scales the row, or would with scaling, is 0.
+    """
+    # The completions of a prompt are adjacent rows; a reward is NaN where its function returned `None`.
+    if aggregation == "normalize_then_sum":
+        rewards_GnF = rewards_RF.view(-1, number, rewards_RF.size(1))
+        differences_GnF = rewards_GnF - rewards_GnF.nanmean(dim=1, keepdim=True)
+        scaled_GnF = differences_GnF / (nanstd(rewards_GnF, dim=1, keepdim=True) + _EPSILON)
+        # A reward that is alone in its group has no deviation, and adds nothing.
+        sums_R = (scaled_GnF.view_as(rewards_RF) * weights_F).nansum(dim=1)
+        sums_R = sums_R.masked_fill(rewards_RF.isnan().all(dim=1), torch.nan)
+        deviation_R, values_R = nanstd(sums_R).expand_as(sums_R), sums_R - sums_R.nanmean()
+    else:
+        rewards_R = _total(rewards_RF, weights_F)
+        rewards_Gn = rewards_R.view(-1, number)
+        if scale == "batch":
+            deviation_R = nanstd(rewards_R).expand_as(rewards_R)
+        else:
+            deviation_R = nanstd(rewards_Gn, dim=1).repeat_interleave(number)
+        values_R = (rewards_Gn - rewards_Gn.nanmean(dim=1, keepdim=True)).flatten()
+    if aggregation == "normalize_then_sum" or scale != "none":
+        values_R = values_R / (deviation_R + _EPSILON)
+    return values_R.nan_to_num(nan=0.0), torch.isclose(deviation_R, torch.zeros_like(deviation_R))
+
+
+def _total(rewards_RF: Tensor, weights_F: Tensor) -> Tensor:
+    """[R], the weighted sum of each row's rewards, ignoring NaN; NaN if all are."""
+    sums_R = (rewards_RF * weights_F).nansum(dim=1)
+    # A sum of nothing would be 0, which is a reward like any other.
+    return sums_R.masked_fill(rewards_RF.isnan().all(dim=1), torch.nan)

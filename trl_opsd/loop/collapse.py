@@ -1,11 +1,13 @@
-"""Compares a training's steps with its first ones, and warns of a collapse or stops; `monitor/course.py` judges."""
+"""Compares a training's last steps with its first ones, and warns of a collapse or stops."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, final
 
 import torch
@@ -14,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_opsd.checkpoints.resume import best_evaluated
 from trl_opsd.loop.host import TrainerHost
-from trl_opsd.monitor.course import Course, Figures, is_repetition
+from trl_opsd.options.table import COMPARED_STEPS
 
 __all__ = ["CollapseGuard"]
 
@@ -45,11 +47,11 @@ class CollapseGuard(TrainerCallback):
         self._warned: set[str] = set()
         self._has_stopped = False
 
-    # ---- A step -------------------------------------------------------------------------------------------------
+    # ---- A step -----------------------------------------------------------------------------------------------------
 
     def note_completions(self, completions: Sequence[Sequence[int]]) -> None:
-        """Records the share of repetitive completions and their mean length, of those that the student generated, over
-        all processes; this one may have none. Collective.
+        """Records mean length and share of repetitions of those that the student generated, in all processes; this one
+        may have none. Collective.
         """
         mine = [len(completions), sum(map(len, completions)), sum(map(is_repetition, completions))]
         accelerator = self._trainer.accelerator
@@ -70,20 +72,16 @@ class CollapseGuard(TrainerCallback):
             logger.warning(f"Step {state.global_step} shows a collapse: {signs[name]}.")
             self._warned.add(name)
         if signs and self._stops:
-            saves = args.save_strategy != "no"
-            best = self._best()
+            saves, best = args.save_strategy != "no", self._best()
             logger.warning(
                 f"`collapse_guard='stop'`: the training ends at step {state.global_step}"
                 f"{', which is saved; no checkpoint is deleted for it' if saves else ''}."
                 f"{'' if best is None else f' The best checkpoint by evaluation is {best}.'}"
             )
             control.should_training_stop = self._has_stopped = True
-            control.should_save = saves
-            control.should_evaluate = False
+            control.should_save, control.should_evaluate = saves, False
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._has_stopped:  # saved already
             control.should_save = control.should_evaluate = False
 
@@ -98,7 +96,7 @@ class CollapseGuard(TrainerCallback):
         self._trainer.record("completions/length_drift", self.course.drift)
         return self.course.signs(clipped=self._trainer.args.clips_entries) if self._watches else {}
 
-    # ---- Checkpoints -----------------------------------------------------------------------------------------------
+    # ---- Checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
         """Writes the course into a checkpoint; called by one process."""
@@ -122,3 +120,126 @@ class CollapseGuard(TrainerCallback):
         if state.best_model_checkpoint:
             return Path(state.best_model_checkpoint)
         return best_evaluated(Path(self._trainer.args.output_dir), state.log_history)
+
+
+# ---- The course of a run --------------------------------------------------------------------------------------------
+
+GROWN = 4.0
+"""Factor over the divergence of the first steps, or of the very first, before which nothing was changed."""
+LARGE = 2.5
+"""Nats per token above which it is compared with a single step, which may be low by chance."""
+SMALL = 0.2
+"""Nats per token: lower bound of the divergence that another is compared with."""
+FALLEN = 0.1
+"""Share of an entropy (the student's largest at the start, and the teacher's now) or of a length."""
+EMPTY, SHORTER = 2.0, 0.5
+"""Tokens of an empty answer; and the largest share of the initial length that it may be."""
+STAYED = 0.5
+"""Share of the initial divergence from which on the teacher still disagrees."""
+REPEATED = 0.5
+"""Share of completions that end in a repetition; a run that starts above half of it is not judged."""
+BELOW = -0.05
+"""Nats per token of a clipped divergence; 0 is where student and teacher agree."""
+TAIL, GRAM = 32, 4
+"""Tokens at the end of a completion, and tokens of an n-gram; in a repetition at most half of these are distinct."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Figures of an optimizer step: means over its tokens (nats) or completions, of all processes."""
+
+    divergence: float
+    student_entropy: float
+    teacher_entropy: float
+    length: float
+    """Tokens per completion."""
+    repeated: float
+    """Share of the completions that end in a repetition."""
+
+
+class Course:
+    """The first and the last steps of a run."""
+
+    def __init__(self) -> None:
+        self._first: list[Figures] = []
+        self._last: deque[Figures] = deque(maxlen=COMPARED_STEPS)
+
+    def add(self, step: Figures) -> None:
+        """Adds the figures of the next step."""
+        (self._first if len(self._first) < COMPARED_STEPS else self._last).append(step)
+
+    @property
+    def drift(self) -> float:
+        """Length of the latest completions relative to the mean of the first steps; there has to be a step."""
+        first = sum(one.length for one in self._first) / len(self._first)
+        latest = self._last[-1] if self._last else self._first[-1]
+        return latest.length / first if first else 1.0
+
+    def signs(self, clipped: bool = False) -> dict[str, str]:
+        """Signs of a collapse, by the name of the figure; empty for a healthy run, and in the first 20 steps."""
+        if len(self._last) < COMPARED_STEPS:
+            return {}
+        first, last, very_first, found = _medians(self._first), _medians(self._last), self._first[0], {}
+        # At a rate far too high the third step has collapsed: then not the first ten but the very first is a reference.
+        now, before, at_once = (abs(one.divergence) for one in (last, first, very_first))
+        if now > GROWN * max(before, SMALL) or (now >= LARGE and now > GROWN * at_once):
+            found["divergence"] = (
+                f"the divergence is {last.divergence:.3g} nats per token, and was {very_first.divergence:.3g} in the "
+                f"first step, {first.divergence:.3g} in the first {COMPARED_STEPS}: the student moves away from its "
+                "teacher. Lower the learning rate, warm it up for longer, or use a bounded divergence"
+            )
+        # Clipped entries are bounded from above only, so the divergence may be below 0.
+        if clipped and last.divergence < BELOW:
+            found["clip"] = (
+                f"the clipped divergence is {last.divergence:.3g} nats per token, and 0 is where the models agree: "
+                "beyond `kl_clip` an error costs nothing more, and the student gains by it in the entries below 0. "
+                "Raise `kl_clip` or leave it out, or use `divergence='jsd'`, none of whose entries is below 0"
+            )
+        # Not against its start alone: to become as certain as the teacher is the aim.
+        begin = max(one.student_entropy for one in self._first)
+        if last.student_entropy < FALLEN * min(begin, last.teacher_entropy):
+            found["entropy"] = (
+                f"the student's entropy is {last.student_entropy:.2g} nats, and was {begin:.2g}; the teacher's is "
+                f"{last.teacher_entropy:.2g} there: the student is certain where its teacher is not. Lower the "
+                "learning rate, or use `divergence='forward_kl'`, which leaves out nothing that the teacher finds "
+                "likely"
+            )
+        shortest = min(max(1.0, min(EMPTY, FALLEN * first.length)), SHORTER * first.length)
+        if last.length <= shortest and now >= STAYED * before:
+            found["length"] = (
+                f"completions have {last.length:.3g} tokens, and had {first.length:.3g}, and the divergence has hardly "
+                "fallen: the student ends at once. Look at the end tokens and at what the teacher reads, or lower the "
+                "learning rate"
+            )
+        if last.repeated >= REPEATED and first.repeated <= REPEATED / 2:
+            found["repetition"] = (
+                f"{last.repeated:.0%} of the completions end in a repetition, and {first.repeated:.0%} did: where a "
+                "text repeats itself, the teacher only goes on with it. Lower the learning rate, "
+                "`max_completion_length` or `top_p`"
+            )
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """The whole state, in numbers that JSON stores exactly."""
+        return {"first": [asdict(one) for one in self._first], "last": [asdict(one) for one in self._last]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Course:
+        """The inverse of [`state`]."""
+        self = cls()
+        self._first = [Figures(**one) for one in state["first"]]
+        self._last.extend(Figures(**one) for one in state["last"])
+        return self
+
+
+def _medians(steps: Iterable[Figures]) -> Figures:
+    # Medians: one odd step is no collapse.
+    columns = zip(*map(astuple, steps), strict=True)
+    return Figures(**dict(zip(Figures.__dataclass_fields__, map(median, columns), strict=True)))
+
+
+def is_repetition(ids: Sequence[int]) -> bool:
+    """Whether at most half of the 4-grams of the last 32 tokens of a completion differ; not of a shorter one."""
+    tail = ids[-TAIL:]
+    grams = [tuple(tail[place : place + GRAM]) for place in range(len(tail) - GRAM + 1)]
+    return len(tail) == TAIL and 2 * len(set(grams)) <= len(grams)

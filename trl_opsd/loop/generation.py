@@ -15,8 +15,8 @@ from accelerate.logging import get_logger
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.readers import Request
 from trl_opsd.loop.host import TrainerHost, of_package, overrides
+from trl_opsd.loop.memory import explain
 from trl_opsd.models.backbone import preserved_mode
-from trl_opsd.monitor.memory import explain
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream

@@ -24,17 +24,17 @@ from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sh
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
-from trl_opsd.checkpoints.sigterm import StopOnSigterm
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
 from trl_opsd.loop.batch_rewards import BatchRewards
-from trl_opsd.loop.checkpoints import Checkpoints
+from trl_opsd.loop.checkpoints import Checkpoints, StopOnSigterm
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.host import prepares_batches
 from trl_opsd.loop.members import TrainerMembers
+from trl_opsd.loop.memory import explain
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import MicroBatch, PhaseClock, Predictions, StepStats
@@ -43,13 +43,12 @@ from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, sampled
-from trl_opsd.monitor.memory import explain
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import BUILD, START, ReadOnce
+from trl_opsd.parallel.failure import Watchdog, set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.parallel.timeouts import Watchdog, set_group_timeout
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.loss import check_parts, columns
 

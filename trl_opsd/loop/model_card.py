@@ -23,7 +23,7 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
-from trl_opsd.report.files import PAGE
+from trl_opsd.report.recording import PAGE
 
 __all__ = ["SELF_DISTILLATION", "ModelCard"]
 

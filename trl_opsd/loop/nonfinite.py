@@ -1,4 +1,7 @@
-"""Checks loss and gradient for NaN and infinity before the optimizer steps, and skips the step or raises."""
+"""Checks loss and gradient for NaN, infinity and 0 before the optimizer steps, and skips the step, warns or raises.
+
+Knows the sums of a loss over all processes, by the names in [`LossParts.ROW_NAMES`], and no models.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
 from trl_opsd.loop.host import TrainerHost
 from trl_opsd.losses.validation import is_ours
-from trl_opsd.monitor.nothing_learned import nothing_learned
 from trl_opsd.parallel.failure import one_traceback
 from trl_opsd.types import LossParts
 
@@ -35,20 +37,30 @@ logger = get_logger(__name__)
 
 @final
 class NonfiniteGuard:
-    """Skips or refuses optimizer steps whose loss or gradient is not finite."""
+    """Refuses or skips optimizer steps whose loss or gradient is not finite, by `nonfinite`, and limits skips in a row.
+
+    A non-finite gradient of a scaled loss is no error, because that is how the float16 loss scale is found. The loss
+    scaler skips such steps under both policies; here they are counted and limited.
+    """
 
     def __init__(self, trainer: TrainerHost) -> None:
         self._trainer = trainer
         self._probe = GradientProbe()
-        self._steps = self._new_steps()
         self._first_sums: Counter[str] | None = None
+        """Sums of the first step, while it is in progress."""
         self._broken_loss: Tensor | None = None
+        self._begin()
         self._check_launch()
+
+    def _begin(self) -> None:
+        self._skipped = self._skipped_in_a_row = 0
+        self._will_skip = False
+        """Whether the step in progress will be skipped, because of a loss in it."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Watches a training, whose processes end together when one fails: only the first prints its traceback."""
-        self._steps = self._new_steps()
+        self._begin()
         self._first_sums = Counter()
         groups = getattr(self._trainer.optimizer, "param_groups", ())
         if any(group.get("maximize") for group in groups):
@@ -65,9 +77,9 @@ class NonfiniteGuard:
     @property
     def skipped(self) -> int | None:
         """Number of skipped steps of the training; `None` where it is not logged."""
-        return self._steps.skipped if self._steps.counts else None
+        return self._skipped if self._skipped or self._trainer.args.nonfinite == "skip" else None
 
-    # ---- The loss -----------------------------------------------------------------------------------------------
+    # ---- The loss ---------------------------------------------------------------------------------------------------
 
     def watch(self, student: Any) -> None:
         """Watches the gradient of a student, from its first forward pass in a training on."""
@@ -85,7 +97,7 @@ class NonfiniteGuard:
         mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=False))  # columns of teachers may follow
         each = tuple(gather_object([mine]))
         divergence = self._trainer.divergence
-        self._steps.report(
+        self._report(
             Finding(
                 step=self._trainer.state.global_step + (not evaluating),
                 side=side,
@@ -104,63 +116,71 @@ class NonfiniteGuard:
         self._broken_loss = broken if self._broken_loss is None else self._broken_loss | broken
         return loss
 
-    # ---- The gradient -------------------------------------------------------------------------------------------
+    def _report(self, finding: Finding) -> None:
+        """Records a finding, at most once per step, and marks the step as one to skip, or raises."""
+        if self._will_skip:
+            return
+        args = self._trainer.args
+        if args.should_save:
+            _append(Path(args.output_dir) / RECORD, finding.as_json())
+        if args.nonfinite == "raise":
+            raise NonFiniteError(str(finding))
+        logger.warning(f"Skipped: {finding}")
+        self._will_skip = not finding.evaluating  # an evaluation has no step to skip
+
+    # ---- The gradient -----------------------------------------------------------------------------------------------
 
     def before_step(self, model: Any, norm: Any) -> None:
         """Skips the step if its loss or the norm of its gradient is not finite; DeepSpeed has done so by itself."""
+        accelerator = self._trainer.accelerator
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        scales_loss = accelerator.mixed_precision == "fp16"
         number = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm or 0.0)
         broken = not (math.isfinite(number) and number >= 0)  # DeepSpeed reports a norm of -1 for NaN
-        if self._is_deepspeed:
-            broken = broken or self._trainer.accelerator.optimizer_step_was_skipped
-        if self._steps.will_skip or broken:
-            if not (self._steps.will_skip or self._scales_loss):
-                in_loss = self._broken_loss is not None and bool(self._broken_loss)
-                # Collective, but only after the norm, which all processes share, was not finite.
-                each = gather_object([{"loss": in_loss, "gradient": self._probe.broken()}])
-                side = "loss" if any(one["loss"] for one in each) else "gradient"
-                ranks = tuple(rank for rank, one in enumerate(each) if one[side])
-                self._steps.report(Finding(step=self._trainer.state.global_step + 1, side=side, ranks=ranks))
-            self._steps.step_skipped()
-            if not (self._is_deepspeed or self._scales_loss):
-                model.zero_grad()  # to None: an optimizer skips parameters without a gradient, weight decay included
-            self._mark_skipped(True)
+        if is_deepspeed:
+            broken = broken or accelerator.optimizer_step_was_skipped
+        if broken and not (self._will_skip or scales_loss):
+            in_loss = self._broken_loss is not None and bool(self._broken_loss)
+            # Collective, but only after the norm, which all processes share, was not finite.
+            each = gather_object([{"loss": in_loss, "gradient": self._probe.broken()}])
+            side = "loss" if any(one["loss"] for one in each) else "gradient"
+            ranks = tuple(rank for rank, one in enumerate(each) if one[side])
+            self._report(Finding(step=self._trainer.state.global_step + 1, side=side, ranks=ranks))
+        skips, self._will_skip = broken or self._will_skip, False
+        if skips:
+            self._count_skipped()
         else:
-            self._steps.step_taken()
-            self._mark_skipped(False)
+            self._skipped_in_a_row = 0
             if self._first_sums and norm is not None and (why := nothing_learned(self._first_sums, number)):
                 logger.warning(f"Nothing was learned from the first step: {why}.")
+        if not (is_deepspeed or scales_loss):
+            if skips:
+                model.zero_grad()  # to None: an optimizer skips parameters without a gradient, weight decay included
+            # As a loss scaler would, so that accelerate does not advance the learning rate after a skip.
+            set_known(self._trainer.optimizer, _is_overflow=skips)
         self._first_sums = self._broken_loss = None
         self._probe.forget()
 
-    def _mark_skipped(self, skipped: bool) -> None:
-        """Tells accelerate, as its loss scaler would, so that the learning rate does not advance after a skip."""
-        if not (self._is_deepspeed or self._scales_loss):
-            set_known(self._trainer.optimizer, _is_overflow=skipped)
-
-    @property
-    def _is_deepspeed(self) -> bool:
-        return bool(self._trainer.accelerator.distributed_type == DistributedType.DEEPSPEED)
-
-    @property
-    def _scales_loss(self) -> bool:
-        return bool(self._trainer.accelerator.mixed_precision == "fp16")
-
-    # ---- Construction -------------------------------------------------------------------------------------------
-
-    def _new_steps(self) -> StepGuard:
-        args = self._trainer.args
-        folder = Path(args.output_dir) if args.should_save else None
-        return StepGuard(args.nonfinite, args.nonfinite_skip_limit, folder)
+    def _count_skipped(self) -> None:
+        self._skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row > (limit := self._trainer.args.nonfinite_skip_limit):
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} optimizer steps in a row had a loss or a gradient that is NaN or infinite, "
+                f"and `nonfinite_skip_limit={limit}`: the student's weights are as they were before them. {RECORD} in "
+                "the output folder says on which side they arose; lower the learning rate, or go back to an earlier "
+                "checkpoint."
+            )
 
     def _check_launch(self) -> None:
         """Under DeepSpeed only the engine can check gradients before it steps, and some settings disable that."""
-        if not self._is_deepspeed:
+        if self._trainer.accelerator.distributed_type != DistributedType.DEEPSPEED:
             return
-        blind = settings_without_gradient_check(self._trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config)
-        if not blind:
+        plugin = self._trainer.accelerator.state.deepspeed_plugin
+        if not (blind := settings_without_gradient_check(plugin.hf_ds_config.config)):
             return
         settings = ", ".join(map(repr, blind))
-        if self._steps.policy == "skip":
+        if self._trainer.args.nonfinite == "skip":
             raise ValueError(
                 f"`nonfinite='skip'` needs DeepSpeed to check gradients, and the value of {settings} disables that: "
                 "leave it at its default, with a ZeRO stage of at least 1, or set `nonfinite='raise'`, which then "
@@ -172,25 +192,45 @@ class NonfiniteGuard:
         )
 
 
-_REMEDIES = {
-    "weights": "Look at what `weigh` or a method of your own has put into the batch as `loss_weights`.",
-    "teacher": "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. One of your "
-    "own that excludes tokens needs a finite floor, such as -1e4, in place of -inf.",
-    "student": "Lower the learning rate, or go back to an earlier checkpoint.",
-    "divergence": "Remove whatever masks logits in one of the two, or use another `divergence`.",
-    "loss": "Look at what `compare` returns as the `loss` of its `LossParts`.",
-    "gradient": "Lower the learning rate, compute in another dtype (bfloat16 instead of float16), or suspect the "
-    "device, if it is always the same rank.",
-}
-_SMALL_TEMPERATURE = 1e-2
+def _append(file: Path, line: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(line + "\n")
+    except OSError as error:  # a full disk must not hide the finding
+        logger.warning(f"{file} could not be written: {error}")
+
+
 _WHAT = {
-    "weights": "The weights of tokens are NaN or infinite",
-    "teacher": "The teacher's logits are NaN or infinite",
-    "student": "The student's logits are NaN or infinite",
-    "divergence": "The divergence is infinite, because one model excludes a token the other expects,",
-    "loss": "The loss is NaN or infinite, although its sums (`LossParts.rows`) are finite,",
-    "gradient": "The loss is finite, but the student's gradient is NaN or infinite",
+    "weights": (
+        "The weights of tokens are NaN or infinite",
+        "Look at what `weigh` or a method of your own has put into the batch as `loss_weights`.",
+    ),
+    "teacher": (
+        "The teacher's logits are NaN or infinite",
+        "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. One of your own that "
+        "excludes tokens needs a finite floor, such as -1e4, in place of -inf.",
+    ),
+    "student": (
+        "The student's logits are NaN or infinite",
+        "Lower the learning rate, or go back to an earlier checkpoint.",
+    ),
+    "divergence": (
+        "The divergence is infinite, because one model excludes a token the other expects,",
+        "Remove whatever masks logits in one of the two, or use another `divergence`.",
+    ),
+    "loss": (
+        "The loss is NaN or infinite, although its sums (`LossParts.rows`) are finite,",
+        "Look at what `compare` returns as the `loss` of its `LossParts`.",
+    ),
+    "gradient": (
+        "The loss is finite, but the student's gradient is NaN or infinite",
+        "Lower the learning rate, compute in another dtype (bfloat16 instead of float16), or suspect the device, if it "
+        "is always the same rank.",
+    ),
 }
+"""What is not finite by its side, and what to do."""
+_SMALL_TEMPERATURE = 1e-2
 
 
 def nonfinite_side(sums: Mapping[str, float]) -> str | None:
@@ -227,7 +267,7 @@ class Finding:
         where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
         when = f"in an evaluation after step {self.step}" if self.evaluating else f"in step {self.step}"
         unchanged = "" if self.evaluating else ": the student's weights are as they were before this step"
-        what, remedy = _WHAT[self.side], _REMEDIES[self.side]
+        what, remedy = _WHAT[self.side]
         if self.side == "divergence" and self.own_divergence is not None:
             what = f"`{self.own_divergence}`, or its gradient, is NaN or infinite for finite logits of both models,"
             remedy = (
@@ -235,77 +275,14 @@ class Finding:
                 "`where` does not take."
             )
         elif self.side in ("teacher", "student", "divergence") and self.temperature < _SMALL_TEMPERATURE:
-            what = _WHAT[self.side].partition(", because")[0]
+            what = what.partition(", because")[0]
             remedy = f"Logits are divided by a temperature of {self.temperature:g}, which may be all: raise it."
         return f"{what} {when}{where}{unchanged}. {remedy}"
 
     def as_json(self) -> str:
         """One line of JSON; NaN and infinities are strings."""
-
-        def encoded(number: float) -> float | str:
-            return number if math.isfinite(number) else str(number)
-
-        sums = [{name: encoded(number) for name, number in one.items()} for one in self.sums]
+        sums = [{name: one if math.isfinite(one) else str(one) for name, one in each.items()} for each in self.sums]
         return json.dumps({**asdict(self), "sums": sums}, allow_nan=False)
-
-
-class StepGuard:
-    """Turns a finding into an error or a skipped step, by `policy` (`"raise"`, `"skip"`), and limits consecutive ones.
-
-    A non-finite gradient of a scaled loss is not a finding, because that is how the float16 loss scale is found. The
-    loss scaler skips such steps under both policies; here they are counted and limited. Only the process with a
-    `folder` writes the record.
-    """
-
-    def __init__(self, policy: str, limit: int, folder: Path | None) -> None:
-        self.policy, self.limit, self._folder = policy, limit, folder
-        self.skipped = 0
-        """Number of skipped steps."""
-        self.will_skip = False
-        """Whether the step in progress will be skipped, because of a loss in it."""
-        self._in_a_row = 0
-
-    @property
-    def counts(self) -> bool:
-        """Whether the number of skipped steps is logged."""
-        return self.policy == "skip" or self.skipped > 0
-
-    def report(self, finding: Finding) -> None:
-        """Records a finding, at most once per step, and marks the step as one to skip, or raises."""
-        if self.will_skip:
-            return
-        self._write(finding)
-        if self.policy == "raise":
-            raise NonFiniteError(str(finding))
-        logger.warning(f"Skipped: {finding}")
-        self.will_skip = self.will_skip or not finding.evaluating  # an evaluation has no step to skip
-
-    def step_taken(self) -> None:
-        """Records that a step was taken."""
-        self.will_skip, self._in_a_row = False, 0
-
-    def step_skipped(self) -> None:
-        """Records that a step was skipped; raises when too many in a row were."""
-        self.will_skip = False
-        self.skipped += 1
-        self._in_a_row += 1
-        if self._in_a_row > self.limit:
-            raise NonFiniteError(
-                f"{self._in_a_row} optimizer steps in a row had a loss or a gradient that is NaN or infinite, and "
-                f"`nonfinite_skip_limit={self.limit}`: the student's weights are as they were before them. "
-                f"{RECORD} in the output folder says on which side they arose; lower the learning rate, or go back to "
-                "an earlier checkpoint."
-            )
-
-    def _write(self, finding: Finding) -> None:
-        if self._folder is None:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / RECORD).open("a", encoding="utf-8") as file:
-                file.write(finding.as_json() + "\n")
-        except OSError as error:  # a full disk must not hide the finding
-            logger.warning(f"{self._folder / RECORD} could not be written: {error}")
 
 
 class GradientProbe:
@@ -343,3 +320,54 @@ class GradientProbe:
         # The result stays on the device: reading it would synchronise host and device in every micro-batch.
         broken = ~gradient.isfinite().all()
         self._broken = broken if self._broken is None else self._broken | broken
+
+
+# ---- Finite, but nothing is learned ---------------------------------------------------------------------------------
+
+_SAME = 1e-6
+"""Nats per token: rounding error of the divergence between a float32 model and its copy."""
+_ALIKE = 0.02
+"""Nats per token: maximum difference of entropies where a KL is that small (Pinsker, Fannes), for any vocabulary."""
+
+
+def agree(sums: Mapping[str, float]) -> bool:
+    """Whether both models are identical: the divergence is 0 up to rounding, and the entropies are equal.
+
+    A trained student stays far above. A surrogate of the user's own may be 0 where the models differ.
+    """
+    weight = sums["weight"]
+    if not weight or abs(sums["divergence"]) / weight >= _SAME:
+        return False
+    return abs(sums["student_entropy"] - sums["teacher_entropy"]) / weight < _ALIKE
+
+
+def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | None:
+    """Why the student did not learn from an optimizer step, in words, or `None`.
+
+    A gradient of 0 is right where both models [`agree`], as at the start of self-distillation.
+    """
+    if not sums["weight"]:
+        return (
+            "no token counts in its loss. All completions are empty or left out as truncated, or all weights from "
+            "`weigh` or in the masks are 0"
+        )
+    if gradient_norm != 0 or agree(sums):
+        return None
+    return (
+        f"its gradient is exactly 0, although the divergence is {sums['divergence'] / sums['weight']:.3g} nats per "
+        "token and the models differ. The student's probabilities are saturated (a `temperature` far below 1), the "
+        "gradient is below the range of its dtype, or the divergence is flat there, because it is bounded (`clamp`) or "
+        "does not depend on the student"
+    )
+
+
+def check_not_uniform(sums: Mapping[str, float], vocabulary: int) -> None:
+    """Rejects a teacher whose logits are equal at every token, from which the student would learn nothing.
+
+    A high entropy alone is no reason: logits that differ little, as those of a tiny random model, are an opinion.
+    """
+    if sums["tokens"] and vocabulary > 1 and sums["teacher_uniform"] >= sums["tokens"]:
+        raise ValueError(
+            f"The teacher gives all {vocabulary} tokens the same probability, its logits are equal: its head is zeroed "
+            "or was not loaded; the student's weights are as they were before this step. Load it again."
+        )

@@ -114,16 +114,16 @@ class _Accounts:
         if not totals["weight"]:
             return {}
         teachers = [name.removeprefix("weight/") for name in totals if name.startswith("weight/")]
-        means = {
-            name.replace("<name>", teacher): tuple(one.replace("<name>", teacher) for one in metric.mean_of)
-            for name, metric in METRICS.items()
-            for teacher in (teachers if "<name>" in name else [""])
-            if metric.mean_of
-        }
+        means = {}
+        for name, metric in METRICS.items():
+            for teacher in teachers if "<name>" in name else [""]:
+                of, _, by = metric.mean_of.replace("<name>", teacher).partition(" / ")
+                if of in totals and totals[by]:
+                    means[name.replace("<name>", teacher)] = totals[of] / totals[by]
         # Training logs the mean of generation batches, and an evaluation the sum.
         batches = max(self.batches, 1) if per_batch else 1
         return {
-            **{name: totals[of] / totals[by] for name, (of, by) in means.items() if of in totals and totals[by]},
+            **means,
             **{f"time/{phase}": spent / batches for phase, spent in seconds.items()},
             # Tokens of all processes by the seconds of this one, which waits for the others in each phase.
             "tokens_per_second": totals["tokens"] / max(sum(seconds.values()) - seconds.get("save", 0.0), 1e-9),

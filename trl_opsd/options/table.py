@@ -21,7 +21,6 @@ from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.http.urls import is_origin
 from trl_opsd.losses import DIVERGENCES, Divergence
 from trl_opsd.losses.registry import named_with
-from trl_opsd.monitor.course import STEPS
 
 # ---- Values ---------------------------------------------------------------------------------------------------------
 
@@ -205,9 +204,11 @@ NO_BASE_URL = _of_engine(
 )
 SGLANG = _of_engine("`sglang_server_url` is not set", lambda now: now.sglang_server_url is not None)
 SKIPS = Need("`nonfinite` is 'raise'", lambda now: now.nonfinite == "skip" or now.mixed_precision == "fp16")
+COMPARED_STEPS = 10
+"""Optimizer steps at the start, and at the end, that `collapse_guard` compares; both have to be complete."""
 LONG = Need(
-    f"`max_steps` is below {2 * STEPS}, and the first {2 * STEPS} steps are compared with nothing",
-    lambda now: now.collapse_guard != "stop" or not 0 < now.max_steps < 2 * STEPS,
+    f"`max_steps` is below {2 * COMPARED_STEPS}, and the first {2 * COMPARED_STEPS} steps are compared with nothing",
+    lambda now: now.collapse_guard != "stop" or not 0 < now.max_steps < 2 * COMPARED_STEPS,
 )
 OVERLAP_STEP = Need("`overlap` is not 'step'", lambda now: now.overlap == "step")
 OVERLAP_AHEAD = Need("`overlap` is not 'ahead'", lambda now: now.overlap == "ahead")

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from trl_opsd.monitor.progress import PHASES, evaluated, in_words
-from trl_opsd.report.files import PAGE, Recorded, about, log_of, recorded_in
+from trl_opsd.report.recording import PAGE, Recorded, about, log_of, recorded_in
 from trl_opsd.report.samples import Sample
 
 __all__ = ["Chart", "Curve", "charts", "facts", "page", "picture", "write"]

@@ -1,4 +1,4 @@
-"""Calls reward functions with the rows of a batch, and checks that each returns one reward per row.
+"""Calls reward functions and reward models with the rows of a batch, and checks that each returns one reward per row.
 
 B rows · F functions
 """
@@ -7,66 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from trl_opsd._compat.trl import is_async_callable
+from trl_opsd._compat.deepspeed import loading
+from trl_opsd._compat.trl import apply_chat_template, is_async_callable, start_event_loop_in_daemon
 
-__all__ = ["Rewards"]
+__all__ = ["RewardModel", "Rewards", "loaded_model"]
 
 
 @final
-class EventLoop:
-    """An event loop in a thread of its own; it starts with the first coroutine, and stops with this object.
-
-    It stays between batches, as HTTP clients are bound to one loop.
-    """
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Waits for a coroutine and returns its result."""
-        if self._loop is None:
-            # In its own thread, as the caller's may have a running loop, as in a notebook, where no other can be run.
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_forever, args=(self._loop,), name="rewards", daemon=True).start()
-            # The thread does not hold this object, so it can be collected.
-            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # after Ctrl-C nothing awaits it
-            raise
-
-
-def _forever(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """All reward functions of a trainer."""
+    """All reward functions of a trainer, by their names in the log; `weights` [F] are `reward_weights`."""
 
-    functions: Mapping[str, Callable[..., Any]]
-    """Reward functions by their names in the log."""
-    weights: Tensor
-    """[F], `reward_weights`."""
-    loop: EventLoop = field(default_factory=EventLoop)
-    """Event loop of those that are coroutines."""
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], weights: Tensor) -> None:
+        self.functions, self.weights = functions, weights
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, arguments: Mapping[str, Any], rows: Sequence[str]) -> Tensor:
         """The rewards of some rows, named for messages: [B, F], float32, NaN where a function returned `None`."""
@@ -88,8 +52,21 @@ class Rewards:
             return await asyncio.gather(*(one(name, function) for name, function in coroutines.items()))
 
         if coroutines:
-            found.update(zip(coroutines, self.loop.run(together()), strict=True))
+            found.update(zip(coroutines, self._wait(together()), strict=True))
         return torch.tensor([_checked(found[name], name, rows) for name in self.functions]).T
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            # In a thread of its own, as the caller's may have a running loop, as in a notebook. It stays between
+            # batches, as HTTP clients are bound to one loop.
+            _, self._loop, _ = start_event_loop_in_daemon("rewards")
+            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # after Ctrl-C nothing awaits it
+            raise
 
 
 @contextmanager
@@ -107,8 +84,8 @@ def _explained(name: str, rows: Sequence[str]) -> Iterator[None]:
 
 
 def _checked(returned: Any, name: str, rows: Sequence[str]) -> list[float]:
-    """The rewards of one function as numbers."""
-    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
+    """The rewards of one function as numbers, NaN for `None`."""
+    if isinstance(returned, str | Mapping) or not hasattr(returned, "__iter__"):
         raise TypeError(
             f"The reward function {name!r} returned a {type(returned).__name__}: expected a list with one number, or "
             "`None`, for each completion."
@@ -127,11 +104,53 @@ def _number(value: Any, name: str, row: str) -> float:
         return math.nan
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         value = value.item()
-    if not isinstance(value, Real):
-        raise TypeError(
-            f"The reward function {name!r} returned {value!r}, a {type(value).__name__}, for {row}: expected a number, "
-            "or `None` where it does not apply."
+    if not isinstance(value, Real) or math.isinf(value):
+        raise (ValueError if isinstance(value, Real) else TypeError)(
+            f"The reward function {name!r} returned {value!r}, a {type(value).__name__}, for {row}: expected a finite "
+            "number, or `None` where it does not apply."
         )
-    if math.isinf(value):
-        raise ValueError(f"The reward function {name!r} returned {value} for {row}: expected a finite number.")
     return float(value)
+
+
+# ---- Reward models --------------------------------------------------------------------------------------------------
+
+
+def loaded_model(path: str) -> Any:
+    """The model at a path, unsharded in each process."""
+    # Without the student's ZeRO-3 config, which would shard this model too.
+    with loading(None):
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, use_safetensors=True)
+
+
+@final
+class RewardModel:
+    """Scores completions with a model, as TRL's GRPO does, so many `rows` at a time."""
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], rows: int) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self._tokenizer, self._template, self._rows = tokenizer, template, rows
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        # The model finds a text's last token, where its logit is, as the last that is not padding.
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        """The reward of each completion."""
+        texts = [self._text(prompt, one) for prompt, one in zip(prompts, completions, strict=True)]
+        parts = [texts[at : at + self._rows] for at in range(0, len(texts), self._rows)]
+        return [reward for part in parts for reward in self._scored(part)]
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + str(completion)
+        rendered = apply_chat_template({"messages": [*prompt, *completion]}, self._tokenizer, **self._template)
+        return str(rendered["text"])
+
+    @torch.inference_mode()
+    def _scored(self, texts: list[str]) -> list[float]:
+        # The chat template has already added special tokens.
+        read = self._tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        ).to(self._model.device)
+        rewards: list[float] = self._model(**read).logits[:, 0].float().tolist()
+        return rewards

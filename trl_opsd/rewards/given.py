@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_opsd._compat.sharding import in_zero3_model
@@ -21,19 +21,20 @@ NOT_PASSED = ("prompt", "completion", "completion_ids")
 """Columns that it does not get: the first is in `prompts`, and the others could be mistaken for the rollout's."""
 
 
-_HOW = "pass a model with one label, `AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)`"
-
-
+@dataclass(frozen=True, slots=True)
 class Given:
-    """One reward as it was passed: a function, a reward model, or the path or id of one, with its name in the log."""
+    """One reward as it was passed: a function, a reward model, or the path or id of one."""
 
-    def __init__(self, name: str, source: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.name, self.source, self.tokenizer = name, source, tokenizer
+    name: str
+    """In the log."""
+    source: Any
+    tokenizer: PreTrainedTokenizerBase | None
+    """Of a reward model; by default that of its folder."""
 
     @property
     def is_model(self) -> bool:
         """Whether it is a reward model, or the path of one."""
-        return isinstance(self.source, str | nn.Module)
+        return isinstance(self.source, str | PreTrainedModel)
 
 
 def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Given]:
@@ -47,14 +48,15 @@ def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Giv
         )
     found, seen = [], Counter[str]()
     for number, (source, tokenizer) in enumerate(zip(sources, tokenizers, strict=True)):
-        called = f"reward_funcs[{number}]"
-        name = _name(source, called)
+        name = _name(source, f"reward_funcs[{number}]")
         seen[name] += 1
         # Two functions of one name get their own columns in the log.
         given = Given(name if seen[name] == 1 else f"{name}_{seen[name]}", source, tokenizer)
-        _check(given, called, f"reward_processing_classes[{number}]")
-        if given.is_model and tokenizer is None:
-            given.tokenizer = _loaded_tokenizer(source, called)
+        if given.is_model:
+            _check_model(source, f"reward_funcs[{number}]")
+            if tokenizer is None:
+                path = source if isinstance(source, str) else get_config_model_id(source.config)
+                given = replace(given, tokenizer=AutoTokenizer.from_pretrained(path))
         found.append(given)
     return found
 
@@ -70,11 +72,6 @@ def _name(source: Any, called: str) -> str:
         return source.rstrip("/").split("/")[-1]
     if isinstance(source, PreTrainedModel):
         return str(get_config_model_id(source.config)).split("/")[-1] or type(source).__name__
-    if isinstance(source, nn.Module):
-        raise TypeError(
-            f"`{called}` is a {type(source).__name__}: expected a function, a `PreTrainedModel`, or the path of one. A "
-            "function may call any other module."
-        )
     if isinstance(source, type) or not callable(source):
         kind = f"the class {source.__name__}" if isinstance(source, type) else f"a {type(source).__name__}"
         raise TypeError(
@@ -84,24 +81,10 @@ def _name(source: Any, called: str) -> str:
     return str(get_callable_name(source))
 
 
-def _check(given: Given, called: str, tokenizer_called: str) -> None:
-    if given.is_model:
-        _check_model(given.source, called)
-    if given.tokenizer is not None and not isinstance(given.tokenizer, PreTrainedTokenizerBase):
-        kind = type(given.tokenizer).__name__
-        raise TypeError(f"`{tokenizer_called}` is a {kind}: expected the tokenizer of a reward model, or `None`.")
-
-
 def _check_model(source: Any, called: str) -> None:
-    """Refuses a reward model that is missing, does not give one number, or is sharded; by its config if not loaded."""
+    """Refuses a reward model that does not give one number, or is sharded; by its config if it is not loaded."""
     if isinstance(source, str):
-        try:
-            config = AutoConfig.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"`{called}={source!r}` is neither a folder nor a model id that can be read: correct it; a model with "
-                f"Python code of its own has to be loaded by you, and passed as an object. {str(error).splitlines()[0]}"
-            ) from error
+        config = AutoConfig.from_pretrained(source)
         kinds = config.architectures or []
     else:
         config, kinds = source.config, [type(source).__name__]
@@ -110,26 +93,14 @@ def _check_model(source: Any, called: str) -> None:
                 f"`{called}` was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
                 "path, or load it before the config is built."
             )
+    how = "pass a model with one label, `AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)`"
     # transformers would add a head with random weights, and any text would get some number.
     if kinds and not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
         raise ValueError(
-            f"`{called}` is a {kinds[0]}, whose weights have no head that gives one number for a text: {_HOW}."
+            f"`{called}` is a {kinds[0]}, whose weights have no head that gives one number for a text: {how}."
         )
     if config.num_labels != 1:
-        raise ValueError(f"`{called}` gives {config.num_labels} numbers for a text: {_HOW}.")
-
-
-def _loaded_tokenizer(source: Any, called: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder of a reward model."""
-    path = source if isinstance(source, str) else get_config_model_id(source.config)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"`{called}`: there is no tokenizer at {path!r}, where its model comes from: pass it, as "
-            "`reward_processing_classes`."
-        ) from error
-    return tokenizer
+        raise ValueError(f"`{called}` gives {config.num_labels} numbers for a text: {how}.")
 
 
 def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[str] | None]) -> None:
@@ -144,18 +115,14 @@ def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[st
                 f"{where} has a column {taken[0]!r}, but reward functions are given something else under that name: "
                 "rename the column."
             )
+        given = dict.fromkeys((*OURS, *sorted({*columns} - {*NOT_PASSED})))
         for one in functions:
-            _check_call(one, sorted({*columns} - {*NOT_PASSED}), where)
-
-
-def _check_call(one: Given, columns: Sequence[str], where: str) -> None:
-    given = dict.fromkeys((*OURS, *columns))
-    try:
-        inspect.signature(one.source).bind(**given)
-    except TypeError as error:
-        raise ValueError(
-            f"The reward function {one.name!r} cannot be called for the rows of {where}: {error}. It is given "
-            f"{', '.join(map(repr, given))} by name, and takes those that it does not need as `**kwargs`."
-        ) from None
-    except ValueError:  # builtins may have no signature
-        return
+            try:
+                inspect.signature(one.source).bind(**given)
+            except TypeError as error:
+                raise ValueError(
+                    f"The reward function {one.name!r} cannot be called for the rows of {where}: {error}. It is given "
+                    f"{', '.join(map(repr, given))} by name, and takes those that it does not need as `**kwargs`."
+                ) from None
+            except ValueError:  # builtins may have no signature
+                continue
