@@ -28,7 +28,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_training_without_a_train_dataset_is_refused(make_trainer):
     trainer = make_trainer(train_dataset=None, eval_dataset=tiny.rows(2))
     assert "eval_loss" in trainer.evaluate()
-    with pytest.raises(ValueError, match="training requires a train_dataset"):
+    with pytest.raises(ValueError, match="without a `train_dataset`: this trainer was built to evaluate"):
         trainer.train()
 
 

@@ -291,7 +291,7 @@ def plain_function(log_student, log_teacher):
 
 
 class TestDivergence:
-    REFUSED = r"^`OnlyValue` has a `value` of its own, but .* of `ReverseKL`"
+    REFUSED = r"^`OnlyValue.value_and_gradient`, that of `ReverseKL`, does not belong to `OnlyValue.value`"
 
     def test_one_that_contradicts_itself_is_refused(self, make_trainer, tmp_path):
         for given in ({"divergence": OnlyValue()}, {"args": tiny.config(tmp_path, divergence=OnlyValue())}):
@@ -320,7 +320,7 @@ class TestDivergence:
         ids=["function", "lambda", "module", "duck"],
     )
     def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
-        words = r"expected an object of a class derived from `trl_opsd.losses.Divergence`.* `value`.*docs/extending.md"
+        words = r"expected an object of a class derived from `trl_opsd.losses.Divergence` \(docs/extending.md\)"
         for place in ({}, {"args": None}):
             with pytest.raises(ValueError, match=rf"^`divergence` is a \w+.*{words}"):
                 make_trainer(divergence=given, **place)

@@ -172,7 +172,7 @@ class TestPolicyGradient:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"kl_clip": 0.05}, "with SampledReverseKL, which reads the sampled token alone"),
+            ({"kl_clip": 0.05}, r"with SampledReverseKL\(.*, which is no sum over entries"),
             ({"top_p": 0.9}, "`top_p=0.9` with a divergence of sampled tokens"),
             ({"top_k": 20}, "`top_k=20` with"),
             ({"min_p": 0.1}, "`min_p=0.1` with"),

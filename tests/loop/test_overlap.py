@@ -385,7 +385,9 @@ def test_rows_a_teacher_expects_stay_in_their_process(make_trainer, monkeypatch,
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: torch.cat([tensor, 9 * tensor]))
     monkeypatch.setattr(dealing, "gather_object", lambda rows: rows * 2)
-    kept, rows = trainer._dealer.exchanged(batch, ["long", "short"], stay=trainer._overlap.notifies_teacher)
+    kept, rows = trainer._dealer.exchanged(
+        batch, ["long", "short"], stay=overlap == "step" and trainer._overlap.notifies_teacher
+    )
     stays = torch.equal(kept["completion_ids"], batch["completion_ids"]) and rows == ["long", "short"]
     assert stays == (overlap == "step")
 

@@ -183,6 +183,10 @@ class TrainerHooks(TrainerMembers):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
+        if self.train_dataset is None:
+            raise ValueError(
+                "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
+            )
         check_can_learn(self.model)
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
             logger.warning(
@@ -197,7 +201,7 @@ class TrainerHooks(TrainerMembers):
         self.check_effect()
         self._read_at_start = ReadOnce(self.args, START)
         self._dealer.forget()
-        self._step, self._current_train_step_time = 0, 0.0
+        set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._stats.clear()
         self._collapse.begin()
