@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_opsd
+from trl_opsd.loop.memory import explain
 from trl_opsd.monitor import progress
 from trl_opsd.types import targets
 

@@ -13,7 +13,7 @@ import vision_language
 
 import trl_opsd
 from trl_opsd import FixedRollout
-from trl_opsd.loop.memory import ADVICE
+from trl_opsd.loop.memory import ADVICE, explain
 from trl_opsd.models.weights import cached_per_token
 
 ABSURD = 2**60
@@ -94,15 +94,13 @@ def test_an_engine_that_runs_out_of_memory_at_start_gets_advice(make_trainer, er
 def test_every_phase_has_advice_on_memory():
     source = Path(trl_opsd.__file__).parent
     called = [
-        node.args[0].value
+        argument.value
         for file in source.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute | ast.Name)
-        and (node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id)
-        in ("phase", "explain", "_explain")
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("phase", "explain", "_explain")
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
     ]
     assert {"complete", "reward", "teach", "sync", "step", "start"} <= set(called) <= ADVICE.keys()
 

@@ -76,7 +76,7 @@ class TestTokens:
     def test_an_id_that_no_tokenizer_knows_is_never_generated(self, make_writing, generation_kwargs):
         trainer = make_writing(generation_kwargs=generation_kwargs)
         assert trainer.limits.vocabulary == tiny.VOCABULARY
-        trainer.readers = replace(
+        trainer.teaching.readers = replace(
             trainer.readers, student_limits=replace(trainer.limits, vocabulary=130)
         )  # as if the head were padded with 129 rows
         with torch.no_grad():

@@ -304,6 +304,8 @@ class Recording(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._keep_log(state)
         if state.is_world_process_zero and self._works:
+            from trl_opsd.report.page import write  # large, and it reads what is recorded here
+
             self._try(write, self._run, state.log_history)
 
     def _keep(self, recorded: Recorded) -> None:
