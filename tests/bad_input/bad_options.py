@@ -86,8 +86,10 @@ RANGES = [
         )
         for name, value in [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.1)]
     ),
-    option("divergence", "Set only one of `kl_clip` and `top_k_teacher`", top_k_teacher=4, kl_clip=0.05),
-    option("divergence", "with Own, of which only the sum", kl_clip=0.05, divergence=Own()),
+    option("divergence", "with TopKTeacher\\(.*, which is no sum over entries", top_k_teacher=4, kl_clip=0.05),
+    option(
+        "divergence", "with Own\\(\\), which is no sum over entries of the vocabulary", kl_clip=0.05, divergence=Own()
+    ),
     option("divergence", r"`position_discount=0.0`: expected a number in \(0, 1\]", position_discount=0.0),
     option("divergence", "`token_selection='top'`: expected one of None, 'prefix', 'random'", token_selection="top"),
     option("divergence", r"`token_fraction=0.0`: expected a number in \(0, 1\]", token_fraction=0.0),

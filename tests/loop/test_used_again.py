@@ -87,7 +87,7 @@ def test_assigned_optimizer_is_checked_like_an_argument(make_trainer, caplog):
     with pytest.raises(ValueError, match="has no trained parameter of the student"):
         trainer.train()
     trainer.optimizer = sgd(trainer.model.parameters(), 0.0)
-    with pytest.raises(ValueError, match="a learning rate of 0"):
+    with pytest.raises(ValueError, match="The learning rate is 0 in each of the 1 steps"):
         trainer.train()
     trainer.optimizer = sgd(trainer.model.lm_head.parameters(), 1.0)
     trainer.args.learning_rate = 0.5  # not read by an optimizer that was assigned

@@ -227,7 +227,7 @@ def parts_to_learn(
         tokens_BN = part["tokens"]
         teacher = part["teacher"].cpu() if "teacher" in part else None
         targets = TeacherTargets(hidden=part["hidden"], teacher=teacher)
-        found = {
+        found: dict[str, Any] = {
             "prompt_ids": tokens_BN[:, :1],
             "prompt_mask": torch.ones_like(tokens_BN[:, :1]),
             "completion_ids": tokens_BN[:, 1:],

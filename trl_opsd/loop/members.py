@@ -72,6 +72,7 @@ FIXED: Mapping[str, str] = MappingProxyType(
 class TrainerMembers(UpstreamFixes):
     """TRL's trainer with its attributes checked when they are assigned, and with the members of `Host`."""
 
+    eos_token_ids: list[int]
     args: OPSDConfig
     divergence: Divergence
     teacher: Any

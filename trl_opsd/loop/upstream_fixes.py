@@ -304,7 +304,7 @@ class UpstreamFixes(DistillationTrainer):
                 dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
         self._streams = {**self._streams, "train" if is_training else "eval": stream}
         before = {name: getattr(args, name) for name in options}
-        vars(args).update(options)  # what transformers builds the loader with
+        args.__dict__.update(options)  # what transformers builds the loader with
         try:
             loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
             if args.dataloader_persistent_workers:
@@ -312,7 +312,7 @@ class UpstreamFixes(DistillationTrainer):
                 # a whole run, and once more in a resumed one.
                 loader.base_dataloader.generator = torch.Generator().manual_seed(args.seed)
         finally:
-            vars(args).update(before)
+            args.__dict__.update(before)
         return loader
 
     # Once a training, when its number of steps is known, and before anything of a checkpoint but weights is loaded.

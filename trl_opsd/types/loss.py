@@ -99,7 +99,8 @@ class Sampled:
         return self._each(lambda one: one.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
-        return Sampled(*(None if one is None else change(one) for one in (self.ids, self.pull, self.logprobs)))
+        pull, logprobs = (None if one is None else change(one) for one in (self.pull, self.logprobs))
+        return Sampled(change(self.ids), pull, logprobs)
 
 
 TENTHS = 10

@@ -181,7 +181,7 @@ def _parts(plan: Plan, asked: Asked) -> Table:
 def _placements(plans: Sequence[Plan]) -> Table:
     size, unit = _unit(max(one.peak[1] for one in plans))
     right = [Column(title, justify="right") for title in ("rows", unit, f"host {unit}")]
-    columns = "sharding", "teacher", "engine", *right[:2], "in", right[2], "fits"
+    columns: list[Column | str] = ["sharding", "teacher", "engine", *right[:2], "in", right[2], "fits"]
     table = Table(*columns, title="Placements", box=None)
     for one in plans:
         (phase, peak), choice = one.peak, one.choice
