@@ -256,15 +256,19 @@ def test_changed_functions_are_refused_by_name(make_trainer, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     make_trainer(Weighing, teacher_prompt_fn=telling("!"), **options).train()
     resumed = {**options, "max_steps": 2}
-    make_trainer(Weighing, teacher_prompt_fn=telling("!"), **resumed).check_state(str(tmp_path / "checkpoint-1"))
+    make_trainer(Weighing, teacher_prompt_fn=telling("!"), **resumed).teaching.check_fingerprint(
+        str(tmp_path / "checkpoint-1")
+    )
     changed = make_trainer(WeighingOtherwise, teacher_prompt_fn=telling("?"), **resumed)
     with pytest.raises(
         ValueError,
         match=r"functions: .*'teacher_prompt_fn': .*'weigh': 'WeighingOtherwise.weigh(?s:.*)=\['functions'\]",
     ):
-        changed.check_state(str(tmp_path / "checkpoint-1"))
+        changed.teaching.check_fingerprint(str(tmp_path / "checkpoint-1"))
     with pytest.raises(ValueError, match=r"functions: \{'weigh': '.*sha256 .*'\} in the checkpoint, \{'weigh': None\}"):
-        make_trainer(teacher_prompt_fn=telling("!"), **resumed).check_state(str(tmp_path / "checkpoint-1"))
+        make_trainer(teacher_prompt_fn=telling("!"), **resumed).teaching.check_fingerprint(
+            str(tmp_path / "checkpoint-1")
+        )
 
 
 @pytest.mark.quick

@@ -79,7 +79,7 @@ def change(make: Make, folder: Path) -> dict[str, Any]:
 def stop(make: Make, folder: Path, begin: Path) -> list[dict[str, Any]]:
     """One process gets a SIGTERM while it generates; then, in the resumed run, the other one while it saves."""
     seen: list[dict[str, Any]] = []
-    for rank, method, saving in ((1, "complete", {}), (0, "save_own_state", EACH_STEP)):
+    for rank, method, saving in ((1, "complete", {}), (0, "_save_optimizer_and_scheduler", EACH_STEP)):
         run = make(folder, "full", enable_jit_checkpoint=True, **saving)
         if run.accelerator.process_index == rank:
             _do_first(run, method, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -98,7 +98,7 @@ def be_late(make: Make, folder: Path, begin: Path) -> list[str]:
             time.sleep(1)
             found.extend(_named(folder))
 
-        _do_first(run, "save_own_state", dawdle)
+        _do_first(run, "_save_optimizer_and_scheduler", dawdle)
     run.train(resume_from_checkpoint=str(begin))
     return found
 

@@ -29,7 +29,7 @@ class Signalled(TrainerCallback):
         if phase == "rollout":
             self._signal_in(run.rollout, "complete", AT - 1)
         if phase == "save":
-            self._signal_in(run, "save_own_state", AT)
+            self._signal_in(run, "_save_optimizer_and_scheduler", AT)
 
     def _signal_in(self, thing: Any, name: str, step: int) -> None:
         method = getattr(thing, name)

@@ -80,7 +80,7 @@ def fail_in(trainer: OPSDTrainer, phase: str) -> None:
         "complete": (trainer.rollout, "complete"),
         "teach": (trainer, "teach"),
         "compare": (trainer, "compare"),
-        "save": (trainer, "save_own_state"),
+        "save": (trainer, "_save_optimizer_and_scheduler"),
     }[phase]
     act: Callable[..., Any] = getattr(owner, name)
 
