@@ -413,4 +413,4 @@ def test_a_backbone_without_a_head_is_bad_usage(tmp_path):
 def test_no_config_is_bad_usage(tmp_path):
     done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path)])
     assert done.exit_code == 2
-    assert "does not appear to have a file named config.json" in " ".join(done.stderr.split())
+    assert "Should have a `model_type` key in its config.json" in " ".join(done.stderr.split())
