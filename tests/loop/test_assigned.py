@@ -81,7 +81,7 @@ def test_every_attribute_that_the_libraries_assign_may_be_assigned(built):
     targets = {node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names = {node.attr for node in targets if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
     assert len(names) > 50
-    refused = {name for name in names if why_no_effect(built, name, object(), built._read_once.names)}
+    refused = {name for name in names if why_no_effect(built, name, object(), built._read_once.values)}
     assert refused <= FIXED.keys()
 
 
