@@ -278,7 +278,7 @@ def test_table_says_which_options_are_read_at_construction_only(make_trainer, tm
     trainer = make_trainer(args=args, eval_dataset=tiny.rows(), rollout=None)
     monkeypatch.setattr(_Recording, "reads", set())
     trainer.train()
-    reads, kept = _Recording.reads, trainer._read_once.values
+    reads, kept = _Recording.reads, set(trainer._read_once.values)
     monkeypatch.setattr(_Recording, "reads", None)
     declared = {*DistillationConfig.__annotations__, *OPSDConfig.__annotations__} & _NAMES
     elsewhere = {"ds3_gather_for_generation", "resume_with_changes", "vllm_sync_check"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import score
@@ -13,7 +12,7 @@ import torch
 import train
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command_parser
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -54,19 +53,6 @@ def test_accelerate_reads_each_config_as_its_name_says(name):
     offload = "cpu" if name == "zero3_offload" else "none"
     if deepspeed:
         assert deepspeed["offload_param_device"] == deepspeed["offload_optimizer_device"] == offload
-
-
-@pytest.fixture
-def launched(tmp_path):
-    """Runs a function where accelerate would start processes by this file."""
-
-    def launched(config, function):
-        (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(config))
-        with mock.patch("torch.distributed.run.run", function):
-            given = ["--config_file", str(tmp_path / "accelerate.yaml"), __file__]
-            launch_command(launch_command_parser().parse_args(given))
-
-    return launched
 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in STRATEGIES.items() if kind == "DEEPSPEED"])

@@ -336,9 +336,9 @@ def test_a_stream_is_checked_row_by_row(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{prompt}", "has no `{privileged_context}`"),
-        ("{privileged_context}", "has no `{prompt}`"),
-        ("{prompt} {privileged_context} {hint}", r"has \['hint'\] in braces"),
+        ("{prompt}", r"has \['prompt'\] in braces: expected text with"),
+        ("{privileged_context}", r"has \['privileged_context'\] in braces"),
+        ("{prompt} {privileged_context} {hint}", r"has \['hint', .*\] in braces"),
         ("{prompt} {privileged_context", "expected text with `{prompt}`"),
         ("{prompt.__class__} {prompt} {privileged_context}", "in braces"),
         (7, "expected text with"),
