@@ -27,7 +27,7 @@ _REPROMPTED = (
     "SDPO's prompts from successful completions and feedback are not here; `teacher_prompt_fn`, an argument of "
     "`OPSDTrainer`, takes a row and the text of its completion and returns the teacher's prompt"
 )
-_TIMEOUT = "a request to a server has nine tenths of `ddp_timeout`, see docs/rollouts.md"
+_TIMEOUT = "a request to a server has nine tenths of `ddp_timeout`, see docs/generation.md"
 _TOKENIZER = "set it in the tokenizer that you pass as `processing_class`"
 _NUMBER = "a completion is used for one optimizer step; `num_generations` is the completions of a prompt"
 
@@ -65,7 +65,7 @@ OPTIONS = _each(
         "generation_batch_size train_batch_size": "it is `per_device_train_batch_size` x processes x "
         "`gradient_accumulation_steps`, in completions",
         "max_staleness max_inflight_tasks queue_maxsize": "`overlap='ahead'` generates the rows of the next step "
-        "during a step, one step old; see docs/overlap.md",
+        "during a step, one step old; see docs/generation.md",
         "diagnostics_warning_interval diagnostics_flat_tolerance": "`collapse_guard` watches a run",
         "vllm_sync_frequency weight_sync_steps": "weights are sent to vLLM whenever they have changed",
         "request_timeout weight_sync_timeout heartbeat_stale_after_s": _TIMEOUT,

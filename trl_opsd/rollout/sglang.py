@@ -45,7 +45,7 @@ _UNUSED = 2
 
 
 class SGLangRollout(ServedRollout):
-    """Generates with a separately started SGLang server (docs/rollouts.md); options are checked before models load."""
+    """Generates with a separately started SGLang server (docs/generation.md); options are checked before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         sampling_params(args, end_ids=[])
@@ -104,7 +104,7 @@ class SGLangClient(GenerationClient):
         option="sglang_server_url",
         address="`sglang_server_url`",
         timeout="sglang_server_timeout",
-        start="as docs/rollouts.md says",
+        start="as docs/generation.md says",
         token=ROLLOUT_TOKEN,
         health_seconds=30.0,  # the check generates a token, which takes a second, and up to 20 on a busy server
     )

@@ -46,7 +46,7 @@ _ABORT_SECONDS = 10.0
 
 
 class VLLMServerRollout(ServedRollout):
-    """Generates with a separately started vLLM server (docs/rollouts.md); options are checked before models load."""
+    """Generates with a separately started vLLM server (docs/generation.md); options are checked before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         _check_options(args)
@@ -203,7 +203,7 @@ class VLLMServerClient(GenerationClient):
         option="vllm_server_base_url",
         address="`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`",
         timeout="vllm_server_timeout",
-        start="as docs/rollouts.md says",
+        start="as docs/generation.md says",
         token=ROLLOUT_TOKEN,
         health_seconds=10.0,
     )
@@ -232,7 +232,7 @@ class VLLMServerClient(GenerationClient):
         if config.weight_transfer_config is None:
             raise ValueError(
                 f"The vLLM server at {self.url} cannot be sent weights: start it with "
-                """`--weight-transfer-config '{"backend": "nccl"}'`, as docs/rollouts.md says."""
+                """`--weight-transfer-config '{"backend": "nccl"}'`, as docs/generation.md says."""
             )
         context, block_size = config.of_model.max_model_len, config.cache_config.block_size
         return VLLMFacts(model=model, dtype=dtypes[name], context=context, block_size=block_size)
