@@ -125,7 +125,15 @@ def test_python_blocks_name_options_and_arguments_that_exist():
     assert [one for one in calls if one[2] not in known[one[1]]] == []
 
 
-PAGES_OF_OPTIONS = ("generation.md", "data.md", "distributed.md", "tools.md", "teachers.md", "objectives.md", "start.md")
+PAGES_OF_OPTIONS = (
+    "generation.md",
+    "data.md",
+    "distributed.md",
+    "tools.md",
+    "teachers.md",
+    "objectives.md",
+    "start.md",
+)
 
 
 @pytest.mark.parametrize("name", PAGES_OF_OPTIONS)
@@ -138,6 +146,7 @@ def test_options_that_a_page_sets_exist(name):
         "writes_apart", "tells_logprobs", "num_shards", "compile", "use_cache", "disable_compile", "dtype", "eos_token",
         "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "metric_key_prefix", "device_map", "split_batches", "even_batches",
         "dispatch_batches", "OMP_NUM_THREADS", "spans", "r", "rollout", "target_modules", "enable_thinking",
+        "init_lora_weights", "pass_bytes", "bias",
     }  # fmt: skip
     found = set(re.findall(r"`([A-Za-z_]\w*)=[^`]*`", text))
     assert found - known - of_others == set()
