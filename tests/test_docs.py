@@ -1,4 +1,4 @@
-"""Links between pages lead to files and headings that exist; so do the errors, files, flags and options a page names."""
+"""Links between pages lead to files and headings that exist; so do errors, files, flags and options on a page."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_python_blocks_name_options_and_arguments_that_exist():
     assert [one for one in calls if one[2] not in known[one[1]]] == []
 
 
-PAGES_OF_OPTIONS = (
+WITH_OPTIONS = (
     "generation.md",
     "data.md",
     "distributed.md",
@@ -136,7 +136,7 @@ PAGES_OF_OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("name", PAGES_OF_OPTIONS)
+@pytest.mark.parametrize("name", WITH_OPTIONS)
 def test_options_that_a_page_sets_exist(name):
     """Code spans as `option=value`; what belongs to a server, a function or another library is listed here."""
     text = without_code((ROOT / "docs" / name).read_text(encoding="utf-8"))
@@ -175,13 +175,15 @@ def test_every_error_quoted_in_the_limitations_exists():
 
 def test_files_named_on_a_page_exist():
     path = re.compile(r"(?<![\w/.])(?:benchmarks|examples|requirements|tests|tools|trl_opsd)/[\w/]*(?:\.\w+)?")
-    named = {(page.name, found) for page in PAGES for found in path.findall(page.read_text(encoding="utf-8"))}
+    named = {
+        (page.name, found) for page in [*PAGES, *NOTES] for found in path.findall(page.read_text(encoding="utf-8"))
+    }
     assert len(named) > 100
     assert [(page, found) for page, found in named if not (ROOT / found).exists()] == []
 
 
 def test_flags_given_on_a_page_are_flags_of_the_script():
-    text = "\n".join(re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8")) for page in PAGES)
+    text = "\n".join(re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8")) for page in [*PAGES, *NOTES])
     for script, given in re.findall(r"((?:benchmarks|examples|tests|tools)/[\w/]+\.py)((?: [^`|#\n]*)?)", text):
         source = (ROOT / script).read_text(encoding="utf-8")
         flags = re.findall(r"--([\w-]+)", given)

@@ -107,7 +107,11 @@ def test_the_sigterm_snippet_lets_an_uninterrupted_run_finish(hub):
 def test_the_reward_of_the_data_page_is_accepted():
     exact, tools = snippets("docs/data.md")
     names: dict[str, Any] = {"OPSDTrainer": trl_opsd.OPSDTrainer, "tokenizer": tiny.tokenizer()}
-    names |= {"student": tiny.qwen2(32, seed=0), "teacher": tiny.qwen2(48, seed=1), "dataset": tiny.rows(16)}
+    names |= {
+        "student": tiny.qwen2(32, seed=0),
+        "teacher": tiny.qwen2(48, seed=1),
+        "dataset": tiny.rows(16).map(lambda row: {"answer": "4"}),
+    }
     names["args"] = trl_opsd.OPSDConfig("out", num_generations=2, reward_weight=0.1)
     exec(exact, names)
     assert names["exact"](completions=[" 4 ", "5"], answer=["4", "4"]) == [1.0, 0.0]

@@ -45,7 +45,7 @@ _UNUSED = 2
 
 
 class SGLangRollout(ServedRollout):
-    """Generates with a separately started SGLang server (docs/generation.md); options are checked before models load."""
+    """Generates with a separately started SGLang server (docs/generation.md); checks options before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         sampling_params(args, end_ids=[])

@@ -46,7 +46,7 @@ _ABORT_SECONDS = 10.0
 
 
 class VLLMServerRollout(ServedRollout):
-    """Generates with a separately started vLLM server (docs/generation.md); options are checked before models load."""
+    """Generates with a separately started vLLM server (docs/generation.md); checks options before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         _check_options(args)
