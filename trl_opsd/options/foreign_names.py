@@ -14,25 +14,8 @@ from typing import Any, Self
 
 from trl_opsd.options.table import table
 
-<<<<<<< HEAD
-_SHORTEST = 3
-"""Letters of a part of a name that count as an abbreviation."""
-
-_ONE_TOKENIZER = "teacher and student share one tokenizer; `trl.experimental.gold` compares two"
-_NO_IW_OPD = "the objective of `iw_opd` is not here; 'sampled_reverse_kl' compares sampled tokens without its weights"
-_AS_DAPO = "`loss_type` of TRL's GRPO is not chosen here: each token of a completion counts alike, as in its 'dapo'"
-_PEFT = "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`"
-_WHOLE = "the loss compares the whole vocabulary; with `top_k_teacher` the teacher's likeliest, and all others as one"
-_REPROMPTED = (
-    "SDPO's prompts from successful completions and feedback are not here; `teacher_prompt_fn`, an argument of "
-    "`OPSDTrainer`, takes a row and the text of its completion and returns the teacher's prompt"
-)
-_TIMEOUT = "a request to a server has nine tenths of `ddp_timeout`, see docs/generation.md"
-_TOKENIZER = "set it in the tokenizer that you pass as `processing_class`"
-=======
 _MIGRATION = "docs/migration.md compares the options of that trainer with these"
 _WHOLE = "the loss compares the whole vocabulary, or with `top_k_teacher` the teacher's likeliest tokens and one rest"
->>>>>>> main
 _NUMBER = "a completion is used for one optimizer step; `num_generations` is the completions of a prompt"
 _PROMPTS = "prompts are never cut; `overlong_prompts='drop'` drops those that are too long"
 
@@ -78,73 +61,7 @@ _ADVICE = {
 }
 """Names of TRL's other trainers that are no plain renaming, and what to do here."""
 
-<<<<<<< HEAD
-def _each(advice: Mapping[str, str]) -> dict[str, str]:
-    """The same by single names."""
-    return {name: said for names, said in advice.items() for name in names.split()}
-
-
-OPTIONS = _each(
-    {
-        # distillation; the first three tell which config this was
-        "max_new_tokens": "it is called `max_completion_length`; other defaults of a `GKDConfig`: docs/migration.md",
-        "distillation_alpha": "it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`; other defaults of "
-        "an `SDFTConfig` or `SDPOConfig`: docs/migration.md",
-        "use_uld_loss": f"{_ONE_TOKENIZER}; its loss with one tokenizer, and other defaults: docs/migration.md",
-        "teacher_tokenizer_name_or_path use_extended_uld": _ONE_TOKENIZER,
-        "distillation_objective": f"it is called `divergence`; {_NO_IW_OPD}",
-        "loss_type": f"`divergence` says what is compared; {_AS_DAPO}",
-        "distillation_mode distillation_topk distillation_add_tail loss_top_k loss_add_tail add_tail_bucket": _WHOLE,
-        "teacher_top_k reverse_kl_top_1_mode": _WHOLE,
-        "distillation_weight router_aux_loss_coef": "the divergence has the weight 1, rewards have `reward_weight`",
-        "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
-        "num_loss_tokens_to_skip mask_truncated_completions": "override `weigh`, see docs/extending.md",
-        "teacher_model": "pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`",
-        "sync_ref_model": "`teacher_model_kind='ema'` is a teacher that follows the student",
-        "privileged_context": "it is a column of the dataset, see docs/teachers.md",
-        "reprompt_template solution_template feedback_template success_reward_threshold": _REPROMPTED,
-        "use_successful_as_teacher dont_reprompt_on_self_success include_environment_feedback": _REPROMPTED,
-        "environment_feedback_only_without_solution remove_thinking_from_demonstration": _REPROMPTED,
-        # reinforcement learning, and its engines
-        "num_iterations steps_per_generation": _NUMBER,
-        "epsilon epsilon_high delta importance_sampling_level off_policy_mask_threshold": "a completion is trained on "
-        "once, by the student that generated it, so there is no ratio of policies to bound",
-        "generation_batch_size train_batch_size": "it is `per_device_train_batch_size` x processes x "
-        "`gradient_accumulation_steps`, in completions",
-        "max_staleness max_inflight_tasks queue_maxsize": "`overlap='ahead'` generates the rows of the next step "
-        "during a step, one step old; see docs/generation.md",
-        "diagnostics_warning_interval diagnostics_flat_tolerance": "`collapse_guard` watches a run",
-        "vllm_sync_frequency weight_sync_steps": "weights are sent to vLLM whenever they have changed",
-        "request_timeout weight_sync_timeout heartbeat_stale_after_s": _TIMEOUT,
-        # rows, prompts and tokens
-        "max_prompt_length max_reprompt_len truncation_mode": "prompts are never cut; `overlong_prompts='drop'` drops "
-        "those that are too long",
-        "max_length": "`max_completion_length` limits completions; prompts are never cut, see `overlong_prompts`",
-        "packing packing_strategy eval_packing": "`padding_free=True` concatenates the rows of a micro-batch",
-        "completion_only_loss assistant_only_loss": "the loss is on the tokens of completions, and on no others",
-        "eos_token pad_token chat_template_path": _TOKENIZER,
-        "eos_token_id stop_strings": "`generation_kwargs={'eos_token_id': ...}` says which tokens end a completion",
-        "do_sample num_beams": "put it into `generation_kwargs`",
-        # loading
-        "dtype torch_dtype attn_implementation device_map model_revision": "it says how to load a model: put it into "
-        "`model_init_kwargs` or `teacher_model_init_kwargs`",
-        "load_in_4bit load_in_8bit": "pass `quantization_config` to `OPSDTrainer`",
-        "student_model_name_or_path model_name_or_path": "pass it to `OPSDTrainer` as `model`",
-        "use_peft": _PEFT,
-        # the training loop, and earlier versions of transformers
-        "evaluation_strategy": "it is called `eval_strategy`",
-        "warmup_ratio": "it is called `warmup_steps`, where a value below 1 is a share of all steps",
-        "log_completions_steps": "`log_completions=True` logs every `logging_steps`",
-        "activation_offloading": f"`{CHECKPOINTING}`, which is on by default, saves that memory",
-        "mixed_precision precision": "set `bf16` or `fp16`",
-    }
-)
-"""Options of TRL's other trainers that are no plain renaming, and what to do here."""
-
-FAMILIES = {
-=======
 _FAMILIES = {
->>>>>>> main
     "student_": "it says how to load the student: put it, without 'student_', into `model_init_kwargs`",
     "teacher_": "it says how to load the teacher: put it, without 'teacher_', into `teacher_model_init_kwargs`",
     "lora_": "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`",
