@@ -6,7 +6,7 @@ The tasks are those of `examples/quickstart.py` and `examples/self_distillation.
 healthy run has to take all its steps; one with a rate a hundred times too high, or whose divergence is reversed, must
 not. A clip leaves out the tokens that matter where the models are as far apart as here. "largest" is the largest median
 of ten steps after the first ten, in nats and divided by the median of these (no less than 0.2 nats) and by the first
-step, which the bounds of `docs/survival.md` are held against.
+step, which the bounds of `docs/distributed.md` are held against.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Syncs toy students of many families to a vLLM engine, in every mode, and measures the difference between the two.
 
     python benchmarks/sync_families.py [family ...] [--json FILE]
-    python benchmarks/sync_families.py --table FILE > docs/engines.md
+    python benchmarks/sync_families.py --table FILE > benchmarks/notes/vllm_families.md
 
 Each case is a new engine: all weights, a separate adapter, a merged DoRA adapter; head tied or not; float32 or
 bfloat16. Refusals and failed starts are printed with the reason. Compilation is off, for speed.
@@ -117,7 +117,7 @@ def measure(family: str, way: str, tied: bool, dtype: torch.dtype) -> dict[str, 
 
 # ---- The table --------------------------------------------------------------------------------------------------
 
-HEADER = """# Engines: families that vLLM generates for
+HEADER = """# Notes: families that vLLM generates for
 
 Largest difference of log-probabilities in nats between a student and a colocated engine after a second sync: toy
 students, {versions}, on the CPU; where tied and untied heads were run, the larger. Cohere and

@@ -92,7 +92,8 @@ def test_the_snippets_of_the_teachers_page_run():
 
 
 def test_the_sigterm_snippet_lets_an_uninterrupted_run_finish(hub):
-    (snippet,) = snippets("docs/survival.md")
+    resumed, snippet = snippets("docs/distributed.md")
+    assert "resume_from_checkpoint=True" in resumed
     names: dict[str, Any] = {
         **{"OPSDConfig": trl_opsd.OPSDConfig, "OPSDTrainer": trl_opsd.OPSDTrainer, "Path": Path, "sys": sys},
         **{"student": "Qwen/Qwen2.5-0.5B-Instruct", "teacher": "Qwen/Qwen2.5-1.5B-Instruct", "dataset": tiny.rows(16)},
@@ -104,9 +105,27 @@ def test_the_sigterm_snippet_lets_an_uninterrupted_run_finish(hub):
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_options_on_the_rollouts_page_are_accepted():
-    compiled, colocated, served, sglang = snippets("docs/rollouts.md")
+def test_the_reward_of_the_data_page_is_accepted():
+    exact, tools = snippets("docs/data.md")
+    names: dict[str, Any] = {"OPSDTrainer": trl_opsd.OPSDTrainer, "tokenizer": tiny.tokenizer()}
+    names |= {
+        "student": tiny.qwen2(32, seed=0),
+        "teacher": tiny.qwen2(48, seed=1),
+        "dataset": tiny.rows(16).map(lambda row: {"answer": "4"}),
+    }
+    names["args"] = trl_opsd.OPSDConfig("out", num_generations=2, reward_weight=0.1)
+    exec(exact, names)
+    assert names["exact"](completions=[" 4 ", "5"], answer=["4", "4"]) == [1.0, 0.0]
+    exec(tools.partition("\n\ntrainer =")[0], names)
+    assert names["add"](2, 2) == 4
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_options_on_the_generation_page_are_accepted():
+    compiled, colocated, served, sglang, *overlapping = snippets("docs/generation.md")
     assert "HFRollout(compile=True)" in compiled
+    configs = [eval(snippet, {"OPSDConfig": trl_opsd.OPSDConfig}) for snippet in overlapping]
+    assert [config.overlap for config in configs] == ["step", "ahead"]
     for snippet, mode in ((colocated, "colocate"), (served, "server"), (sglang, None)):
         config = eval(snippet.rpartition("#")[0] or snippet, {"OPSDConfig": trl_opsd.OPSDConfig})
         assert config.use_vllm == (mode is not None)

@@ -166,7 +166,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         overlap (`str`, *optional*):
             Which phases run concurrently. `"step"`: within an optimizer step, rows are scored and trained on as they
             end, while others are still generated; all with the same weights. Needs a rollout that generates outside the
-            trainer's process, as a vLLM server does; see `docs/overlap.md`. `"ahead"`: the rows of the next step are
+            trainer's process, as a vLLM server does; see `docs/generation.md`. `"ahead"`: the rows of the next step are
             generated during this one, so with weights that are one step old. When `None`, rows are generated, then
             scored, then trained on.
         overlap_max_divergence (`float`, *optional*, defaults to `0.1`):
@@ -215,7 +215,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             whatever `nonfinite` is; one more is an error.
         collapse_guard (`str`, *optional*, defaults to `"warn"`):
             What to do when divergence, entropy, length or repetition of the last 10 optimizer steps leave the bounds in
-            `docs/survival.md`, compared with the first 10. `"warn"`: warn, once of each. `"stop"`: also save a
+            `docs/distributed.md`, compared with the first 10. `"warn"`: warn, once of each. `"stop"`: also save a
             checkpoint, beside all others, and end the training. When `None`, nothing.
         phase_timeout (`float`, *optional*):
             Seconds after which a phase of training (`complete`, `sync`, `reward`, `teach`, `compare` or `save`) is
@@ -223,7 +223,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         report (`bool`, *optional*, defaults to `False`):
             Whether to record samples of completions, with the distributions of student and teacher at each token, and
             to write `report.html` to `output_dir` when the training ends. With `report_to="trackio"` the samples are
-            also traces there. Needs vl-convert-python; see `docs/report.md`.
+            also traces there. Needs vl-convert-python; see `docs/tools.md`.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             What is sent to vLLM after a student with a LoRA adapter has been updated: `"adapter"` sends the adapter
             alone, from memory, `"full"` all weights with the adapter merged, `"auto"` the adapter where vLLM supports
@@ -239,7 +239,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         resume_with_changes (`list[str]`, *optional*):
             Names of settings that may differ from the run that wrote the checkpoint to resume from, for instance
             `["temperature"]`. Any other change to the objective or to the order of the rows is refused; see
-            `docs/resume.md`.
+            `docs/distributed.md`.
 
     Raises:
         ValueError: An option is out of range, unknown, or contradicts another.

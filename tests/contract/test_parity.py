@@ -85,7 +85,7 @@ def test_bf16_losses_match_those_of_trl_with_autocast_kept(tmp_path):
     ours = losses(trained(OPSDTrainer, config, False, rollout=FixedRollout(tiny.recorded(tiny.tokenizer()))))
     full, said, rounded = trls(Replaying), trls(Replaying, bf16=True), trls(Rounding, bf16=True)
     print(f"float32 {full}, TRL's bf16=True {said}, kept {rounded}, ours {ours}")
-    assert torch.equal(said, full), "TRL 1.16 ignores bf16=True (docs/sharding.md); if it no longer does, drop Rounding"
+    assert torch.equal(said, full), "TRL 1.16 ignores bf16=True (docs/distributed.md); if no longer, drop Rounding"
     assert not torch.equal(rounded, full)
     assert (ours - rounded).abs().max() <= (rounded - full).abs().max()
 

@@ -1,4 +1,4 @@
-"""What TRL's documentation and tests promise of its trainer holds for this one; `docs/trl.md` has the whole table."""
+"""What TRL's documentation and tests promise of its trainer holds for this one; `docs/migration.md` has the table."""
 
 from __future__ import annotations
 

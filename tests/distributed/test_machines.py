@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 
 class Run:
-    """One training in the background, started on both machines by the command of docs/sharding.md."""
+    """One training in the background, started on both machines by the command of docs/distributed.md."""
 
     def __init__(self, folder, config, disks, output, **options):
         self.folder, self.begun = folder, time.monotonic()

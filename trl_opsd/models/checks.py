@@ -207,7 +207,7 @@ def check_student(student: nn.Module, args: TrainingArguments) -> None:
 def check_in_memory(student: Any, device: torch.device) -> None:
     """Refuses a loaded student that is not whole on this process's device."""
     if isinstance(student, nn.Module) and not is_fsdp_enabled():  # under FSDP only the main process may have loaded it
-        instead = "several processes with ZeRO-3 or FSDP2 (`docs/sharding.md`) divide it"
+        instead = "several processes with ZeRO-3 or FSDP2 (`docs/distributed.md`) divide it"
         check_on_device(student, device, "student", instead)
 
 

@@ -52,7 +52,7 @@ _OF_THE_PROTOCOL = ("logprobs", "prompt_logprobs", "max_tokens", "seed")
 
 
 class SGLangRollout(ServedRollout):
-    """Generates with a separately started SGLang server (docs/rollouts.md); options are checked before models load."""
+    """Generates with a separately started SGLang server (docs/generation.md); checks options before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         sampling_params(args, end_ids=[])
@@ -232,7 +232,7 @@ class SGLangClient(GenerationClient):
         subject="The SGLang server",
         address="`sglang_server_url`",
         timeout="sglang_server_timeout",
-        start="as docs/rollouts.md says",
+        start="as docs/generation.md says",
         token=ROLLOUT_TOKEN,
         health_seconds=30.0,  # the check generates a token, which takes a second, and up to 20 on a busy server
     )

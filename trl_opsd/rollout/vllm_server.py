@@ -40,7 +40,7 @@ _ABORT_SECONDS = 10.0
 
 
 class VLLMServerRollout(ServedRollout):
-    """Generates with a separately started vLLM server (docs/rollouts.md); options are checked before models load."""
+    """Generates with a separately started vLLM server (docs/generation.md); checks options before models load."""
 
     def __init__(self, args: OPSDConfig) -> None:
         if args.vllm_weight_sync == "adapter":
@@ -178,7 +178,7 @@ class VLLMServerClient(GenerationClient):
         subject="The vLLM server",
         address="`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`",
         timeout="vllm_server_timeout",
-        start="as docs/rollouts.md says",
+        start="as docs/generation.md says",
         token=ROLLOUT_TOKEN,
         health_seconds=10.0,
     )
@@ -203,7 +203,7 @@ class VLLMServerClient(GenerationClient):
         if config.weight_transfer_config is None:
             raise ValueError(
                 f"The vLLM server at {self.url} cannot be sent weights: start it with "
-                """`--weight-transfer-config '{"backend": "nccl"}'`, as docs/rollouts.md says."""
+                """`--weight-transfer-config '{"backend": "nccl"}'`, as docs/generation.md says."""
             )
         return VLLMFacts(
             model=model, dtype=getattr(torch, config.of_model.dtype.removeprefix("torch.")),
