@@ -36,7 +36,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer, Teacher
-from trl_opsd.teacher.placements import Resident
+from trl_opsd.teacher.frozen import Resident
 from trl_opsd.types import LossParts, OutputHead, Rollout, TeacherTargets
 
 Spans = dict[str, list[tuple[float, float]]]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trl_opsd
 from trl_opsd.monitor import progress
 from trl_opsd.monitor.memory import explained
-from trl_opsd.types import kept
+from trl_opsd.types import targets
 
 NAMES_CUDA = {
     "_compat/vllm/process.py": "the precision of products is set by backend, and vLLM sets CUDA's",
@@ -91,10 +91,10 @@ def accelerator(monkeypatch) -> list[LateStream]:
     monkeypatch.setattr(accelerator, "is_available", lambda: True)
     monkeypatch.setattr(accelerator, "current_stream", lambda device=None: current)
     monkeypatch.setattr(accelerator, "synchronize", lambda device=None: [one.synchronize() for one in streams])
-    monkeypatch.setattr(kept, "_WITHOUT_STREAMS", ())
-    kept._copies.cache_clear()
+    monkeypatch.setattr(targets, "_WITHOUT_STREAMS", ())
+    targets._copies.cache_clear()
     yield streams
-    kept._copies.cache_clear()
+    targets._copies.cache_clear()
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import get_constant_schedule
 
@@ -102,12 +102,6 @@ def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, 
     assert caplog.text.count("The generation config") == 1
 
 
-@pytest.mark.parametrize(("warmup_steps", "is_said"), [(4, True), (3, False), (0.5, False)])
-def test_warmup_longer_than_max_steps_warns(make_trainer, caplog, warmup_steps, is_said):
-    make_trainer(warmup_steps=warmup_steps, max_steps=3)
-    assert ("training ends before the rate reaches `learning_rate=0.0001`" in caplog.text) is is_said
-
-
 @pytest.mark.parametrize(("warmup_steps", "is_said"), [(5, True), (4, False)])
 def test_warmup_longer_than_the_epochs_warns_at_train(make_trainer, caplog, warmup_steps, is_said):
     make_trainer(warmup_steps=warmup_steps, max_steps=-1, num_train_epochs=1, lr_scheduler_type="linear").train()
@@ -138,24 +132,6 @@ def test_unlogged_metric_for_best_model_warns(make_trainer, caplog, metric, seve
     else:
         trainer.train()
         assert trainer.state.best_global_step == 1
-
-
-def test_neftune_noise_in_logged_figures_warns(make_trainer, caplog):
-    trainer = make_trainer(
-        neftune_noise_alpha=5.0, max_steps=1, eval_dataset=tiny.rows(), per_device_train_batch_size=8
-    )
-    assert "`neftune_noise_alpha=5`: the figures of the training log" in caplog.text
-    without = trainer.evaluate()["eval_divergence/mean"]
-    trainer.train()
-    logged = next(log["divergence/mean"] for log in trainer.state.log_history if "divergence/mean" in log)
-    assert logged != pytest.approx(without, rel=1e-4)
-
-
-@pytest.mark.parametrize(("splits", "is_said"), [(("test", "train"), True), (("easy", "hard"), False)])
-def test_evaluating_the_train_split_warns(make_trainer, caplog, splits, is_said):
-    trainer = make_trainer(eval_dataset=DatasetDict({name: tiny.rows(4) for name in splits}))
-    assert ("each evaluation takes all of its splits, 'train' too" in caplog.text) is is_said
-    assert {f"eval_{name}_loss" for name in splits} <= trainer.evaluate().keys()
 
 
 def test_optimizer_options_beside_a_passed_optimizer_warn(make_trainer, caplog):

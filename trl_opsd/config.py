@@ -14,6 +14,7 @@ from trl_opsd._compat.deepspeed import check_builds
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
+from trl_opsd.data.prompts import check_template
 from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
@@ -21,7 +22,7 @@ from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.losses.top_k_and_clip import check_clip
-from trl_opsd.options.foreign_names import StrictNames, explained_option, without_meaning
+from trl_opsd.options.foreign_names import StrictNames, explained, without_meaning
 from trl_opsd.options.normalize import (
     check_json,
     check_sampled,
@@ -30,7 +31,7 @@ from trl_opsd.options.normalize import (
     settle_sampling,
     with_help,
 )
-from trl_opsd.options.rules import AFTER, BEFORE, LAUNCH, refuse
+from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
 from trl_opsd.options.table import (
     ASSIGN,
     CONTEXT,
@@ -56,7 +57,6 @@ from trl_opsd.options.table import (
     VLLM,
     Option,
     a_divergence,
-    a_template,
     above,
     at_least,
     between,
@@ -331,7 +331,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         float, Option(share(), (EMA,), resumed=EMA, also="ref_model_mixup_alpha ema_rate")
     ] = 0.05
     teacher_sync_steps: Annotated[int, Option(integer(1), (EMA,), resumed=EMA, also="ref_model_sync_steps")] = 1
-    teacher_prompt_template: Annotated[str | None, Option(a_template, (NO_PROMPT_FN, CONTEXT), resumed=True)] = None
+    teacher_prompt_template: Annotated[str | None, Option(check_template, (NO_PROMPT_FN, CONTEXT), resumed=True)] = None
     teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None
     teacher_offload: Annotated[str, Option(one_of("none", "cpu", "stream", "zero3"))] = "none"
     teacher_cache_device: Annotated[str, Option(one_of("auto", "cpu", "accelerator"))] = "auto"
@@ -369,7 +369,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             check_builds()
         self.check_as_given()
         self._choose_for_cpu()
-        refuse(LAUNCH, self)
+        refuse(LAUNCH, Launch.of(self))
         for name, alias in ALIASES.items():  # transformers would warn of TRL's own default
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, alias))
@@ -385,31 +385,18 @@ class OPSDConfig(StrictNames, DistillationConfig):
         self._checked = option_values(self)
 
     def check_as_given(self) -> None:
-        """Converts text, and checks what transformers and TRL would read before they do.
-
-        Raises:
-            ValueError: A value is of the wrong kind or out of range.
-        """
+        """Converts text, and checks what transformers and TRL would read before they do."""
         convert_text(self)
         check_json(self)
         check_values(self, DistillationConfig.__dataclass_fields__)
-        refuse(BEFORE, self)
 
     def check_divergence(self, divergence: Divergence) -> None:
-        """Checks that the other options allow an objective.
-
-        Raises:
-            ValueError: An option contradicts it.
-        """
+        """Checks that the other options allow an objective."""
         check_clip(self.kl_clip, divergence)
         check_sampled(self, divergence)
 
     def check_again(self) -> None:
-        """Checks the options again, if some were changed since, as if the config was made with these values.
-
-        Raises:
-            ValueError: An option is out of range, unknown, or contradicts another.
-        """
+        """Checks the options again, if some were changed since, as if the config was made with these values."""
         if option_values(self) != self._checked:
             OPSDConfig.__post_init__(self)  # a subclass has extended what the user asked for already
 
@@ -433,7 +420,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
         """What an option of another trainer is called here, or the closest name."""
-        return explained_option(name, known, cls)
+        return explained("option", name, known, cls)
 
     @property
     def device(self) -> torch.device:

@@ -22,7 +22,7 @@ from trl_opsd.data.datasets import DIGEST
 from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
-from trl_opsd.models.head import model_shape, shape_of
+from trl_opsd.models.backbone import model_shape, shape_of
 from trl_opsd.models.weights import Samples, digest, sample, sampled
 from trl_opsd.options.table import one_of, resumed, table
 from trl_opsd.teacher import FrozenTeacher, Teacher

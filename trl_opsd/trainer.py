@@ -38,13 +38,12 @@ from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.proof import prove_divergence
 from trl_opsd.losses.registry import divergence_of
-from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.backbone import completion_hidden, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
-from trl_opsd.models.head import whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
 from trl_opsd.monitor.nothing_learned import agree, check_not_uniform
-from trl_opsd.options.foreign_names import StrictNames, explained_argument
+from trl_opsd.options.foreign_names import StrictNames, explained
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
@@ -181,7 +180,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=callbacks,
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
@@ -248,7 +246,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @classmethod
     def explain(cls, name: str, known: Collection[str]) -> str:
         """The name of another trainer's argument here, or the closest name."""
-        return explained_argument(name, known, OPSDConfig)
+        return explained("argument", name, known, OPSDConfig)
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):

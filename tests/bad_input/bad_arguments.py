@@ -9,7 +9,7 @@ import tiny
 import torch
 from cases import Case, Lab, MustNotLoad, untouched
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, get_constant_schedule
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_schedule
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 
@@ -86,64 +86,29 @@ PAIR = r"expected a tuple of an optimizer and a scheduler, `\(optimizer, None\)`
 OPTIONS = OPSDConfig("out", use_cpu=True)
 
 CLASSES = [
-    wrong_class(
-        "model", AutoModelForCausalLM, r"`model` is the class Auto.*`AutoModelForCausalLM.from_pretrained\(.*\)`"
-    ),
-    wrong_class("teacher_model", AutoModelForCausalLM, "`teacher_model` is the class AutoModelForCausalLM"),
-    untouched(
-        "a class for an object",
-        "one of several teachers",
-        r"`teacher_model\['small'\]` is the class AutoModelForCausalLM",
-        TypeError,
-        teacher_model={"big": "teacher", "small": AutoModelForCausalLM},
-    ),
-    wrong_class("args", OPSDConfig, r"`args` is the class OPSDConfig: pass an object, `OPSDConfig\(...\)`"),
-    wrong_class("processing_class", AutoTokenizer, "`processing_class` is the class AutoTokenizer"),
-    wrong_class("teacher_processing_class", AutoTokenizer, "`teacher_processing_class` is the class AutoTokenizer"),
-    wrong_class("rollout", HFRollout, r"`rollout` is the class HFRollout: pass an object, `HFRollout\(...\)`"),
-    wrong_class(
-        "peft_config", LoraConfig, r"`peft_config` is the class LoraConfig: pass an object, `LoraConfig\(...\)`"
-    ),
-    untouched("a class for an object", "optimizers", "holds a class", TypeError, optimizers=(torch.optim.AdamW, None)),
-    *(
-        untouched(
-            "wrong kind",
-            f"a number as a name in {name}",
-            rf"`{name}` has the name 1, a.* text, '1'",
-            TypeError,
-            **{name: {1: value, "b": value}},
-        )
-        for name, value in [
-            ("teacher_model", "teacher"),
-            ("eval_dataset", tiny.rows()),
-            ("teacher_processing_class", tiny.tokenizer()),
-        ]
-    ),
+    wrong_class("model", AutoModelForCausalLM, "`model` is a type: expected a path, a model id"),
+    wrong_class("teacher_model", AutoModelForCausalLM, "`teacher_model` is a type: expected a path"),
+    wrong_class("args", OPSDConfig, "`args` is a type: expected a `trl_opsd.OPSDConfig`"),
+    wrong_class("processing_class", AutoTokenizer, "`processing_class` is a "),
+    wrong_class("rollout", HFRollout, "`rollout` is "),
+    untouched("a class for an object", "optimizers", PAIR, TypeError, optimizers=(torch.optim.AdamW, None)),
     untouched("wrong kind", "no model", "`model` is a NoneType: expected a path", TypeError, model=None, args=OPTIONS),
-    untouched("wrong kind", "a Path for a teacher", r"`str\(path\)`", TypeError, teacher_model=Path("teacher")),
-    untouched("wrong kind", "a Path", r"`model` is a PosixPath: .* `str\(path\)`", TypeError, model=Path("student")),
     untouched(
-        "wrong kind", "a dict of LoRA options", "`peft_config` is a dict: expected", TypeError, peft_config={"r": 8}
+        "wrong kind", "a Path for a teacher", "is a PosixPath: expected", TypeError, teacher_model=Path("teacher")
     ),
+    untouched("wrong kind", "a Path", "`model` is a PosixPath: expected a path, ", TypeError, model=Path("student")),
     untouched("wrong kind", "an optimizer alone", PAIR, TypeError, optimizers=optimizer_of()),
-    untouched("wrong kind", "one callback", "expected a list of `Train", TypeError, callbacks=TrainerCallback()),
-    untouched(
-        "wrong kind", "a function as callback", "holds a function: expected", TypeError, callbacks=[lambda: None]
-    ),
-    untouched(
-        "wrong kind", "one tool", "`tools` is a function: expected a list of functions", TypeError, tools=lambda: None
-    ),
     untouched(
         "wrong kind",
         "a wrapped model",
-        "`model` is a DataParallel around a model: pass the model itself, `model.module`",
+        "`model` is a DataParallel around a model: pass the model itself",
         TypeError,
         model=torch.nn.DataParallel(torch.nn.Linear(1, 1)),
     ),
     untouched(
         "wrong kind",
         "a compiled teacher",
-        "`teacher_model` is a OptimizedModule around a model: .* `teacher_model._orig_mod`",
+        "`teacher_model` is a OptimizedModule: expected a path",
         TypeError,
         teacher_model=torch.compile(torch.nn.Linear(1, 1)),
     ),
@@ -153,31 +118,28 @@ CLASSES = [
         "`peft_config.task_type` is .*SEQ_CLS",
         peft_config=LoraConfig(task_type="SEQ_CLS"),
     ),
-    placed(
-        "options for the teacher", "the teacher comes second, and the options third: pass `args=`", "student", OPTIONS
-    ),
+    placed("options for the teacher", "`teacher_model` is a OPSDConfig: expected a path", "student", OPTIONS),
     placed(
         "rows for the options", "`args` is a Dataset: .* third, after the teacher", "student", "teacher", tiny.rows()
     ),
     untouched(
         "wrong order",
         "a scheduler for the optimizer",
-        f"`optimizers` are in the wrong order: {PAIR}",
+        PAIR,
         TypeError,
         optimizers=(get_constant_schedule(optimizer_of()), None),
     ),
 ]
 
 NOTHING_LEARNED = [
-    untouched("nothing would be learned", "rate 0", "`learning_rate=0.0`: no weight would change", learning_rate=0.0),
+    Case(
+        "nothing would be learned",
+        "rate 0",
+        "rate is 0 in each of the 3 steps",
+        lambda lab: lab.make(learning_rate=0.0).train(),
+    ),
     untouched("nothing would be learned", "no epochs", "would end after 0 steps", num_train_epochs=0, max_steps=-1),
     untouched("nothing would be learned", "no steps", "`max_steps=0` means that it is not set", max_steps=0),
-    untouched(
-        "nothing would be learned",
-        "an optimizer of rate 0",
-        "have a learning rate of 0",
-        optimizers=(optimizer_of(lr=0.0), None),
-    ),
     Case("nothing would be learned", "a schedule of rate 0", "rate is 0 in each of the 3 steps", schedule_of_rate_0),
     Case(
         "nothing would be learned",
@@ -275,24 +237,11 @@ PACKAGES = [
     ),
     absent("GaLore", "`optim='galore_adamw'`", f"{_OPTIMIZERS}galore_torch_available", optim="galore_adamw"),
     absent(
-        "Liger",
-        "`use_liger_kernel=True`: `pip install liger-kernel`",
-        "trl_opsd.arguments.rules.is_liger_kernel_available",
-        use_liger_kernel=True,
-    ),
-    absent(
-        "a logger",
-        "`report_to='wandb'`: its package is not installed",
-        "transformers.integrations.integration_utils.is_wandb_available",
-        report_to="wandb",
-    ),
-    absent(
         "what draws a report",
         "`report=True`: `pip install vl-convert-python`",
         "trl_opsd.arguments.rules.find_spec",
         report=True,
     ),
-    untouched("package missing", "no such logger", "Did you mean 'wandb'", report_to=["wandbb"]),
     untouched("package missing", "malformed arguments", "with `optim_args='lr'` cannot be used", optim_args="lr"),
 ]
 
@@ -300,20 +249,9 @@ BEST = [
     untouched(
         "best model without evaluations",
         f"{name} {value}",
-        f"`{name}={value!r}` without evaluations",
+        "`save_strategy='best'` or `load_best_model_at_end=True` without evaluations",
         **{name: value, "metric_for_best_model": "loss"},
     )
     for name, value in (("save_strategy", "best"), ("load_best_model_at_end", True))
 ]
-BEST.append(
-    untouched(
-        "best model without evaluations",
-        "no metric",
-        "`save_strategy='best'` without `metric_for_best_model`",
-        save_strategy="best",
-        eval_strategy="epoch",
-        eval_dataset=tiny.rows(2),
-    )
-)
-
 CASES: list[Case] = [*PACKAGES, *BEST, *CLASSES, *NOTHING_LEARNED, *TWICE, *OTHERS]

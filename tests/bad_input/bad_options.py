@@ -162,7 +162,6 @@ NAMES = [
 WITHOUT_EFFECT = [
     option("auto_find_batch_size", "set `per_device_train_batch_size`", auto_find_batch_size=True),
     option("torch_compile", r"`rollout=HFRollout\(compile=True\)` compiles decoding", torch_compile=True),
-    option("output_dir", "is a file: name a folder", output_dir=__file__ + "/out"),
     option("label_smoothing_factor", "there are no labels", label_smoothing_factor=0.1),
     option("train_sampling_strategy", "is not known before it is generated", train_sampling_strategy="group_by_length"),
     option("train_sampling_strategy", "`shuffle_dataset=False` keeps the order", train_sampling_strategy="sequential"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pandas
 import tiny
 from cases import Case, Lab, untouched
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -141,19 +139,9 @@ DATASETS = [
         trained_on("not a dataset", type(given).__name__ + str(number), message, given, TypeError, before_loading=True)
         for number, (given, message) in enumerate(
             [
-                ([{"prompt": "a"}], r"is a list: expected a .* `Dataset\.from_list\(rows\)`"),
-                ({"prompt": ["a"]}, r"is a dict: expected .* `Dataset\.from_dict\(columns\)`"),
-                (pandas.DataFrame({"prompt": ["a"]}), r"is a DataFrame: .* `Dataset\.from_pandas\(frame\)`"),
-                (iter([{"prompt": "a"}]), r"is a list_iterator: expected a `datasets\.Dataset`"),
-                ("trl-lib/tldr", r"is a str: pass what it names, `load_dataset\('trl-lib/tldr', split='train'\)`"),
-                ("rows.jsonl", r"`load_dataset\('json', data_files='rows.jsonl', split='train'\)`"),
-                (Path("rows.parquet"), r"PosixPath: .*`load_dataset\('parquet', data_files='rows.parquet', split"),
-                (
-                    DatasetDict({"test": tiny.rows(), "train": tiny.rows()}),
-                    r"is a DatasetDict of \['test', 'train'\]: pass one of them, `train_dataset=...\['train'\]`",
-                ),
-                (IterableDatasetDict({"a": tiny.rows().to_iterable_dataset()}), r"an? IterableDatasetDict of \['a'\]"),
-                ({"easy": tiny.rows()}, r"is a dict of \['easy'\]: pass one of them, `train_dataset=...\['easy'\]`"),
+                ([{"prompt": "a"}], "is a list: expected a `datasets.Dataset`"),
+                ("trl-lib/tldr", r"is a str: expected .* `load_dataset\(...\)\['train'\]`"),
+                (DatasetDict({"test": tiny.rows(), "train": tiny.rows()}), "is a DatasetDict: expected"),
             ]
         )
     ),

@@ -78,7 +78,6 @@ PHRASES = (
     "SGLang",
     "auto_find_batch_size",
     "torch_compile",
-    "output_dir",
     "label_smoothing_factor",
     "train_sampling_strategy",
     "resume path missing",

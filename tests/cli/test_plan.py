@@ -40,7 +40,7 @@ from trl_opsd.cli.plan.search import SHARE, best, considered
 from trl_opsd.cli.plan.shapes import shape_of
 from trl_opsd.cli.plan.shown import Asked, options
 from trl_opsd.cli.train.options import OptionParser
-from trl_opsd.models.key_value_cache import cached_numbers, cached_per_token
+from trl_opsd.models.weights import cached_numbers, cached_per_token
 
 SHAPES = Path(__file__).with_name("shapes")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

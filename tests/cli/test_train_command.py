@@ -111,7 +111,7 @@ def test_command_line_overrides_launch_options_of_the_file(tmp_path):
 
 
 REFUSED = {
-    "no such option": (["--learning_rat", "1"], "unknown option '--learning_rat', did you mean '--learning_rate'?"),
+    "no such option": (["--learning_rat", "1"], "unknown option '--learning_rat': did you mean 'learning_rate'?"),
     "no such file": (["--accelerate_config", "zero4"], "--accelerate_config zero4: expected a file, or one of ddp, "),
     "a kind of value": (["--max_steps", "many"], "invalid int value: 'many'"),
     "a kind of value of theirs": (["--num_processes", "two"], "argument --num_processes/--num-processes: invalid int"),

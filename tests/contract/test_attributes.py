@@ -19,7 +19,7 @@ from trl import DistillationConfig, DistillationTrainer
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.loop.attributes import FIXED
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.options.table import ReadOnce
+from trl_opsd.options.table import BUILD, ReadOnce
 
 WORKS = {
     "teacher_model",
@@ -238,7 +238,7 @@ def test_use_vllm_is_hidden_from_trls_tool_loop_only(make_trainer):
         max_steps=1,
     )
     trainer.args.use_vllm = True
-    trainer._read_once = ReadOnce.by_trainer(trainer.args)  # as if it had been so from the start, without an engine
+    trainer._read_once = ReadOnce(trainer.args, BUILD)  # as if it had been so from the start, without an engine
     trainer.train()
     assert len(seen) > 1, "the tool was called"
     assert set(seen) == {True}

@@ -64,7 +64,7 @@ def test_command_prints_an_error_once_in_one_sentence(pairs):
 def test_a_mistake_on_the_command_line_is_printed_once_and_without_a_traceback(pairs):
     pair = pairs["train.py, option"]
     assert lines(pair["err"], "Traceback") == []
-    said = "launched_pairs.py: error: unknown option '--learning_rat', did you mean '--learning_rate'?"
+    said = "launched_pairs.py: error: unknown option '--learning_rat': did you mean 'learning_rate'?"
     assert lines(pair["err"], "launched_pairs.py: ") == [said]
     assert set(pair["statuses"].values()) == {2}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from unittest import mock
 
@@ -19,8 +18,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import trl_opsd
-from trl_opsd import OPSDConfig
-from trl_opsd.options.rules import ignored_key
 
 CONFIGS = Path(trl_opsd.__file__).parent / "accelerate_configs"
 STRATEGIES = {
@@ -72,30 +69,11 @@ def launched(tmp_path):
     return launched
 
 
-ZERO3 = yaml.safe_load((CONFIGS / "zero3_cpu.yaml").read_text())
-
-
-@pytest.mark.parametrize(
-    ("added", "message"),
-    [
-        ({"zero_stag": 3}, "has the key 'zero_stag', which accelerate ignores: did you mean 'zero_stage'?"),
-        (
-            {"bf16": {"enabled": True}},
-            "which accelerate ignores: remove it, or write a file for `deepspeed_config_file`",
-        ),
-    ],
-)
-def test_a_nested_key_that_accelerate_ignores_is_refused(launched, tmp_path, added, message):
-    config = {**ZERO3, "deepspeed_config": {**ZERO3["deepspeed_config"], **added}}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        launched(config, lambda _: OPSDConfig(str(tmp_path)))
-
-
 @pytest.mark.parametrize("name", [name for name, (kind, _) in STRATEGIES.items() if kind == "DEEPSPEED"])
-def test_the_keys_of_the_shipped_files_are_known(launched, name):
-    checked = []
-    launched(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()), lambda _: checked.append(ignored_key(None)))
-    assert checked == [""]
+def test_the_keys_of_the_shipped_files_are_known(name):
+    """accelerate ignores others without a word."""
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    assert config["deepspeed_config"].keys() <= vars(launch_command_parser().parse_args(["script"])).keys()
 
 
 OPTIONS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--logging_steps", "1"]

@@ -22,7 +22,7 @@ from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd._compat.versions import set_known
 from trl_opsd.loop import dealing
 from trl_opsd.loop.overlap import Waiting
-from trl_opsd.teacher.placements import Resident
+from trl_opsd.teacher.frozen import Resident
 
 STEPS = 2
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "seed": 3}

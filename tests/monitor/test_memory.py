@@ -13,7 +13,7 @@ import vision_language
 
 import trl_opsd
 from trl_opsd import FixedRollout
-from trl_opsd.models.key_value_cache import cached_per_token
+from trl_opsd.models.weights import cached_per_token
 from trl_opsd.monitor.memory import ADVICE, explained
 
 ABSURD = 2**60

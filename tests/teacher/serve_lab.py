@@ -20,10 +20,9 @@ from aiohttp import web
 from trl_opsd import FrozenTeacher
 from trl_opsd.models.backbone import context_of
 from trl_opsd.teacher import Resident
-from trl_opsd.teacher.serve.protocol import DTYPES, Served
+from trl_opsd.teacher.serve.__main__ import ServeOptions, bound, facts
 from trl_opsd.teacher.serve.reader import Reader
-from trl_opsd.teacher.serve.server import TeacherServer
-from trl_opsd.teacher.serve.start import ServeOptions, bound, facts
+from trl_opsd.teacher.serve.server import DTYPES, Served, TeacherServer
 
 CPU = torch.device("cpu")
 STATES = {"use_activation": False, "encoding_format": "bytes_only"}

@@ -27,7 +27,7 @@ from trl_opsd.teacher import Resident, build
 from trl_opsd.teacher.frozen import bytes_per_token, pass_groups
 from trl_opsd.teacher.offloaded import HostBlock, Hosted, Prefetcher, Streamed, parts_of, tensors_of
 from trl_opsd.types import Length, Rollout
-from trl_opsd.types.kept import targets_device
+from trl_opsd.types.targets import targets_device
 
 CPU = torch.device("cpu")
 TEACHERS = {

@@ -14,7 +14,7 @@ from transformers import BartConfig, MambaConfig, Phi3Config
 
 from trl_opsd.models.backbone import backbone_of
 from trl_opsd.teacher.offloaded import Hosted, Streamed
-from trl_opsd.teacher.serve.protocol import DTYPES, Wanted, parts
+from trl_opsd.teacher.serve.server import DTYPES, Wanted, parts
 
 LENGTHS = [1, 2, 3, 30, 1, 17, 64, 5, 200, 256, 16, 18]
 

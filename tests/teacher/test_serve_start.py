@@ -17,7 +17,7 @@ import torch
 from serve_lab import STATES, Running
 
 from trl_opsd.http.urls import TEACHER_TOKEN as TOKEN
-from trl_opsd.teacher.serve.start import PROG, bound, commit, main
+from trl_opsd.teacher.serve.__main__ import PROG, bound, commit, main
 
 SECONDS = 120
 

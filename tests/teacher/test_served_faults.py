@@ -17,8 +17,8 @@ from served_lab import check_equal, rows
 
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher import replicas
-from trl_opsd.teacher.answered_states import Expected, WrongStatesError
 from trl_opsd.teacher.checkpoint_head import FinalNorm
+from trl_opsd.teacher.replicas import Expected, WrongStatesError
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from trl_opsd import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Response
 from trl_opsd.teacher import replicas
-from trl_opsd.teacher.served_checks import deadline
-from trl_opsd.types.kept import Keeper
+from trl_opsd.teacher.checks import deadline
+from trl_opsd.types.targets import Keeper
 
 
 @pytest.fixture

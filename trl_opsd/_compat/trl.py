@@ -16,7 +16,6 @@ from trl.data_utils import apply_chat_template
 from trl.generation.vllm_client import VLLMClient
 from trl.import_utils import is_vllm_available
 from trl.models.utils import unwrap_model_for_generation
-from trl.scripts.utils import DatasetConfig
 from trl.trainer import distillation_trainer
 from trl.trainer.utils import (
     create_model_from_path,
@@ -30,7 +29,6 @@ from trl.trainer.utils import (
 )
 
 __all__ = [
-    "DatasetConfig",
     "DatasetMixtureConfig",
     "DistillationConfig",
     "DistillationTrainer",

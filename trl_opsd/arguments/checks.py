@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from trl_opsd.data.tokenization import (
     warn_of_ended_text,
     warn_of_prompts,
 )
-from trl_opsd.models.backbone import context_of
+from trl_opsd.models.backbone import context_of, model_shape
 from trl_opsd.models.checks import (
     check_in_memory,
     check_own_loss,
@@ -35,7 +34,6 @@ from trl_opsd.models.checks import (
     same_weights,
     whole_checkpoint,
 )
-from trl_opsd.models.head import model_shape
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import Given
@@ -60,11 +58,9 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
 
 
 def _check_no_foreign_adapter(student: Any, teachers: Mapping[str, Any]) -> None:
-    """Refuses a student in whose layers the adapter of an earlier trainer is left, and tells of such a teacher.
-
-    PEFT puts an adapter into the layers of the model it is given. Another one would join it, and without another one
-    only what is left would be trained.
-    """
+    """Refuses a student in whose layers the adapter of an earlier trainer is left, and warns of such a teacher."""
+    # PEFT puts an adapter into the layers of the model it is given: another one would join it, and without another one
+    # only what is left would be trained.
     if isinstance(student, nn.Module) and has_foreign_adapter(student):
         raise ValueError(
             "`model` still has the adapter of an earlier trainer in its layers, where PEFT puts it: take it out, "
@@ -224,6 +220,9 @@ def look_at(
     warn_of_ended_text(tokenizer, {one.where: one.value for one in theirs if one.kind == "text"}, render)
 
 
+# ---- Datasets -------------------------------------------------------------------------------------------------------
+
+
 def surveyed(
     datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, names_teachers: bool = False
 ) -> dict[str, Rows]:
@@ -254,8 +253,7 @@ def check_datasets(
 ) -> None:
     """Checks types, columns and sizes; the rows are read later, when the tokenizer is loaded.
 
-    Of the `optional` columns, a misspelt one is refused. With `needs_privilege`, one has to give the teacher context
-    that the student does not see.
+    Of the `optional` columns, a misspelt one is refused. With `needs_privilege`, one has to give the teacher context.
     """
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
@@ -263,7 +261,10 @@ def check_datasets(
         if dataset is None:
             continue
         if not isinstance(dataset, Dataset | IterableDataset):
-            raise TypeError(f"`{where}` is {_what_to_pass(dataset, where)}.")
+            raise TypeError(
+                f"`{where}` is a {type(dataset).__name__}: expected a `datasets.Dataset` or `IterableDataset`, for "
+                "instance `load_dataset(...)['train']` or `Dataset.from_list(rows)`."
+            )
         columns = columns_of(dataset)
         check_columns(columns, where, teachers, optional, dataset.features)
         _check_stored_images(dataset, where)
@@ -297,30 +298,10 @@ def check_completions(dataset: AnyDataset | None, tools: Any, from_dataset: bool
 
 
 def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> bool:
-    """Whether a column has to give the teacher context, because it starts as the student and reads nothing else.
-
-    Without the adapter it came with, a student is another model.
-    """
-    kind = args.teacher_model_kind
+    """Whether a column has to give the teacher context, because it starts as the student and reads nothing else."""
+    kind = args.teacher_model_kind  # without the adapter it came with, a student is another model
     is_another = kind is None or (kind == "base" and not isinstance(student, str) and is_peft(student))
     return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs)
-
-
-def _what_to_pass(given: Any, where: str) -> str:
-    """What was given for a dataset, and what to give instead."""
-    kind = type(given).__name__
-    if isinstance(given, Mapping) and all(isinstance(part, Dataset | IterableDataset) for part in given.values()):
-        some = next((name for name in ("train", "test", "validation") if name in given), next(iter(given), "train"))
-        return f"a {kind} of {sorted(given)}: pass one of them, `{where}=...[{some!r}]`"
-    if isinstance(given, str | Path):
-        suffix = Path(given).suffix.lstrip(".").removesuffix("l")
-        files = f"{suffix!r}, data_files={str(given)!r}" if suffix in ("json", "csv", "parquet") else repr(str(given))
-        return f"a {kind}: pass what it names, `load_dataset({files}, split='train')`"
-    makers = {"list": "from_list(rows)", "dict": "from_dict(columns)", "DataFrame": "from_pandas(frame)"}
-    return (
-        f"a {kind}: expected a `datasets.Dataset` or `IterableDataset`, for instance "
-        f"`Dataset.{makers.get(kind, 'from_list(rows)')}`"
-    )
 
 
 def _check_stored_images(dataset: AnyDataset, where: str) -> None:
@@ -332,12 +313,7 @@ def _check_stored_images(dataset: AnyDataset, where: str) -> None:
 
 
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
-    """Checks that a dataset fills one generation batch; for a stream, that `max_steps` is set.
-
-    Raises:
-        ValueError: The dataset is too small, so that training would end after 0 steps; or it is a stream and
-            `max_steps` is not set.
-    """
+    """Refuses a dataset that does not fill one generation batch, and a stream without `max_steps`."""
     if isinstance(dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(
             f"`max_steps={args.max_steps}`: `train_dataset` is a stream, whose length is not known: set `max_steps` to "

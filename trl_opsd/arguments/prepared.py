@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
@@ -55,93 +54,7 @@ from trl_opsd.options.table import (
     without_effect_in_words,
 )
 from trl_opsd.rewards.given import Given, given_rewards
-from trl_opsd.teacher.checks import check_named_once, check_teachers, check_tokenizers
-from trl_opsd.teacher.served_checks import check_up
-
-
-def check_given(
-    *, callbacks: Any = None, optimizers: Any = (None, None), tools: Any = None, peft_config: Any = None, **given: Any
-) -> None:
-    """Refuses arguments that are classes, or stand in the place of others."""
-    for name, value in {**given, "peft_config": peft_config}.items():
-        _check_no_class(name, value)
-        if isinstance(value, os.PathLike) and not name.endswith("dataset"):  # for which there is better advice
-            raise TypeError(f"`{name}` is a {type(value).__name__}: expected a path as text, `str(path)`.")
-        if isinstance(value, Mapping):
-            for key, one in value.items():
-                if not isinstance(key, str):
-                    raise TypeError(
-                        f"`{name}` has the name {key!r}, a {type(key).__name__}: expected text, {str(key)!r}."
-                    )
-                _check_no_class(f"{name}[{key!r}]", one)
-    if isinstance(given.get("teacher_model"), TrainingArguments):
-        raise TypeError(
-            f"`teacher_model` is an {type(given['teacher_model']).__name__}: the teacher comes second, and the options "
-            "third: pass `args=`."
-        )
-    _check_model(given.get("model"))
-    _check_not_wrapped("model", given.get("model"))
-    _check_not_wrapped("teacher_model", given.get("teacher_model"))
-    _check_optimizers(optimizers)
-    _check_list("callbacks", callbacks, "`TrainerCallback`s", _is_callback)
-    _check_list("tools", tools, "functions", callable)
-    if peft_config is not None and not hasattr(peft_config, "peft_type"):
-        raise TypeError(
-            f"`peft_config` is a {type(peft_config).__name__}: expected a `PeftConfig`, such as `LoraConfig(r=16)`."
-        )
-    if (task := getattr(peft_config, "task_type", None)) not in (None, "CAUSAL_LM"):
-        raise ValueError(f"`peft_config.task_type` is {task}: the student is a causal language model, 'CAUSAL_LM'.")
-
-
-def _check_no_class(name: str, value: Any) -> None:
-    if isinstance(value, type):
-        made = "from_pretrained" if hasattr(value, "from_pretrained") and name != "peft_config" else ""
-        example = f"{value.__name__}{made and '.'}{made}(...)"
-        raise TypeError(f"`{name}` is the class {value.__name__}: pass an object, `{example}`.")
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, str | nn.Module):
-        raise TypeError(
-            f"`model` is a {type(model).__name__}: expected a path, a model id, a `PreTrainedModel` or a `PeftModel`."
-        )
-
-
-def _check_not_wrapped(name: str, model: Any) -> None:
-    kind = type(model).__name__
-    is_compiled = kind == "OptimizedModule"  # of `torch.compile`; importing its module takes seconds
-    if is_compiled or isinstance(model, nn.DataParallel | DistributedDataParallel):
-        inside = f"`{name}.{'_orig_mod' if is_compiled else 'module'}`"
-        raise TypeError(
-            f"`{name}` is a {kind} around a model: pass the model itself, {inside}; the launch wraps it as it needs."
-        )
-
-
-def _check_optimizers(optimizers: Any) -> None:
-    expected = "expected a tuple of an optimizer and a scheduler, `(optimizer, None)` for the default scheduler."
-    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
-        raise TypeError(f"`optimizers` is a {type(optimizers).__name__}: {expected}")
-    optimizer, scheduler = optimizers
-    if any(isinstance(one, type) for one in optimizers):
-        raise TypeError(f"`optimizers` holds a class: {expected} `optim` in `OPSDConfig` takes the name of one.")
-    if isinstance(optimizer, LRScheduler) or isinstance(scheduler, Optimizer):
-        raise TypeError(f"`optimizers` are in the wrong order: {expected}")
-
-
-def _check_list(name: str, value: Any, kind: str, fits: Callable[[Any], bool]) -> None:
-    if value is None:
-        return
-    if not isinstance(value, list):
-        raise TypeError(f"`{name}` is a {type(value).__name__}: expected a list of {kind}.")
-    for one in value:
-        if not fits(one):
-            raise TypeError(f"`{name}` holds a {type(one).__name__}: expected a list of {kind}.")
-
-
-def _is_callback(value: Any) -> bool:
-    """Whether transformers takes it as a callback; it makes an object of a class."""
-    return issubclass(value, TrainerCallback) if isinstance(value, type) else isinstance(value, TrainerCallback)
-
+from trl_opsd.teacher.checks import check_named_once, check_teachers, check_tokenizers, check_up
 
 logger = get_logger(__name__)
 
@@ -151,25 +64,20 @@ class Prepared:
     """The checked arguments of a trainer; no model is loaded yet."""
 
     args: OPSDConfig
-    """The options."""
     models: dict[str, Any]
     """Teacher models, paths or model ids by name; `None` is the student itself."""
     train_dataset: AnyDataset | None
-    """The rows to train on."""
     eval_dataset: EvalDatasets
-    """The rows to evaluate on."""
     reads_solutions: bool
     """Whether a column `solution` is what only the teacher reads, as it would read nothing else."""
     rows: dict[str, Rows]
-    """Both, and what is known of their rows, by their names in messages."""
+    """The datasets, and what is known of their rows, by their names in messages."""
     intake: Intake
     """Parses rows, with the names of these teachers."""
     processing_class: Any
-    """A tokenizer, or a processor around one."""
     row_columns: tuple[str, ...]
     """Columns that are read."""
     rollout: Any
-    """What generates."""
     rewards: tuple[Given, ...]
     """Reward functions and models, with their names and tokenizers."""
     without_effect: tuple[str, ...]
@@ -179,7 +87,6 @@ class Prepared:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer itself."""
         return text_tokenizer(self.processing_class)
 
     @property
@@ -205,25 +112,12 @@ def prepared(
     optimizers: Any,
     tools: Any,
     quantization_config: Any,
+    peft_config: Any,
     row_columns: Collection[str],
     pick: Callable[[Any, OPSDConfig], Any],
-    **others: Any,
 ) -> Prepared:
     """Runs every check that needs no loaded model."""
-    check_given(
-        model=model,
-        teacher_model=teacher_model,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=processing_class,
-        teacher_processing_class=teacher_processing_class,
-        rollout=rollout,
-        optimizers=optimizers,
-        tools=tools,
-        quantization_config=quantization_config,
-        **others,
-    )
+    _check_kinds(model, optimizers, peft_config)
     args = checked_args(args, model, divergence)
     fingerprint.check_accepted(args.resume_with_changes)
     rewards = tuple(given_rewards(reward_funcs, reward_processing_classes))
@@ -310,25 +204,32 @@ def _named(args: OPSDConfig, models: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared_options(args), **paths}
 
 
-def checked_args(args: DistillationConfig | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
-    """The options, or the defaults with an output folder named after the student.
+def _check_kinds(model: Any, optimizers: Any, peft_config: Any) -> None:
+    kind = type(model).__name__
+    is_compiled = kind == "OptimizedModule"  # of `torch.compile`; importing its module takes seconds
+    if is_compiled or isinstance(model, nn.DataParallel | DistributedDataParallel):
+        raise TypeError(f"`model` is a {kind} around a model: pass the model itself; the launch wraps it as it needs.")
+    if not isinstance(model, str | nn.Module):
+        raise TypeError(f"`model` is a {kind}: expected a path, a model id, a `PreTrainedModel` or a `PeftModel`.")
+    is_pair = isinstance(optimizers, tuple | list) and len(optimizers) == 2
+    if not is_pair or isinstance(optimizers[0], type | LRScheduler) or isinstance(optimizers[1], type | Optimizer):
+        raise TypeError(
+            "`optimizers`: expected a tuple of an optimizer and a scheduler, `(optimizer, None)` for the default "
+            "scheduler; `optim` in `OPSDConfig` takes the name of an optimizer."
+        )
+    if (task := getattr(peft_config, "task_type", None)) not in (None, "CAUSAL_LM"):
+        raise ValueError(f"`peft_config.task_type` is {task}: the student is a causal language model, 'CAUSAL_LM'.")
 
-    Raises:
-        TypeError: `args` is not an [`OPSDConfig`].
-        ValueError: `divergence` is neither a divergence nor the name of one, or an option was changed to a value that
-            is refused.
-    """
+
+def checked_args(args: DistillationConfig | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
+    """The options, checked again, or the defaults with an output folder named after the student."""
     a_divergence("divergence", divergence)
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         args = OPSDConfig(f"{name.split('/')[-1]}-OPSD")
     if not isinstance(args, OPSDConfig):
-        remedy = (
-            "which has every field of TRL's `DistillationConfig`; change the class name"
-            if isinstance(args, TrainingArguments)
-            else "which comes third, after the teacher; pass arguments by name"
-        )
-        raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`, {remedy}.")
+        remedy = "; it comes third, after the teacher" if not isinstance(args, TrainingArguments) else ""
+        raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`{remedy}.")
     args.check_again()
     warn_of_outside()
     return args

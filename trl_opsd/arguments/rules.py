@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import difflib
 from importlib.util import find_spec
-from typing import Any
 
-from datasets import DatasetDict, IterableDatasetDict
 from transformers import Trainer
-from transformers.integrations import get_available_reporting_integrations
-from transformers.utils import is_liger_kernel_available
 
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import by_name
@@ -20,18 +16,9 @@ from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.options.rules import Rule
 from trl_opsd.options.table import Situation
 
-_NOT_LISTED = ("azure_ml", "flyte", "kubeflow", "none", "all")
-"""Loggers whose presence transformers does not tell."""
-
-
-def _rates(now: Situation) -> list[Any]:
-    """The learning rates of an optimizer that was passed; a warmup begins at 0."""
-    groups = getattr(now.optimizers[0], "param_groups", [])
-    return [group.get("initial_lr", group.get("lr")) for group in groups]
-
 
 def _unusable_optimizer(now: Situation) -> str:
-    """The error on `optim`; transformers raises it when a training begins."""
+    """The error on `optim`; transformers raises it when a training begins, with all models loaded."""
     of_the_launch = now.deepspeed_plugin.deepspeed_config if now.deepspeed_plugin else {}
     if now.optimizers[0] is not None or "optimizer" in of_the_launch:
         return ""
@@ -56,39 +43,16 @@ LEARNING = (
         "`num_train_epochs={0.num_train_epochs}`: training would end after 0 steps: set more, or `max_steps`; to "
         "evaluate only, leave `train_dataset` out.",
     ),
-    Rule(
-        lambda now: now.optimizers[0] is None and now.learning_rate == 0,
-        "`learning_rate={0.learning_rate}`: no weight would change: set a rate, 1e-6 to 1e-5 for most models and "
-        "about ten times as much for LoRA; to evaluate only, leave `train_dataset` out.",
-    ),
-    Rule(
-        lambda now: (rates := _rates(now)) and all(rate == 0 for rate in rates),
-        "All parameters of the optimizer have a learning rate of 0, so no weight would change: set `lr`.",
-    ),
-    Rule(
-        lambda now: now.use_liger_kernel and not is_liger_kernel_available(),
-        "`use_liger_kernel=True`: `pip install liger-kernel`, or remove it.",
-    ),
     Rule(_unusable_optimizer, "`optim={0.optim.value!r}`{1}"),
 )
-"""Of a training, which would change nothing, not end as meant, or not begin."""
-
-
-def _best(now: Situation) -> str:
-    if now.save_strategy == "best":
-        return "save_strategy='best'"
-    return "load_best_model_at_end=True" if now.load_best_model_at_end else ""
+"""Of a training, which would not end as meant, or not begin; one at a rate of 0 is refused when it begins."""
 
 
 EVALUATING = (
     Rule(
-        lambda now: now.eval_strategy == "no" and _best(now),
-        "`{1}` without evaluations, so that no model would be the best: set `eval_strategy`, with an `eval_dataset`, "
-        "or leave it out.",
-    ),
-    Rule(
-        lambda now: now.metric_for_best_model is None and _best(now),
-        "`{1}` without `metric_for_best_model`: set one, for instance 'loss'.",
+        lambda now: now.eval_strategy == "no" and (now.save_strategy == "best" or now.load_best_model_at_end),
+        "`save_strategy='best'` or `load_best_model_at_end=True` without evaluations, so that no model would be the "
+        "best: set `eval_strategy`, with an `eval_dataset`, or leave it out.",
     ),
     Rule(
         lambda now: now.eval_strategy != "no" and (now.eval_dataset is None or now.eval_dataset == {}),
@@ -96,12 +60,6 @@ EVALUATING = (
     ),
 )
 """Of evaluations without rows, and a best model without evaluations."""
-
-
-def _absent_logger(now: Situation) -> str:
-    present = get_available_reporting_integrations() if now.report_to else ()
-    return next((name for name in now.report_to or () if name not in (*present, *_NOT_LISTED)), "")
-
 
 BUILDING = (
     Rule(
@@ -127,7 +85,6 @@ BUILDING = (
         lambda now: now.teacher_prompt_fn is not None and now.remove_unused_columns,
         "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False.",
     ),
-    Rule(_absent_logger, "`report_to={1!r}`: its package is not installed or is switched off: install or remove it."),
     Rule(
         lambda now: now.report and not find_spec("vl_convert"),
         "`report=True`: `pip install vl-convert-python`, which draws the curves, or remove it.",
@@ -162,16 +119,6 @@ def _ignored_column(name: str, instead: str) -> Rule:
 
 
 SURPRISES = (
-    Rule(
-        lambda now: (
-            isinstance(now.eval_dataset, DatasetDict | IterableDatasetDict)
-            and "train" in now.eval_dataset
-            and type(now.eval_dataset).__name__
-        ),
-        "`eval_dataset` is a {1}: each evaluation takes all of its splits, 'train' too. Pass one of them, or a dict of "
-        "some.",
-        warns=True,
-    ),
     _ignored_column(
         "tools",
         "pass the functions as the trainer's argument `tools`, the same for all rows, or put a row's own into its "
@@ -194,19 +141,6 @@ SURPRISES = (
         ),
         "`reward_funcs` are called in evaluations only, and this training has none: set `reward_weight` above 0 to "
         "train on rewards, or `eval_strategy` to have them reported.",
-        warns=True,
-    ),
-    Rule(
-        lambda now: now.neftune_noise_alpha,
-        "`neftune_noise_alpha={1:g}`: the figures of the training log, as `divergence/mean`, are those of a student "
-        "with noise in its embeddings, and may be many times larger than without: compare evaluations, which have "
-        "none.",
-        warns=True,
-    ),
-    Rule(
-        lambda now: now.optimizers[1] is None and 0 < now.max_steps < now.warmup_steps,
-        "`warmup_steps={0.warmup_steps:g}` with `max_steps={0.max_steps}`: training ends before the rate reaches "
-        "`learning_rate={0.learning_rate}`. Set fewer; below 1, it is a share of all steps.",
         warns=True,
     ),
 )

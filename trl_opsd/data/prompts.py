@@ -269,20 +269,17 @@ COLUMNS = ("prompt", *PRIVILEGED, "teacher")
 """The columns that are read from a dataset; all but the first are optional."""
 
 
-def check_template(template: Any) -> None:
+def check_template(option: str, template: Any) -> None:
     """Raises `ValueError` unless a template is `None`, or has both placeholders and nothing else in braces."""
-    if template is None:
-        return
-    expected = "expected text with `{prompt}` and `{privileged_context}`, and other braces doubled"
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        names = {name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"`teacher_prompt_template={template!r}`: {expected} ({error}).") from None
-    for name in ("prompt", "privileged_context"):
-        if name not in names:
-            raise ValueError(f"`teacher_prompt_template={template!r}` has no `{{{name}}}`: {expected}.")
-    if others := names - {"prompt", "privileged_context"}:
-        raise ValueError(f"`teacher_prompt_template={template!r}` has {sorted(others)} in braces: {expected}.")
+        names = {str(error)}
+    if template is not None and names != {"prompt", "privileged_context"}:
+        raise ValueError(
+            f"`{option}={template!r}` has {sorted(names)} in braces: expected text with `{{prompt}}` and "
+            "`{privileged_context}`, and other braces doubled."
+        )
 
 
 def check_prompt_fn(function: Any) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.host import TrainerHost
 from trl_opsd.loop.generation import Generate, Generation
-from trl_opsd.models.backbone import completion_hidden, preserved_mode
-from trl_opsd.models.head import logits_of, whole_head
+from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode, whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.pulled import Pulled

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from trl_opsd._compat.sharding import whole_numel
 from trl_opsd.host import Host
 from trl_opsd.losses.streamed import memory_of, tile_bytes
-from trl_opsd.models.head import shape_of
-from trl_opsd.models.key_value_cache import cached_per_token
+from trl_opsd.models.backbone import shape_of
+from trl_opsd.models.weights import cached_per_token
 from trl_opsd.types import OutputHead
 
 _LOGITS = 2 * 4

@@ -58,13 +58,12 @@ from trl_opsd.monitor.memory import explained
 from trl_opsd.monitor.metrics import recorded
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
-from trl_opsd.options.table import ReadOnce, above, from_to
+from trl_opsd.options.table import BUILD, START, ReadOnce, above, from_to
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.parallel.timeouts import Watchdog, set_group_timeout
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.checks import check_parts
-from trl_opsd.types.loss import columns
+from trl_opsd.types.loss import check_parts, columns
 
 logger = get_logger(__name__)
 
@@ -219,8 +218,8 @@ class TrainerHooks(UpstreamFixes):
         self._ahead = Ahead(self, self._generation, self._overlap.complete)
         self._loss_rows: Tensor | None = None
         self._loss_scored: Tensor | None = None
-        self._read_once = ReadOnce.by_trainer(self.args)
-        self._read_at_start = ReadOnce.by_training(self.args)
+        self._read_once = ReadOnce(self.args, BUILD)
+        self._read_at_start = ReadOnce(self.args, START)
 
     # By transformers' constructor, before it sets `use_cache` in the student's config.
     def create_accelerator_and_postprocess(self) -> None:
@@ -268,7 +267,7 @@ class TrainerHooks(UpstreamFixes):
         self.args.check_as_given()
         refuse(TRAINING, self.args)
         self.check_effect()
-        self._read_at_start = ReadOnce.by_training(self.args)
+        self._read_at_start = ReadOnce(self.args, START)
         self._dealer.forget()
         set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
@@ -769,7 +768,7 @@ class TrainerHooks(UpstreamFixes):
         elif name in DATASETS:
             if value is not getattr(self, name):
                 self.replace_dataset(name, value)
-        elif why := why_no_effect(self, name, value, self._read_once.names):
+        elif why := why_no_effect(self, name, value, self._read_once.values):
             raise AttributeError(f"`trainer.{name} = {shown(value)}` would have no effect: {why}", name=name, obj=self)
         elif name not in FIXED:  # else it is the value that it has
             super().__setattr__(name, value)

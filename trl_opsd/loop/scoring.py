@@ -24,8 +24,7 @@ from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
-from trl_opsd.types.checks import check_targets
-from trl_opsd.types.kept import kept_by_row
+from trl_opsd.types.targets import check_targets, kept_by_row
 
 logger = get_logger(__name__)
 

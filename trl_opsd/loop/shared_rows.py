@@ -18,7 +18,7 @@ from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.shared_rows import RowGroup
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.kept import kept_by_row
+from trl_opsd.types.targets import kept_by_row
 
 
 def parts_to_learn(

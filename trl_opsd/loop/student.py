@@ -15,7 +15,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.host import TrainerHost
-from trl_opsd.models.head import model_shape
+from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.parallel.precision import autocast

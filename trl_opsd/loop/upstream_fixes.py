@@ -346,7 +346,7 @@ class UpstreamFixes(DistillationTrainer):
         if not of_package(self.create_optimizer) and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             check_optimizer(self.model, self.optimizer)
         warmup = self.args.get_warmup_steps(num_training_steps)
-        if given is None and self.args.max_steps <= 0 and warmup > num_training_steps:
+        if given is None and warmup > num_training_steps:
             logger.warning(
                 f"`warmup_steps={self.args.warmup_steps:g}`, but the training has {num_training_steps} steps: it ends "
                 f"before the rate reaches `learning_rate={self.args.learning_rate}`. Set fewer; below 1, it is a share "

@@ -31,9 +31,11 @@ from trl_opsd.models.backbone import (
     completion_hidden,
     context_of,
     hidden_states,
+    logits_of,
     preserved_mode,
+    shape_of,
+    whole_head,
 )
-from trl_opsd.models.head import logits_of, shape_of, whole_head
 from trl_opsd.models.padding import PADDED, Read, Reading, gap_of_packing, prove_reading
 from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise
 from trl_opsd.parallel.rng import preserved_rng

@@ -1,4 +1,4 @@
-"""Weights by name: samples of their values, names in a checkpoint, and a model from its config alone."""
+"""Weights by name: samples, names in a checkpoint; a model from its config alone, and the size of its cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 import transformers
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trl_opsd._compat.peft import CausalLM, base_parameters
 from trl_opsd._compat.sharding import whole
+from trl_opsd._compat.versions import CACHE
 
 VALUES = 64
 """Maximum number of values sampled from one weight."""
@@ -88,3 +90,32 @@ def without_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedM
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     model: PreTrainedModel = named(config)
     return model.to(dtype)
+
+
+def cached_per_token(config: PretrainedConfig) -> int:
+    """Numbers (keys and values) per token over all layers, as an upper bound; 0 where the config states no heads."""
+    # Windows and layers that share another's cache are not subtracted.
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0)
+    if not isinstance(layers, int):
+        return 0
+    each = getattr(text, "per_layer_config", None)  # where layers differ, the whole config has no value
+    return sum(_of_layer(each[layer] if each is not None else text) for layer in range(layers))
+
+
+def _of_layer(config: PretrainedConfig) -> int:
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    heads, pairs, size, width = (one if isinstance(one := getattr(config, name, None), int) else 0 for name in names)
+    return 2 * (pairs or heads) * (size or width // heads) if heads else 0
+
+
+def cached_numbers(model: PreTrainedModel, tokens: int) -> int:
+    """Numbers that a row of so many tokens caches, recurrent states included; `model` is on the meta device."""
+    try:
+        with torch.no_grad():
+            output = model(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="meta"), use_cache=True)
+        parts = tree_leaves([vars(layer) for layer in output[CACHE].layers])
+        found = sum(one.numel() for one in parts if isinstance(one, Tensor) and one.dim() > 1)
+    except Exception:  # a family that reads tensor values, which meta tensors lack, or keeps its cache elsewhere
+        found = 0
+    return found or tokens * cached_per_token(model.config)

@@ -1,6 +1,6 @@
 """Unknown names of options and arguments: what TRL's other trainers mean by them, or the closest name here.
 
-Plain renamings of an option stand with it (`Option.also`).
+Plain renamings of an option stand with it (`Option.also`); docs/migration.md compares whole trainers.
 """
 
 from __future__ import annotations
@@ -12,126 +12,63 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, Self
 
-from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.options.table import table
 
-_SHORTEST = 3
-"""Letters of a part of a name that count as an abbreviation."""
-
-_ONE_TOKENIZER = "teacher and student share one tokenizer; `trl.experimental.gold` compares two"
-_NO_IW_OPD = "the objective of `iw_opd` is not here; 'sampled_reverse_kl' compares sampled tokens without its weights"
-_AS_DAPO = "`loss_type` of TRL's GRPO is not chosen here: each token of a completion counts alike, as in its 'dapo'"
-_PEFT = "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`"
-_WHOLE = "the loss compares the whole vocabulary; with `top_k_teacher` the teacher's likeliest, and all others as one"
-_REPROMPTED = (
-    "SDPO's prompts from successful completions and feedback are not here; `teacher_prompt_fn`, an argument of "
-    "`OPSDTrainer`, takes a row and the text of its completion and returns the teacher's prompt"
-)
-_TIMEOUT = "a request to a server has nine tenths of `ddp_timeout`, see docs/rollouts.md"
-_TOKENIZER = "set it in the tokenizer that you pass as `processing_class`"
+_MIGRATION = "docs/migration.md compares the options of that trainer with these"
+_WHOLE = "the loss compares the whole vocabulary, or with `top_k_teacher` the teacher's likeliest tokens and one rest"
 _NUMBER = "a completion is used for one optimizer step; `num_generations` is the completions of a prompt"
+_PROMPTS = "prompts are never cut; `overlong_prompts='drop'` drops those that are too long"
 
+_ADVICE = {
+    # options of distillation; the first three tell which config this was
+    "max_new_tokens": f"it is called `max_completion_length`; {_MIGRATION}",
+    "distillation_alpha": f"it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`; {_MIGRATION}",
+    "use_uld_loss": f"teacher and student share one tokenizer, `trl.experimental.gold` compares two; {_MIGRATION}",
+    "distillation_objective": "it is called `divergence`",
+    "loss_type": "`divergence` says what is compared; each token of a completion counts alike",
+    **dict.fromkeys(("distillation_mode", "distillation_topk", "loss_top_k", "teacher_top_k"), _WHOLE),
+    "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
+    "mask_truncated_completions": "override `weigh`, see docs/extending.md",
+    "teacher_model": "pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`",
+    "privileged_context": "it is a column of the dataset, see docs/teachers.md",
+    # options of reinforcement learning, and of rows
+    **dict.fromkeys(("num_iterations", "steps_per_generation"), _NUMBER),
+    "generation_batch_size": "it is `per_device_train_batch_size` x processes x `gradient_accumulation_steps`",
+    **dict.fromkeys(("max_prompt_length", "max_length", "truncation_mode"), _PROMPTS),
+    "packing": "`padding_free=True` concatenates the rows of a micro-batch",
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "the loss is on the tokens of completions only"),
+    **dict.fromkeys(("eos_token", "pad_token"), "set it in the tokenizer that you pass as `processing_class`"),
+    **dict.fromkeys(("do_sample", "num_beams"), "put it into `generation_kwargs`"),
+    # options of loading and training
+    **dict.fromkeys(("dtype", "torch_dtype", "attn_implementation"), "put it into `model_init_kwargs`"),
+    **dict.fromkeys(("student_model_name_or_path", "model_name_or_path"), "it is the argument `model` of the trainer"),
+    "use_peft": "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`",
+    "evaluation_strategy": "it is called `eval_strategy`",
+    "warmup_ratio": "it is called `warmup_steps`, where a value below 1 is a share of all steps",
+    # arguments
+    **dict.fromkeys(("tokenizer", "processor"), "it is the argument `processing_class` of `OPSDTrainer`"),
+    "teacher_tokenizer": "it is the argument `teacher_processing_class` of `OPSDTrainer`",
+    "student": "it is the argument `model` of `OPSDTrainer`",
+    **dict.fromkeys(("teacher", "ref_model"), "it is the argument `teacher_model` of `OPSDTrainer`"),
+    "dataset": "it is the argument `train_dataset` of `OPSDTrainer`",
+    "optimizer": "pass `optimizers=(optimizer, lr_scheduler)` to `OPSDTrainer`; each may be None",
+    **dict.fromkeys(("reward_func", "reward_model"), "it is the argument `reward_funcs` of `OPSDTrainer`"),
+    "rollout_func": "it is the argument `rollout` of `OPSDTrainer`, a `trl_opsd.RolloutBackend`",
+    "data_collator": "rows reach the trainer as they are, and the rollout pads them: remove it",
+    "formatting_func": "make a column 'prompt' with `dataset.map`",
+    "compute_metrics": "there are no labels to compare predictions with; an evaluation logs `eval_loss`",
+    "compute_loss_func": "pass a `divergence`, see docs/extending.md",
+}
+"""Names of TRL's other trainers that are no plain renaming, and what to do here."""
 
-def _each(advice: Mapping[str, str]) -> dict[str, str]:
-    """The same by single names."""
-    return {name: said for names, said in advice.items() for name in names.split()}
-
-
-OPTIONS = _each(
-    {
-        # distillation; the first three tell which config this was
-        "max_new_tokens": "it is called `max_completion_length`; other defaults of a `GKDConfig`: docs/migration.md",
-        "distillation_alpha": "it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`; other defaults of "
-        "an `SDFTConfig` or `SDPOConfig`: docs/migration.md",
-        "use_uld_loss": f"{_ONE_TOKENIZER}; its loss with one tokenizer, and other defaults: docs/migration.md",
-        "teacher_tokenizer_name_or_path use_extended_uld": _ONE_TOKENIZER,
-        "distillation_objective": f"it is called `divergence`; {_NO_IW_OPD}",
-        "loss_type": f"`divergence` says what is compared; {_AS_DAPO}",
-        "distillation_mode distillation_topk distillation_add_tail loss_top_k loss_add_tail add_tail_bucket": _WHOLE,
-        "teacher_top_k reverse_kl_top_1_mode": _WHOLE,
-        "distillation_weight router_aux_loss_coef": "the divergence has the weight 1, rewards have `reward_weight`",
-        "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
-        "num_loss_tokens_to_skip mask_truncated_completions": "override `weigh`, see docs/extending.md",
-        "teacher_model": "pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`",
-        "sync_ref_model": "`teacher_model_kind='ema'` is a teacher that follows the student",
-        "privileged_context": "it is a column of the dataset, see docs/teachers.md",
-        "reprompt_template solution_template feedback_template success_reward_threshold": _REPROMPTED,
-        "use_successful_as_teacher dont_reprompt_on_self_success include_environment_feedback": _REPROMPTED,
-        "environment_feedback_only_without_solution remove_thinking_from_demonstration": _REPROMPTED,
-        # reinforcement learning, and its engines
-        "num_iterations steps_per_generation": _NUMBER,
-        "epsilon epsilon_high delta importance_sampling_level off_policy_mask_threshold": "a completion is trained on "
-        "once, by the student that generated it, so there is no ratio of policies to bound",
-        "generation_batch_size train_batch_size": "it is `per_device_train_batch_size` x processes x "
-        "`gradient_accumulation_steps`, in completions",
-        "max_staleness max_inflight_tasks queue_maxsize": "`overlap='ahead'` generates the rows of the next step "
-        "during a step, one step old; see docs/overlap.md",
-        "diagnostics_warning_interval diagnostics_flat_tolerance": "`collapse_guard` watches a run",
-        "vllm_sync_frequency weight_sync_steps": "weights are sent to vLLM whenever they have changed",
-        "request_timeout weight_sync_timeout heartbeat_stale_after_s": _TIMEOUT,
-        # rows, prompts and tokens
-        "max_prompt_length max_reprompt_len truncation_mode": "prompts are never cut; `overlong_prompts='drop'` drops "
-        "those that are too long",
-        "max_length": "`max_completion_length` limits completions; prompts are never cut, see `overlong_prompts`",
-        "packing packing_strategy eval_packing": "`padding_free=True` concatenates the rows of a micro-batch",
-        "completion_only_loss assistant_only_loss": "the loss is on the tokens of completions, and on no others",
-        "eos_token pad_token chat_template_path": _TOKENIZER,
-        "eos_token_id stop_strings": "`generation_kwargs={'eos_token_id': ...}` says which tokens end a completion",
-        "do_sample num_beams": "put it into `generation_kwargs`",
-        # loading
-        "dtype torch_dtype attn_implementation device_map model_revision": "it says how to load a model: put it into "
-        "`model_init_kwargs` or `teacher_model_init_kwargs`",
-        "load_in_4bit load_in_8bit": "pass `quantization_config` to `OPSDTrainer`",
-        "student_model_name_or_path model_name_or_path": "pass it to `OPSDTrainer` as `model`",
-        "use_peft": _PEFT,
-        # the training loop, and earlier versions of transformers
-        "evaluation_strategy": "it is called `eval_strategy`",
-        "warmup_ratio": "it is called `warmup_steps`, where a value below 1 is a share of all steps",
-        "log_completions_steps": "`log_completions=True` logs every `logging_steps`",
-        "activation_offloading": f"`{CHECKPOINTING}`, which is on by default, saves that memory",
-        "mixed_precision precision": "set `bf16` or `fp16`",
-    }
-)
-"""Options of TRL's other trainers that are no plain renaming, and what to do here."""
-
-FAMILIES = {
+_FAMILIES = {
     "student_": "it says how to load the student: put it, without 'student_', into `model_init_kwargs`",
     "teacher_": "it says how to load the teacher: put it, without 'teacher_', into `teacher_model_init_kwargs`",
-    "lora_": _PEFT,
+    "lora_": "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`",
     "dataset_": "pass the dataset itself to `OPSDTrainer`, as `train_dataset` or `eval_dataset`",
     "reward_": "rewards are passed to `OPSDTrainer`, as `reward_funcs`; `reward_weight` is their weight in training",
-    "sapo_": _AS_DAPO,
-    "vespo_": _AS_DAPO,
-    "uld_": _ONE_TOKENIZER,
-    "iw_opd_": _NO_IW_OPD,
-    "vllm_importance_sampling_": "weights of single tokens are bounded by `vllm_importance_sampling_clip_max`",
 }
 """What to do instead of options with these prefixes."""
-
-ARGUMENTS = _each(
-    {
-        "tokenizer": "it is called `processing_class`",
-        "teacher_tokenizer": "it is called `teacher_processing_class`",
-        "student student_model": "it is called `model`",
-        "teacher": "it is called `teacher_model`",
-        "ref_model": "it is called `teacher_model`; `teacher_model_kind` makes the student its own teacher",
-        "config training_args": "it is called `args`",
-        "dataset": "it is called `train_dataset`",
-        "optimizer lr_scheduler": "pass `optimizers=(optimizer, lr_scheduler)`, each of which may be None",
-        "lora_config": "it is called `peft_config`",
-        "reward_func reward_functions reward_model": "it is called `reward_funcs`",
-        "reward_tokenizers": "it is called `reward_processing_classes`",
-        "rollout_func": "it is called `rollout`, a `trl_opsd.RolloutBackend`",
-        "data_collator": "rows reach the trainer as they are, and the rollout pads them: remove it",
-        "formatting_func": "make a column 'prompt' with `dataset.map`",
-        "compute_metrics preprocess_logits_for_metrics": "there are no labels to compare predictions with; an "
-        "evaluation logs `eval_loss` and `eval_divergence/mean`",
-        "compute_loss_func": "pass a `divergence`, see docs/extending.md",
-        "loss": "it is called `divergence`",
-        "model_init": "pass the model itself",
-    }
-)
-"""Arguments of other trainers, and what to do here."""
 
 TRAINER_ARGUMENTS = (
     *("model", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks", "optimizers"),
@@ -141,19 +78,28 @@ TRAINER_ARGUMENTS = (
 """Arguments of `OPSDTrainer` that are no options as well."""
 
 
-# ---- Advice ---------------------------------------------------------------------------------------------------------
-
-
 @cache
-def renamed(config: type) -> Mapping[str, str]:
-    """Advice about every option that other trainers have: plain renamings, and [`OPTIONS`]."""
+def advice(config: type) -> Mapping[str, str]:
+    """What to do instead of every name of other trainers."""
     also = {other: f"it is called `{name}`" for name, one in table(config).items() for other in one.also.split()}
-    return {**also, **OPTIONS}
+    return {**also, **_ADVICE}
 
 
-def known_elsewhere(name: str, config: type) -> str:
-    """What to do instead of an option of another trainer, or of its prefix; empty for an unknown name."""
-    return renamed(config).get(name) or next((said for start, said in FAMILIES.items() if name.startswith(start)), "")
+def instead(name: str, known: Iterable[str], config: type) -> str:
+    """What to do instead of an unknown option or argument; empty if nothing is near."""
+    prefix = next((start for start in _FAMILIES if name.startswith(start)), "")
+    close = did_you_mean(name, [one for one in known if one.startswith(prefix)])
+    return advice(config).get(name) or close or _FAMILIES.get(prefix, "")
+
+
+def explained(what: str, name: str, known: Collection[str], config: Any) -> str:
+    """A sentence about an option or an argument, as `what` says, that does not exist."""
+    if what == "option" and name in TRAINER_ARGUMENTS:
+        return f"has no option {name!r}: it is an argument of `OPSDTrainer`."
+    if what == "argument" and name in {one.name for one in fields(config)}:
+        return f"has no argument {name!r}: it is an option, `args=OPSDConfig({name}=...)`."
+    found = instead(name, known, config) or "docs/reference.md lists all, docs/migration.md those of other trainers."
+    return f"has no {what} {name!r}: {found}"
 
 
 def without_meaning(name: str, config: type, known: Collection[str]) -> str:
@@ -163,46 +109,15 @@ def without_meaning(name: str, config: type, known: Collection[str]) -> str:
     """
     if name.startswith("_"):
         return ""
-    if "_" in name and (elsewhere := renamed(config).get(name) or ARGUMENTS.get(name)):
-        return elsewhere
+    if "_" in name and name in advice(config):
+        return advice(config)[name]
     candidates = [one for one in known if not one.startswith("_") and not name.startswith(one)]
     close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.9)
     return f"nothing reads it, did you mean `{close[0]}`" if close else ""
 
 
-def explained_option(name: str, known: Collection[str], config: type) -> str:
-    """A sentence about an option that a config does not have."""
-    options = renamed(config)
-    if name not in options and name in TRAINER_ARGUMENTS:
-        return f"has no option {name!r}: it is an argument of `OPSDTrainer`."
-    if name not in options and name in ARGUMENTS:
-        return f"has no option {name!r}; of `OPSDTrainer`: {ARGUMENTS[name]}."
-    return f"has no option {name!r}{_instead(name, options, config, known)}"
-
-
-def explained_argument(name: str, known: Collection[str], config: Any) -> str:
-    """A sentence about an argument that the trainer does not have."""
-    options = renamed(config)
-    if name not in ARGUMENTS and name in {one.name for one in fields(config)}:
-        return f"has no argument {name!r}: it is an option, `args=OPSDConfig({name}=...)`."
-    if name not in ARGUMENTS and name in options:
-        return f"has no argument {name!r}; in `OPSDConfig`: {options[name]}."
-    return f"has no argument {name!r}{_instead(name, ARGUMENTS, config, known)}"
-
-
-def _instead(name: str, elsewhere: Mapping[str, str], config: type, known: Collection[str]) -> str:
-    if name in elsewhere:
-        return f": {elsewhere[name]}."
-    family = next((start for start in FAMILIES if name.startswith(start)), "")
-    if close := did_you_mean(name, [one for one in known if one.startswith(family)]):
-        return f". {close[0].upper()}{close[1:]}"
-    similar = "".join(difflib.get_close_matches(name, renamed(config), n=1, cutoff=0.9))
-    said = known_elsewhere(name, config) or known_elsewhere(similar, config)
-    return f": {said}." if said else ". docs/reference.md lists all."
-
-
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """At most three known names: the one it may be a slip of, or those that begin with it or have all of its parts.
+    """The known name that this one may be a slip of, or at most three that have all of its parts.
 
     Example:
 
@@ -213,22 +128,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """
     # None where none is near: a wrong hint costs more than no hint.
     known = list(known)
-    begin = [one for one in known if one.startswith(name) and len(name) >= _SHORTEST]
-    longer = begin or [one for one in known if "_" in name and _has_parts(one, name)]
-    return (
-        difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-        or difflib.get_close_matches(name, longer, n=3, cutoff=0)
-        or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    )
-
-
-def _has_parts(known: str, name: str) -> bool:
-    """Whether each part of a name begins, or is, a part of a known one."""
-    parts = known.split("_")
-    return all(
-        any(one == part or (len(part) >= _SHORTEST and one.startswith(part)) for one in parts)
-        for part in name.split("_")
-    )
+    longer = [one for one in known if set(name.split("_")) <= set(one.split("_"))]
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.8) or longer[:3]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -20,28 +20,22 @@ from trl_opsd.losses import SampledReverseKL
 from trl_opsd.options.foreign_names import did_you_mean
 from trl_opsd.options.table import is_number
 
+# ---- Text and JSON --------------------------------------------------------------------------------------------------
+
 _WORDS = {
     **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
 }
 _EXPECTED = {bool: "True or False", int: "an integer", float: "a number"}
-_Class = TypeVar("_Class", bound=type[Any])
-_ENTRY = re.compile(r"^ {4}(\w+) \(.*\):\n((?: {8}.*\n)+)", re.MULTILINE)
-"""One parameter of a docstring in TRL's format: its name, and its description."""
-_REFERENCE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]")
-"""A name that a page of documentation would link."""
 
 
 def convert_text(args: TrainingArguments) -> None:
-    """Converts options in place: `"1e-5"` to a number, `"False"` to a boolean, 1e3 to an integer where one is expected.
-
-    YAML 1.1, which PyYAML reads, takes `1e-5` for text, since it has no dot, and `no` for False, also as a strategy.
-    Which option is a number is read from the types of the config's fields.
-    """
+    """Converts options in place, by the types of their fields: `"1e-5"` to a number, `"False"` to a boolean."""
     for name, hint in get_type_hints(type(args)).items():
         kinds = set(get_args(hint) or (hint,)) - {type(None)}
         if len(kinds) == 1 and (kind := kinds.pop()) in _EXPECTED and (value := getattr(args, name)) is not None:
             setattr(args, name, _converted(name, value, kind))
+    # YAML 1.1, which PyYAML reads, takes `1e-5` for text, since it has no dot, and `no` for False.
     for name in ("logging_strategy", "eval_strategy", "save_strategy"):
         if getattr(args, name) is False:
             setattr(args, name, "no")
@@ -53,15 +47,13 @@ def _converted(name: str, value: Any, kind: type) -> Any:
             return _WORDS[value.strip().lower()] if isinstance(value, str) else value
         if isinstance(value, bool) or not isinstance(value, str | Real):
             raise ValueError("not a number")
-        if kind is float:
-            return value if isinstance(value, int) else float(value)
         if isinstance(value, Integral):
             return int(value)
         number = float(value)
-        if not math.isfinite(number) or number != int(number):
+        if kind is int and number != math.floor(number):  # which raises for infinity and NaN
             raise ValueError("not an integer")
-        return int(number)
-    except (KeyError, ValueError) as error:
+        return kind(number)
+    except (KeyError, ValueError, OverflowError) as error:
         raise ValueError(f"`{name}={value!r}`: expected {_EXPECTED[kind]}.") from error
 
 
@@ -74,29 +66,30 @@ def check_json(args: TrainingArguments) -> None:
                 json.loads(value)
             except ValueError as error:
                 raise ValueError(
-                    f"`{name}={value!r}` is not JSON ({error}): put names and texts in double quotes, for instance "
-                    '\'{"revision": "main"}\', or pass a dict.'
+                    f"`{name}={value!r}` is not JSON ({error}): put names and texts in double quotes, or pass a dict."
                 ) from None
         elif name.endswith("_kwargs") and not isinstance(value, dict | None):
             raise ValueError(f"`{name}={value!r}`: expected a dict of options, or the JSON of one.")
 
 
-def settle_loading(args: TrainingArguments) -> None:
-    """Gives the dtype in `*_init_kwargs` its present name, in place, and refuses what is said twice there.
+# ---- Loading --------------------------------------------------------------------------------------------------------
 
-    TRL loads a student as `dtype` says, or in float32, and never looks for `torch_dtype`.
-    """
+
+def settle_loading(args: TrainingArguments) -> None:
+    """Gives the dtype in `*_init_kwargs` its present name, in place, and refuses two values for one thing."""
     for option in ("model_init_kwargs", "teacher_model_init_kwargs"):
         loading = dict(getattr(args, option) or {})
+        # TRL loads a student as `dtype` says, or in float32, and never looks for `torch_dtype`.
         if (older := loading.pop("torch_dtype", None)) is not None:
-            _check_once("dtype", loading.setdefault("dtype", older), option, "torch_dtype", older)
+            check_once("dtype", loading.setdefault("dtype", older), option, "torch_dtype", older)
             setattr(args, option, loading)
     if (revision := args.teacher_model_revision) is not None:
         again = (args.teacher_model_init_kwargs or {}).get("revision", revision)
-        _check_once("teacher_model_revision", revision, "teacher_model_init_kwargs", "revision", again)
+        check_once("teacher_model_revision", revision, "teacher_model_init_kwargs", "revision", again)
 
 
-def _check_once(name: str, value: Any, option: str, key: str, again: Any) -> None:
+def check_once(name: str, value: Any, option: str, key: str, again: Any) -> None:
+    """Raises `ValueError` if an option and a key of another one are different values for one thing."""
     if value != again:
         raise ValueError(
             f"`{name}={value!r}` and `{option}={{{key!r}: {again!r}}}` are two values for one thing: remove one of "
@@ -104,45 +97,32 @@ def _check_once(name: str, value: Any, option: str, key: str, again: Any) -> Non
         )
 
 
-def with_help(described: _Class) -> _Class:
-    """Decorates a dataclass: each field that has no `help` of its own gets its description in the class's docstring.
-
-    `HfArgumentParser` passes it to argparse, which reads `%` as a format.
-    """
-    meanings = dict(_ENTRY.findall(f"{getdoc(described) or ''}\n"))
-    for field in fields(described):
-        if field.name in meanings and "help" not in field.metadata:
-            meaning = _REFERENCE.sub(r"`\1`", " ".join(meanings[field.name].split())).replace("%", "%%")
-            field.metadata = MappingProxyType({**field.metadata, "help": meaning})
-    return described
-
+# ---- `generation_kwargs` --------------------------------------------------------------------------------------------
 
 _OPTIONS = {
     "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length",
     **{name: name for name in ("top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")},
 }
-"""Those that are a trainer option under the name of `transformers` or vLLM, with that option."""
+"""Keys that are a trainer option under the name of `transformers` or vLLM, with that option."""
 
 _WITHOUT_EFFECT = {
     "max_length": "`max_completion_length` limits the new tokens, and takes precedence",
     "pad_token_id": "rows are padded with the tokenizer's padding token, and masked",
 }
-"""Those that change no completion, and why."""
+"""Keys that change no completion, and why."""
 
 _NEEDED = "the trainer needs one completion of token ids for each prompt"
 _SEVERAL = f"{_NEEDED}, and asks for each of several (`num_generations`) by itself"
 _FIXED = {
-    "num_return_sequences": (1, _SEVERAL),
-    "n": (1, _SEVERAL),
-    "best_of": (1, _SEVERAL),
+    **dict.fromkeys(("num_return_sequences", "n", "best_of"), (1, _SEVERAL)),
     "return_dict_in_generate": (False, _NEEDED),
     "disable_compile": (
         True,
         "TRL always sets it to True; decoding is compiled with `rollout=HFRollout(compile=True)`",
     ),
 }
-"""Those that can only have one value, and why."""
+"""Keys that can only have one value, and why."""
 
 _ONE_ROW = "decodes one row at a time, but a rollout is a batch: remove it"
 FAIL_IN_GENERATE = {
@@ -152,12 +132,12 @@ FAIL_IN_GENERATE = {
     "assistant_early_exit": _ONE_ROW,
     "token_healing": "rewrites the end of a prompt, but a rollout keeps it: remove it",
 }
-"""Those that `generate` refuses only in the middle of a run, and why."""
+"""Keys that `generate` refuses only in the middle of a run, and why."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options of which a checkpoint's generation config may have others."""
 ENDS = ("eos_token_id", "stop_token_ids", "ignore_eos")
-"""Those that determine the end tokens."""
+"""Keys that determine the end tokens."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0, None),
@@ -169,21 +149,18 @@ _OFF: dict[str, tuple[Any, ...]] = {
 _OFF_IN_GENERATE: dict[str, tuple[Any, ...]] = {
     **_OFF,
     "do_sample": (True, None),
-    "typical_p": (1.0, None),
-    "epsilon_cutoff": (0.0, None),
-    "eta_cutoff": (0.0, None),
     "num_beams": (1, None),
-    "frequency_penalty": (0.0, None),
-    "presence_penalty": (0.0, None),
+    "typical_p": (1.0, None),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "frequency_penalty", "presence_penalty"), (0.0, None)),
 }
-"""The same, of options that only `generate` or an engine has."""
+"""The same, of keys that only `generate` or an engine has."""
 _CHANGE_NO_CHOICE = (
     *("eos_token_id", "stop_token_ids", "ignore_eos", "stop", "include_stop_str_in_output", "max_new_tokens"),
     *("max_tokens", "max_time", "seed", "use_cache", "max_cache_len", "prefill_chunk_size", "compile_config"),
     *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind", "priority", "timeout"),
     *("renormalize_logits", "remove_invalid_values", "length_penalty", "early_stopping"),
 )
-"""Those that say where a completion ends, or how fast it comes, and not which token is drawn. Any other may."""
+"""Keys that say where a completion ends, or how fast it comes, and not which token is drawn. Any other may."""
 
 
 def settle_sampling(args: DistillationConfig) -> None:
@@ -212,34 +189,32 @@ def settle_sampling(args: DistillationConfig) -> None:
                 f"completions are sampled at temperature {value}, the loss keeps `temperature={args.temperature}`"
             )
     args.generation_kwargs = rest or None
-    _check_known(args)
+    for name, value in rest.items():
+        _check_key(args, name, value)
     if notes:
         warnings.warn(f"`generation_kwargs`: {'; '.join(notes)}.", stacklevel=4)  # where the config is made
 
 
-def _check_known(args: DistillationConfig) -> None:
+def _check_key(args: DistillationConfig, name: str, value: Any) -> None:
+    given = _shown(name, value)
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {"eos_token_id"}
     of_both = {*known, *ENDS, "seed"} - FAIL_IN_GENERATE.keys()
-    for name, value in (args.generation_kwargs or {}).items():
-        given = _shown(name, value)
-        if args.has_engine and args.seq_kd and (name not in of_both or (name == "temperature" and not value)):
-            raise ValueError(
-                f"{given} with `seq_kd=True`: an engine follows it, and the teacher, which calls `generate` of "
-                "transformers, cannot: remove it, or have the teacher generate before, into a column 'completion'."
-            )
-        if name in ("eos_token_id", "stop_token_ids") and not all(map(_is_token, _listed(value))):
-            raise ValueError(f"{given}: expected a token id, or a list of them, of which each ends a completion.")
-        if args.has_engine:  # which knows others, and says so
-            continue
-        if name in FAIL_IN_GENERATE:
-            raise ValueError(f"{given}: it {FAIL_IN_GENERATE[name]}.")
-        if name == "temperature" and not (is_number(value) and 0 < value < math.inf):
-            raise ValueError(
-                f"{given}: expected a finite number above 0; for greedy decoding set 'do_sample' to False."
-            )
-        if name not in known:
-            hint = did_you_mean(name, known) or "see `transformers.GenerationConfig` for all of them."
-            raise ValueError(f"{given} is not an option of `generate`: {hint}")
+    if args.has_engine and args.seq_kd and (name not in of_both or (name == "temperature" and not value)):
+        raise ValueError(
+            f"{given} with `seq_kd=True`: an engine follows it, and the teacher, which calls `generate` of "
+            "transformers, cannot: remove it, or have the teacher generate before, into a column 'completion'."
+        )
+    if name in ("eos_token_id", "stop_token_ids") and not all(map(_is_token, _listed(value))):
+        raise ValueError(f"{given}: expected a token id, or a list of them, of which each ends a completion.")
+    if args.has_engine:  # which knows others, and says so
+        return
+    if name in FAIL_IN_GENERATE:
+        raise ValueError(f"{given}: it {FAIL_IN_GENERATE[name]}.")
+    if name == "temperature" and not (is_number(value) and 0 < value < math.inf):
+        raise ValueError(f"{given}: expected a finite number above 0; for greedy decoding set 'do_sample' to False.")
+    if name not in known:
+        hint = did_you_mean(name, known) or "see `transformers.GenerationConfig` for all of them."
+        raise ValueError(f"{given} is not an option of `generate`: {hint}")
 
 
 def check_sampled(args: Any, divergence: Any) -> None:
@@ -294,3 +269,23 @@ def _is_token(value: Any) -> bool:
 
 def _shown(name: str, value: Any) -> str:
     return f"`generation_kwargs={{{name!r}: {value!r}}}`"
+
+
+# ---- Help of a command line -----------------------------------------------------------------------------------------
+
+_Class = TypeVar("_Class", bound=type[Any])
+_ENTRY = re.compile(r"^ {4}(\w+) \(.*\):\n((?: {8}.*\n)+)", re.MULTILINE)
+"""One parameter of a docstring in TRL's format: its name, and its description."""
+_REFERENCE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]")
+"""A name that a page of documentation would link."""
+
+
+def with_help(described: _Class) -> _Class:
+    """Decorates a dataclass: each field that has no `help` of its own gets its description in the class's docstring."""
+    meanings = dict(_ENTRY.findall(f"{getdoc(described) or ''}\n"))
+    for field in fields(described):
+        if field.name in meanings and "help" not in field.metadata:
+            # `HfArgumentParser` passes it to argparse, which reads `%` as a format.
+            meaning = _REFERENCE.sub(r"`\1`", " ".join(meanings[field.name].split())).replace("%", "%%")
+            field.metadata = MappingProxyType({**field.metadata, "help": meaning})
+    return described

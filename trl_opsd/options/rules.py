@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from accelerate import ParallelismConfig
@@ -26,8 +24,7 @@ from trl_opsd.losses import Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS
 from trl_opsd.losses.token_selection import LATE
-from trl_opsd.options.foreign_names import did_you_mean
-from trl_opsd.options.table import Values, above, at_least, below, one_of, shown
+from trl_opsd.options.table import Values, above, below, one_of, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,81 +97,50 @@ def _uneven_groups(args: Any) -> str:
     return f"{rows} = {_factors(args)}" if rows % args.num_generations else ""
 
 
-# ---- Before transformers reads the options --------------------------------------------------------------------------
-
-
-def _file_above(args: Any) -> str:
-    folder = Path(args.output_dir or ".").absolute()
-    return next((repr(str(one)) for one in (folder, *folder.parents) if one.is_file()), "")
-
-
-def _interval(name: str, strategy: str) -> Rule:
-    def broken(args: Any) -> bool:
-        every, kind = getattr(args, name), getattr(args, strategy)
-        if getattr(kind, "value", kind) != "steps" or (name == "eval_steps" and not every):  # then `logging_steps`
-            return False
-        return not (at_least(0).fits(every) and every and (every < 1 or every == int(every)))
-
-    expected = "expected a number of optimizer steps, or below 1 a share of all of them."
-    return Rule(broken, f"`{name}={{0.{name}!r}}`: {expected}")
-
-
-BEFORE = (
-    Rule(_file_above, "`output_dir={0.output_dir!r}`: {1} is a file: name a folder."),
-    _interval("logging_steps", "logging_strategy"),
-    _interval("save_steps", "save_strategy"),
-    _interval("eval_steps", "eval_strategy"),
-)
-"""Of options as they are given."""
-
-
 # ---- The launch, before accelerate is started -----------------------------------------------------------------------
 
 
-def ignored_key(_: Any) -> str:
-    """A key of `deepspeed_config` in the accelerate file that accelerate drops without a word; it checks others."""
-    given = [name for name in os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",") if name]
-    if not given:
-        return ""
-    from accelerate.commands.launch import launch_command_parser  # slow to import
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What rules about the launch read: its parallelism, and the options."""
 
-    known = vars(launch_command_parser().parse_args(["script"]))
-    wrong = next((name for name in given if name not in known), None)
-    hint = wrong and (did_you_mean(wrong, known) or "remove it, or write a file for `deepspeed_config_file`.")
-    return f"'{wrong}', which accelerate ignores: {hint}" if wrong else ""
+    args: Any
+    sizes: ParallelismConfig
+    processes: int
+    deepspeed: bool
+    fsdp: bool
+
+    @classmethod
+    def of(cls, args: Any) -> Launch:
+        deepspeed, fsdp = (os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("DEEPSPEED", "FSDP"))
+        return cls(args, launched(args), _processes(), deepspeed, fsdp)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether processes have rows of their own, and not parts of a row."""
+        return not self.sizes.sp_enabled and self.sizes.data_parallel_size > 1
 
 
 def _processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _has(plugin: str) -> bool:
-    return os.environ.get(f"ACCELERATE_USE_{plugin}") == "true"
-
-
-def _sized(broken: Callable[[Any, ParallelismConfig], Any], message: str) -> Rule:
-    """A rule about `{1.sizes}` of parallelism on `{1.processes}` processes."""
-
-    def found(args: Any) -> SimpleNamespace | None:
-        sizes = launched(args)
-        return SimpleNamespace(sizes=sizes, processes=_processes()) if broken(args, sizes) else None
-
-    return Rule(found, f"`parallelism_config`: {message}")
-
-
-def _with_sequences(broken: Callable[[Any, ParallelismConfig], Any], message: str) -> Rule:
-    return _sized(
-        lambda args, sizes: sizes.sp_enabled and broken(args, sizes), f"`sp_size={{1.sizes.sp_size}}` {message}"
+def _with_sequences(broken: Callable[[Launch], Any], message: str) -> Rule:
+    return Rule(
+        lambda at: at.sizes.sp_enabled and broken(at),
+        f"`parallelism_config`: `sp_size={{0.sizes.sp_size}}` {message}",
     )
 
 
-def _not_with_sequences(name: str, *fine: Any) -> Rule:
-    message = f"with `{name}={{0.{name}}}` is not supported: remove one of them."
-    return _with_sequences(lambda args, _: getattr(args, name) not in fine, message)
-
-
-def _with_replicas(broken: Callable[[ParallelismConfig], Any], message: str) -> Rule:
-    return _sized(lambda _, sizes: not sizes.sp_enabled and sizes.data_parallel_size > 1 and broken(sizes), message)
+def _of_whole_rows(at: Launch) -> str:
+    """An option that needs whole rows in a process."""
+    fine: dict[str, list[Any]] = {
+        "padding_free": [False],
+        "pad_to_multiple_of": [None, "auto"],
+        "torch_compile": [False],
+    }
+    values = {name: getattr(at.args, name) for name in fine}
+    return next((shown(name, value) for name, value in values.items() if value not in fine[name]), "")
 
 
 _INSTEAD = (
@@ -183,51 +149,56 @@ _INSTEAD = (
 )
 
 LAUNCH = (
-    Rule(ignored_key, "`deepspeed_config` in the accelerate file has the key {1}"),
-    _sized(lambda _, sizes: sizes.tp_size > 1, f"`tp_size={{1.sizes.tp_size}}`: tensor parallelism {_INSTEAD}"),
-    _sized(lambda _, sizes: sizes.cp_size > 1, f"`cp_size={{1.sizes.cp_size}}`: context parallelism {_INSTEAD}"),
+    Rule(
+        lambda at: at.sizes.tp_size > 1,
+        f"`parallelism_config`: `tp_size={{0.sizes.tp_size}}`: tensor parallelism {_INSTEAD}",
+    ),
+    Rule(
+        lambda at: at.sizes.cp_size > 1,
+        f"`parallelism_config`: `cp_size={{0.sizes.cp_size}}`: context parallelism {_INSTEAD}",
+    ),
     _with_sequences(
-        lambda args, _: args.parallelism_config is not None,
+        lambda at: at.args.parallelism_config is not None,
         "as an option: TRL refuses it; put it into the accelerate file (`sp.yaml`).",
     ),
     _with_sequences(
-        lambda *_: not _has("DEEPSPEED"),
+        lambda at: not at.deepspeed,
         "in a launch without DeepSpeed, whose Ulysses divides the rows: launch with `distributed_type: DEEPSPEED` "
         "(`trl_opsd/accelerate_configs/sp.yaml`), or remove it.",
     ),
     _with_sequences(
-        lambda _, sizes: (
-            _processes() % sizes.sp_size or sizes.data_parallel_size not in (1, _processes() // sizes.sp_size)
+        lambda at: (
+            at.processes % at.sizes.sp_size or at.sizes.data_parallel_size not in (1, at.processes // at.sizes.sp_size)
         ),
-        "on {1.processes} processes, with a data parallel size of {1.sizes.data_parallel_size}: expected a divisor of "
+        "on {0.processes} processes, with a data parallel size of {0.sizes.data_parallel_size}: expected a divisor of "
         "`num_processes`; leave `dp_replicate_size` and `dp_shard_size` out.",
     ),
     _with_sequences(
-        lambda _, sizes: not sizes.sp_handler.sp_seq_length_is_variable,
+        lambda at: not at.sizes.sp_handler.sp_seq_length_is_variable,
         "with `sp_seq_length`: completions differ in length: leave it out.",
     ),
     _with_sequences(
-        lambda args, _: args.token_selection in LATE,
-        "with `token_selection={0.token_selection!r}`: the tokens of a row lie on several processes, none of which "
-        "knows the scores of all: set 'prefix' or 'random', or remove `sp_size`.",
+        lambda at: at.args.token_selection in LATE,
+        "with `token_selection={0.args.token_selection!r}`: the tokens of a row lie on several processes, none of "
+        "which knows the scores of all: set 'prefix' or 'random', or remove `sp_size`.",
     ),
-    _not_with_sequences("padding_free", False),
-    _not_with_sequences("pad_to_multiple_of", None, "auto"),
-    _not_with_sequences("torch_compile", False),
-    _with_replicas(
-        lambda sizes: sizes.dp_shard_size > 1 and not _has("FSDP"),
-        "`dp_shard_size={1.sizes.dp_shard_size}` in a launch without FSDP, where nothing would be sharded: launch with "
-        "`distributed_type: FSDP` and `fsdp_version: 2` (`trl_opsd/accelerate_configs/hsdp.yaml`), or remove it; "
-        "DeepSpeed shards by its `zero_stage`.",
+    _with_sequences(_of_whole_rows, "with {1} is not supported: remove one of them."),
+    Rule(
+        lambda at: at.has_replicas and at.sizes.dp_shard_size > 1 and not at.fsdp,
+        "`parallelism_config`: `dp_shard_size={0.sizes.dp_shard_size}` in a launch without FSDP, where nothing would "
+        "be sharded: launch with `distributed_type: FSDP` and `fsdp_version: 2` "
+        "(`trl_opsd/accelerate_configs/hsdp.yaml`), or remove it; DeepSpeed shards by its `zero_stage`.",
     ),
-    _with_replicas(
-        lambda sizes: _has("FSDP") and (sizes.dp_shard_size == 1 or sizes.data_parallel_size != _processes()),
-        "{1.sizes.dp_replicate_size} replicas (`dp_replicate_size`) of {1.sizes.dp_shard_size} shards "
-        "(`dp_shard_size`) on {1.processes} processes: expected at least 2 shards, and a product equal to "
+    Rule(
+        lambda at: (
+            at.has_replicas and at.fsdp and (at.sizes.dp_shard_size == 1 or at.sizes.data_parallel_size != at.processes)
+        ),
+        "`parallelism_config`: {0.sizes.dp_replicate_size} replicas (`dp_replicate_size`) of {0.sizes.dp_shard_size} "
+        "shards (`dp_shard_size`) on {0.processes} processes: expected at least 2 shards, and a product equal to "
         "`num_processes`.",
     ),
 )
-"""What is sharded by what, and over how many processes."""
+"""What is sharded by what, and over how many processes; conditions read a [`Launch`]."""
 
 
 # ---- After transformers has read the options ------------------------------------------------------------------------
@@ -275,12 +246,18 @@ def _several_alike(name: str) -> Rule:
     )
 
 
-def _moved_teacher(key: str, why: str) -> Rule:
-    return Rule(
-        lambda args: args.teacher_offload != "none" and (args.teacher_model_init_kwargs or {}).get(key) is not None,
-        f"`teacher_offload={{0.teacher_offload!r}}` with `{key}` in `teacher_model_init_kwargs`: {why}: remove it, or "
-        "leave `teacher_offload='none'`.",
-    )
+_UNMOVABLE = {
+    "quantization_config": "quantised weights carry state that belongs to the device they were created on",
+    "device_map": "accelerate would already move the weights",
+    "tp_plan": "the weights would already be sharded",
+}
+"""Keys of `teacher_model_init_kwargs` with which `teacher_offload` cannot move the weights, and why."""
+
+
+def _unmovable(args: Any) -> str:
+    given = {} if args.teacher_offload == "none" else args.teacher_model_init_kwargs or {}
+    found = (f"`{key}` in `teacher_model_init_kwargs`: {why}" for key, why in _UNMOVABLE.items() if key in given)
+    return next(found, "")
 
 
 def _rows_twice(name: str, value: bool, why: str, on_one: bool = False) -> Rule:
@@ -341,11 +318,10 @@ AFTER = (
         optim=_STEPS_IN_BACKWARD,
     ),
     # the teacher
-    _moved_teacher(
-        "quantization_config", "quantised weights carry state that belongs to the device they were created on"
+    Rule(
+        _unmovable,
+        "`teacher_offload={0.teacher_offload!r}` with {1}: remove it, or leave `teacher_offload='none'`.",
     ),
-    _moved_teacher("device_map", "accelerate would already move the weights"),
-    _moved_teacher("tp_plan", "the weights would already be sharded"),
     Rule(
         lambda args: args.teacher_offload == "zero3" and not is_deepspeed_zero3_enabled(),
         "`teacher_offload='zero3'`: this process was not launched with DeepSpeed ZeRO-3, so the teacher cannot be "
@@ -407,11 +383,6 @@ AFTER = (
         lambda args: not getattr(args, "dataloader_in_order", True) and args.dataloader_num_workers,
         "`dataloader_in_order=False` would let batches overtake each other, so that rows of an optimizer step are read "
         "twice or never: remove it.",
-    ),
-    Rule(
-        lambda args: args.mixed_precision == "fp16" and args.device.type == "cpu" and args.deepspeed_plugin is None,
-        "`fp16=True` (or `mixed_precision: fp16` in the accelerate file) on a CPU, where there is no loss scaler for "
-        "float16: set `bf16=True`, or neither for float32.",
     ),
     # concurrent generation and training
     together(

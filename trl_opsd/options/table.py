@@ -12,14 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cache
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.data.prompts import check_template
 from trl_opsd.http.urls import is_origin
 from trl_opsd.losses import DIVERGENCES, Divergence
 from trl_opsd.monitor.course import STEPS
@@ -91,24 +89,12 @@ def integer(low: int, expected: str = "", high: float = math.inf) -> Values:
     )
 
 
-def _are_weights(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(one, int | float) and math.isfinite(one) for one in value)
-
-
-NUMBERS = Values("a list of finite numbers, one for each function", _are_weights)
+NUMBERS = Values(
+    "a list of finite numbers, one for each function",
+    lambda value: isinstance(value, list | tuple) and all(is_number(one) and math.isfinite(one) for one in value),
+)
 NAMES = Values("a list of names", lambda value: isinstance(value, list))
 ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
-
-
-def loggers(option: str, value: Any) -> None:
-    """Raises `ValueError` for a name of no logger that transformers knows."""
-    for name in value if isinstance(value, list | tuple) else ():
-        one_of("none", "all", *INTEGRATION_TO_CALLBACK).check(option, name)
-
-
-def a_template(_: str, value: Any) -> None:
-    """Raises `ValueError` unless a value is a template for the teacher's prompts, or `None`."""
-    check_template(value)
 
 
 def shown(name: str, value: Any) -> str:
@@ -128,6 +114,11 @@ class Read(Enum):
 
 
 BUILD, START, LIVE = Read
+_WHEN = {
+    BUILD: ("the trainer was built", "build the trainer with that value"),
+    START: ("the training began", "change it between two trainings"),
+}
+"""When an option was read, and what to do instead of changing it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,15 +250,13 @@ def a_divergence(option: str, value: Any) -> None:
     """Raises `ValueError` unless a value is a divergence, the name of one, or `None`."""
     if isinstance(value, type) and issubclass(value, Divergence):
         raise ValueError(f"`{option}={value.__name__}` is a class: pass an object, `{value.__name__}()`.")
-    if isinstance(value, Divergence):
-        return
-    if callable(value) or callable(getattr(value, "value", None)):
+    if not isinstance(value, Divergence | str | None):
         raise ValueError(
             f"`{option}` is a {type(value).__name__}: expected an object of a class derived from "
-            "`trl_opsd.losses.Divergence`, whose method `value` computes it from two log-probabilities, one number for "
-            f"each token (docs/extending.md); or a name, one of {', '.join(map(repr, DIVERGENCES))}."
+            f"`trl_opsd.losses.Divergence` (docs/extending.md), or one of {', '.join(map(repr, DIVERGENCES))}."
         )
-    one_of(None, *DIVERGENCES).check(option, value)
+    if not isinstance(value, Divergence):
+        one_of(None, *DIVERGENCES).check(option, value)
 
 
 _TOKENS = integer(1, "an integer of at least 1, as the room for a completion has to be known before training")
@@ -322,7 +311,7 @@ TRLS: Mapping[str, Option] = {
 
 TRANSFORMERS: Mapping[str, Option] = {
     "output_dir": Option(may_differ=True, read=LIVE),
-    "report_to": Option(loggers, may_differ=True),
+    "report_to": Option(may_differ=True),
     "bf16": Option(),
     "fp16": Option(),
     "use_cpu": Option(also="no_cuda"),
@@ -358,9 +347,9 @@ TRANSFORMERS: Mapping[str, Option] = {
     "lr_scheduler_kwargs": Option(needs=(SCHEDULER,), read=START),
     "warmup_steps": Option(at_least(0), (SCHEDULER,), read=START),
     # logs, evaluations, checkpoints
-    "logging_steps": Option(needs=_steps("logging_strategy"), read=START),
-    "eval_steps": Option(needs=_steps("eval_strategy"), read=START),
-    "save_steps": Option(needs=_steps("save_strategy"), read=START),
+    "logging_steps": Option(above(0), _steps("logging_strategy"), read=START),
+    "eval_steps": Option(at_least(0) | None, _steps("eval_strategy"), read=START),
+    "save_steps": Option(above(0), _steps("save_strategy"), read=START),
     "eval_delay": Option(at_least(0), (EVALUATES,), read=LIVE),
     "metric_for_best_model": Option(needs=(EVALUATES,), read=LIVE),
     "save_total_limit": Option(at_least(0) | None, (SAVES,), read=LIVE),
@@ -437,6 +426,9 @@ def shape_in_words(args: Any) -> str:
     return "".join(f", {part}" for part in (*parts, selection) if part is not None)
 
 
+# ---- Changes of options ---------------------------------------------------------------------------------------------
+
+
 def option_values(args: DistillationConfig) -> dict[str, Any]:
     """The options as they are now; dicts and lists are copied, so that a change in them shows."""
     values = {one.name: getattr(args, one.name) for one in fields(args)}
@@ -445,11 +437,13 @@ def option_values(args: DistillationConfig) -> dict[str, Any]:
 
 def shared_options(args: DistillationConfig) -> dict[str, Any]:
     """The options that decide how one student is trained, as far as they can be compared between processes."""
-    options = table(type(args))
-    decide = [name for name, one in options.items() if name not in TRANSFORMERS or one.read is not LIVE]
-    alike = sorted(name for name in decide if not options[name].may_differ)
     plain = (str, int, float, dict, list, type(None))
-    return {name: value for name in alike if isinstance(value := getattr(args, name), plain)}
+    return {
+        name: value
+        for name, one in sorted(table(type(args)).items())
+        if not one.may_differ and (name not in TRANSFORMERS or one.read is not LIVE)
+        if isinstance(value := getattr(args, name), plain)
+    }
 
 
 def check_same_options(each: Sequence[dict[str, Any]]) -> None:
@@ -464,37 +458,19 @@ def check_same_options(each: Sequence[dict[str, Any]]) -> None:
 
 
 class ReadOnce:
-    """Options that are not read again, with the values they had."""
+    """Options that are read once, with the values they had then."""
 
-    def __init__(self, args: DistillationConfig, names: Collection[str], when: str, instead: str) -> None:
-        self._when, self._instead, self._options = when, instead, table(type(args))
-        self._then = {name: value for name, value in option_values(args).items() if name in names}
-
-    @classmethod
-    def by_trainer(cls, args: DistillationConfig) -> Self:
-        """The options that a trainer has read when it was built; further ones of a subclass are the user's."""
-        options = table(type(args))
-        names = {name for name in DistillationConfig.__annotations__ if name not in options}
-        names |= {name for name, one in options.items() if one.read is BUILD}
-        return cls(args, names, "the trainer was built", "build the trainer with that value")
-
-    @classmethod
-    def by_training(cls, args: DistillationConfig) -> Self:
-        """The options that a training has read when it began."""
-        names = [name for name, one in table(type(args)).items() if one.read is START]
-        return cls(args, names, "the training began", "change it between two trainings")
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._then)
+    def __init__(self, args: DistillationConfig, read: Read) -> None:
+        self._at, now = read, option_values(args)
+        self.values = {name: now[name] for name, one in table(type(args)).items() if one.read is read}
 
     def check(self, args: DistillationConfig) -> None:
         """Raises `ValueError` for a change, which would have no effect, or break what has begun."""
-        for name, then in self._then.items():
+        for name, then in self.values.items():
             now = getattr(args, name)
             if now != then:
-                instead = self._options.get(name, Option()).instead or self._instead
+                when, instead = _WHEN[self._at]
                 raise ValueError(
-                    f"`args.{name}` was {then!r} when {self._when}, where it was read, and is {now!r} now, "
-                    f"which has no effect: {instead}, or restore it."
+                    f"`args.{name}` was {then!r} when {when}, where it was read, and is {now!r} now, which has no "
+                    f"effect: {table(type(args))[name].instead or instead}, or restore it."
                 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses import Divergence, ReverseKL, SampledReverseKL, streamed_divergence
-from trl_opsd.models.head import logits_of
+from trl_opsd.models.backbone import logits_of
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 
 __all__ = ["Sample", "Token", "samples_of"]

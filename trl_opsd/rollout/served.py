@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
-from trl_opsd.models.head import model_shape
+from trl_opsd.models.backbone import model_shape
 from trl_opsd.parallel.pulled import Endable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.engine import Rows

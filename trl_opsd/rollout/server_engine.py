@@ -21,7 +21,7 @@ from trl_opsd.errors import ServerError
 from trl_opsd.host import Host
 from trl_opsd.http.client import HTTPClient, Response, ServerKind
 from trl_opsd.http.urls import is_this_machine
-from trl_opsd.models.head import model_shape
+from trl_opsd.models.backbone import model_shape
 from trl_opsd.rollout.engine import Row, Rows
 from trl_opsd.rollout.weight_sync import Stream
 from trl_opsd.types import Completion

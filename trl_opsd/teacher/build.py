@@ -23,13 +23,10 @@ from trl_opsd.models.checks import naming_trust, whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import Samples
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.checks import TeacherLike, check_own
-from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.location import location
+from trl_opsd.teacher.checks import TeacherLike, check_own, deadline, location
+from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
-from trl_opsd.teacher.placements import Placement, Resident
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
-from trl_opsd.teacher.served_checks import deadline
 from trl_opsd.teacher.teachers import Teachers
 
 _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {

@@ -16,9 +16,9 @@ from trl_opsd.losses import reduce
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import Objective, streamed_entropy
 from trl_opsd.losses.token_selection import Selection
-from trl_opsd.models.head import shape_of
+from trl_opsd.models.backbone import shape_of
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
-from trl_opsd.types.kept import Arriving, fetch, kept_by_row
+from trl_opsd.types.targets import Arriving, fetch, kept_by_row
 
 
 @dataclass(frozen=True, slots=True)

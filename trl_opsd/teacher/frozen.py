@@ -1,4 +1,4 @@
-"""Scores a generation batch with a causal language model in few passes, each row once, up to its last counting token.
+"""A frozen model as a teacher: where its weights are kept, and how it scores rows in few passes, each row once.
 
 B rows · P prompt tokens · C completion tokens · L = P + C · H hidden width
 """
@@ -6,26 +6,111 @@ B rows · P prompt tokens · C completion tokens · L = P + C · H hidden width
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+from torch import distributed
 from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.models.backbone import Run, completion_hidden, context_of, preserved_mode
-from trl_opsd.models.checks import described
+from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, model_shape, preserved_mode
+from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
-from trl_opsd.models.head import model_shape
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.placements import Placement
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.kept import Keeper
+from trl_opsd.types.targets import Keeper
+
+
+def max_over_processes(passes: int, device: torch.device) -> int:
+    """The maximum over all processes. Collective."""
+    if not distributed.is_initialized():
+        return passes
+    largest = torch.tensor(passes, device=device)
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    return int(largest)
+
+
+class Placement(ABC):
+    """Holds one frozen model. In every placement, the same rows give the same hidden states.
+
+    Between scorings the model's own parameters are the masters of its weights: changing them in place changes the
+    teacher. What is on the device during a scoring is a copy, and is never copied back.
+    """
+
+    model: CausalLM
+    """The causal language model, bare or wrapped by `peft`."""
+    device: torch.device
+    """The device that a rollout has to be on."""
+
+    @property
+    def where(self) -> str:
+        """Where the weights are kept, in words."""
+        return f"on {self.device}"
+
+    @property
+    @abstractmethod
+    def head(self) -> OutputHead:
+        """The head as of the last scoring, where the loss can use it at any time."""
+
+    is_whole: ClassVar[bool] = True
+    """Whether the model can be called directly within [`reading`], and not only through what that yields."""
+    passes_cost: ClassVar[bool] = False
+    """Whether each pass copies or gathers the weights again."""
+
+    @abstractmethod
+    def reading(self, passes: int) -> AbstractContextManager[Run]:
+        """Brings the model to the device while the context lasts.
+
+        Args:
+            passes (`int`):
+                Passes that follow; prefetching stops after the last.
+
+        Returns:
+            `ContextManager`: yields a [`~models.backbone.Run`], through which every pass has to go.
+        """
+
+    def passes_to_run(self, passes: int) -> int:
+        """Passes to run: `passes`, or the maximum over processes if passes are collective."""
+        return passes
+
+
+class Resident(Placement):
+    """`teacher_offload="none"`.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The teacher. One that is quantised or has a device map was loaded there.
+        device (`torch.device`):
+            Where it is kept.
+
+    Raises:
+        ValueError: A part of it is elsewhere or not in memory.
+    """
+
+    def __init__(self, model: CausalLM, device: torch.device) -> None:
+        # The loss never calls the head, so nothing would fetch weights that are elsewhere.
+        check_on_device(model, device, "teacher", "`teacher_offload='stream'` takes little device memory")
+        # Quantised weights and device maps cannot be moved with `to`.
+        fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
+        self.model = model if fixed else model.to(device)
+        self.device = next(one.device for one in model.parameters() if not one.is_meta)
+
+    @property
+    def head(self) -> OutputHead:
+        return OutputHead.of(self.model)
+
+    @contextmanager
+    def reading(self, passes: int) -> Iterator[Run]:
+        yield partial(call, self.model)
+
 
 PASS_BYTES = 3_000_000_000
 """Bytes of the activations of one pass: of a 7B teacher, enough computation for an H100 to hide the copies of streamed

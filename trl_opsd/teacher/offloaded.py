@@ -20,9 +20,9 @@ from trl_opsd._compat.deepspeed import SplitReader, reader_config
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import whole_numel
 from trl_opsd.models.backbone import Run, call
-from trl_opsd.teacher.placements import Placement, max_over_processes
+from trl_opsd.teacher.frozen import Placement, max_over_processes
 from trl_opsd.types import OutputHead
-from trl_opsd.types.kept import has_streams
+from trl_opsd.types.targets import has_streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from trl_opsd.models.checks import sizes
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import first_change, sampled
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.frozen import pass_groups, score_groups
-from trl_opsd.teacher.placements import max_over_processes
+from trl_opsd.teacher.frozen import max_over_processes, pass_groups, score_groups
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 _ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher_model`"

@@ -18,14 +18,12 @@ from torch import Tensor, distributed
 from tqdm import tqdm
 
 from trl_opsd.http.client import warn_in_main
-from trl_opsd.models.backbone import check_no_holes
-from trl_opsd.models.head import shape_of
-from trl_opsd.teacher.answered_states import Expected, WrongStatesError, are_same, distance
+from trl_opsd.models.backbone import check_no_holes, shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
-from trl_opsd.teacher.replicas import Replicas
+from trl_opsd.teacher.replicas import Expected, Replicas, WrongStatesError, are_same, distance
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.kept import Keeper
+from trl_opsd.types.targets import Keeper
 
 _EXPECTED_BYTES = 4_000_000_000
 """Byte limit for states of rows that were requested ahead; others are requested when their targets are needed."""

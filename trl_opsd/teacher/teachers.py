@@ -15,13 +15,12 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from trl_opsd.models.head import gathered_head, shape_of
+from trl_opsd.models.backbone import gathered_head, shape_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.self_teacher import Average, Origin
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
-from trl_opsd.types.checks import check_targets
-from trl_opsd.types.kept import kept_by_row
+from trl_opsd.types.targets import check_targets, kept_by_row
 
 logger = get_logger(__name__)
 

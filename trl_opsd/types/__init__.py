@@ -1,7 +1,6 @@
 """The values that flow through one training step: shapes and units only; no loss is computed here."""
 
-from trl_opsd.types.logits import LazyLogits, OutputHead, Sampled
-from trl_opsd.types.loss import LossParts, PerToken
+from trl_opsd.types.loss import LazyLogits, LossParts, OutputHead, PerToken, Sampled
 from trl_opsd.types.rollout import Completion, Length, OnHost, Rollout, lengths_of
 from trl_opsd.types.targets import RowTargets, TeacherTargets
 from trl_opsd.types.weight import Weight

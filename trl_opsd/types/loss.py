@@ -1,15 +1,106 @@
-"""A loss: per token, and summed over a micro-batch.
+"""What a loss takes, hidden states with a head, and what it gives, per token and summed over a micro-batch.
 
-B rows · N tokens in the loss
+B rows · N tokens in the loss · V vocabulary size · H hidden size
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from trl_opsd.types.rollout import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """How one model turns hidden states into logits: `softcap * tanh(scale * (h @ weight.T + bias) / softcap)`.
+
+    There is no cap when `softcap` is `None`.
+    """
+
+    weight: Tensor
+    """[V, H]."""
+    bias: Tensor | None = None
+    """[V], or `None`."""
+    scale: float = 1.0
+    """Multiplier of the product, before the cap."""
+    softcap: float | None = None
+    """Bound on the absolute value of the logits."""
+
+    @classmethod
+    def of(cls, model: Any) -> OutputHead:
+        """Reads the head of a causal language model of `transformers`, bare or wrapped by `peft`.
+
+        The only place that knows the config names of logit post-processing; [`~models.probes.HEAD`] verifies the
+        result on the model itself.
+        """
+        layer = model.get_output_embeddings()
+        if layer is None:
+            raise ValueError(
+                f"{type(model).__name__} has no output embeddings, so it predicts no tokens: pass a causal language "
+                "model, for instance one loaded with `AutoModelForCausalLM`."
+            )
+        config = model.config.get_text_config()
+        return cls(
+            weight=layer.weight,
+            bias=getattr(layer, "bias", None),
+            scale=_logit_scale(config),
+            softcap=_first(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
+        )
+
+
+def _logit_scale(config: Any) -> float:
+    # Configs have three names for a multiplier of the logits, and one for a divisor (a multiplier in HyperCLOVA X).
+    if (scale := _first(config, "logit_scale", "output_multiplier", "lm_head_multiplier")) is not None:
+        return scale
+    scaling = _first(config, "logits_scaling")
+    return 1.0 if scaling is None else scaling if config.model_type == "hyperclovax" else 1.0 / scaling
+
+
+def _first(config: Any, *names: str) -> float | None:
+    stated = (getattr(config, name, None) for name in names)
+    return next((float(one) for one in stated if one is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LazyLogits:
+    """Logits that are not materialised yet: `head(hidden) / temperature`. A loss takes two of these."""
+
+    hidden: Tensor
+    """[N, H], the last hidden states of only the tokens in the loss."""
+    head: OutputHead
+    temperature: float = 1.0
+    """Softmax temperature, applied after the head's own scale and cap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The completion tokens at the positions of a loss, and how they were sampled; all constants."""
+
+    ids: Tensor
+    """[N], int64, the token that follows at each position."""
+    pull: Tensor | None = None
+    """[N], float32: adds `pull * -log p_s(ids)` to the value of each token, with the gradient `pull * (p_s - 1[ids])`
+    with respect to the student's logits; `None` adds nothing."""
+    logprobs: Tensor | None = None
+    """[N], float32, nats: log-probability of each token in the distribution that it was drawn from; where `None`, that
+    is the student's own."""
+
+    def rows(self, rows: slice) -> Sampled:
+        """Those of some positions."""
+        return self._each(lambda one: one[rows])
+
+    def to(self, device: torch.device) -> Sampled:
+        """The same on another device."""
+        return self._each(lambda one: one.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
+        return Sampled(*(None if one is None else change(one) for one in (self.ids, self.pull, self.logprobs)))
+
 
 TENTHS = 10
 """Equal parts of a completion whose losses are summed separately."""
@@ -45,17 +136,7 @@ class PerToken:
     """[N], float32, the student's probability of these shared tokens; 0 where not ranked."""
 
 
-UNWEIGHTED = (
-    "teacher_uniform",
-    "clipped",
-    "pulled",
-    "same_first",
-    "teacher_first",
-    "importance",
-    "ranked",
-    "top_shared",
-    "top_mass",
-)
+UNWEIGHTED = tuple(one.name for one in fields(PerToken) if one.default is None)
 """Optional fields of [`PerToken`]: the sum of each over a row is a statistic of the same name, without weights."""
 
 
@@ -97,3 +178,32 @@ class LossParts:
 def columns(rows: Tensor, *names: str) -> Tensor:
     """[B, len(names)], these statistics of [`LossParts.rows`]."""
     return torch.stack([rows[:, LossParts.ROW_NAMES.index(name)] for name in names], dim=1)
+
+
+def check_parts(parts: Any, rollout: Rollout, where: str, training: bool) -> None:
+    """Rejects parts of a loss that do not fit the rollout's rows, or that in training have no graph."""
+    shapes = {"loss": (), "rows": (len(rollout.completion_ids), len(LossParts.ROW_NAMES))}
+    got = "None" if parts is None else f"a {type(parts).__name__}"
+    if isinstance(parts, LossParts):
+        values = ((name, getattr(parts, name)) for name in shapes)
+        # Dtype and shape are known on the host; values are not.
+        wrong = [(name, value) for name, value in values if not _is_float(value, shapes[name])]
+        if not wrong:
+            if training and torch.is_grad_enabled() and not parts.loss.requires_grad:
+                raise ValueError(
+                    f"`{where}` returned a loss without a graph, from which no gradient comes: compute it from the "
+                    "student, without `detach`, `no_grad` or `float`."
+                )
+            return
+        name, value = wrong[0]
+        shown = f"of shape {list(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        got = f"`LossParts` with `{name}`: {shown}"
+    raise ValueError(
+        f"`{where}` returned {got}: expected `LossParts(loss=..., rows=...)` with a loss of shape [], divided by "
+        f"`num_items`, and rows of shape {list(shapes['rows'])}, both of floats: for each row the sums "
+        f"{', '.join(LossParts.ROW_NAMES)}."
+    )
+
+
+def _is_float(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape and value.is_floating_point()

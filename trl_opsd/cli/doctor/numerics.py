@@ -20,8 +20,7 @@ from trl_opsd.losses import DIVERGENCES, Divergence
 from trl_opsd.losses.dense import dense_divergence
 from trl_opsd.losses.registry import Settings
 from trl_opsd.losses.streamed import streamed_divergence
-from trl_opsd.models.backbone import completion_hidden
-from trl_opsd.models.head import logits_of
+from trl_opsd.models.backbone import completion_hidden, logits_of
 from trl_opsd.models.probes import Doubt
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.trainer import OPSDTrainer

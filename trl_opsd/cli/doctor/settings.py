@@ -14,7 +14,7 @@ from trl_opsd.cli.train.options import Given, OptionParser
 from trl_opsd.cli.train.script import set_loading, warn_of_options
 from trl_opsd.models.probes import Doubt
 from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
-from trl_opsd.teacher.location import LOCATION_OPTIONS, location
+from trl_opsd.teacher.checks import LOCATION_OPTIONS, location
 
 _ATTENTION = ("eager", "sdpa")
 """Attention implementations that compute in float32."""

@@ -10,7 +10,7 @@ from trl_opsd.cli.plan.shapes import Shape, traced_activations
 from trl_opsd.losses.diagnostics import EVERY
 from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, tile_of
 from trl_opsd.teacher.frozen import PASS_BYTES
-from trl_opsd.types.kept import CACHE_BYTES
+from trl_opsd.types.targets import CACHE_BYTES
 
 BUCKETS = "gradient buckets"
 _BUCKET, _LIVE = 500_000_000, 1_000_000_000

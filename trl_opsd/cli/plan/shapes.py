@@ -20,10 +20,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.models.backbone import context_of, hidden_states
-from trl_opsd.models.head import model_shape
-from trl_opsd.models.key_value_cache import cached_numbers
-from trl_opsd.models.weights import without_weights
+from trl_opsd.models.backbone import context_of, hidden_states, model_shape
+from trl_opsd.models.weights import cached_numbers, without_weights
 from trl_opsd.teacher.frozen import bytes_per_token
 
 

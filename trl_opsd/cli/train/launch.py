@@ -19,7 +19,6 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trl_opsd.cli.train.options import GROUPS, OptionParser
-from trl_opsd.options.foreign_names import nearest
 
 _CONFIG = "accelerate_config"
 _OF_A_PROCESS = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
@@ -34,11 +33,7 @@ def is_launched() -> bool:
 
 
 def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
-    """Trains with these arguments, in this process if that is enough, or else in those of a launch.
-
-    Options of `accelerate launch` may stand among them, where a training has none of that name. `prog` is the command,
-    for messages; a wrong option ends the program.
-    """
+    """Trains with these arguments of the command `prog`, in this process if that is enough, or else in a launch."""
     parser = OptionParser(prog=prog, launch_options=launch_options())
     if is_launched():
         _train(arguments, parser)
@@ -53,7 +48,7 @@ def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
             launch_command(launch_command_parser().parse_args(command))
         except ChildFailedError as error:
             for rank, one in error.failures.items():
-                if one.exitcode < 0:
+                if one.exitcode < 0:  # a signal, of which the process could say nothing itself
                     print(f"{prog}: error: {one.signal_name()} ended the process of rank {rank}.", file=sys.stderr)
             sys.exit(max(1, *(one.exitcode for one in error.failures.values())))
         except CalledProcessError as error:
@@ -111,14 +106,8 @@ def _in_file(script: Sequence[str], allowed: set[str]) -> list[str]:
     except (ArgumentError, TypeError, OSError, UnicodeDecodeError, yaml.YAMLError):
         return []
     named = options.items() if isinstance(options, dict) else ()
-    return [part for name, value in named if name in allowed for part in _written(name, value)]
-
-
-def _written(name: str, value: object) -> list[str]:
-    """An option of a file as on a command line."""
-    if value is None or value is False:
-        return []
-    return [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    given = {name: value for name, value in named if name in allowed and value not in (None, False)}
+    return [part for name, value in given.items() for part in (f"--{name}", *([] if value is True else [str(value)]))]
 
 
 def _accelerate_file(given: str, parser: OptionParser) -> str:
@@ -129,6 +118,4 @@ def _accelerate_file(given: str, parser: OptionParser) -> str:
     names = sorted(one.name.removesuffix(".yaml") for one in folder.iterdir())
     if given in names:
         return str(folder / f"{given}.yaml")
-    close = nearest(given, names)
-    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    parser.error(f"--{_CONFIG} {given}: expected a file, or one of {', '.join(names)}.{hint}")
+    parser.error(f"--{_CONFIG} {given}: expected a file, or one of {', '.join(names)}.")

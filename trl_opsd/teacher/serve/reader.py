@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import hidden_states
 from trl_opsd.models.padding import Reading
-from trl_opsd.teacher.frozen import FrozenTeacher, length_groups
-from trl_opsd.teacher.placements import Resident
+from trl_opsd.teacher.frozen import FrozenTeacher, Resident, length_groups
 
 Groups = Callable[[Sequence[int]], list[list[int]]]
 """Splits rows of these lengths into passes, each a list of row numbers."""
