@@ -1,6 +1,6 @@
 """Tries every causal language model family of the installed transformers as student and teacher; writes a table.
 
-    python tools/families.py                       # all of them, about a quarter of an hour; rewrites docs/families.md
+    python tools/families.py                       # all of them, about a quarter of an hour; rewrites its page
     python tools/families.py bart mamba phi3       # some, printed
 
 Each family is built at toy size with random weights and run through the trainer, in float32, for two optimizer steps:
@@ -48,7 +48,7 @@ RATE, STEPS, ROWS, TOKENS, SECONDS, BYTES = 1e-2, 2, 3, 12, 120, 6 << 30
 ENDS = list(range(2, VOCABULARY, 12))
 EXACT = 1e-3
 """Tolerance for the change of the weights over two steps, relative to the norm of the oracle's."""
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "notes" / "families.md"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

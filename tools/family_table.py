@@ -1,4 +1,4 @@
-"""Formats the results of `tools/families.py` as a page of the documentation."""
+"""Formats the results of `tools/families.py` as a lab note."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ allows; *refused* is an error at construction, before anything is trained, that 
 
 
 def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
-    """The page of the documentation.
+    """The lab note.
 
     Args:
         found (`dict[str, dict[str, str]]`):
