@@ -129,7 +129,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     # None where none is near: a wrong hint costs more than no hint.
     known = list(known)
     longer = [one for one in known if set(name.split("_")) <= set(one.split("_"))]
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.8) or longer[:3]
+    slip, similar = (difflib.get_close_matches(name, known, n=1, cutoff=cutoff) for cutoff in (0.9, 0.8))
+    return slip or longer[:3] or similar
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

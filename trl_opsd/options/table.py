@@ -256,7 +256,8 @@ def a_divergence(option: str, value: Any) -> None:
     if not isinstance(value, Divergence | str | None):
         raise ValueError(
             f"`{option}` is a {type(value).__name__}: expected an object of a class derived from "
-            f"`trl_opsd.losses.Divergence` (docs/extending.md), or one of {', '.join(map(repr, DIVERGENCES))}."
+            "`trl_opsd.losses.Divergence`, with a method `value` (docs/extending.md), or one of "
+            f"{', '.join(map(repr, DIVERGENCES))}."
         )
     if not isinstance(value, Divergence):
         one_of(None, *DIVERGENCES).check(option, value)
