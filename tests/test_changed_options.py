@@ -282,7 +282,7 @@ def test_table_says_which_options_are_read_at_construction_only(make_trainer, tm
     monkeypatch.setattr(_Recording, "reads", None)
     declared = {*DistillationConfig.__annotations__, *OPSDConfig.__annotations__} & _NAMES
     elsewhere = {"ds3_gather_for_generation", "resume_with_changes", "vllm_sync_check"}
-    elsewhere |= {"remove_unused_columns", "eval_temperature"}
+    elsewhere |= {"remove_unused_columns", "eval_temperature", "nonfinite_skip_limit"}
     assert declared - reads - elsewhere <= kept
     proved = {"padding_free", "pad_to_multiple_of"}  # read for each pass, as the models were examined with them
     proved |= {"overlap", "deterministic"}  # read in each step, as other options and methods were checked with them
