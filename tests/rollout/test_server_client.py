@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -224,6 +225,18 @@ def test_an_answer_that_is_too_large_is_refused(faults, monkeypatch):
     with pytest.raises(ServerError, match=r"answered more than 1 MiB, the limit for"):
         speaker.write([([5], {"max_tokens": 4})])
     assert faults.sent < 32 * 2**20, "and it is not read to its end"
+
+
+def test_a_compressed_answer_is_not_expanded(faults):
+    packed = gzip.compress(b" " * 2**26)
+
+    def bomb(handler: _Handler) -> None:
+        handler.send(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nConnection: close\r\n\r\n" + packed)
+
+    speaker = client(faults.server_port)
+    faults.answers[ASKED] = bomb
+    with pytest.raises(ServerError, match="Invalid JSON"):
+        speaker.write([([5], {})])
 
 
 def choice(**given: Any) -> dict[str, Any]:

@@ -220,6 +220,7 @@ class HTTPClient:
                 timeout=limits,
                 connector=aiohttp.TCPConnector(force_close=True),  # a server may close a kept one as it is reused
                 trust_env=self._trust_env,
+                auto_decompress=False,  # a small response could expand to gigabytes; one that is compressed is an error
                 headers=self._headers,
             ) as session,
             # A redirect is not followed, but returned: it would be sent the token.
