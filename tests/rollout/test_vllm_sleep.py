@@ -170,7 +170,7 @@ def test_an_engine_sleeps_after_a_manual_sync(watch):
 def test_an_engine_closed_in_a_session_is_not_put_to_sleep(watch, monkeypatch):
     trainer, engine = watch()
     monkeypatch.setattr(engine._engine, "close", lambda: engine.calls.append("closed"))
-    with trainer.session():
+    with trainer.rollout.session():
         trainer.complete(trainer.tokenize(tiny.PROMPTS))
         trainer.rollout.close()
     assert engine.calls[-2:] == ["write", "closed"]
