@@ -203,7 +203,7 @@ def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, le
         monkeypatch.setattr(type(worker), does, getattr(Worker, does))
     assert any(True for _ in memory._model.buffers()), "there are buffers to lose"
     monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
-    monkeypatch.setattr(backend, "VLLMEngine", lambda options: engine)
+    monkeypatch.setattr(backend, "VLLMEngine", lambda **options: engine)
     trainer = make(vllm_enable_sleep_mode=True, **given)
     prompts = trainer.tokenize(tiny.PROMPTS)
     expected = by_hf(trainer, prompts)
