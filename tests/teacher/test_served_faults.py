@@ -90,10 +90,10 @@ FAULTS = {
     "normalised": (lambda _, states: states / states.norm(dim=-1, keepdim=True), "normalised to length 1"),
     "scaled": (lambda _, states: states * 1.05, "final norm of .* cannot have made"),
     "another model": (None, "final norm of .* cannot have made"),
-    "redirect": (lambda *_: (302, b"", {"Location": "http://example.com"}), "redirects are not followed"),
+    "redirect": (lambda *_: (302, b"", {"Location": "http://example.com"}), "answered 302"),
     "gone": (lambda *_: (404, b"{}", {}), "as a server that generates"),
     "oversize": (lambda *_: b"0" * 10_000_000, "answered more than 1 MiB"),
-    "compressed": (lambda *_: (200, b"x", {"Content-Encoding": "gzip"}), "compressed its answer"),
+    "compressed": (lambda *_: (200, b"x", {"Content-Encoding": "gzip"}), "answered 0 bytes for"),
 }  # fmt: skip
 
 
