@@ -147,14 +147,14 @@ def test_each_reader_shows_the_first_prompt_as_it_is_tokenized(make_trainer):
     )
     found = parts(trainer)
     assert found["prompt"].endswith("(chat template): '<user>2+2=<assistant>calm'")
-    assert found["of the teacher"].endswith("(chat template): '<user>2+2=\\n\\na hint<assistant>strict'")
-    assert found["not read"] == "'answer'"
+    assert found["teacher's prompt"].endswith("(chat template): '<user>2+2=\\n\\na hint<assistant>strict'")
+    assert found["unused columns"] == "'answer'"
 
 
 def test_text_prompts_are_shown_without_chat_template(make_trainer):
     found = parts(make_trainer(processing_class=with_template()))
     assert found["prompt"] == "4 tokens (text, no chat template): '2+2='"
-    assert found["of the teacher"] == "the same"
+    assert found["teacher's prompt"] == "the same"
 
 
 def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
@@ -175,15 +175,15 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
 def test_a_prompt_function_may_read_any_column_and_its_first_prompt_is_shown(make_trainer, capsys):
     trainer = make_trainer(teacher_prompt_fn=lambda row, completion: f"{row['prompt']} Is it {completion}?")
     found = parts(trainer)
-    assert found["of the teacher"] == "what `teacher_prompt_fn` returns, shown after the first step"
-    assert "not read" not in found
+    assert found["teacher's prompt"] == "what `teacher_prompt_fn` returns, shown after the first step"
+    assert "unused columns" not in found
     trainer.train()
-    made = parts(trainer)["of the teacher"]
+    made = parts(trainer)["teacher's prompt"]
     answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
     possible = [f"{prompt} Is it {answer}?" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
     assert made in [f"{len(text)} tokens (`teacher_prompt_fn`): {text!r}" for text in possible]
     printed = capsys.readouterr().out
-    assert printed.count(f"\n  of the teacher  {made}\n") == 1
+    assert printed.count(f"\n  teacher's prompt  {made}\n") == 1
     trainer.train()
     printed = capsys.readouterr().out
     assert printed.count(made) == 1, "with the description, as it is known"
@@ -195,19 +195,21 @@ def test_a_subclass_that_weighs_may_read_any_column(make_trainer):
             return rollout.weights * rows[0]["answer"]
 
     rows = tiny.rows().add_column("answer", [1] * 8)
-    assert parts(make_trainer(train_dataset=rows))["not read"] == "'answer'"
-    assert "not read" not in parts(make_trainer(Weighing, train_dataset=rows))
+    assert parts(make_trainer(train_dataset=rows))["unused columns"] == "'answer'"
+    assert "unused columns" not in parts(make_trainer(Weighing, train_dataset=rows))
 
 
 def test_column_teacher_is_not_read_with_a_single_teacher(make_trainer):
-    assert parts(make_trainer(train_dataset=tiny.rows().add_column("teacher", ["a"] * 8)))["not read"] == "'teacher'"
+    assert (
+        parts(make_trainer(train_dataset=tiny.rows().add_column("teacher", ["a"] * 8)))["unused columns"] == "'teacher'"
+    )
 
 
 def test_several_teachers_are_named(make_trainer):
     rows = tiny.rows().add_column("teacher", ["a", "b"] * 4)
     found = parts(make_trainer(teacher_model={"a": tiny.qwen2(48), "b": tiny.qwen2(64)}, train_dataset=rows))
-    assert "not read" not in found
-    assert found["of 'a'"] == "the same"
+    assert "unused columns" not in found
+    assert found["prompt of 'a'"] == "the same"
     assert [name for name in found if name.startswith("teacher")] == ["teacher 'a'", "teacher 'b'"]
 
 
@@ -238,7 +240,7 @@ def test_epochs_become_steps_once_a_training_has_begun(make_trainer, capsys):
     trainer = make_trainer(max_steps=-1, num_train_epochs=2)
     assert parts(trainer)["steps"].startswith("2 epochs of 2 prompts each")
     trainer.train()
-    assert "  steps           8 of 2 prompts each" in capsys.readouterr().out
+    assert "  steps             8 of 2 prompts each" in capsys.readouterr().out
 
 
 def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
@@ -256,7 +258,7 @@ def test_the_optimizer_that_was_passed_is_named_before_and_during_a_training(mak
     trainer = make_trainer(model=student, optimizers=(torch.optim.SGD(student.parameters(), lr=0.1), None))
     assert parts(trainer)["optimizer"] == "SGD, learning rate 0.1"
     trainer.train()
-    assert "optimizer       SGD, learning rate 0.1\n" in capsys.readouterr().out
+    assert "optimizer         SGD, learning rate 0.1\n" in capsys.readouterr().out
 
 
 class TestBanner:

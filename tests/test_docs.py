@@ -85,7 +85,7 @@ def test_options_and_metrics_that_a_page_recommends_exist(name):
     if name == "migration.md":
         text = "\n".join(line.split("|")[2] for line in text.splitlines() if line.count("|") > 2)
     columns = {"prompt", "completion", "privileged_context", "teacher_prompt", "teacher"}
-    phases = {"complete", "teach", "compare", "sync", "write", "learn", "doctor", "start", "step"}
+    phases = {"complete", "teach", "compare", "sync", "gen", "score", "train", "doctor", "start", "step"}
     of_trl = {"completions/mean_length", "completions/clipped_ratio", "loss"}
     known = {one.name for one in dataclasses.fields(OPSDConfig)} | {*METRICS} | columns | phases | of_trl
     named = re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)?)(?:=[^`]*)?`", text)

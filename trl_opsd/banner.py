@@ -29,7 +29,7 @@ _WIDTH = 120
 """Characters in a line."""
 _PROMPT = 600
 """Maximum characters shown of a prompt; of a longer one, its beginning and its end."""
-_OF_TEACHER = "of the teacher"
+_OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
 _KINDS = {"base": "the student as it was passed", "ema": "the student's moving average", "live": "the student as it is"}
 """What each `teacher_model_kind` is."""
@@ -185,7 +185,7 @@ class Described:
         more = f", of which each epoch leaves out {left}: they do not fill a step of {step} prompts" if left else ""
         yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}{more}"
         if unread := self._unread(dataset):
-            yield "not read", ", ".join(unread)
+            yield "unused columns", ", ".join(unread)
         if is_stream and not reads_stream:
             yield "prompts", "shown when a training begins"
             return
@@ -194,7 +194,7 @@ class Described:
             raise ValueError(f"`{where}` is a stream without rows, or all of them are too long and were dropped.")
         request = self.readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(self.readers.student, request)
-        reader = _OF_TEACHER if len(self.teachers) == 1 else f"of {request.teacher!r}"
+        reader = _OF_TEACHER if len(self.teachers) == 1 else f"prompt of {request.teacher!r}"
         if self.first_made is not None:
             yield _OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`")
         elif self.readers.intake.prompts.prompt_fn is not None:

@@ -320,7 +320,7 @@ class TestDivergence:
         ids=["function", "lambda", "module", "duck"],
     )
     def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
-        words = r"expected an object of a class derived from `trl_opsd.losses.Divergence` \(docs/extending.md\)"
+        words = r"derived from `trl_opsd.losses.Divergence`, with a method `value` \(docs/extending.md\)"
         for place in ({}, {"args": None}):
             with pytest.raises(ValueError, match=rf"^`divergence` is a \w+.*{words}"):
                 make_trainer(divergence=given, **place)

@@ -89,8 +89,9 @@ class Counting(OPSDTrainer):
     """Records the prompts that this process reads in each generation batch, and those that it trains on."""
 
     def begin_batch(self, inputs: Any) -> Any:
+        requests = super().begin_batch(inputs)
         self.read.append([row["prompt"] for row in inputs])
-        return super().begin_batch(inputs)
+        return requests
 
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
         self.taught.append([row["prompt"] for row in rows])

@@ -207,7 +207,9 @@ def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
     prompt_ids = trainer.tokenize(tiny.PROMPTS[2 * process : 2 * process + 2])
     trainer.generation_config.do_sample = False
     trainer.generation_config.min_new_tokens = LENGTHS[process]
-    trainer.readers = replace(trainer.readers, student_limits=replace(trainer.limits, completion=LENGTHS[process]))
+    trainer.teaching.readers = replace(
+        trainer.readers, student_limits=replace(trainer.limits, completion=LENGTHS[process])
+    )
     written = trainer.complete(prompt_ids)
     beside_none = trainer.complete(prompt_ids if process == 0 else [])
 

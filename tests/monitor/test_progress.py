@@ -12,7 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerControl, Trai
 from trl_opsd.monitor import progress
 from trl_opsd.monitor.progress import Progress, Rows
 
-COLUMNS = ["step", "divergence", "length", "tokens/s", "s/step", "write", "teach", "learn", "GiB"]
+COLUMNS = ["step", "divergence", "length", "tokens/s", "s/step", "gen", "score", "train", "GiB"]
 
 
 def rewarded(completions, **_):
@@ -84,7 +84,7 @@ def test_the_bar_names_the_phase_that_runs_in_a_terminal_only(monkeypatch, capsy
             pass
         shown.on_train_end(None, state, control)
         drawn = stream.getvalue()
-        assert (", teach]" in drawn) == ("mine" in drawn) == stream.isatty()
+        assert (", score]" in drawn) == ("mine" in drawn) == stream.isatty()
         assert drawn or not stream.isatty()
 
 

@@ -128,7 +128,7 @@ def test_first_and_last_samples_are_paired_if_prompts_are_equal():
 @pytest.mark.quick
 def test_phases_are_named_as_in_terminal_and_charts_share_decimals():
     found = {one.title: one for one in charts(LOG)}
-    assert [one.name for one in found["Seconds of a step"].curves] == ["write"]
+    assert [one.name for one in found["Seconds of a step"].curves] == ["generate"]
     assert [found["Divergence"].shown(value) for value in (1.0, 0.01, None)] == ["1.000", "0.010", "–"]
     assert found["Learning rate"].shown(1e-6) == "1.00e-06"
 

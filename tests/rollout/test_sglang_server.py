@@ -94,7 +94,7 @@ def test_options_reach_a_server(serve):
     assert all(len(ids) == 16 for ids in hot)
     assert max(map(max, hot)) >= 100
     trainer.rollout.close()
-    trainer.readers = replace(trainer.readers, student_limits=replace(trainer.limits, vocabulary=100))
+    trainer.teaching.readers = replace(trainer.readers, student_limits=replace(trainer.limits, vocabulary=100))
     trainer.rollout = backend.SGLangRollout(trainer.args)
     assert max(map(max, trainer.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
 

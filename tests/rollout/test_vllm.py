@@ -80,7 +80,7 @@ def test_an_id_beyond_the_vocabulary_is_never_sampled(make, tmp_path):
     free = trainer.rollout.complete(prompts, 0)
     assert max(map(max, free)) >= 259, "the student would sample ids that no tokenizer knows"
 
-    trainer.readers = replace(trainer.readers, student_limits=replace(trainer.limits, vocabulary=259))
+    trainer.teaching.readers = replace(trainer.readers, student_limits=replace(trainer.limits, vocabulary=259))
     trainer.rollout.bind(trainer)
 
     assert max(map(max, trainer.rollout.complete(prompts, 0))) < 259

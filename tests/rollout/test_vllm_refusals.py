@@ -77,7 +77,7 @@ def test_an_adapter_that_is_not_lora_is_refused(make):
     from peft import IA3Config
 
     config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
-    with pytest.raises(ValueError, match="only LoRA on linear layers and embeddings is supported"):
+    with pytest.raises(ValueError, match="supports LoRA on linear layers and embeddings only"):
         make(peft_config=config)
 
 

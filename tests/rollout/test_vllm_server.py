@@ -174,7 +174,7 @@ def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
     [
         ({"vllm_weight_sync": "adapter"}, "a server takes whole weights only: use 'auto'"),
         ({"vllm_enable_sleep_mode": True}, "does not sleep: set it to False"),
-        ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of vLLM"),
+        ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of a vLLM server"),
         ({"generation_kwargs": {"logprobs": 2}}, "the trainer sets this option: remove it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",

@@ -170,7 +170,7 @@ def test_an_engine_sleeps_after_a_manual_sync(watch):
 def test_an_engine_closed_in_a_session_is_not_put_to_sleep(watch, monkeypatch):
     trainer, engine = watch()
     monkeypatch.setattr(engine._engine, "close", lambda: engine.calls.append("closed"))
-    with trainer.session():
+    with trainer.rollout.session():
         trainer.complete(trainer.tokenize(tiny.PROMPTS))
         trainer.rollout.close()
     assert engine.calls[-2:] == ["write", "closed"]
@@ -203,7 +203,7 @@ def test_a_rollout_after_sleep_has_all_weights_again(make, monkeypatch, kind, le
         monkeypatch.setattr(type(worker), does, getattr(Worker, does))
     assert any(True for _ in memory._model.buffers()), "there are buffers to lose"
     monkeypatch.setattr(backend, "why_no_sleep_mode", lambda: None)
-    monkeypatch.setattr(backend, "VLLMEngine", lambda options: engine)
+    monkeypatch.setattr(backend, "VLLMEngine", lambda **options: engine)
     trainer = make(vllm_enable_sleep_mode=True, **given)
     prompts = trainer.tokenize(tiny.PROMPTS)
     expected = by_hf(trainer, prompts)

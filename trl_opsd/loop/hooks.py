@@ -128,11 +128,7 @@ class TrainerHooks(TrainerMembers):
         self._guard = NonfiniteGuard(self)
         if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
-        if self._dist.fsdp_version == 1:
-            raise ValueError(
-                "The launch has `fsdp_version: 1`, which flattens the weights, so that the loss cannot read the output "
-                "head: set `fsdp_version: 2` in the accelerate file."
-            )
+        self._check_fsdp()
         # By default FSDP2 with `bf16=True` rounds the loss, and sharded gradients are summed in bfloat16.
         keep_float32(self.accelerator, self.args.accelerator_config.gradient_accumulation_kwargs or {})
         if is_split_model(self.model):
@@ -164,6 +160,18 @@ class TrainerHooks(TrainerMembers):
             self._ahead = Ahead(self, self._generation)
         self._read_once = ReadOnce(self.args, BUILD)
         self._read_at_start = ReadOnce(self.args, START)
+
+    def _check_fsdp(self) -> None:
+        if self._dist.fsdp_version == 1:
+            raise ValueError(
+                "The launch has `fsdp_version: 1`, which flattens the weights, so that the loss cannot read the output "
+                "head: set `fsdp_version: 2` in the accelerate file."
+            )
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self._dist.is_fsdp:
+            logger.warning(
+                "The launch asks for FSDP, which accelerate supports on accelerators only: nothing is sharded, this is "
+                "plain data parallelism."
+            )
 
     # By transformers' constructor, before it sets `use_cache` in the student's config.
     def create_accelerator_and_postprocess(self) -> None:

@@ -18,7 +18,9 @@ from transformers.trainer_utils import has_length
 
 __all__ = ["Progress", "Rows", "evaluated", "replace_default"]
 
-PHASES = {"complete": "write", "sync": "sync", "reward": "reward", "teach": "teach", "compare": "learn", "save": "save"}
+PHASES = {"complete": "generate", "teach": "score", "compare": "train"} | {
+    one: one for one in ("sync", "reward", "save")
+}
 """Displayed names of the phases: in rows, on bars, in a dry run, in a report."""
 
 
@@ -41,7 +43,9 @@ _COLUMNS = (
     _Column("length", 6, ".1f", ("completions/mean_length",)),
     _Column("tokens/s", 8, ",.0f", ("tokens_per_second",)),
     _Column("s/step", 6, ".2f", ("step_time",)),
-    *(_Column(PHASES[phase], 5, ".2f", (f"time/{phase}",)) for phase in ("complete", "teach", "compare")),
+    _Column("gen", 5, ".2f", ("time/complete",)),
+    _Column("score", 5, ".2f", ("time/teach",)),
+    _Column("train", 5, ".2f", ("time/compare",)),
     _Column("GiB", 3, ".1f", ("peak",)),
 )
 _LABEL = 8

@@ -384,6 +384,11 @@ AFTER = (
         "`dataloader_in_order=False` would let batches overtake each other, so that rows of an optimizer step are read "
         "twice or never: remove it.",
     ),
+    Rule(
+        lambda args: args.mixed_precision == "fp16" and args.device.type == "cpu" and args.deepspeed_plugin is None,
+        "`fp16=True` (or `mixed_precision: fp16` in the accelerate file) on a CPU, where there is no loss scaler for "
+        "float16: set `bf16=True`, or neither for float32.",
+    ),
     # concurrent generation and training
     together(
         ", whose engine generates in the trainer's own process and sleeps while that trains: set `vllm_mode='server'`, "

@@ -17,6 +17,7 @@ from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.sharding import in_zero3, local, trained_parameters
 from trl_opsd.config import OPSDConfig
 from trl_opsd.host import Host
+from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import Engine, RolloutBackend
 from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.sync_proof import SyncProof
@@ -198,6 +199,11 @@ def check_student(trainer: Host) -> None:
         raise ValueError(
             "An engine with a quantized student is not supported by this version: load it without "
             "`quantization_config`, or set `use_vllm=False` and no `sglang_server_url`."
+        )
+    room, context = trainer.args.vllm_max_model_length, context_of(trainer.model)
+    if room is not None and context is not None and room > context:
+        raise ValueError(
+            f"`vllm_max_model_length={room}`, but the student's context is {context}: lower it, or leave it out."
         )
 
 

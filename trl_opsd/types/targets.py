@@ -221,7 +221,8 @@ def check_targets(targets: Any, rollout: Rollout, where: str, width: int | None 
         else:
             hidden = max((row.hidden for row in by_row), key=lambda states: states.size(1))
             shape = [len(by_row), targets.tokens, hidden.size(1)]
-        if shape == [rows, tokens, width or shape[-1]] and hidden.is_floating_point():
+        fits = len(shape) == 3 and shape[:2] == [rows, tokens] and width in (None, shape[2])
+        if fits and hidden.is_floating_point():
             return
         kind = f"shape {shape} in {hidden.dtype}" if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
         got = f"`TeacherTargets` of {kind}"
