@@ -23,7 +23,7 @@ pytest.importorskip("vllm")
 
 from trl_opsd.errors import ServerError
 from trl_opsd.http import client as http
-from trl_opsd.parallel.pulled import Endable, Pulled
+from trl_opsd.parallel.prefetch import Closable, Prefetcher
 from trl_opsd.rollout.returned import checked_stream
 from trl_opsd.rollout.vllm_server import VLLMFacts, VLLMServerClient
 
@@ -162,9 +162,9 @@ def test_cancelling_rows_wakes_a_thread_waiting_for_them(server):
 
 def test_cancelling_reaches_a_checked_stream_in_another_thread(server):
     rows, prompts = asked(server), [[ids[0]] for ids in PROMPTS]
-    read = Endable(((number, row.completion_ids) for number, row in rows), rows.close)
+    read = Closable(((number, row.completion_ids) for number, row in rows), rows.close)
     host: Any = SimpleNamespace(eos_token_ids=(), limits=SimpleNamespace(check_completion=lambda *_: None))
-    pulled = Pulled(checked_stream(read, host, prompts, "It"))
+    pulled = Prefetcher(checked_stream(read, host, prompts, "It"))
     until(lambda: len(server.asked) == 4)
     server.end(1)
     assert pulled.take(wait=True) == [(1, [7, 7])]
@@ -183,7 +183,7 @@ def test_a_generator_running_in_another_thread_is_closed_at_its_next_yield():
         finally:
             events.append("closed")
 
-    pulled = Pulled(waiting())
+    pulled = Prefetcher(waiting())
     assert inside.wait(SECONDS)
     pulled.close()
     assert not events

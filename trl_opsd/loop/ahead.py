@@ -21,7 +21,7 @@ from trl_opsd.loop.host import TrainerHost
 from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode, whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.parallel.pulled import Pulled
+from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout
 
 logger = get_logger(__name__)
@@ -33,7 +33,7 @@ PROBED = 32
 class _Coming:
     """Prompts of the next step, and their completions as they are generated."""
 
-    def __init__(self, prompt_ids: list[list[int]], rows: Pulled[tuple[int, list[int]]]) -> None:
+    def __init__(self, prompt_ids: list[list[int]], rows: Prefetcher[tuple[int, list[int]]]) -> None:
         self.prompt_ids = prompt_ids
         self._rows = rows
         self._came: dict[int, list[int]] = {}
@@ -133,7 +133,7 @@ class Ahead:
             prompt_ids = self._host.prompt_ids_of(self._host.teaching.read_rows(self._next_batch[1][0][0]))
         finally:
             self.steps_ahead = 0
-        self._coming = _Coming(prompt_ids, Pulled(self._generation.stream(prompt_ids)))
+        self._coming = _Coming(prompt_ids, Prefetcher(self._generation.stream(prompt_ids)))
 
     # ---- How far the generating weights are from the current ones ---------------------------------------------------
 

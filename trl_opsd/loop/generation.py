@@ -22,8 +22,8 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
 
 if TYPE_CHECKING:
-    from trl_opsd.parallel.pulled import Endable
-    from trl_opsd.rollout.of_teacher import OfTeacher
+    from trl_opsd.parallel.prefetch import Closable
+    from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
 logger = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class Generation:
         self._is_first_turn = False
         self._surplus: list[list[int]] = []
         self._has_completed = False
-        self._of_teacher: Mapping[str, OfTeacher] = {}
+        self._of_teacher: Mapping[str, TeacherRollout] = {}
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Generation:
         returned = self.rollout.complete([list(ids) for ids in prompt_ids], self._host.state.global_step)
         return checked_completions(returned, self._host, prompt_ids, type(self.rollout).__name__)
 
-    def stream(self, prompt_ids: list[list[int]]) -> Endable[tuple[int, list[int]]]:
+    def stream(self, prompt_ids: list[list[int]]) -> Closable[tuple[int, list[int]]]:
         """Generates as `complete`: the number of each prompt with its completion, checked, as it ends."""
         self.be_ready()
         rows = self.rollout.stream([list(ids) for ids in prompt_ids], self._host.state.global_step)
@@ -218,10 +218,12 @@ class Generation:
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
-        from trl_opsd.rollout.of_teacher import OfTeacher
+        from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
         limits = self._host.readers.teacher_limits
-        self._of_teacher = {name: OfTeacher(self._host, teacher, limits[name]) for name, teacher in teachers.items()}
+        self._of_teacher = {
+            name: TeacherRollout(self._host, teacher, limits[name]) for name, teacher in teachers.items()
+        }
 
     def _of_teachers(self, rows: Sequence[Request]) -> list[list[int]]:
         reader = self._host.readers.teacher

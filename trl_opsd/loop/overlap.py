@@ -23,7 +23,7 @@ from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.host import TrainerHost
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.models.backbone import preserved_mode
-from trl_opsd.parallel.pulled import Pulled
+from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout
 
 logger = get_logger(__name__)
@@ -163,14 +163,14 @@ class Overlap:
             in_order=args.deterministic,  # the order of rows decides how sums round
         )
 
-    def _begun(self, prompt_ids: list[list[int]]) -> Pulled[tuple[int, list[int]]]:
+    def _begun(self, prompt_ids: list[list[int]]) -> Prefetcher[tuple[int, list[int]]]:
         with self._host.phase("complete"), preserved_mode(self._host.model):
-            return Pulled(self._generation.stream(prompt_ids))
+            return Prefetcher(self._generation.stream(prompt_ids))
 
     def _next(
         self,
         waiting: Waiting,
-        prefetched: Pulled[tuple[int, list[int]]],
+        prefetched: Prefetcher[tuple[int, list[int]]],
         prompt_ids: list[list[int]],
         rows: Sequence[Request],
     ) -> dict[str, Any]:

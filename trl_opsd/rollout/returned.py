@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.host import Host
-from trl_opsd.parallel.pulled import Endable
+from trl_opsd.parallel.prefetch import Closable
 
 _TELLING = 8
 """Prompt tokens per batch above which a repetition is no coincidence."""
@@ -23,10 +23,10 @@ def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], 
     return completions
 
 
-def checked_stream(stream: Any, host: Host, prompt_ids: list[list[int]], name: str) -> Endable[tuple[int, list[int]]]:
+def checked_stream(stream: Any, host: Host, prompt_ids: list[list[int]], name: str) -> Closable[tuple[int, list[int]]]:
     """The rows of a stream as they come, each prompt once, validated as by [`checked_completions`]."""
     # Closing this closes the stream.
-    return Endable(_checked(stream, host, prompt_ids, name), getattr(stream, "close", None))
+    return Closable(_checked(stream, host, prompt_ids, name), getattr(stream, "close", None))
 
 
 def _checked(

@@ -24,7 +24,7 @@ from trl_opsd.errors import ServerError
 from trl_opsd.host import Host
 from trl_opsd.http.client import HTTPClient, Responses, ServerKind, shown
 from trl_opsd.models.backbone import model_shape
-from trl_opsd.parallel.pulled import Endable
+from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.sync_proof import RELATIVE
@@ -287,11 +287,11 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 known[key_of(prompt_ids[number], row.completion_ids)] = row.logprobs
                 yield number, row.completion_ids
 
-        return Endable(completions(), rows.close)
+        return Closable(completions(), rows.close)
 
     def stream_completions(
         self, prompt_ids: list[list[int]], step: int, logprobs: bool = False
-    ) -> Endable[tuple[int, Completion]]:
+    ) -> Closable[tuple[int, Completion]]:
         """As `stream`, with everything the engine returns.
 
         Each row has its own seed, from `seed`, `step`, its number among the rows of all processes, and how often rows
@@ -304,7 +304,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 Whether each completion has its `logprobs`, by the weights that generated it.
 
         Returns:
-            [`~parallel.pulled.Endable`]: the number of each prompt and its completion, as they end. It raises
+            [`~parallel.prefetch.Closable`]: the number of each prompt and its completion, as they end. It raises
             `RuntimeError` if weights were sent to the engine before the last row was taken.
         """
         self.engine.check_connected()
@@ -316,7 +316,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 prompt_ids, [{"seed": seed, **own, **wanted} for seed, own in zip(seeds, options, strict=True)]
             )
         self._streams.add(responses)
-        return Endable(self._checked(responses, prompt_ids), responses.close)
+        return Closable(self._checked(responses, prompt_ids), responses.close)
 
     def _checked(
         self, responses: Responses[Completion], prompt_ids: list[list[int]]

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Endable(Iterator[T]):
+class Closable(Iterator[T]):
     """A generator's items. Any thread may close it, also while another waits for the next: `end` ends that wait."""
 
     def __init__(self, items: Generator[T, None, None], end: Callable[[], None] | None) -> None:
@@ -37,7 +37,7 @@ def _unless_it_runs(close: Callable[[], None]) -> None:
             raise
 
 
-class Pulled(Generic[T]):
+class Prefetcher(Generic[T]):
     """Items of an iterator that waits for another process or machine, in the order in which they come."""
 
     def __init__(self, items: Iterator[T]) -> None:
@@ -65,7 +65,7 @@ class Pulled(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """Closes the iterator: at once if it is [`Endable`], else at its next item."""
+        """Closes the iterator: at once if it is [`Closable`], else at its next item."""
         self._unwanted.set()
         if hasattr(self._items, "close"):
             _unless_it_runs(self._items.close)

@@ -38,7 +38,7 @@ class GeneratingTeacher(Protocol):
         """The model, where it can be called."""
 
 
-class OfTeacher:
+class TeacherRollout:
     """Generates with a teacher, in each process by itself; `limits` are of its prompts, with its name."""
 
     def __init__(self, host: Host, teacher: GeneratingTeacher, limits: PromptLimits) -> None:
