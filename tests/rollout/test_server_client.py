@@ -228,15 +228,15 @@ def test_an_answer_that_is_too_large_is_refused(faults, monkeypatch):
 
 
 def test_a_compressed_answer_is_not_expanded(faults):
-    packed = gzip.compress(b" " * 2**26)
+    packed = gzip.compress(json.dumps({"choices": [choice()]}).encode())  # would be taken if it were expanded
 
-    def bomb(handler: _Handler) -> None:
+    def compressed(handler: _Handler) -> None:
         handler.send(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nConnection: close\r\n\r\n" + packed)
 
     speaker = client(faults.server_port)
-    faults.answers[ASKED] = bomb
+    faults.answers[ASKED] = compressed
     with pytest.raises(ServerError, match="Invalid JSON"):
-        speaker.write([([5], {})])
+        speaker.write([([5, 6], {"max_tokens": 2, "logprobs": 0, "prompt_logprobs": 0})])
 
 
 def choice(**given: Any) -> dict[str, Any]:
