@@ -61,7 +61,8 @@ def _how_to_get_prompts(names: Collection[str], features: Mapping[str, Any]) -> 
                 f"{{'prompt': {messages}}}, remove_columns={name!r})`"
             )
     # A misspelt 'prompt' first, then the names that well-known datasets use.
-    (found,) = get_close_matches("prompt", names, n=1, cutoff=0.75) or [*(set(_QUESTIONS) & set(names)), "question"][:1]
+    asked = [one for one in _QUESTIONS if one in names] or ["question"]
+    found = (get_close_matches("prompt", names, n=1, cutoff=0.75) or asked)[0]
     return f"rename the column that holds the prompts, for instance `dataset.rename_column({found!r}, 'prompt')`"
 
 

@@ -97,7 +97,7 @@ def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The token that a tokenizer appends to each text, if any, as those of T5 and BERT do."""
     read, text = partial(tokenizer, add_special_tokens=False), "a"
     if not read(text)["input_ids"]:  # a vocabulary without letters
-        others = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
+        others = sorted(set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens))
         text = next((one for one in others if read(one)["input_ids"]), text)
     bare, whole = read(text)["input_ids"], tokenizer(text)["input_ids"]
     if whole == bare or whole[-len(bare) :] == bare:

@@ -68,7 +68,7 @@ class CollapseGuard(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         signs = self._end_step()
-        for name in signs.keys() - self._warned:
+        for name in (one for one in signs if one not in self._warned):
             logger.warning(f"Step {state.global_step} shows a collapse: {signs[name]}.")
             self._warned.add(name)
         if signs and self._stops:

@@ -127,7 +127,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     ```
     """
     # None where none is near: a wrong hint costs more than no hint.
-    known = list(known)
+    known = sorted(known, key=lambda one: (len(one), one))  # often a set, whose order differs from process to process
     longer = [one for one in known if set(name.split("_")) <= set(one.split("_"))]
     slip, similar = (difflib.get_close_matches(name, known, n=1, cutoff=cutoff) for cutoff in (0.9, 0.8))
     return slip or longer[:3] or similar

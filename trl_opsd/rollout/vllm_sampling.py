@@ -29,7 +29,7 @@ def request_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
 
 def _options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     more = {name: value for name, value in (args.generation_kwargs or {}).items() if name not in ENDS}
-    for name in more.keys() & _SET_HERE:
+    for name in (one for one in more if one in _SET_HERE):
         raise ValueError(f"`generation_kwargs={{{name!r}: {more[name]!r}}}`: the trainer sets this option: remove it.")
     given = {
         "temperature": args.temperature,
