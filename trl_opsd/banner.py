@@ -17,7 +17,7 @@ from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.readers import Reader, Readers, Request
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.host import of_package
+from trl_opsd.loop.overrides import of_package
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.checks import described, sizes

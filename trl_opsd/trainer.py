@@ -16,7 +16,7 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
-from trl_opsd.arguments.checks import build_rewards, check_train_size
+from trl_opsd.arguments.checks import check_train_size
 from trl_opsd.arguments.prepared import prepared
 from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
@@ -24,10 +24,8 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import PromptLimits, Row
 from trl_opsd.data.readers import Readers
-from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.host import check_methods, check_verbs
-from trl_opsd.loop.nonfinite import agree, check_not_uniform
+from trl_opsd.loop.overrides import check_methods, check_verbs
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
@@ -36,7 +34,6 @@ from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.models.backbone import completion_hidden, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
-from trl_opsd.models.probes import prove_student
 from trl_opsd.options.foreign_names import StrictNames, explained
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
@@ -45,7 +42,6 @@ from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
 from trl_opsd.rollout.generation_config import warn_of_overridden
-from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared, shares
@@ -144,8 +140,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     ```
     """
 
-    _student_is_proved = False
-
     def __init__(
         self,
         model: Any,
@@ -213,16 +207,18 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._without_effect = given.without_effect
-        self._has_compared = given.is_same_model  # the user was warned already that a divergence of 0 follows
+        self._guard.may_be_same = not given.is_same_model  # else the user was warned already
         self.dropped_prompts: Counter[str] = Counter()
         self.reads_solutions = given.reads_solutions
         self._reward_names = [one.name for one in given.rewards]
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
-                self.prove_student()
-            rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
-            self._rewards = BatchRewards(self, rewards)
+                self._generation.prove_student()
+            if given.rewards:
+                from trl_opsd.loop.batch_rewards import BatchRewards
+
+                self._rewards = BatchRewards(self, given.rewards)
             self.teaching = Teaching(self, given, self._generation.use_teachers)
             self.teaching.build()
         self._prove_divergence(self.divergence)
@@ -351,14 +347,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             check_rollout(rollout)
             self._generation.bind(rollout)
 
-    def prove_student(self) -> None:
-        """Verifies the student by running it, unless that was done, once its weights are where they will be."""
-        if not self._student_is_proved:
-            self.reading = prove_student(
-                self.model, self.in_student, self.args, self.accelerator, self.args.padding_free
-            )
-            self._student_is_proved = True
-
     @property
     def learns_from_draws(self) -> bool:
         """Whether the loss is a policy gradient, which depends on the distribution that tokens were sampled from."""
@@ -385,12 +373,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def teacher(self) -> Teacher | None:
         """The only teacher; `None` if there are several."""
-        return self.teachers.only
-
-    @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """Names of the teachers, in the order of their numbers; empty if there is one."""
-        return tuple(self.teachers) if len(self.teachers) > 1 else ()
+        return self.teaching.teachers.only
 
     @property
     def readers(self) -> Readers:
@@ -400,20 +383,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def limits(self) -> PromptLimits:
         """Limits on the student's prompts and completions: vocabulary and context."""
-        return self.readers.student_limits
+        return self.teaching.readers.student_limits
 
     @property
     def reading_to_learn(self) -> Reading:
         """Which rows share a pass outside of generation, where the padding options of the config apply."""
         return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
-
-    @property
-    def batch_name(self) -> str:
-        """The current generation batch, in messages about its rows."""
-        step = self.state.global_step + 1 + (0 if self._ahead is None else self._ahead.steps_ahead)
-        name = f"the batch of step {step}" if self.model.training else "an evaluation batch"
-        number = self.accelerator.num_processes
-        return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
 
     def replace_teacher(self, teacher_model: Any) -> None:
         """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
@@ -434,12 +409,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
-    def footprint(self, phase: str) -> dict[str, int]:
-        """Memory of a phase, in bytes by name, for out-of-memory errors."""
-        from trl_opsd.loop.memory import footprint  # for an error only
-
-        return footprint(self, phase, self.teachers.models, self.teachers.heads)
-
     def check_effect(self) -> None:
         """Rejects a training that would change nothing, before it begins; options may have been changed."""
         if self.train_dataset is not None:
@@ -452,15 +421,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.learning_rate != self._rate_tried:
             self._rate_tried = self.args.learning_rate
             warn_of_lost_updates(self.model, self.accelerator, self._rate_tried, self.optimizer)
-
-    def check_sums(self, sums: dict[str, float]) -> None:
-        check_not_uniform(sums, self.limits.vocabulary)
-        if not (self._has_compared or self.args.pulls) and agree(sums):
-            logger.warning(
-                "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "
-                "learned from it. Is it the same model, without context that only the teacher reads?"
-            )
-        self._has_compared = True
 
     def __repr__(self) -> str:
         if not self.is_built:
@@ -482,13 +442,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     @property
     def _described(self) -> Described:
-        of_student = {} if isinstance(self.rollout, SyncedRollout) else getattr(self.rollout, "of_student", None)
         return Described(
             trainer=self,
             teachers=self.teachers,
             averages=() if self.teachers.average is None else self.teachers.average.copies.values(),
             rollout=self.rollout,
-            of_student=of_student,
+            of_student=getattr(self.rollout, "of_student", None),
             divergence=self.divergence,
             readers=self.readers,
             rewards=self._reward_names,

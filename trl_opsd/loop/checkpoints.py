@@ -30,7 +30,7 @@ from trl_opsd.checkpoints.resume import (
     set_rates,
     settings_of,
 )
-from trl_opsd.loop.host import TrainerHost
+from trl_opsd.loop.trainer_host import TrainerHost
 
 __all__ = ["Checkpoints"]
 

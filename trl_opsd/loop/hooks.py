@@ -27,17 +27,15 @@ from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
-from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.checkpoints import Checkpoints, StopOnSigterm
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.host import prepares_batches
 from trl_opsd.loop.members import TrainerMembers
-from trl_opsd.loop.memory import explain
 from trl_opsd.loop.nonfinite import NonfiniteGuard
+from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
-from trl_opsd.loop.step_stats import MicroBatch, PhaseClock, Predictions, StepStats
+from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
@@ -54,6 +52,7 @@ from trl_opsd.types.loss import check_parts, columns
 
 if TYPE_CHECKING:
     from trl_opsd.loop.ahead import Ahead
+    from trl_opsd.loop.batch_rewards import BatchRewards
     from trl_opsd.loop.overlap import Overlap
 
 logger = get_logger(__name__)
@@ -76,7 +75,9 @@ class TrainerHooks(TrainerMembers):
     """Only with `overlap='step'`."""
     _ahead: Ahead | None = None
     """Only with `overlap='ahead'`."""
-    _rewards: BatchRewards
+    _rewards: BatchRewards | None = None
+    """Only with `reward_funcs`."""
+    _reward_names: Sequence[str] = ()
     teaching: Teaching
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
@@ -144,20 +145,17 @@ class TrainerHooks(TrainerMembers):
         limit, show = self.args.phase_timeout, replace_default(self.callback_handler)
         watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
         watches = [one for one in (watchdog, show) if one is not None]
-        self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self._explain))
-        self._generation = Generation(self, self._completions)
-        self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
-        self._scorer = Scorer(self)
+        self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self.explain_memory))
+        self._generation, self._dealer, self._scorer = Generation(self), Dealer(self), Scorer(self)
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap
 
-            self._overlap = Overlap(
-                self, self._generation, self._dealer, self._scorer, self.begin_batch, self.trl_batch
-            )
+            self._overlap = Overlap(self, self._generation, self._dealer, self._scorer)
         elif self.args.overlap == "ahead":
             from trl_opsd.loop.ahead import Ahead
 
             self._ahead = Ahead(self, self._generation)
+        self._generation.overlap = self._overlap or self._ahead
         self._read_once = ReadOnce(self.args, BUILD)
         self._read_at_start = ReadOnce(self.args, START)
 
@@ -225,7 +223,7 @@ class TrainerHooks(TrainerMembers):
                 with self._checkpoints.training():
                     return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Exception as error:
-                self._explain(error, "step")  # outside the phases, memory is the optimizer's
+                self.explain_memory(error, "step")  # outside the phases, memory is the optimizer's
                 raise
             finally:
                 if self._ahead is not None:
@@ -313,11 +311,15 @@ class TrainerHooks(TrainerMembers):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
         written = self.trl_batch(requests)
-        self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
+        if self._rewards is not None:
+            self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
         # A teacher that was notified of a row reads it in the process that generated it.
         stay = self._overlap is not None and self._overlap.notifies_teacher
         batch, rows = self._dealer.exchanged(written, requests, stay)
-        batch.update(self._rewards.pulls_of(rows))
+        if self.model.training and self.args.pulls:
+            reward, sft = self.args.reward_weight, self.args.sft_weight
+            pulls = [reward * row.advantage + sft * bool(row.is_off_policy) for row in rows]
+            batch["pull"] = torch.tensor(pulls, dtype=torch.float32, device=self.accelerator.device)
         batch.update(self._scorer.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         return batch
@@ -350,7 +352,7 @@ class TrainerHooks(TrainerMembers):
     # By TRL's `_generate`, before the first turn.
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
-        self.readers.check_batch(prompt_ids, self.batch_name)
+        self.teaching.readers.check_batch(prompt_ids, self.teaching.batch_name)
         return prompt_ids, images, multimodal_fields
 
     # By TRL's `_generate` for the first turn, by its tool loop for each later one.
@@ -359,18 +361,14 @@ class TrainerHooks(TrainerMembers):
     ) -> list[list[int]]:
         return self._generation.turn(prompt_ids)
 
-    def _completions(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """The student's completions, as `overlap` has them generated."""
-        overlap = self._overlap or self._ahead
-        return (self if overlap is None or not self.model.training else overlap).complete(prompt_ids)
-
     # By TRL's `_generate`, after the first turn.
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
     ) -> tuple:
         """As TRL's, and joins later turns of other processes after those of this one. Collective."""
         looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
-        _, self._rewards.conversations, *_ = looped
+        if self._rewards is not None:
+            self._rewards.conversations = looped[1]
         self._generation.join_later_turns()
         return looped
 
@@ -408,8 +406,8 @@ class TrainerHooks(TrainerMembers):
                 return (loss, None) if return_outputs else loss
             counted = self._stats.reduced()
         else:
-            counted = self._stats.evaluated(inputs, rows, self.gather_distinct_rows(rows))
-        finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
+            counted = [self._stats.evaluated(inputs, rows, self.gather_distinct_rows(rows))]
+        finite = [self._is_finite(*one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
             loss = loss * math.nan  # and so the gradient in each process: every optimizer's own check skips the step
         elif self.model.training:
@@ -430,14 +428,13 @@ class TrainerHooks(TrainerMembers):
         weight, student_entropy = columns(parts.rows, "weight", "student_entropy").sum(0)
         return parts.loss, student_entropy, weight
 
-    def _is_finite(self, one: MicroBatch) -> bool:
+    def _is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
-        if is_finite := self._guard.is_finite(one.named, one.rows):
-            self.check_sums(one.named)
-            self._stats.now.add(one.named)
+        if is_finite := self._guard.is_finite(named, rows):
+            self._stats.now.totals.update(named)
             if self.model.training:
-                self._collapse.note_loss(one.named)
-        self.record("entropy", one.named["student_entropy"] / one.named["weight"] if one.named["weight"] else 0.0)
+                self._collapse.sums.update(named)
+        self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
         return is_finite
 
     # ---- The gradient -----------------------------------------------------------------------------------------------
@@ -472,8 +469,11 @@ class TrainerHooks(TrainerMembers):
         """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
         return self._stats.phase(name)
 
-    def _explain(self, error: Exception, phase: str) -> None:
-        explain(error, phase, partial(self.footprint, phase))
+    def explain_memory(self, error: Exception, phase: str) -> None:
+        """Adds to an out-of-memory error what a phase holds, and the options that reduce it."""
+        from trl_opsd.loop.memory import explain, footprint
+
+        explain(error, phase, partial(footprint, self, phase))
 
     # ---- Evaluations ------------------------------------------------------------------------------------------------
 
@@ -487,9 +487,9 @@ class TrainerHooks(TrainerMembers):
         not logged.
         """
         self._launch.restore()
-        with self._generation.session():
+        with self._generation.rollout.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return self._stats.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
+        return self._stats.with_best(found, self._reward_names) if metric_key_prefix == "eval" else found
 
     # By the user.
     def predict(
@@ -520,7 +520,7 @@ class TrainerHooks(TrainerMembers):
                 "`IterableDataset`; call `predict` once for each of several."
             )
         self._launch.restore()
-        with self._generation.session():
+        with self._generation.rollout.session():
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         return Predictions.of(output, self.processing_class.batch_decode)
 
@@ -553,7 +553,7 @@ class TrainerHooks(TrainerMembers):
     ) -> Any:
         with (
             self._stats.evaluation(metric_key_prefix, self._metrics["eval"]) as metrics,
-            self._rewards.evaluation(metric_key_prefix),
+            nullcontext() if self._rewards is None else self._rewards.evaluation(metric_key_prefix),
         ):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

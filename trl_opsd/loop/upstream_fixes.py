@@ -30,7 +30,7 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import WholeStream
-from trl_opsd.loop.host import of_package
+from trl_opsd.loop.overrides import of_package
 from trl_opsd.models.checks import check_optimizer, check_trainable
 from trl_opsd.options.rules import batch_in_words
 from trl_opsd.options.table import OF_THE_OPTIMIZER
