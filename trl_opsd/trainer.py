@@ -411,9 +411,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def check_effect(self) -> None:
         """Rejects a training that would change nothing, before it begins; options may have been changed."""
-        if self.train_dataset is not None:
-            refuse(LEARNING, Situation(args=self.args, optimizers=(self.optimizer, self.lr_scheduler)))
-            check_train_size(self.train_dataset, self.args)
+        refuse(LEARNING, Situation(args=self.args, optimizers=(self.optimizer, self.lr_scheduler)))
+        check_train_size(self.train_dataset, self.args)
         self._try_rate()
 
     def _try_rate(self) -> None:

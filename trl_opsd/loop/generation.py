@@ -55,6 +55,7 @@ class Generation:
         self._is_first_turn = False
         self._surplus: list[list[int]] = []
         self._has_completed = self._is_proved = False
+        self._is_overridden = overrides(host, "complete")
         self._of_teacher: Mapping[str, TeacherRollout] = {}
 
     # ---- The rollout --------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Generation:
             why = f"{type(rollout).__name__} writes in the trainer's own process: set `vllm_mode='server'`"
         elif self._host.tools:
             why = "rows with `tools` are written in turns"
-        elif overrides(self._host, "complete"):
+        elif self._is_overridden:
             why = f"it would not call `{type(self._host).__name__}.complete`"
         else:
             return
@@ -85,7 +86,7 @@ class Generation:
     @property
     def streams(self) -> bool:
         """Whether `stream` generates what `complete` does."""
-        return not (overrides(self._host, "complete") or self._host.tools)
+        return not (self._is_overridden or self._host.tools)
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """One checked completion of the rollout for each prompt."""
@@ -119,10 +120,11 @@ class Generation:
         """Sets the place of each row of a batch, over all processes, and whether it is off-policy."""
         args, state = self._host.args, self._host.state
         for place, row in enumerate(rows, start=self._host.accelerator.process_index * len(rows)):
-            row.place = place
-            # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
-            drawn = derived_seed(args.seed, state.global_step, place) / 2**63
-            row.is_off_policy = self._host.model.training and drawn >= args.lmbda
+            row.place, row.is_off_policy = place, False
+            if self._host.model.training and args.lmbda < 1:
+                # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
+                drawn = derived_seed(args.seed, state.global_step, place) / 2**63
+                row.is_off_policy = drawn >= args.lmbda
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -207,7 +209,7 @@ class Generation:
         host, name = self._host, type(self.rollout).__name__
         by: Overlap | Ahead | TrainerHost = host if self.overlap is None or not host.model.training else self.overlap
         completions = by.complete(prompt_ids)
-        if overrides(host, "complete"):
+        if self._is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)
         padding = {host.processing_class.pad_token_id, *host.eos_token_ids}

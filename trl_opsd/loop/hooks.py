@@ -67,8 +67,6 @@ class TrainerHooks(TrainerMembers):
 
     row_columns: tuple[str, ...] = COLUMNS
     """Columns of a dataset that `remove_unused_columns` keeps."""
-    hidden_columns: ClassVar[tuple[str, ...]] = IMAGE_COLUMNS
-    """Columns that are hidden from TRL, which would treat them as images even when they are empty."""
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is privileged context."""
     _overlap: Overlap | None = None
@@ -327,7 +325,8 @@ class TrainerHooks(TrainerMembers):
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
-        set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
+        if self.accelerator.num_processes > 1:
+            set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
         rows: list[Request] = self.teaching.read_rows(inputs)
         self._generation.mark(rows)
@@ -336,7 +335,8 @@ class TrainerHooks(TrainerMembers):
 
     def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
         """TRL's batch for checked rows, generated and logged."""
-        text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
+        # TRL would treat these columns as images even when they are empty.
+        text = [{name: value for name, value in row.items() if name not in IMAGE_COLUMNS} for row in rows]
         self._generation.requests = rows
         batch: dict[str, Any] = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._generation.empty_rows] = 0

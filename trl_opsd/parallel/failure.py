@@ -120,8 +120,6 @@ def set_group_timeout(time: timedelta) -> None:
     transformers passes `ddp_timeout` to the first group, but not on a CPU. A group that a library creates later, such
     as DeepSpeed's, has torch's default: 10 minutes with NCCL, less than a rollout may take, and 30 with gloo.
     """
-    if not distributed.is_initialized():
-        return
     for group in c10d._world.pg_map:  # torch has no public list of all groups
         for backend in _backends(group):
             if backend.options._timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout):
