@@ -27,7 +27,7 @@ from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
 from trl_opsd.data.readers import Request
-from trl_opsd.loop.checkpoints import Checkpoints, StopOnSigterm
+from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
@@ -119,11 +119,8 @@ class TrainerHooks(TrainerMembers):
         if not args.use_cache:  # which transformers has set in the config, and would save with the student
             vars(self.model.config).pop("use_cache", None)
             vars(self.model.config).update(self._use_cache)
-        sigterm = StopOnSigterm(self.accelerator) if stops_on_sigterm else None
-        self._checkpoints, self._collapse = Checkpoints(self, sigterm), CollapseGuard(self)
-        for callback in (sigterm, self._collapse):
-            if callback is not None:
-                self.add_callback(callback)
+        self._checkpoints, self._collapse = Checkpoints(self, stops_on_sigterm), CollapseGuard(self)
+        self.add_callback(self._collapse)
         self._guard = NonfiniteGuard(self)
         if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
