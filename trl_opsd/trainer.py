@@ -227,7 +227,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self._overlap is not None:
             self._overlap.warn()
         self.is_built = True  # from here on assignments of a user are checked
-        self._launch.remember()
+        self.remember_launch()
         self.args.accept_changes()
         self._recording: Recording | None = None
         if self.args.report:
@@ -340,7 +340,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     @rollout.setter
     def rollout(self, rollout: RolloutBackend | None) -> None:
-        self._launch.restore()
+        self.restore_launch()
         with preserved_rng(self.accelerator.device):
             if rollout is None:
                 rollout = chosen_rollout(None, self.args)
@@ -392,7 +392,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def replace_teacher(self, teacher_model: Any) -> None:
         """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
-        self._launch.restore()
+        self.restore_launch()
         if self._dealer.is_dealt:
             raise ValueError(
                 "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
@@ -401,7 +401,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def replace_dataset(self, name: str, dataset: Any) -> None:
         """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
-        self._launch.restore()
+        self.restore_launch()
         if self.is_in_train and name == "train_dataset":
             raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
@@ -424,7 +424,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     def __repr__(self) -> str:
         if not self.is_built:
             return super().__repr__()
-        self._launch.restore()
+        self.restore_launch()
         return self._described.text()
 
     def _announced(self) -> str:

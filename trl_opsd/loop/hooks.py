@@ -37,7 +37,6 @@ from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats
 from trl_opsd.loop.teaching import Teaching
-from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, sampled
@@ -136,7 +135,6 @@ class TrainerHooks(TrainerMembers):
 
             check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
             self.row_group = RowGroup(sizes.sp_size)
-        self._launch, self._earlier = Launch(), EarlierTraining(self)
         limit, show = self.args.phase_timeout, replace_default(self.callback_handler)
         watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
         watches = [one for one in (watchdog, show) if one is not None]
@@ -196,7 +194,7 @@ class TrainerHooks(TrainerMembers):
         self._read_once.check(self.args)
         if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
             self.args.check_again()
-        self._launch.restore()
+        self.restore_launch()
         self.args.check_as_given()
         refuse(TRAINING, self.args)
         self.check_effect()
@@ -206,11 +204,7 @@ class TrainerHooks(TrainerMembers):
         self._metrics["train"].clear()
         self._stats.clear()
         self._collapse.begin()
-        with (
-            nullcontext() if self.row_group is None else self.row_group.shares(self.model),
-            self._earlier.followed_by(self),
-            self._guard.training(),
-        ):
+        with nullcontext() if self.row_group is None else self.row_group.shares(self.model), self._guard.training():
             try:
                 if resume_from_checkpoint:
                     resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
@@ -483,7 +477,7 @@ class TrainerHooks(TrainerMembers):
         A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
         not logged.
         """
-        self._launch.restore()
+        self.restore_launch()
         with self._generation.rollout.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         return self._stats.with_best(found, self._reward_names) if metric_key_prefix == "eval" else found
@@ -516,7 +510,7 @@ class TrainerHooks(TrainerMembers):
                 f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
                 "`IterableDataset`; call `predict` once for each of several."
             )
-        self._launch.restore()
+        self.restore_launch()
         with self._generation.rollout.session():
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         return Predictions.of(output, self.processing_class.batch_decode)

@@ -27,7 +27,6 @@ class TrainerHost(Host, Protocol):
     lr_scheduler: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
-    generation_kwargs: dict[str, Any]
     chat_template_kwargs: dict[str, Any]
     tools: Any
     divergence: Any
