@@ -204,6 +204,7 @@ class TrainerHooks(TrainerMembers):
         self._metrics["train"].clear()
         self._stats.clear()
         self._collapse.begin()
+        self.check_earlier()
         with nullcontext() if self.row_group is None else self.row_group.shares(self.model), self._guard.training():
             try:
                 if resume_from_checkpoint:

@@ -165,7 +165,6 @@ class UpstreamFixes(DistillationTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """As transformers'. Under DeepSpeed each training builds an engine, and so an optimizer, of its own."""
-        self._check_earlier()
         with _cleanup_on_error(self):
             if self.is_deepspeed_enabled:
                 self._restore_deepspeed_config()
@@ -340,7 +339,7 @@ class UpstreamFixes(DistillationTrainer):
             AcceleratorState._shared_state.clear()
             AcceleratorState._shared_state.update(self._launch)
 
-    def _check_earlier(self) -> None:
+    def check_earlier(self) -> None:
         """Rejects another model, and options that a kept optimizer lacks.
 
         transformers keeps the optimizer whatever the options are by then (trainer.py:1241), and trains `model_wrapped`,
