@@ -302,10 +302,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """
         selection = selection_of(self)
         selection = selection if selection is not None and selection.is_late else None
+        teachers, vocabulary = self.teaching.teachers, self.teaching.vocabulary
         # First, as these reads wait for the device, which has no work queued yet.
-        mine = shares(self.teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
+        mine = shares(teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
-        with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
+        with whole_head(student) as head, teachers.whole_heads() as teacher_heads:
             parts = compared(
                 hidden_BCH,
                 head,
@@ -313,7 +314,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 mine,
                 rollout,
                 num_items,
-                self.args.objective(self.divergence, self.temperatures, self.teaching.vocabulary),
+                self.args.objective(self.divergence, self.temperatures, vocabulary),
                 criterion=None if selection is None else selection.criterion,
             )
             if self._recording is not None and rollout.begins_at is None:
@@ -324,9 +325,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                     *(hidden_BCH, head, teacher_heads, rollout, targets),
                     divergence=self.divergence,
                     temperatures=self.temperatures,
-                    vocabulary=self.teaching.vocabulary,
+                    vocabulary=vocabulary,
                     tokenizer=self.processing_class,
-                    names=list(self.teachers),
+                    names=list(teachers),
                 )
                 self._recording.note(self.state, self.model.training, rollout.prompt_lists, sampled)
         return parts

@@ -91,7 +91,7 @@ class CollapseGuard(TrainerCallback):
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         self.course.add(Figures(**means, length=length, repeated=repeated))
         self._trainer.record("completions/length_drift", self.course.drift)
-        return self.course.signs(clipped=self._trainer.args.clips_entries) if self._watches else {}
+        return self.course.signs(clipped=self._trainer.args.kl_clip is not None) if self._watches else {}
 
     # ---- Checkpoints ------------------------------------------------------------------------------------------------
 

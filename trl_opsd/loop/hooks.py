@@ -66,6 +66,8 @@ class TrainerHooks(TrainerMembers):
 
     row_columns: tuple[str, ...] = COLUMNS
     """Columns of a dataset that `remove_unused_columns` keeps."""
+    hidden_columns: ClassVar[tuple[str, ...]] = IMAGE_COLUMNS
+    """Columns that are hidden from TRL, which would treat them as images even when they are empty."""
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is privileged context."""
     _overlap: Overlap | None = None
@@ -327,8 +329,7 @@ class TrainerHooks(TrainerMembers):
 
     def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
         """TRL's batch for checked rows, generated and logged."""
-        # TRL would treat these columns as images even when they are empty.
-        text = [{name: value for name, value in row.items() if name not in IMAGE_COLUMNS} for row in rows]
+        text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         self._generation.requests = rows
         batch: dict[str, Any] = super()._generate_and_score_completions(text)
         batch["completion_mask"][self._generation.empty_rows] = 0
@@ -392,7 +393,8 @@ class TrainerHooks(TrainerMembers):
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            self._scorer.warn_if_unscored(scored)
+            if self.args.token_selection is not None:
+                self._scorer.warn_if_unscored(scored)
             self._stats.add(inputs, rows, scored)
             if not self.accelerator.gradient_state.sync_gradients:
                 return (loss, None) if return_outputs else loss

@@ -141,7 +141,7 @@ class NonfiniteGuard:
 
         A high entropy alone is no reason: logits that differ little, as those of a tiny random model, are an opinion.
         """
-        vocabulary = self._trainer.limits.vocabulary
+        vocabulary = self._trainer.teaching.readers.student_limits.vocabulary
         if sums["tokens"] and vocabulary > 1 and sums["teacher_uniform"] >= sums["tokens"]:
             raise ValueError(
                 f"The teacher gives all {vocabulary} tokens the same probability, its logits are equal: its head is "

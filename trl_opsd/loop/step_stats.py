@@ -216,7 +216,7 @@ class StepStats:
         named = dict(zip((*LossParts.ROW_NAMES, *of_teachers), sums, strict=True))
         # The sums of an option that is off are 0, which would be logged as if measured.
         is_on = {
-            "clipped": self._trainer.args.clips_entries,
+            "clipped": self._trainer.args.kl_clip is not None,
             "pulled": batch.get("pull") is not None,
             "importance": batch.get("logprobs") is not None,
         }
