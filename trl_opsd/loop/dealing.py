@@ -45,8 +45,8 @@ class Dealer:
     `training_step` is called as often; a call may have several micro-batches.
     """
 
-    def __init__(self, host: TrainerHost) -> None:
-        self._host = host
+    def __init__(self, host: TrainerHost, generate: Callable[[Any], dict[str, Any]]) -> None:
+        self._host, self._generate = host, generate
         self.current: Mapping[str, Any] | None = None
         """The micro-batch that is trained on; `None` outside of `training_step`."""
         self._dealt: list[list[dict[str, Any]]] | None = None
@@ -96,7 +96,7 @@ class Dealer:
 
     def _of_call(self, rows: Any, call: int) -> list[dict[str, Any]]:
         if call == 0 or self._dealt is None:  # also in a run that resumes or was interrupted
-            self._dealt = self._deal(self._host._generate_and_score_completions(rows))
+            self._dealt = self._deal(self._generate(rows))
         return self._dealt[call]
 
     def _deal(self, batch: dict[str, Any]) -> list[list[dict[str, Any]]]:

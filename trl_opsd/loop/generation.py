@@ -54,14 +54,14 @@ class Generation:
         """Whether `use_vllm` is hidden from TRL's tool loop, which would ask an engine of TRL's for its context."""
         self._is_first_turn = False
         self._surplus: list[list[int]] = []
-        self._has_completed = self._is_proved = False
-        self._is_overridden = overrides(host, "complete")
+        self._has_completed = self._is_proved = self._is_overridden = False
         self._of_teacher: Mapping[str, TeacherRollout] = {}
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
     def bind(self, rollout: RolloutBackend) -> None:
         """Binds a rollout to this trainer; rejects one that cannot work with `overlap='ahead'`."""
+        self._is_overridden = overrides(self._host, "complete")
         if self._host.args.overlap == "ahead":
             self._check_generates_apart(rollout)
         try:

@@ -141,7 +141,8 @@ class TrainerHooks(TrainerMembers):
         watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
         watches = [one for one in (watchdog, show) if one is not None]
         self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self.explain_memory))
-        self._generation, self._dealer, self._scorer = Generation(self), Dealer(self), Scorer(self)
+        self._generation, self._scorer = Generation(self), Scorer(self)
+        self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap
 
