@@ -15,7 +15,7 @@ from datasets import Dataset
 from lone_host import LoneHost
 
 from trl_opsd.data.completions import cut_after_end
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.host import Host
 from trl_opsd.loop.step_stats import PhaseClock
 from trl_opsd.parallel.rng import preserved_rng

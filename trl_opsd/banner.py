@@ -15,7 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
-from trl_opsd.data.readers import Reader, Readers, Request
+from trl_opsd.data.prompts import Request
+from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.host import of_package
 from trl_opsd.losses import Divergence
@@ -197,7 +198,7 @@ class Described:
         reader = _OF_TEACHER if len(self.teachers) == 1 else f"prompt of {request.teacher!r}"
         if self.first_made is not None:
             yield _OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`")
-        elif self.readers.intake.prompts.prompt_fn is not None:
+        elif self.readers.intake.prompt_fn is not None:
             yield _OF_TEACHER, "what `teacher_prompt_fn` returns, shown after the first step"
         else:
             alike = self.readers.are_alike(request)
@@ -205,7 +206,7 @@ class Described:
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as is known: a function or a subclass may read any."""
-        calls = self.rewards or self.readers.intake.prompts.prompt_fn is not None
+        calls = self.rewards or self.readers.intake.prompt_fn is not None
         sees_rows = calls or not of_package(self.trainer.weigh)
         read = {*self.trainer.row_columns, *self.trainer.hidden_columns}
         if len(self.teachers) == 1:

@@ -22,8 +22,8 @@ from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
-from trl_opsd.data.prompts import PromptLimits, Row
-from trl_opsd.data.readers import Readers
+from trl_opsd.data.prompts import Row
+from trl_opsd.data.readers import PromptLimits, Readers
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.host import check_methods, check_verbs
@@ -120,7 +120,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             checks, between two optimizer steps.
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another, or its name, to change the
             objective, or a number to TRL's attribute `beta`. `temperature` is that of the loss.
-        limits ([`~data.prompts.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
+        limits ([`~data.readers.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
         placeholders (`list[int]`): token ids that stand for an image or the like, which the student never generates.
         reading ([`~models.padding.Reading`]): which rows the student can read and generate in one batch.
         dropped_prompts (`Counter`): number of rows dropped from each dataset because they were too long.

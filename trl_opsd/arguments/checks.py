@@ -17,8 +17,8 @@ from trl_opsd._compat.peft import CausalLM, has_foreign_adapter, is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, check_completion
 from trl_opsd.data.datasets import AnyDataset, Rows, check_alike, columns_of, describe_rows, look_ahead
-from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, PRIVILEGED, PromptLimits, check_columns, refuse_images
-from trl_opsd.data.readers import Intake, Request
+from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, PRIVILEGED, Intake, Request, check_columns, refuse_images
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.data.survey import has_transform, has_values
 from trl_opsd.data.tokenization import (
     check_template_arguments,
@@ -265,7 +265,7 @@ def check_datasets(
                 "instance `load_dataset(...)['train']` or `Dataset.from_list(rows)`."
             )
         columns = columns_of(dataset)
-        check_columns(columns, where, teachers, optional, dataset.features)
+        check_columns(columns, where, teachers, optional)
         _check_stored_images(dataset, where)
         if needs_privilege and columns is not None and not set(PRIVILEGED) & set(columns):
             raise ValueError(

@@ -34,8 +34,7 @@ from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name
-from trl_opsd.data.prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
-from trl_opsd.data.readers import Intake
+from trl_opsd.data.prompts import PRIVILEGED, Intake, check_prompt_fn
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
     check_processing_class,
@@ -157,8 +156,7 @@ def prepared(
     refuse(SURPRISES, now, logger.warning)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
-    prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
-    intake = Intake(teachers=tuple(models), prompts=prompts)
+    intake = Intake(teachers=tuple(models), template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))
         check_disk(args)

@@ -25,8 +25,8 @@ from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset as TorchStream
 from tqdm.auto import tqdm
 
-from trl_opsd.data.prompts import COLUMNS, common_kind
-from trl_opsd.data.readers import Intake, Reader, Request
+from trl_opsd.data.prompts import COLUMNS, Intake, Request, common_kind
+from trl_opsd.data.readers import Reader
 from trl_opsd.data.survey import Numbers, Survey, digest, has_transform
 
 logger = get_logger(__name__)
@@ -201,10 +201,14 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
         others = _may_not_fit(rows.survey, counts[:, 0], reader)
         numbers, counts = np.append(numbers, others), np.append(counts, _counted(rows, others, reader), axis=0)
     by_number = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-    strictest = reader.strictest
-    suspects = [number for number in sorted(by_number) if not strictest.admits(*by_number[number])]
+    limits = reader.strictest
+    suspects = [
+        number
+        for number, (tokens, largest_id) in sorted(by_number.items())
+        if not (tokens and limits.fits(tokens) and largest_id < limits.vocabulary)
+    ]
     gone = []
-    for requests in _requests(rows, suspects, reader.intake):
+    for requests in _requests(rows, suspects, reader.of.intake):
         for number, request in requests.items():
             (tokens, largest_id), limits = by_number[number], reader.limits_of(request)
             if dropped is not None and not limits.fits(tokens):
@@ -224,10 +228,11 @@ def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbe
     # more often is refused when it is drawn.
     others = np.ones(len(survey.shapes), bool)
     if reader.is_bounded:
-        room = reader.strictest.room_for_prompt
-        if room is None:
+        limits = reader.strictest
+        if limits.context is None:
             return np.zeros(0, np.int64)
-        others = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies > room
+        tokens = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies
+        others = tokens + limits.completion > limits.context
     others[survey.first_of_each_shape] = False
     return np.flatnonzero(others)
 
@@ -238,7 +243,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
         return _count(rows, numbers, reader)
     # Cached like a `datasets` map, for the machine's other processes and later runs, by all that counts depend on.
     read = digest(rows.dataset.select(numbers), reader.columns)
-    key = Hasher.hash([read, reader.tokenizer, reader.settings, reader.knows_all_ids])
+    key = Hasher.hash([read, reader.of.tokenizer, reader.settings, reader.knows_all_ids])
     path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"
     with PartialState().local_main_process_first():
         if path.exists():
@@ -256,7 +261,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
 
 def _count(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
     counts, kind, all_known = [], None, reader.knows_all_ids
-    for requests in _requests(rows, numbers, reader.intake):
+    for requests in _requests(rows, numbers, reader.of.intake):
         prompts = [reader.prompt_of(request) for request in requests.values()]
         kind = reader.check_kind(prompts, kind)
         counts += [(len(ids), 0 if all_known else max(ids, default=0)) for ids in reader.token_ids(prompts)]
@@ -288,7 +293,7 @@ def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any],
 
     def stays(row: dict[str, Any]) -> bool:
         nonlocal mentioned
-        request = reader.intake.read(row, f"a row that {where} streams")
+        request = reader.of.intake.read(row, f"a row that {where} streams")
         prompts = [reader.prompt_of(request)]
         reader.check_kind(prompts)
         if reader.limits_of(request).fits(len(reader.token_ids(prompts)[0])):

@@ -25,8 +25,7 @@ from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
-from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, Request
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.checkpoints import Checkpoints, StopOnSigterm
 from trl_opsd.loop.collapse import CollapseGuard

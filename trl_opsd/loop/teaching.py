@@ -21,8 +21,8 @@ from trl_opsd.arguments.checks import (
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
 from trl_opsd.data.datasets import Rows, admit_all, by_name, columns_of, describe_rows
-from trl_opsd.data.prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
-from trl_opsd.data.readers import Reader, Readers, Request
+from trl_opsd.data.prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Request, Row
+from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.host import TrainerHost, overrides, own_verbs
 from trl_opsd.options.rules import refuse
@@ -112,7 +112,7 @@ class Teaching:
         datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
         intake, given = self.readers.intake, self._given
         several = intake.teachers if len(intake.teachers) > 1 else ()
-        optional = PRIVILEGED if intake.prompts.prompt_fn is None else ()
+        optional = PRIVILEGED if intake.prompt_fn is None else ()
         check_datasets(datasets, args, several, optional, given.reads_solutions)
         if args.lmbda < 1:
             check_completions(train_dataset, self._host.tools, not args.seq_kd)
@@ -200,7 +200,7 @@ class Teaching:
         requests = self.readers.read_batch(rows, self._host.batch_name)
         decode = self._host.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
-        if self.first_made is None and prompts is not None and self.readers.intake.prompts.prompt_fn is not None:
+        if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:
             self.first_made = prompts[0]
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self._host.pad_prompts(prompts))
@@ -220,7 +220,7 @@ class Teaching:
         """Of the run, with the teachers and options as they are now."""
         host, rewards = self._host, self._learned_rewards()
         if self._described_rows is None:
-            calls_functions = self.readers.intake.prompts.prompt_fn is not None or bool(rewards)
+            calls_functions = self.readers.intake.prompt_fn is not None or bool(rewards)
             columns = None if calls_functions else self._given.row_columns  # a function may read any
             self._described_rows = describe_rows(host.train_dataset, columns), self._teacher_template()
         rows, teacher_template = self._described_rows
@@ -236,17 +236,17 @@ class Teaching:
 
     def _teacher_template(self) -> str:
         """What joins prompts and privileged contexts: without the option it depends on their kind, by the first row."""
-        prompts, dataset = self.readers.intake.prompts, self._host.train_dataset
+        intake, dataset = self.readers.intake, self._host.train_dataset
         row: Row = {}
         columns = columns_of(dataset) or ["privileged_context"]
-        if prompts.template is None and prompts.prompt_fn is None and "privileged_context" in columns:
+        if intake.template is None and intake.prompt_fn is None and "privileged_context" in columns:
             row = next(iter(dataset or ()), row)
         is_text = "privileged_context" in row and isinstance(row["prompt"], str)
-        return prompts.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
+        return intake.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
 
     def _functions(self) -> dict[str, Any]:
         """Functions of the user that are called, by name in messages."""
-        prompt_fn = self._given.intake.prompts.prompt_fn
+        prompt_fn = self._given.intake.prompt_fn
         return {
             **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
             **{f"reward_funcs: {one.name}": one.source for one in self._learned_rewards() if not one.is_model},

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import splits_student
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.host import Host
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.padding import Reading
