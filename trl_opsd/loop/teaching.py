@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trl_opsd import fingerprint
+from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.arguments.checks import (
     check_completions,
     check_datasets,
@@ -48,8 +49,12 @@ class Teaching:
         """Token ids of the first prompt by `teacher_prompt_fn`."""
         self._described_rows: tuple[str, str] | None = None
         """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
-        self._identity = fingerprint.Identity(host.args, host.model, host.base_samples, host.optimizer)
-        self._identity.set_functions(self._functions())
+        self._fixed: fingerprint.Fingerprint = {
+            "student": fingerprint.describe_student(host.model, host.base_samples),
+            "optimizer": fingerprint.describe_optimizer(host.optimizer, host.args),
+            "functions": {name: fingerprint.describe_function(one) for name, one in self._functions().items()},
+        }
+        """Entries of the fingerprint that describe what was passed."""
         self.readers = Readers(
             intake=given.intake,
             tokenize=host.tokenize,
@@ -81,7 +86,7 @@ class Teaching:
                 handed_in=host.base_samples,
                 progress=host.show_progress,
             )
-        self._identity.set_teachers(self.teachers)
+        self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args)}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
@@ -134,7 +139,6 @@ class Teaching:
             vars(self).clear()
             vars(self).update(before)
             self._take_datasets(*datasets)
-            self._identity.set_teachers(self.teachers)
             if self._host.args.seq_kd:
                 self._use_teachers(self.teachers)
             raise
@@ -224,14 +228,17 @@ class Teaching:
             columns = None if calls_functions else self._given.row_columns  # a function may read any
             self._described_rows = describe_rows(host.train_dataset, columns), self._teacher_template()
         rows, teacher_template = self._described_rows
-        return self._identity.now(
+        return fingerprint.fingerprint(
+            host.args,
             host.divergence,
-            rows,
-            host.tools or (),
             host.processing_class.chat_template,
-            [one.name for one in rewards],
-            teacher_template,
             own_verbs(type(host)),
+            **self._fixed,
+            train_dataset=rows,
+            adapter=describe_adapters(host.model),
+            tools=[tool.__name__ for tool in host.tools or ()],
+            reward_funcs=[one.name for one in rewards],
+            teacher_prompt_template=teacher_template,
         )
 
     def _teacher_template(self) -> str:
