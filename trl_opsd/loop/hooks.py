@@ -633,4 +633,6 @@ class TrainerHooks(TrainerMembers):
         folder = os.path.basename(os.path.realpath(self.args.output_dir))
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
-            self._model_card().complete(dataset_name)
+            from trl_opsd.loop.model_card import complete
+
+            complete(self, self._settings_in_words(), dataset_name)
