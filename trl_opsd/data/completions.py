@@ -15,8 +15,6 @@ from trl_opsd.data.prompts import check_prompt
 from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import check_parts
 
-__all__ = ["COMPLETION", "check_completion", "completion_ids", "cut_after_end"]
-
 logger = get_logger(__name__)
 
 _THEIRS, _OURS = "solution", "privileged_context"

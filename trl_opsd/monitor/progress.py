@@ -16,8 +16,6 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
-__all__ = ["Progress", "Rows", "evaluated", "replace_default"]
-
 PHASES = {"complete": "generate", "teach": "score", "compare": "train"} | {
     one: one for one in ("sync", "reward", "save")
 }
@@ -94,8 +92,9 @@ class Rows:
 
 
 def evaluated(logs: Mapping[str, Any]) -> str | None:
-    """The prefix of an evaluation's metrics; `None` for a log of a training."""
-    return next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), None)
+    """The prefix of an evaluation's metrics; `None` for a log of a training, or its summary."""
+    runtimes = (name for name in logs if name.endswith("_runtime") and name != "train_runtime")
+    return next((name.removesuffix("_runtime") for name in runtimes), None)
 
 
 def in_words(seconds: float) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, final
 from zlib import crc32
 
 from accelerate.logging import get_logger
@@ -21,27 +21,11 @@ from trl_opsd.checkpoints.resume import newest_complete
 from trl_opsd.monitor.progress import evaluated
 from trl_opsd.report.samples import Sample, Token
 
-__all__ = [
-    "PAGE",
-    "Recorded",
-    "Recording",
-    "about",
-    "append",
-    "keep_until",
-    "log_of",
-    "log_traces",
-    "recorded_in",
-    "state_file",
-    "tell",
-]
-
 FOLDER = "report"
 """Folder in that of the run, for what is recorded while it trains."""
 _ABOUT = "about.json"
 PAGE = "report.html"
 """The page, beside that folder."""
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +102,15 @@ def recorded_in(run: Path) -> list[Recorded]:
 
 
 def _recorded(value: Any) -> Recorded:
-    return Recorded(
-        step=_a(int, value["step"]),
-        split=_a(str, value["split"]),
-        samples=tuple(
-            Sample(
-                prompt=_a(str, one["prompt"]),
-                teacher=None if one["teacher"] is None else _a(str, one["teacher"]),
-                tokens=tuple(map(_token, one["tokens"])),
-                is_cut=_a(bool, one["is_cut"]),
-            )
-            for one in value["samples"]
-        ),
-    )
+    step, split = value["step"], value["split"]
+    if not (isinstance(step, int) and isinstance(split, str)):
+        raise TypeError("its step is no number, or its split no text")
+    samples = ({**one, "tokens": tuple(map(_token, one["tokens"]))} for one in value["samples"])
+    return Recorded(step, split, tuple(Sample(**one) for one in samples))
 
 
 def _token(value: Any) -> Token:
-    numbers = (value[name] for name in ("divergence", "student", "teacher"))
-    nats, student, teacher = (None if number is None else float(_a((int, float), number)) for number in numbers)
-    choices = tuple((_a(str, text), float(p or 0)) for text, p in value["choices"])
-    return Token(_a(str, value["text"]), nats, student, teacher, choices)
-
-
-def _a(kind: Any, value: Value) -> Value:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is no {getattr(kind, '__name__', 'number')}")
-    return value
+    return Token(**{**value, "choices": tuple((text, p or 0.0) for text, p in value["choices"])})
 
 
 def _finite(value: Any) -> Any:
@@ -161,12 +128,7 @@ def log_of(run: Path) -> list[dict[str, Any]]:
     # The folder may be a run with its own record, a checkpoint, or a run with checkpoints.
     files = [state_file(run), run / TRAINER_STATE_NAME, *([newest / TRAINER_STATE_NAME] if newest else [])]
     states = [_state(file) for file in files if file.exists()]
-    return max(states, key=_step, default={"log_history": []})["log_history"]
-
-
-def _step(state: Any) -> int:
-    step: int = state["global_step"]
-    return step
+    return max(states, key=lambda state: state["global_step"], default={"log_history": []})["log_history"]
 
 
 def _state(file: Path) -> Any:
