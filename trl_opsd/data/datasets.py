@@ -11,7 +11,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeAlias, final
@@ -141,15 +141,6 @@ class Rows:
     """The shape and size of each row; `None` for a stream, or where only reading each row reveals them."""
     progress: bool
     """Whether to show progress bars."""
-    read: Any = field(init=False)
-    """The dataset, reduced to the columns and plain values that are checked ahead."""
-
-    def __post_init__(self) -> None:
-        read = self.dataset
-        if self.can_be_read_ahead:  # else a transform may need other columns
-            read = read.with_format(None)
-            read = read.select_columns([name for name in COLUMNS if name in read.column_names])
-        object.__setattr__(self, "read", read)
 
     @property
     def can_be_read_ahead(self) -> bool:
@@ -270,11 +261,13 @@ def _count(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
 
 def _requests(rows: Rows, numbers: Sequence[int] | Numbers, intake: Intake) -> Iterator[dict[int, Request]]:
     """These rows, parsed, by their numbers, a batch at a time."""
-    hidden = not rows.progress or len(numbers) <= _FEW
+    read, hidden = rows.dataset, not rows.progress or len(numbers) <= _FEW
+    if rows.can_be_read_ahead:  # else a transform may need other columns
+        read = read.with_format(None).select_columns([name for name in COLUMNS if name in read.column_names])
     with tqdm(total=len(numbers), desc=f"Checking the prompts of {rows.where}", disable=hidden) as bar:
         for start in range(0, len(numbers), _BATCH):
             chosen = [int(number) for number in numbers[start : start + _BATCH]]
-            batch = rows.read[chosen]
+            batch = read[chosen]
             values = (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
             yield {
                 number: intake.read(row, f"row {number} of {rows.where}")
