@@ -65,24 +65,6 @@ def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
     return f"{len(dataset)} rows, {DIGEST} {found[:16]}"
 
 
-def admit_all(rows: Mapping[str, Rows], reader: Reader, dropped: Counter[str] | None) -> dict[str, Rows]:
-    """Checks the rows of all datasets that need it, and returns them without the dropped ones."""
-
-    def admitted(one: Rows) -> Rows:
-        if not reader.is_needed(columns_of(one.dataset)):
-            return one
-        before = Counter(dropped)
-        left = admit(one, reader, dropped)
-        if dropped is not None and (count := dropped[one.where] - before[one.where]):
-            logger.warning(
-                f"{count} prompts of {one.where} leave no room for a completion of `max_completion_length` tokens in "
-                f"the context and were dropped; {len(left.dataset)} are left."
-            )
-        return left
-
-    return {name: admitted(one) for name, one in rows.items()}
-
-
 def check_alike(each: Sequence[dict[str, str]]) -> None:
     """Refuses datasets whose descriptions differ between processes, which would then read shards of different data."""
     for process, described in enumerate(each):
@@ -152,11 +134,6 @@ class Rows:
         """Surveys these columns of a dataset."""
         return cls(dataset, where, None if _is_stream(dataset) else Survey.of(dataset, columns), progress)
 
-    def select(self, numbers: Numbers) -> Rows:
-        """These rows alone."""
-        survey = None if self.survey is None else self.survey.select(numbers)
-        return Rows(self.dataset.select(numbers), self.where, survey, self.progress)
-
     @property
     def one_of_each_shape(self) -> Numbers:
         """Row numbers that represent all in a check of their form: the first of each shape, in order."""
@@ -181,6 +158,8 @@ def look_ahead(rows: Rows, intake: Intake) -> None:
 
 def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     """Checks every row against the limits; with `dropped`, overlong prompts are removed and counted there instead."""
+    if not reader.is_needed(columns_of(rows.dataset)):
+        return rows
     if _is_stream(rows.dataset):
         # A stream is filtered while it is read, and otherwise checked when its rows are used.
         kept = rows.dataset if dropped is None else rows.dataset.filter(_stays(rows.where, reader, dropped))
@@ -209,7 +188,13 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     if dropped is None or not gone:
         return rows
     dropped[rows.where] += len(gone)
-    return rows.select(np.delete(np.arange(len(rows.dataset)), gone))
+    left = np.delete(np.arange(len(rows.dataset)), gone)
+    logger.warning(
+        f"{len(gone)} prompts of {rows.where} leave no room for a completion of `max_completion_length` tokens in the "
+        f"context and were dropped; {len(left)} are left."
+    )
+    survey = None if rows.survey is None else rows.survey.select(left)
+    return Rows(rows.dataset.select(left), rows.where, survey, rows.progress)
 
 
 def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:

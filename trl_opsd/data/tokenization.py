@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -155,22 +155,17 @@ def warn_of_prompts(
 ) -> None:
     """Renders some prompts as a model will see them, and warns of what is seldom meant."""
     if all(isinstance(prompt, str) for prompt in prompts):
-        warn_of_bare_text(tokenizer, where, prompts)
+        if tokenizer.chat_template and not any(token in text for text in prompts for token in _special(tokenizer)):
+            logger.warning(
+                f"The prompts of {where} are text, which is read as it is: no chat template is applied, although the "
+                "tokenizer has one. If the student is a chat model, give messages: "
+                "[{'role': 'user', 'content': '...'}]."
+            )
         names = (f"The prompt in row {number} of {where}" for number in range(len(prompts)))
         warn_of_ended_text(tokenizer, dict(zip(names, prompts, strict=True)), render)
     elif tokenizer.chat_template:
         with suppress(TemplateError, TypeError):  # the reader reports the row that a template refuses
             _warn_of_template(where, prompts, render)
-
-
-def warn_of_bare_text(tokenizer: PreTrainedTokenizerBase, where: str, prompts: Iterable[str]) -> None:
-    """Warns when a chat model gets text prompts without any of its special tokens."""
-    if not tokenizer.chat_template or any(token in prompt for prompt in prompts for token in _special(tokenizer)):
-        return
-    logger.warning(
-        f"The prompts of {where} are text, which is read as it is: no chat template is applied, although the tokenizer "
-        "has one. If the student is a chat model, give messages: [{'role': 'user', 'content': '...'}]."
-    )
 
 
 def warn_of_ended_text(

@@ -21,7 +21,7 @@ from trl_opsd.arguments.checks import (
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.data.datasets import Rows, admit_all, by_name, columns_of, describe_rows
+from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows
 from trl_opsd.data.prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Request, Row
 from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
@@ -149,7 +149,8 @@ class Teaching:
 
     def _admit(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
         host = self._host
-        rows = admit_all(rows, reader, host.dropped_prompts if host.args.overlong_prompts == "drop" else None)
+        dropped = host.dropped_prompts if host.args.overlong_prompts == "drop" else None
+        rows = {name: admit(one, reader, dropped) for name, one in rows.items()}
         datasets = {name: one.dataset for name, one in rows.items()}
         eval_dataset = datasets.get("eval_dataset")
         if isinstance(host.eval_dataset, dict):
