@@ -39,13 +39,8 @@ _KINDS = {"base": "the student as it was passed", "ema": "the student's moving a
 class Banner(TrainerCallback):
     """Prints the description of a trainer when a training begins, in the main process.
 
-    It shows the first prompt; `trainer.remove_callback(Banner)` silences it.
-
-    Args:
-        describe (`Callable`):
-            Returns the description.
-        add (`Callable`):
-            Returns the entry that is known only after a step, or `None`; printed once.
+    It shows the first prompt; `trainer.remove_callback(Banner)` silences it. `add` returns the entry that is known only
+    after a step, or `None`; it is printed once.
     """
 
     def __init__(self, describe: Callable[[], str], add: Callable[[], str | None]) -> None:

@@ -67,8 +67,7 @@ def fingerprint(
 ) -> Fingerprint:
     """The options that a resume compares, objective and template, and the caller's entries, as read back from JSON.
 
-    `verbs` are those that the user overrides; `more` has the user's other functions, described at construction, since
-    a call may change them.
+    `more["functions"]` are described at construction, since a call may change them; `verbs` are overridden methods.
     """
     own = {} if type(divergence).__module__.startswith("trl_opsd.") else {"divergence": type(divergence)}
     hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
@@ -89,9 +88,9 @@ def check_accepted(names: Sequence[str] | None) -> None:
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:
-    """The student's class, the shape of its head, and a digest of the weights under an adapter, which checkpoints omit.
+    """The student's class, the shape of its head, and a digest of `handed_in`, samples of the weights under an adapter.
 
-    `handed_in` are samples of these; `None` without an adapter, when the checkpoint has all weights.
+    Checkpoints omit those; without an adapter they have all weights.
     """
     shape = f"{type(without_peft(student)).__name__} {list(model_shape(student))}"
     return shape if handed_in is None else f"{shape}, {digest(handed_in)}"
@@ -128,9 +127,8 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
 def describe_function(function: Any) -> str:
     """A function of the user's by its name and a digest of its code, without comments, layout, or the file it is in.
 
-    The code of an object is that of its class or of its `__call__`, that of a `functools.partial` its function and
-    arguments. Values of a closure count if they are numbers, text, functions, or tuples of those; what else it calls
-    does not.
+    An object has the code of its class or of its `__call__`. Values of a closure count if they are numbers, text,
+    functions, or tuples of those; what else it calls does not.
     """
     inner = function.func if isinstance(function, partial) else function[0] if isinstance(function, list) else function
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
@@ -191,14 +189,10 @@ def write(folder: str | Path, now: Fingerprint) -> None:
 
 
 def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) -> None:
-    """Compares the fingerprint of a checkpoint with that of this run, before anything is loaded.
+    """Refuses a checkpoint whose fingerprint differs from that of this run, before anything is loaded.
 
     One that TRL wrote has no fingerprint and is accepted with a warning; entries that an older version of this package
     did not record are not compared. A difference in an accepted name is only a warning.
-
-    Raises:
-        ValueError: There is no such folder, its fingerprint cannot be read, or another entry differs; the message
-            lists every difference with both values.
     """
     path = Path(folder) / FILE
     if not path.parent.is_dir():

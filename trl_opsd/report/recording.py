@@ -199,9 +199,7 @@ _ROWS = 4
 class Recording(TrainerCallback):
     """Keeps samples of the first and the last step of a training and of each evaluation, in the main process.
 
-    Of the rows of an evaluation those whose prompts have the lowest checksums: the same ones each time, however rows
-    are assigned to micro-batches. `about` gives models, objective and settings by topic; if `is_traced`, samples are
-    also logged to the run that trackio has open.
+    `about` gives models, objective and settings by topic; if `is_traced`, samples are also logged to trackio's run.
     """
 
     def __init__(self, folder: str, about: Callable[[], Mapping[str, str]], is_traced: bool) -> None:
@@ -281,7 +279,7 @@ class Recording(TrainerCallback):
 
     def _keep_log(self, state: TrainerState) -> None:
         if state.is_world_process_zero and self._works:
-            self._try(_save, state, state_file(self._run))
+            self._try(lambda: state.save_to_json(str(state_file(self._run))))
 
     def _try(self, do: Callable[..., Any], *given: Any) -> None:
         try:
@@ -303,13 +301,9 @@ def _lowest(
     seen: Collection[int] = (),
 ) -> dict[int, Sample]:
     """The samples with the lowest checksums of their prompts, of those kept and of more rows; `seen` ones first."""
+    # The same rows in each evaluation, however they are assigned to micro-batches.
     rows = {crc32(repr(ids).encode()): row for row, ids in enumerate(prompts)}
     lowest = sorted({*kept, *rows}, key=lambda one: (one not in seen, one))[:_ROWS]
     new = [key for key in lowest if key not in kept]
     made = dict(zip(new, samples([rows[key] for key in new]), strict=True)) if new else {}
     return {key: made[key] if key in made else kept[key] for key in lowest}
-
-
-def _save(state: TrainerState, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    state.save_to_json(str(file))
