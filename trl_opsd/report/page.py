@@ -69,43 +69,34 @@ class Chart:
         return [(x, [one.get(x) for one in values]) for x in at]
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    title: str
-    unit: str
-    pattern: str
-    """Matches names in a log; its group, if any, names the curve."""
-    of_evaluations: bool = True
-    """Whether evaluations are drawn too."""
-
-
 _GROUPS = (
-    _Group("Divergence", "nats per token", r"divergence/mean"),
-    _Group("Reward", "mean", r"reward|rewards/(.+)/mean"),
-    _Group("Entropy", "nats per token", r"entropy/(student|teacher)"),
-    _Group("Length of completions", "tokens", r"completions/mean_length"),
-    _Group("Seconds of a step", "seconds", r"time/(complete|sync|reward|teach|compare)", of_evaluations=False),
-    _Group("Speed", "tokens per second", r"tokens_per_second", of_evaluations=False),
-    _Group("Learning rate", "", r"learning_rate", of_evaluations=False),
+    ("Divergence", "nats per token", r"divergence/mean", True),
+    ("Reward", "mean", r"reward|rewards/(.+)/mean", True),
+    ("Entropy", "nats per token", r"entropy/(student|teacher)", True),
+    ("Length of completions", "tokens", r"completions/mean_length", True),
+    ("Seconds of a step", "seconds", r"time/(complete|sync|reward|teach|compare)", False),
+    ("Speed", "tokens per second", r"tokens_per_second", False),
+    ("Learning rate", "", r"learning_rate", False),
 )
+"""Title, unit, names in a log (a group in the pattern names the curve), and whether evaluations are drawn too."""
 
 
 def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """The charts that a `log_history` has figures for."""
     found = []
-    for group in _GROUPS:
+    for title, unit, pattern, of_evaluations in _GROUPS:
         points: dict[str, dict[float, float]] = {}
         for entry in log:
             split = evaluated(entry)
             # Times and speeds of an evaluation cannot be compared with those of training.
-            if split and not group.of_evaluations:
+            if split and not of_evaluations:
                 continue
             for name, value in sorted(entry.items()):  # a log loaded from JSON may have another order
                 short = name.removeprefix(f"{split}_") if split else name
-                match = re.fullmatch(group.pattern, short)
+                match = re.fullmatch(pattern, short)
                 if match and _is_number(value) and (not split or short != name):
                     part = match.group(1) if match.re.groups else None
-                    where = (split or "training") if group.of_evaluations or not part else None
+                    where = (split or "training") if of_evaluations or not part else None
                     part = PHASES.get(part, part) if part and name.startswith("time/") else part
                     curve = ", ".join(filter(None, [part, where]))
                     points.setdefault(curve, {})[entry["step"]] = float(value)
@@ -115,8 +106,8 @@ def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
         }
         if different:
             curves = tuple(Curve(name, tuple(sorted(one.items()))) for name, one in different.items())
-            found.append(Chart(group.title, group.unit, "step", curves))
-            if group.title == "Divergence" and (places := _by_place(log)) is not None:
+            found.append(Chart(title, unit, "step", curves))
+            if title == "Divergence" and (places := _by_place(log)) is not None:
                 found.append(places)
     return found
 
