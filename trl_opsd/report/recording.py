@@ -6,7 +6,7 @@ A record that cannot be written costs the report, never the training.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -151,32 +151,25 @@ def log_traces(recorded: Recorded) -> None:
     for number, sample in enumerate(recorded.samples):
         completion = "".join(token.text for token in sample.tokens) + (" …" if sample.is_cut else "")
         messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": completion}]
-        traces[f"{recorded.split}/sample_{number}"] = Trace(messages, _facts(recorded, sample), list(_spans(sample)))
+        facts: dict[str, Any] = {"optimizer_steps": recorded.step}
+        if nats := [token.divergence for token in sample.tokens if token.divergence is not None]:
+            facts["divergence"] = f"{sum(nats) / len(nats):.3g}"
+        if sample.teacher is not None:
+            facts["teacher"] = sample.teacher
+        spans = [_span(place, token) for place, token in enumerate(sample.tokens)]
+        traces[f"{recorded.split}/sample_{number}"] = Trace(messages, facts, spans)
     trackio.log(traces)
 
 
-def _facts(recorded: Recorded, sample: Sample) -> dict[str, Any]:
-    nats = [token.divergence for token in sample.tokens if token.divergence is not None]
-    facts: dict[str, Any] = {"optimizer_steps": recorded.step}
-    if nats:
-        facts["divergence"] = f"{sum(nats) / len(nats):.3g}"
-    return facts if sample.teacher is None else {**facts, "teacher": sample.teacher}
-
-
-def _spans(sample: Sample) -> Iterator[dict[str, Any]]:
-    for place, token in enumerate(sample.tokens):
-        span: dict[str, Any] = {"id": str(place), "name": _name(token), "kind": "generation"}
-        if token.divergence is not None:
-            numbers = {"divergence": token.divergence, "student": token.student, "teacher": token.teacher}
-            choices = "\n".join(f"{_percent(share)}  {_visible(text)}" for text, share in token.choices)
-            given = f"student  {_percent(token.student)}\nteacher  {_percent(token.teacher)}"
-            span |= {"input": given, "output": f"The teacher's first choices:\n{choices}", "metadata": numbers}
-        yield span
-
-
-def _name(token: Token) -> str:
+def _span(place: int, token: Token) -> dict[str, Any]:
     said = "not in the loss" if token.divergence is None else f"{token.divergence:.2f} nats"
-    return f"{_visible(token.text)}  ·  {said}"
+    span: dict[str, Any] = {"id": str(place), "name": f"{_visible(token.text)}  ·  {said}", "kind": "generation"}
+    if token.divergence is None:
+        return span
+    numbers = {"divergence": token.divergence, "student": token.student, "teacher": token.teacher}
+    choices = "\n".join(f"{_percent(share)}  {_visible(text)}" for text, share in token.choices)
+    given = f"student  {_percent(token.student)}\nteacher  {_percent(token.teacher)}"
+    return {**span, "input": given, "output": f"The teacher's first choices:\n{choices}", "metadata": numbers}
 
 
 def _visible(text: str) -> str:
