@@ -244,16 +244,11 @@ def looked_through(
 
 
 def check_datasets(
-    datasets: Mapping[str, AnyDataset | None],
-    args: OPSDConfig,
-    teachers: Collection[str] = (),
-    optional: Collection[str] = (),
-    needs_privilege: bool = False,
+    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, intake: Intake, needs_privilege: bool
 ) -> None:
-    """Checks types, columns and sizes; the rows are read later, when the tokenizer is loaded.
-
-    Of the `optional` columns, a misspelt one is refused. With `needs_privilege`, one has to give the teacher context.
-    """
+    """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
+    teachers = intake.teachers if len(intake.teachers) > 1 else ()
+    optional = PRIVILEGED if intake.prompt_fn is None else ()  # a function may read columns of any name
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
     for where, dataset in datasets.items():

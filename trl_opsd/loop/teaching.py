@@ -22,7 +22,7 @@ from trl_opsd.arguments.checks import (
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows
-from trl_opsd.data.prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Request, Row
+from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
 from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.host import TrainerHost, overrides, own_verbs
@@ -116,9 +116,7 @@ class Teaching:
         refuse(EVALUATING, Situation(args=args, eval_dataset=eval_dataset))
         datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
         intake, given = self.readers.intake, self._given
-        several = intake.teachers if len(intake.teachers) > 1 else ()
-        optional = PRIVILEGED if intake.prompt_fn is None else ()
-        check_datasets(datasets, args, several, optional, given.reads_solutions)
+        check_datasets(datasets, args, intake, given.reads_solutions)
         if args.lmbda < 1:
             check_completions(train_dataset, self._host.tools, not args.seq_kd)
         check_rows_of_rewards(given.rewards, datasets, args, given.row_columns, given.reads_solutions)
