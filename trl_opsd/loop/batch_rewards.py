@@ -18,7 +18,7 @@ from pandas import DataFrame
 from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import Request
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.checks import whole_checkpoint
 from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model

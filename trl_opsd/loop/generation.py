@@ -12,7 +12,7 @@ import torch
 from accelerate.logging import get_logger
 
 from trl_opsd.data.completions import completion_ids
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import Request
 from trl_opsd.loop.overrides import of_package, overrides
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import preserved_mode

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from trl_opsd.data.prompts import Row
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import Request, Row
 from trl_opsd.host import Host
 from trl_opsd.models.padding import Reading
 from trl_opsd.types import Rollout, TeacherTargets
