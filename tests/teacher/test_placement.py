@@ -498,7 +498,7 @@ class TestRefusals:
         for module in (build, distillation_trainer):
             monkeypatch.setattr(module, "create_model_from_path", loaded)
         vars(args)["_setup_devices"] = own
-        for load in (partial(make_trainer, args=args), partial(build.build_teacher, "teacher", args, own)):
+        for load in (partial(make_trainer, args=args), partial(build.build_teacher, "teacher", args)):
             with pytest.raises(RuntimeError, match=re.escape(str({"": own}))):
                 load()
 

@@ -38,7 +38,7 @@ from trl_opsd.options.rules import batch_in_words, prompts_of_step
 from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
-from trl_opsd.teacher.checks import check_teachers, check_tokenizers
+from trl_opsd.teacher.checks import check_teachers, check_tokenizers, teacher_loading
 
 logger = get_logger(__name__)
 
@@ -76,11 +76,9 @@ def _check_no_foreign_adapter(student: Any, teachers: Mapping[str, Any]) -> None
 
 
 def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
-    own_code = {"trust_remote_code": args.teacher_trust_remote_code}
-    loading = {**own_code, "revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     for name, teacher in teachers.items():
         called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
-        language_config(teacher, called, loading, trust="teacher_trust_remote_code")
+        language_config(teacher, called, teacher_loading(args), trust="teacher_trust_remote_code")
 
 
 def check_other_teacher(
@@ -122,7 +120,7 @@ def warn_of_same_model(
     if tells_more or args.tempers_apart or args.pulls or may_have(datasets, PRIVILEGED):
         return False
     loading = args.model_init_kwargs or {}
-    theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    theirs = teacher_loading(args)
     same = [teacher for teacher in teachers.values() if same_weights(student, loading, teacher, theirs)]
     if len(teachers) > 1:  # for the rows of one, the student is held where it was
         return False

@@ -109,16 +109,14 @@ class Average(TrainerCallback):
         if any(is_split(student[name]) for name in self._teacher):
             own = {name: whole(student[name]) for name in self._teacher}
             write(student, self._teacher)
-            try:
-                yield
-            finally:
-                write(self._student(), own)
+            restore = lambda: write(self._student(), own)  # noqa: E731
         else:
             self._swap()
-            try:
-                yield
-            finally:
-                self._swap()
+            restore = self._swap
+        try:
+            yield
+        finally:
+            restore()
 
     @property
     def copies(self) -> dict[str, Tensor]:

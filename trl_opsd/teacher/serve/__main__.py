@@ -169,9 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             token = options.token()
             # The address is taken before the model is loaded, so that a port in use is noticed at once.
             with bound(options.host, options.port) as listener:
-                context = check_model(path, options)
+                check_model(path, options)
                 teacher = load(path, options)
-                return asyncio.run(_serve(teacher, facts(path, options, teacher, context), options, token, listener))
+                return asyncio.run(_serve(teacher, facts(path, options, teacher), options, token, listener))
         except (ValueError, OSError) as error:
             raise ValueError(
                 re.sub("|".join(map(re.escape, _NAMES)), lambda found: _NAMES[found[0]], str(error))
@@ -180,8 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
 
 
-def check_model(path: str, options: ServeOptions) -> int | None:
-    """Refuses a model that its config shows to be unfit or too short; returns its context, `None` if it states none."""
+def check_model(path: str, options: ServeOptions) -> None:
+    """Refuses a model that its config shows to be unfit or too short."""
     loading = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     language_config(path, "MODEL", loading, "teacher_trust_remote_code")
     config = AutoConfig.from_pretrained(path, **{name: value for name, value in loading.items() if value})
@@ -191,7 +191,6 @@ def check_model(path: str, options: ServeOptions) -> int | None:
             f"`max_model_len={options.max_model_len}` is more than the {context} tokens of the model's context: lower "
             "it, or leave it out."
         )
-    return context
 
 
 def load(path: str, options: ServeOptions) -> FrozenTeacher:
@@ -205,14 +204,14 @@ def load(path: str, options: ServeOptions) -> FrozenTeacher:
         teacher_model_init_kwargs={"dtype": options.dtype},
         padding_free=options.padding_free,
     )
-    teacher = build_teacher(path, args, args.device)
+    teacher = build_teacher(path, args)
     assert isinstance(teacher, FrozenTeacher), "it is built from a path"
     return teacher
 
 
-def facts(path: str, options: ServeOptions, teacher: FrozenTeacher, context: int | None) -> Served:
+def facts(path: str, options: ServeOptions, teacher: FrozenTeacher) -> Served:
     """What clients are told of the model; dtype and width are measured."""
-    length = options.max_model_len or context or _UNLIMITED
+    length = options.max_model_len or teacher.context or _UNLIMITED
     with torch.no_grad(), teacher.placement.reading(1) as run:
         (states,) = run(
             row_states, [torch.zeros(1, dtype=torch.long, device=teacher.placement.device)], teacher.reading
