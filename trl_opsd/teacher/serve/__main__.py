@@ -9,10 +9,11 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, HfArgumentParser
+from transformers.hf_argparser import HfArg
 from transformers.utils import CONFIG_NAME, cached_file, extract_commit_hash
 
 from trl_opsd._compat.server import web
@@ -35,47 +36,32 @@ OFFLOADS = ("none", "cpu", "stream")
 class ServeOptions:
     """What is served, to whom, and how much of it at once."""
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata={"help": f"Address to listen on. Any other than loopback needs a token, in {TEACHER_TOKEN}."},
+    host: str = HfArg(
+        default="127.0.0.1", help=f"Address to listen on. Any other than loopback needs a token, in {TEACHER_TOKEN}."
     )
-    port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one and prints it."})
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "'auto', the dtype of the checkpoint, or 'float32', 'bfloat16', 'float16'."},
-    )
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a model from the Hub."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run Python code that comes with the model: read it first."}
-    )
-    offload: str = field(
+    port: int = HfArg(default=8000, help="Port to listen on; 0 takes a free one and prints it.")
+    dtype: str = HfArg(default="auto", help="'auto', the dtype of the checkpoint, or 'float32', 'bfloat16', 'float16'.")
+    revision: str | None = HfArg(default=None, help="Branch, tag or commit of a model from the Hub.")
+    trust_remote_code: bool = HfArg(default=False, help="Run Python code that comes with the model: read it first.")
+    offload: str = HfArg(
         default="none",
-        metadata={
-            "help": "Where the weights are kept: 'none', on the device; 'cpu', in host memory, copied to the device "
-            "while requests are read; 'stream', in host memory, copied layer by layer, for a model larger than the "
-            "device."
-        },
+        help="Where the weights are kept: 'none', on the device; 'cpu', in host memory, copied to the device while "
+        "requests are read; 'stream', in host memory, copied layer by layer, for a model larger than the device.",
     )
-    padding_free: bool = field(
-        default=False,
-        metadata={"help": "Read the rows of a pass as one, without padding, if the model keeps them apart."},
+    padding_free: bool = HfArg(
+        default=False, help="Read the rows of a pass as one, without padding, if the model keeps them apart."
     )
-    served_model_name: str | None = field(
-        default=None, metadata={"help": "What requests call the model; its path or id if not given."}
+    served_model_name: str | None = HfArg(
+        default=None, help="What requests call the model; its path or id if not given."
     )
-    max_model_len: int | None = field(
-        default=None, metadata={"help": "Most tokens of a row; the model's context if not given."}
+    max_model_len: int | None = HfArg(default=None, help="Most tokens of a row; the model's context if not given.")
+    max_request_tokens: int | None = HfArg(
+        default=None, help="Most tokens of all rows of a request; 16384 or `max_model_len` if not given."
     )
-    max_request_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Most tokens of all rows of a request; 16384 or `max_model_len` if not given."},
-    )
-    max_waiting_tokens: int = field(
+    max_waiting_tokens: int = HfArg(
         default=2**20,
-        metadata={
-            "help": "Most tokens that may wait, be read or be sent at once; beyond it requests are answered 503. Each "
-            "can take two bytes, or four in float32, times the hidden width, in host memory."
-        },
+        help="Most tokens that may wait, be read or be sent at once; beyond it requests are answered 503. Each can "
+        "take two bytes, or four in float32, times the hidden width, in host memory.",
     )
 
     def __post_init__(self) -> None:

@@ -118,8 +118,8 @@ def parse(content: bytes, served: Served) -> Request:
         asked = Request.model_validate(strict_json.loads(content))
     except pydantic.ValidationError as errors:
         found = first_error(errors)
-        hint = " Send token ids, [17, 4] or [[17, 4], [3]]: this server has no tokenizer." * ("input" in found[:5])
-        raise web.HTTPBadRequest(text=f"{found}.{hint}") from None
+        hint = " Send token ids, [17, 4] or [[17, 4], [3]]: this server has no tokenizer."
+        raise web.HTTPBadRequest(text=f"{found}.{hint if found.startswith('input') else ''}") from None
     except ValueError as error:
         raise web.HTTPBadRequest(text=f"The request is not JSON: {str(error)[:200]}.") from None
     if asked.model and asked.model != served.name:
