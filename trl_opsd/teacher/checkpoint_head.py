@@ -208,9 +208,7 @@ class _Tensors:
         )
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._file(self._file_of[name])
-        if file is None:
-            raise ValueError(f"The checkpoint {self._checkpoint!r} lists a file {self._file_of[name]!r}, but lacks it.")
+        file = cached_file(self._checkpoint, self._file_of[name], **self._place)
         with safe_open(file, "pt") as tensors:
             return tensors.get_tensor(name)
 

@@ -53,10 +53,6 @@ class Expected:
     norm: FinalNorm | None
     """The norm that made the states; `None` if unknown."""
 
-    def max_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Byte limit of an answer: vLLM answers preempted rows more than once."""
-        return 4 * tokens * self.width * dtype.itemsize + MIB
-
     def states(self, asked: str, content: bytearray, tokens: int, dtype: torch.dtype) -> Tensor:
         """The states of a row, [L, H], in the memory of the answer; raises `WrongStatesError` for others."""
         # Each number is checked, in about 1 ns. `asked` is the beginning of messages.
@@ -216,7 +212,7 @@ class Replica:
             "embed_dtype": word(dtype),
             "endianness": sys.byteorder,
         }
-        limit = expected.max_bytes(len(ids), dtype)
+        limit = 4 * len(ids) * expected.width * dtype.itemsize + MIB  # vLLM answers preempted rows more than once
         response = await self._http.request("POST", "/pooling", json=body, max_bytes=limit, seconds=seconds)
         _check_status(response)
         # In a thread, because checking a long row would block the other requests of this loop.
