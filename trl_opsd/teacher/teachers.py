@@ -5,7 +5,7 @@ B rows · C completion tokens · n tokens of one completion · H hidden width
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import final
@@ -25,28 +25,19 @@ logger = get_logger(__name__)
 
 
 @final
-class Teachers(Mapping[str, Teacher]):
+class Teachers(dict[str, Teacher]):
     """The teachers by name, with the average behind an `"ema"` teacher and the check of a `"base"` one."""
 
     def __init__(
         self, by_name: Mapping[str, Teacher], average: Average | None = None, origin: Origin | None = None
     ) -> None:
-        self._by_name = dict(by_name)
+        super().__init__(by_name)
         self.average = average
         self._origin = origin
         # The teachers of this package align their targets.
         self._unproved = {
-            name for name, one in by_name.items() if not type(one).targets.__module__.startswith(__package__)
+            name for name, one in by_name.items() if not type(one).targets.__module__.startswith(str(__package__))
         }
-
-    def __getitem__(self, name: str) -> Teacher:
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     @property
     def only(self) -> Teacher | None:
