@@ -90,7 +90,9 @@ def _build_own(
             f"`teacher_offload={args.teacher_offload!r}` has nothing to move: with `teacher_model_kind={kind!r}` this "
             "student teaches with its own weights. Leave `teacher_offload='none'`."
         )
-    own = partial(OwnTeacher, student, run, reading=reading, **_keeping(args))
+    own = partial(
+        OwnTeacher, student, run, reading=reading, cache_device=args.teacher_cache_device, progress=_progress(args)
+    )
     if kind == "live":
         return own(nullcontext), None
     if kind == "base" and is_peft(student):
@@ -120,19 +122,19 @@ def _build_own(
     return teacher, averaged({name: parameters[name] for name in followed})
 
 
-def _keeping(args: OPSDConfig) -> dict[str, Any]:
-    """How every kind of teacher keeps its targets and shows its progress."""
-    return {
-        "cache_device": args.teacher_cache_device,
-        "progress": args.process_index == 0 and not args.disable_tqdm,
-    }
+def _progress(args: OPSDConfig) -> bool:
+    return args.process_index == 0 and not args.disable_tqdm
 
 
 def _frozen(model: CausalLM, args: OPSDConfig) -> FrozenTeacher:
     _check_movable(model, args.teacher_offload)
     placement = _PLACEMENTS[args.teacher_offload](model, args.device)
     return FrozenTeacher(
-        placement, padding_free=args.padding_free, pad_to_multiple_of=args.pad_to_multiple_of, **_keeping(args)
+        placement,
+        cache_device=args.teacher_cache_device,
+        progress=_progress(args),
+        padding_free=args.padding_free,
+        pad_to_multiple_of=args.pad_to_multiple_of,
     )
 
 
@@ -141,7 +143,8 @@ def served(path: str, urls: Sequence[str], args: OPSDConfig) -> Teacher:
     from trl_opsd.teacher.served import ServedTeacher  # needs aiohttp, which may be absent where no server is used
 
     seconds = deadline(args), args.teacher_server_timeout
-    teacher = ServedTeacher(path, urls, args.device, *seconds, location(args), **_keeping(args))
+    keeping = args.teacher_cache_device, _progress(args)
+    teacher = ServedTeacher(path, urls, args.device, *seconds, location(args), *keeping)
     teacher.compare_processes()
     return teacher
 
