@@ -152,7 +152,7 @@ class TestOrder:
 
     def journal(self, placement: Any, passes: int) -> list[str]:
         placed = placement(tiny.qwen2(48, 1, num_hidden_layers=3), CPU)
-        prefetcher, names = placed.prefetcher, {id(placed._rest): "rest", id(placed._head._block): "head"}
+        prefetcher, names = placed.prefetcher, {id(placed._rest): "rest", id(placed._head): "head"}
         names |= {id(block): str(number) for number, block in enumerate(placed._blocks)}
         fetch, entries = prefetcher.fetch, []
 
