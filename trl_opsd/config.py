@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -22,7 +21,7 @@ from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.losses.validation import check_clip
-from trl_opsd.options.foreign_names import StrictNames, explained, without_meaning
+from trl_opsd.options.foreign_names import StrictNames, without_meaning
 from trl_opsd.options.normalize import (
     check_json,
     check_sampled,
@@ -306,11 +305,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
         super().__setattr__(name, value)
         if "_checked" in there and name in ALIASES:  # TRL assigns to the older name, and transformers reads the newer
             super().__setattr__(ALIASES[name], value)
-
-    @classmethod
-    def explain(cls, name: str, known: Collection[str]) -> str:
-        """What an option of another trainer is called here, or the closest name."""
-        return explained("option", name, known, cls)
 
     @property
     def device(self) -> torch.device:
