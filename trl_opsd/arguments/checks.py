@@ -17,8 +17,8 @@ from trl_opsd._compat.peft import CausalLM, has_foreign_adapter, is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, check_completion
 from trl_opsd.data.datasets import AnyDataset, Rows, check_alike, columns_of, describe_rows, look_ahead
-from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, PRIVILEGED, PromptLimits, check_columns, refuse_images
-from trl_opsd.data.readers import Intake, Request
+from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, PRIVILEGED, Intake, Request, check_columns, refuse_images
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.data.survey import has_transform, has_values
 from trl_opsd.data.tokenization import (
     check_template_arguments,
@@ -241,16 +241,11 @@ def looked_through(
 
 
 def check_datasets(
-    datasets: Mapping[str, AnyDataset | None],
-    args: OPSDConfig,
-    teachers: Collection[str] = (),
-    optional: Collection[str] = (),
-    needs_privilege: bool = False,
+    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, intake: Intake, needs_privilege: bool
 ) -> None:
-    """Checks types, columns and sizes; the rows are read later, when the tokenizer is loaded.
-
-    Of the `optional` columns, a misspelt one is refused. With `needs_privilege`, one has to give the teacher context.
-    """
+    """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
+    teachers = intake.teachers if len(intake.teachers) > 1 else ()
+    optional = PRIVILEGED if intake.prompt_fn is None else ()  # a function may read columns of any name
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
     for where, dataset in datasets.items():
@@ -262,7 +257,7 @@ def check_datasets(
                 "instance `load_dataset(...)['train']` or `Dataset.from_list(rows)`."
             )
         columns = columns_of(dataset)
-        check_columns(columns, where, teachers, optional, dataset.features)
+        check_columns(columns, where, teachers, optional)
         # the rows of a stream are checked when they are used
         for name in IMAGE_COLUMNS if isinstance(dataset, Dataset) else ():
             if name in dataset.column_names and has_values(dataset, name):
