@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from trl_opsd.models.backbone import completion_hidden, gathered_head, whole_hea
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
-from trl_opsd.options.foreign_names import StrictNames, explained
+from trl_opsd.options.foreign_names import StrictNames
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
@@ -143,6 +143,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     """
 
     _student_is_proved = False
+    _config_class = OPSDConfig
 
     def __init__(
         self,
@@ -237,11 +238,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self._recording = Recording(self.args.output_dir, self._about, is_traced="trackio" in self.args.report_to)
             self.add_callback(self._recording)
         self.add_callback(Banner(self._announced, self._described.later))
-
-    @classmethod
-    def explain(cls, name: str, known: Collection[str]) -> str:
-        """The name of another trainer's argument here, or the closest name."""
-        return explained("argument", name, known, OPSDConfig)
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
