@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,10 @@ from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
-from trl_opsd.models.backbone import completion_hidden, whole_head
+from trl_opsd.models.backbone import completion_hidden, gathered_head, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
-from trl_opsd.options.foreign_names import StrictNames, explained
+from trl_opsd.options.foreign_names import StrictNames
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
@@ -139,6 +139,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     ```
     """
 
+    _config_class = OPSDConfig
+
     def __init__(
         self,
         model: Any,
@@ -236,11 +238,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self.add_callback(self._recording)
         self.add_callback(Banner(self._announced, self._described.later))
 
-    @classmethod
-    def explain(cls, name: str, known: Collection[str]) -> str:
-        """The name of another trainer's argument here, or the closest name."""
-        return explained("argument", name, known, OPSDConfig)
-
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
             doubts = prove_divergence(
@@ -303,7 +300,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         # First, as these reads wait for the device, which has no work queued yet.
         mine = shares(teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
-        with whole_head(student) as head, teachers.whole_heads() as teacher_heads:
+        # The teachers' heads are read once the student's is gathered, as both may share one.
+        with whole_head(student) as head, gathered_head(*(teacher_heads := teachers.heads)):
             parts = compared(
                 hidden_BCH,
                 head,

@@ -35,7 +35,7 @@ from trl_opsd.models.checks import (
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
-from trl_opsd.teacher.checks import check_teachers, check_tokenizers
+from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location, teacher_loading
 
 logger = get_logger(__name__)
 
@@ -45,9 +45,8 @@ logger = get_logger(__name__)
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
     """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
-    own_code = {"trust_remote_code": args.trust_remote_code}
-    config = language_config(student, "model", {**own_code, **(args.model_init_kwargs or {})})
-    check_own_loss({**config, **(args.model_init_kwargs or {})})
+    loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    check_own_loss({**language_config(student, "model", loading), **loading})
     check_in_memory(student, args.device)
     _check_no_foreign_adapter(student, teachers)
     _check_teacher_models(teachers, args)
@@ -73,11 +72,9 @@ def _check_no_foreign_adapter(student: Any, teachers: Mapping[str, Any]) -> None
 
 
 def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
-    own_code = {"trust_remote_code": args.teacher_trust_remote_code}
-    loading = {**own_code, "revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     for name, teacher in teachers.items():
         called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
-        language_config(teacher, called, loading, trust="teacher_trust_remote_code")
+        language_config(teacher, called, location(args), trust="teacher_trust_remote_code")
 
 
 def check_other_teacher(
@@ -119,7 +116,7 @@ def warn_of_same_model(
     if tells_more or args.tempers_apart or args.pulls or may_have(datasets, PRIVILEGED):
         return False
     loading = args.model_init_kwargs or {}
-    theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    theirs = teacher_loading(args)
     same = [teacher for teacher in teachers.values() if same_weights(student, loading, teacher, theirs)]
     if len(teachers) > 1:  # for the rows of one, the student is held where it was
         return False
@@ -238,7 +235,10 @@ def check_datasets(
             )
         columns = columns_of(dataset)
         check_columns(columns, where, teachers, optional)
-        _check_stored_images(dataset, where)
+        # the rows of a stream are checked when they are used
+        for name in IMAGE_COLUMNS if isinstance(dataset, Dataset) else ():
+            if name in dataset.column_names and has_values(dataset, name):
+                refuse_images(name, where)
         if needs_privilege and columns is not None and not set(PRIVILEGED) & set(columns):
             raise ValueError(
                 f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
@@ -273,14 +273,6 @@ def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> b
     kind = args.teacher_model_kind  # without the adapter it came with, a student is another model
     is_another = kind is None or (kind == "base" and not isinstance(student, str) and is_peft(student))
     return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs)
-
-
-def _check_stored_images(dataset: AnyDataset, where: str) -> None:
-    """Refuses images in the rows of a map-style dataset; the rows of a stream are checked when they are used."""
-    if isinstance(dataset, Dataset):
-        for name in IMAGE_COLUMNS:
-            if name in dataset.column_names and has_values(dataset, name):
-                refuse_images(name, where)
 
 
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:

@@ -96,7 +96,8 @@ def footprint(host: TrainerHost, phase: str) -> dict[str, int]:
     written = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows, tokens = written if host.model.training else args.per_device_eval_batch_size, args.max_completion_length
     held = {"the student's weights": _bytes(host.model.parameters())}
-    for name, model in teachers.models.items():
+    for name, teacher in teachers.items():
+        model = getattr(teacher, "model", None)
         if model is not None and model is not host.model:  # in self-distillation counted as the student's
             held[f"weights of teacher {name!r}"] = _bytes(model.parameters())
     if phase == "complete" and (of_token := cached_per_token(host.model.config)):
