@@ -98,7 +98,7 @@ def test_every_phase_has_advice_on_memory():
         for file in source.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
-        and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("phase", "explain", "_explain")
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("phase", "explain_memory")
         for argument in node.args
         if isinstance(argument, ast.Constant)
     ]
