@@ -31,7 +31,7 @@ _PROMPT = 600
 """Maximum characters shown of a prompt; of a longer one, its beginning and its end."""
 _OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
-_KINDS = {"base": "the student as it was passed", "ema": "the student's moving average", "live": "the student as it is"}
+_KINDS = {"base": "the initial student", "ema": "moving average of the student", "live": "the current student"}
 """What each `teacher_model_kind` is."""
 
 
@@ -106,7 +106,7 @@ class Described:
         args = self.trainer.args
         yield "student", self._student()
         kind = f"{self._kind(args.teacher_model_kind)}: " if args.teacher_model_kind else ""
-        averaged = f"; averaged in {sizes(self.averages)}" if self.averages else ""
+        averaged = f"; average held in {sizes(self.averages)}" if self.averages else ""
         for name, teacher in self.teachers.items():
             yield "teacher" if len(self.teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}{averaged}"
         yield "processes", self.trainer.strategy
@@ -124,7 +124,7 @@ class Described:
     def _student(self) -> str:
         model, precision = self.trainer.model, self.trainer.accelerator.mixed_precision
         trained = [one for one in model.parameters() if one.requires_grad]
-        part = "" if len(trained) == len(list(model.parameters())) else f", of which {sizes(trained)} are trained"
+        part = "" if len(trained) == len(list(model.parameters())) else f", {sizes(trained)} trainable"
         return f"{described(model)}{part}{'' if precision == 'no' else f'; computes in {precision}'}"
 
     def _kind(self, kind: str) -> str:
@@ -133,7 +133,9 @@ class Described:
             return "the student without its adapter"
         args = self.trainer.args
         often = (
-            f" ({args.teacher_update_rate:g} of the way each {args.teacher_sync_steps} steps)" if kind == "ema" else ""
+            f" (update rate {args.teacher_update_rate:g}, every {args.teacher_sync_steps} steps)"
+            if kind == "ema"
+            else ""
         )
         return f"{_KINDS[kind]}{often}"
 
@@ -144,7 +146,7 @@ class Described:
         what = f"{rows} prompts" if number == 1 else f"{rows // number} prompts x {number} completions"
         batch = "{} each: {} per device x {} processes x {} accumulation steps".format(what, *factors)
         if state.max_steps > 0:  # known once a training has begun
-            return f"{state.max_steps} of {batch}" + (f"; {state.global_step} are done" if state.global_step else "")
+            return f"{state.max_steps} of {batch}" + (f"; {state.global_step} done" if state.global_step else "")
         return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"
 
     def _completions(self) -> str:
@@ -182,23 +184,23 @@ class Described:
         is_stream = not isinstance(dataset, Dataset)
         step = prompts_of_step(trainer.args)
         left = 0 if is_stream or dataset is not trainer.train_dataset else len(dataset) % step
-        more = f", of which each epoch leaves out {left}: they do not fill a step of {step} prompts" if left else ""
+        more = f", {left} dropped per epoch: they do not fill a step of {step} prompts" if left else ""
         yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}{more}"
         if unread := self._unread(dataset):
             yield "unused columns", ", ".join(unread)
         if is_stream and not reads_stream:
-            yield "prompts", "shown when a training begins"
+            yield "prompts", "shown when training starts"
             return
         row = next(iter(dataset), None)
         if row is None:
-            raise ValueError(f"`{where}` is a stream without rows, or all of them are too long and were dropped.")
+            raise ValueError(f"`{where}` is an empty stream, or all its rows were dropped because they are too long.")
         request = self.readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(self.readers.student, request)
         reader = _OF_TEACHER if len(self.teachers) == 1 else f"prompt of {request.teacher!r}"
         if self.first_made is not None:
             yield _OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`")
         elif self.readers.intake.prompts.prompt_fn is not None:
-            yield _OF_TEACHER, "what `teacher_prompt_fn` returns, shown after the first step"
+            yield _OF_TEACHER, "from `teacher_prompt_fn`, shown after the first step"
         else:
             alike = self.readers.are_alike(request)
             yield reader, "the same" if alike else self._decoded(self.readers.teacher, request)

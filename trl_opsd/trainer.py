@@ -419,16 +419,14 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
         self._launch.restore()
         if self._dealer.is_dealt:
-            raise ValueError(
-                "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
-            )
+            raise ValueError("`trainer.teacher_model` was assigned within an optimizer step: assign it between steps.")
         self.teaching.replace_teacher(teacher_model)
 
     def replace_dataset(self, name: str, dataset: Any) -> None:
         """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
         self._launch.restore()
         if self.is_in_train and name == "train_dataset":
-            raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
+            raise ValueError("`trainer.train_dataset` was assigned during training: assign it before or after.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         self.teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
 
@@ -457,8 +455,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         check_not_uniform(sums, self.limits.vocabulary)
         if not (self._has_compared or self.args.pulls) and agree(sums):
             logger.warning(
-                "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "
-                "learned from it. Is it the same model, without context that only the teacher reads?"
+                "The first divergence is 0: teacher and student distributions are identical, so nothing is learned. Is "
+                "it the same model, without context that only the teacher sees?"
             )
         self._has_compared = True
 

@@ -38,15 +38,15 @@ def check_columns(
         raise ValueError(f"{where} has no column 'prompt', only {names}: {_how_to_get_prompts(names, features or {})}.")
     if teachers and "teacher" not in names:
         raise ValueError(
-            f"There are several teachers, but {where} has no column 'teacher', only {names}: add one that names one of "
+            f"There are several teachers, but {where} has no column 'teacher', only {names}: add one with a name from "
             f"{sorted(teachers)} in each row."
         )
     for name in names if optional else ():
         (meant,) = get_close_matches(name, optional, n=1, cutoff=0.85) or [name]
         if meant not in names:
             raise ValueError(
-                f"{where} has a column {name!r}, which is not read; did you mean {meant!r}? Rename it, to {meant!r} or "
-                "to something less alike."
+                f"{where} has an unknown column {name!r}; did you mean {meant!r}? Rename it to {meant!r}, or to a less "
+                "similar name."
             )
 
 
@@ -77,8 +77,8 @@ def check_no_images(row: Mapping[str, Any], where: str) -> None:
 def refuse_images(column: str, where: str) -> NoReturn:
     """Raises `ValueError` for a column that has images in it."""
     raise ValueError(
-        f"{where} has a column {column!r} with images in it, but prompts with images are not supported yet: "
-        "remove the column, or use `trl.DistillationTrainer`, which reads them."
+        f"{where} has a column {column!r} with images in it, but prompts with images are not supported yet: remove the "
+        "column, or use `trl.DistillationTrainer`, which supports them."
     )
 
 
@@ -86,7 +86,7 @@ def check_prompt(prompt: Any, where: str) -> str:
     """Refuses a prompt that is empty or of another type (`TypeError`); returns its kind, `"text"` or `"messages"`."""
     if isinstance(prompt, str):
         if not prompt:
-            raise ValueError(f"{where} is empty: give the model something to answer, or remove the row.")
+            raise ValueError(f"{where} is empty: add a prompt, or remove the row.")
         return "text"
     if not isinstance(prompt, list):
         raise TypeError(
@@ -124,9 +124,9 @@ class Prompt:
         kind = check_prompt(value, where)
         if kind == "messages" and value[-1]["role"] == "assistant":
             raise ValueError(
-                f"{where} ends with a message of the assistant, but the next message is the student's own completion, "
-                "and the chat template would begin another turn: leave the answer out, `prompt = messages[:-1]`, "
-                "or call the column 'messages', which is split so."
+                f"{where} ends with a message of the assistant, but the assistant's answer is what the student "
+                "generates, and the chat template would start another turn: remove the answer, `prompt = "
+                "messages[:-1]`, or rename the column to 'messages', which is split that way."
             )
         return cls(value, kind, where)
 
@@ -137,8 +137,8 @@ def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | Non
         kind = kind or prompt.kind
         if prompt.kind != kind:
             raise ValueError(
-                f"{prompt.where} is {prompt.kind}, those before it are {kind}: all must be of one kind; turn the "
-                "texts into messages, or the messages into text."
+                f"{prompt.where} is {prompt.kind}, but earlier ones are {kind}: expected one kind for all; convert the "
+                "texts to messages, or the messages to text."
             )
     return kind
 
@@ -210,19 +210,17 @@ class PromptLimits:
         if self.context is not None and self.completion >= self.context:
             raise ValueError(
                 f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of "
-                f"{self.reader}, {self.context} tokens: lower it."
+                f"{self.reader} ({self.context} tokens): lower it."
             )
 
     def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
         """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
         if not prompt_tokens:
-            raise ValueError(
-                f"{where} has no tokens after tokenization: give the model something to answer, or remove the row."
-            )
+            raise ValueError(f"{where} has no tokens after tokenization: add a prompt, or remove the row.")
         if not self.fits(prompt_tokens):
             raise ValueError(
-                f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} that is more than the "
-                f"context of {self.reader}, {self.context} tokens: shorten it, lower max_completion_length, or set "
+                f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} this exceeds the context "
+                f"of {self.reader} ({self.context} tokens): shorten it, lower max_completion_length, or set "
                 "overlong_prompts='drop'."
             )
         self.check_known(largest_id, where)
@@ -232,25 +230,25 @@ class PromptLimits:
         length = len(prompt_ids) + len(completion_ids)
         if self.context is not None and length > self.context:
             raise ValueError(
-                f"{backend} wrote {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the context is "
-                f"{self.context}: let it write at most max_completion_length={self.completion}."
+                f"{backend} generated {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the "
+                f"context is {self.context}: limit it to max_completion_length={self.completion}."
             )
         if len(completion_ids) > self.completion:
             raise ValueError(
-                f"{backend} wrote {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: let it "
-                "write at most that many, or raise the option."
+                f"{backend} generated {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: "
+                "limit it to that, or raise the option."
             )
-        where = f"What {backend} wrote"
+        where = f"A completion of {backend}"
         if (smallest := min(completion_ids, default=0)) < 0:
-            raise ValueError(f"{where} has the token id {smallest}: expected ids from 0 on, and no padding.")
+            raise ValueError(f"{where} contains the token id {smallest}: expected ids of at least 0, without padding.")
         self.check_known(max(completion_ids, default=0), where)
 
     def check_known(self, largest_id: int, where: str) -> None:
         """Raises `ValueError` when the largest token id of a text is outside the vocabulary."""
         if largest_id >= self.vocabulary:
             raise ValueError(
-                f"{where} has the token id {largest_id}, but the models know {self.vocabulary} ids: use the tokenizer "
-                "the student was trained with; after `tokenizer.add_tokens` both models grow by "
+                f"{where} contains the token id {largest_id}, but the models have {self.vocabulary} ids: use the "
+                "tokenizer the student was trained with; after `tokenizer.add_tokens`, resize both models with "
                 "`model.resize_token_embeddings(len(tokenizer))`."
             )
 
@@ -278,8 +276,8 @@ def check_template(option: str, template: Any) -> None:
         names = {str(error)}
     if template is not None and names != {"prompt", "privileged_context"}:
         raise ValueError(
-            f"`{option}={template!r}` has {sorted(names)} in braces: expected text with `{{prompt}}` and "
-            "`{privileged_context}`, and other braces doubled."
+            f"`{option}={template!r}` contains the placeholders {sorted(names)}: expected text with only `{{prompt}}` "
+            "and `{privileged_context}`, and all other braces doubled."
         )
 
 
@@ -290,11 +288,11 @@ def check_prompt_fn(function: Any) -> None:
         what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
         raise TypeError(f"`teacher_prompt_fn` is {what}: {expected}.")
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise TypeError(f"`teacher_prompt_fn` is asynchronous, and nothing would await it: {expected}.")
+        raise TypeError(f"`teacher_prompt_fn` is asynchronous, but would not be awaited: {expected}.")
     try:
         inspect.signature(function).bind({}, "")
     except TypeError as error:
-        raise TypeError(f"`teacher_prompt_fn` takes other arguments ({error}): {expected}.") from None
+        raise TypeError(f"`teacher_prompt_fn` has another signature ({error}): {expected}.") from None
     except ValueError:  # built-in functions may have no signature
         return
 
@@ -323,8 +321,8 @@ class TeacherPrompts:
             prompt, source = self._called(dict(row), completion_text, where), "What `teacher_prompt_fn` returned for"
         elif "teacher_prompt" in row and "privileged_context" in row and self.prompt_fn is None:
             raise ValueError(
-                f"{where} has both a 'teacher_prompt' and a 'privileged_context', but the teacher reads only one of "
-                "them: remove the other column."
+                f"{where} has both 'teacher_prompt' and 'privileged_context', but the teacher uses only one: remove "
+                "the other column."
             )
         elif "teacher_prompt" in row:
             prompt, source = row["teacher_prompt"], "The teacher_prompt in"
@@ -341,7 +339,7 @@ class TeacherPrompts:
             return self.prompt_fn(row, completion_text)
         except Exception as error:
             # The user's own exception goes on, with the row named.
-            error.add_note(f"`teacher_prompt_fn` raised this for {where}, which has the columns {sorted(row)}.")
+            error.add_note(f"`teacher_prompt_fn` raised this for {where}, with the columns {sorted(row)}.")
             raise
 
     def _with_context(self, prompt: Any, context: Any, where: str) -> Any:
@@ -358,8 +356,8 @@ class TeacherPrompts:
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]
         if not users:
             raise ValueError(
-                f"The prompt in {where} has no user message for `teacher_prompt_template` to add the privileged "
-                "context to: add one, or give a complete 'teacher_prompt' instead."
+                f"The prompt in {where} has no user message to which `teacher_prompt_template` could add the "
+                "privileged context: add one, or give a complete 'teacher_prompt' instead."
             )
         message = prompt[users[-1]]
         text = (self.template or TEMPLATE).format(prompt=_text_of(message), privileged_context=context)
@@ -392,6 +390,8 @@ def teacher_of(row: Row, where: str, names: Collection[str]) -> str:
         return next(iter(names))
     name = row.get("teacher")
     if not isinstance(name, str) or name not in names:
-        found = f"names the teacher {name!r}" if isinstance(name, str) else "names no teacher in the column 'teacher'"
+        found = (
+            f"names the teacher {name!r}" if isinstance(name, str) else "has no teacher name in the column 'teacher'"
+        )
         raise ValueError(f"{where} {found}: expected one of {sorted(names)}.")
     return name

@@ -170,14 +170,14 @@ class Reader:
         kind = common_kind(prompts, kind)
         if kind == "messages" and not self.tokenizer.chat_template:
             raise ValueError(
-                f"{prompts[0].where} is messages, but the tokenizer has no chat template: set "
+                f"{prompts[0].where} is a list of messages, but the tokenizer has no chat template: set "
                 "`tokenizer.chat_template`, or give the prompts as text."
             )
         if kind == "text" and (added := added_at_end(self.tokenizer)):
             raise ValueError(
-                f"{prompts[0].where} is text, after which the tokenizer writes {added!r}, so that the completion would "
-                "come after an end: give messages, load the tokenizer with `add_eos_token=False`, or set "
-                "`tokenizer.backend_tokenizer.post_processor` to one that adds nothing at the end."
+                f"{prompts[0].where} is text, to which the tokenizer appends {added!r}, so the completion would follow "
+                "an end token: give messages, load the tokenizer with `add_eos_token=False`, or set "
+                "`tokenizer.backend_tokenizer.post_processor` to one that appends nothing."
             )
         return kind
 
@@ -188,7 +188,7 @@ class Reader:
         except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             if len(prompts) > 1:  # one by one, to find the row
                 return [ids for prompt in prompts for ids in self.token_ids([prompt])]
-            raise ValueError(f"{prompts[0].where}: the chat template of the tokenizer refuses it: {error}.") from error
+            raise ValueError(f"{prompts[0].where}: the tokenizer's chat template rejects it: {error}.") from error
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where)
             if prompt.has_parts:
@@ -200,8 +200,8 @@ class Reader:
         start = self.tokenizer.bos_token_id
         if start is not None and prompt_ids[:2] == [start, start]:
             raise ValueError(
-                f"{where} has two start tokens {self.tokenizer.bos_token!r}, one of its own and one that the tokenizer "
-                "adds to text: remove the first from the text, or give messages, to which only the chat template adds."
+                f"{where} has two start tokens {self.tokenizer.bos_token!r}, one in the text and one added by the "
+                "tokenizer: remove it from the text, or give messages."
             )
 
 
@@ -321,8 +321,8 @@ class Readers:
             prompts = self._teacher_prompts(requests, completion_ids, decode)
             if reader.check_kind(prompts) == "text" and requests[0].student.kind == "messages":
                 logger.warning_once(
-                    "The prompts are text for the teacher and messages for the student: the teacher reads them without "
-                    "a chat template. If it is a chat model, give it messages, too."
+                    "The prompts are text for the teacher but messages for the student, so no chat template is applied "
+                    "to the teacher's. If the teacher is a chat model, give it messages, too."
                 )
             prompt_ids = reader.token_ids(prompts)
         self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
@@ -345,19 +345,18 @@ class Readers:
             limits = self.teacher_limits[request.teacher]
             if limits.context is not None and len(ids) + length > limits.context:
                 raise ValueError(
-                    f"The teacher would have to read {len(ids)} tokens of its prompt and {length} of the completion in "
-                    f"{request.where}, but its context is {limits.context} tokens: shorten its prompt, or the output "
-                    "of tools."
+                    f"The teacher's input for {request.where} has {len(ids)} prompt tokens and {length} completion "
+                    f"tokens, but its context is {limits.context} tokens: shorten its prompt, or the output of tools."
                 )
             # The completion is known by now, so no room has to be kept for it.
             replace(limits, completion=0).check(
-                len(ids), max(ids, default=0), f"What the teacher reads for {request.where}"
+                len(ids), max(ids, default=0), f"The teacher's input for {request.where}"
             )
 
     def _tokenize_for_teacher(self, prompts: list[Any]) -> list[list[int]]:
         if self.template and isinstance(prompts[0], str):
             raise ValueError(
-                f"`teacher_chat_template_kwargs={dict(self.template)!r}` has no effect: what the teacher reads "
-                "is text: give messages, or remove the option."
+                f"`teacher_chat_template_kwargs={dict(self.template)!r}` has no effect, because the teacher's prompts "
+                "are text: give messages, or remove the option."
             )
         return self.tokenize(prompts, **self.template)

@@ -176,9 +176,9 @@ class Teaching:
         """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
         if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self._host.train_dataset) or ()):
             raise ValueError(
-                "`compute_loss` was given a batch that no teacher has read, without its dataset rows, but what the "
-                "teacher reads depends on those: pass what `trainer._generate_and_score_completions(rows)` returns, or "
-                "put them into the batch, aligned with it, as `batch['rows']`."
+                "`compute_loss` got a batch without teacher targets and without its dataset rows, from which the "
+                "teacher's prompts are made: pass the result of `trainer._generate_and_score_completions(rows)`, or "
+                "add the rows, in the same order, as `batch['rows']`."
             )
         return [{"prompt": text} for text in self._host.processing_class.batch_decode(rollout.prompt_lists())]
 

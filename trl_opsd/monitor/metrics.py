@@ -227,7 +227,7 @@ _TAKEN = {
 def recorded(name: str, value: Any) -> float:
     """A number to log under a name; `ValueError` if it is not one number or the name is taken."""
     if name in _TAKEN:
-        raise ValueError(f"`record({name!r}, ...)`: something else is logged under that name, so choose another.")
+        raise ValueError(f"`record({name!r}, ...)`: this name is already used in the log, so choose another.")
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

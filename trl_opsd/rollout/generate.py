@@ -35,8 +35,9 @@ def generate(model: CausalLM, inputs: dict[str, Tensor], config: GenerationConfi
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     if not takes_any and "generation_config" not in parameters:
         raise ValueError(
-            f"`generate` of {type(model).__name__} takes {list(parameters)}, but no `generation_config`: neither "
-            "length nor sampling can be set. Pass a model with `generate` of `transformers`, or set `use_vllm=True`."
+            f"`generate` of {type(model).__name__} accepts {list(parameters)}, but no `generation_config`, so neither "
+            "length nor sampling can be set. Pass a model with the `generate` of `transformers`, or set "
+            "`use_vllm=True`."
         )
     taken = {name: value for name, value in extras.items() if takes_any or name in parameters}
     head = model.get_output_embeddings()
@@ -64,13 +65,13 @@ def completions_of(returned: Any, prompt_ids: Tensor, max_new_tokens: int, name:
     elif len(ids) != rows or not tokens <= ids.size(1) <= tokens + max_new_tokens:
         got = f"shape {list(ids.shape)}"
     elif not ids[:, :tokens].equal(prompt_ids.to(ids.device, ids.dtype)):
-        got = "rows that do not begin with their prompts"
+        got = "rows that do not start with their prompts"
     else:
         return ids[:, tokens:].tolist()
     raise ValueError(
         f"`generate` of {name} returned {got}; expected integers of shape [{rows}, {tokens} to "
         f"{tokens + max_new_tokens}] that begin with the prompts. Pass a model with the `generate` of `transformers`, "
-        "set `use_vllm=True`, or write a `RolloutBackend` around it."
+        "set `use_vllm=True`, or wrap it in a `RolloutBackend`."
     )
 
 
@@ -156,8 +157,8 @@ class _Trial:
                 if agree(alone_TV, read_TV):
                     return alone_TV
         raise ValueError(
-            f"`generate` of {type(self._bare).__name__} cannot continue three tokens by three, with or without a "
-            f"cache: {why}. Use another model, or pass a `rollout` that can generate with it."
+            f"`generate` of {type(self._bare).__name__} cannot extend three tokens by three, with or without a cache: "
+            f"{why}. Use another model, or pass a `rollout` that can generate with it."
         ) from cause
 
     def failure(self, prompts: list[list[int]], alone_TV: Tensor, loop: RaggedDecoding | None = None) -> str | None:

@@ -236,9 +236,9 @@ class FrozenTeacher(Teacher):
     ) -> None:
         if not isinstance(placement, Placement):
             raise TypeError(
-                f"`FrozenTeacher` got a {type(placement).__name__}: expected a placement, which holds a loaded model, "
-                "as in `FrozenTeacher(Resident(model, device))`. A model or a path can also be passed to `OPSDTrainer` "
-                "directly, as `teacher_model`."
+                f"`FrozenTeacher` got a {type(placement).__name__}: expected a placement that holds a loaded model, "
+                "such as `FrozenTeacher(Resident(model, device))`. You can also pass a model or a path to "
+                "`OPSDTrainer` as `teacher_model`."
             )
         self.placement = placement
         self.model: CausalLM = placement.model.eval().requires_grad_(False)

@@ -88,7 +88,7 @@ def phases(
     """Bytes by phase and part on one device; `engine` is what one in the same process takes while it is awake."""
     weights, gradients, optimizer, gathered = states(student, load, choice)
     row, itemsize = load.prompt + load.length, load.itemsize
-    between = {"teacher between readings": resident(teacher, choice.teacher, itemsize)}
+    between = {"idle teacher": resident(teacher, choice.teacher, itemsize)}
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
     by_zero3 = choice.sharding.startswith("zero3")
@@ -114,7 +114,7 @@ def phases(
     teach = {
         **always,
         **awake,
-        "teacher while it reads": reading(teacher, choice.teacher, load),
+        "active teacher": reading(teacher, choice.teacher, load),
         "activations": passes(teacher, load),
         **targets,
     }

@@ -114,14 +114,14 @@ def parse(content: bytes, served: Served) -> Wanted:
     if not isinstance(asked, dict):
         raise Refusal(400, f"The request is {_kind(asked)}: expected a JSON object.")
     if unknown := sorted(set(asked) - {*_FIELDS, *_IGNORED}):
-        raise Refusal(400, f"Field {shown(unknown[0])} is not supported here: known are {', '.join(_FIELDS)}.")
+        raise Refusal(400, f"Field {shown(unknown[0])} is not supported: expected {', '.join(_FIELDS)}.")
     if (name := asked.get("model")) and name != served.name:
-        raise Refusal(404, f"The model {shown(name)} does not exist: this server has {served.name!r}.")
+        raise Refusal(404, f"The model {shown(name)} does not exist: this server serves {served.name!r}.")
     if asked.get("task", TASK) not in (None, TASK):
         raise Refusal(400, f"Unsupported task: {shown(asked['task'])}. Supported tasks: ({TASK!r},)")
     # vLLM's default normalises states, from which the loss could not be computed.
     if asked.get("use_activation") is not False:
-        raise Refusal(400, "Send `use_activation: false`: states are answered as they are, never normalised.")
+        raise Refusal(400, "Send `use_activation: false`: states are never normalised here.")
     encoding = _one_of(asked, "encoding_format", _ENCODINGS)
     endianness = _one_of(asked, "endianness", _ENDIANNESS)
     dtype = DTYPES[_one_of(asked, "embed_dtype", tuple(DTYPES))]
@@ -145,14 +145,14 @@ def _rows(given: Any, served: Served) -> list[Tensor]:
         raise Refusal(
             400,
             f"`input` is {_kind(given)}: expected token ids, [17, 4] or [[17, 4], [3]]. This server has no tokenizer: "
-            "tokenize text first.",
+            "send token ids.",
         )
     rows = given if any(isinstance(one, list) for one in given) else [given]
     for number, row in enumerate(rows):
         if not isinstance(row, list):
             raise Refusal(400, f"Row {number} of `input` is {_kind(row)}: expected a list of token ids.")
         if not row:
-            raise Refusal(400, f"Row {number} of `input` is empty: a prompt has at least one token.")
+            raise Refusal(400, f"Row {number} of `input` is empty: expected at least one token.")
         if len(row) > served.max_model_len:
             raise Refusal(
                 400,
@@ -169,8 +169,8 @@ def _rows(given: Any, served: Served) -> list[Tensor]:
     if (tokens := sum(map(len, rows))) > served.max_request_tokens:
         raise Refusal(
             413,
-            f"The rows of `input` have {tokens} tokens together, the limit of a request is "
-            f"{served.max_request_tokens}: send fewer at once, for instance each on its own.",
+            f"The rows of `input` have {tokens} tokens in total, but a request is limited to "
+            f"{served.max_request_tokens}: send fewer rows per request.",
         )
     return [torch.tensor(row) for row in rows]
 
@@ -299,12 +299,14 @@ class TeacherServer:
                 host = ""
             if not is_loopback(host):
                 raise Refusal(
-                    403, f"Without a token only loopback is answered; start the server with {TEACHER_TOKEN} set."
+                    403,
+                    "Without a token only requests from loopback are accepted; start the server with "
+                    f"{TEACHER_TOKEN} set.",
                 )
             return
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(_digest(given), self._token):
-            message = f"This server needs its token: set {TEACHER_TOKEN} where the request is made."
+            message = f"This server requires a token: set {TEACHER_TOKEN} on the client."
             raise Refusal(401, message, {"WWW-Authenticate": "Bearer"})
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -341,7 +343,7 @@ class TeacherServer:
             raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
         if "Content-Encoding" in request.headers:
             # A small compressed body could expand without bound.
-            raise Refusal(415, "The request is compressed: send it as it is.")
+            raise Refusal(415, "The request is compressed: send it uncompressed.")
         try:
             async with asyncio.timeout(self._patience):
                 return await request.read()
@@ -371,7 +373,7 @@ class TeacherServer:
 
 
 def _ends() -> Refusal:
-    return Refusal(503, "The server ends: ask another one, or later.", {"Connection": "close"})
+    return Refusal(503, "The server is shutting down: retry later, or use another one.", {"Connection": "close"})
 
 
 def _digest(token: str) -> bytes:
