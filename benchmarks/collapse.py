@@ -94,8 +94,8 @@ class Said(logging.Handler):
         self.signs: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        _, found, sign = record.getMessage().partition("shows a collapse: ")
-        if found:
+        start, _, sign = record.getMessage().partition(": ")
+        if start.startswith("Sign of a collapse"):
             self.signs.append(sign.partition(",")[0])
 
 

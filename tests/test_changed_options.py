@@ -30,7 +30,7 @@ LATE = "when the trainer was built, where it was read"
         ({"temperature": -1.0}, "`temperature=-1.0`: expected a finite number above 0"),
         ({"learning_rate": float("nan")}, "`learning_rate=nan`"),
         ({"teacher_offload": "disk"}, "`teacher_offload='disk'`: expected one of"),
-        ({"divergence": ForwardKL}, "is a class: pass an object"),
+        ({"divergence": ForwardKL}, "is a class: pass an instance"),
         ({"model_init_kwargs": "{bad"}, "is not JSON"),
         ({"label_smoothing_factor": 0.1}, "has no effect"),
     ],
@@ -228,13 +228,13 @@ def test_accumulation_may_be_changed_between_two_trainings(make_trainer):
     trainer.train()
     assert trainer.rollout.asked == [2, 6]
     trainer.args.gradient_accumulation_steps = 5
-    with pytest.raises(ValueError, match="has 8 rows, but one generation batch takes 10"):
+    with pytest.raises(ValueError, match="has 8 rows, but one generation batch needs 10"):
         trainer.train()
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"learning_rate": 0.0}, "no weight would change"), ({"max_steps": 0}, "means that it is not set")],
+    [({"learning_rate": 0.0}, "no weight would change"), ({"max_steps": 0}, "means unset")],
 )
 def test_zero_rate_or_steps_set_later_are_refused_at_train(make_trainer, change, said):
     trainer = make_trainer()

@@ -128,7 +128,7 @@ def test_memory_grows_with_the_load_and_shrinks_with_devices():
     assert of_teacher[0] - of_teacher[1] == 2 * (teacher.parameters - teacher.head)
     streamed = phases(student, teacher, small, Choice("single", "stream", 1), lambda *_: 0)["teacher reads"]
     on_device = teacher.head + teacher.embeddings + 2 * teacher.layer
-    assert streamed["teacher while it reads"] == 2 * on_device, "head, input embeddings, two layers"
+    assert streamed["active teacher"] == 2 * on_device, "head, input embeddings, two layers"
     assert peak(replace(small, lora=16))["student learns"] < peak(small)["student learns"]
 
 
@@ -229,7 +229,7 @@ def test_base_model_as_teacher_takes_no_memory():
     (plan,) = considered(student, student, load, 80e9, None, shares_weights=True, activations=a_gigabyte)
     assert (plan.choice.teacher, plan.fits) == ("itself", True)
     learns = plan.phases["student learns"]
-    assert learns["teacher between readings"] == plan.phases["teacher reads"]["teacher while it reads"] == 0
+    assert learns["idle teacher"] == plan.phases["teacher reads"]["active teacher"] == 0
     trained = 16 * student.linear
     assert learns["weights"] == 2 * student.parameters + 4 * trained
     assert learns["optimizer"] == 8 * trained
@@ -319,7 +319,7 @@ def test_placement_that_does_not_fit_names_its_largest_part(planned):
     done = planned(*_SHORT, "--gpu-memory", 8, **given)
     assert done.exit_code == 1
     said = " ".join(done.stdout.split())
-    assert "Does not fit, in any placement. In the phase `student learns` one device would hold" in said
+    assert "Does not fit in any placement. The phase `student learns` needs" in said
     assert "the largest part is `optimizer` with 12.4 GB." in said
     found = json.loads(planned(*_SHORT, "--gpu-memory", 8, "--json", **given).stdout)
     assert (found["fits"], found["reason"] is not None) == (False, True)
@@ -380,7 +380,7 @@ def test_rows_beyond_the_context_of_either_model_are_bad_usage(tmp_path):
         models = [str(tmp_path / name) for name in "ab"]
         done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "49", "--no-bf16"])
         assert done.exit_code == 2
-        assert f"are 65 tokens, and the {role}'s context has 64" in done.stderr
+        assert f"are 65 tokens, but the {role}'s context has 64" in done.stderr
     done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "48", "--no-bf16"])
     assert done.exit_code == 0, done.output
 

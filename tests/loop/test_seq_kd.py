@@ -93,7 +93,7 @@ def test_each_of_several_teachers_writes_its_rows(make_trainer):
 def test_plain_generate_warns_for_student_and_teacher(make_trainer, caplog):
     slow = {**GREEDY, "generation_kwargs": {"use_cache": False}}
     make_trainer(**slow, lmbda=0.5).train()
-    assert [caplog.text.count(f"Completions of the {who} come from plain") for who in ("student", "teacher")] == [1, 1]
+    assert [caplog.text.count(f"Completions of the {who} uses plain") for who in ("student", "teacher")] == [1, 1]
 
 
 def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
@@ -192,5 +192,5 @@ def test_seq_kd_refuses_conflicting_options_before_loading(make_trainer, options
 
 def test_seq_kd_refuses_a_teacher_that_is_no_model(make_trainer):
     teacher = make_trainer().teacher
-    with pytest.raises(ValueError, match="`seq_kd=True`: the teacher, a Scorer, cannot write completions"):
+    with pytest.raises(ValueError, match="`seq_kd=True`: the teacher, a Scorer, cannot generate completions"):
         make_trainer(**GREEDY, lmbda=0.5, teacher_model=Scorer(teacher))

@@ -194,7 +194,7 @@ def test_rows_are_asked_for_in_one_request_and_each_has_its_own_options(server, 
 def test_a_prompt_that_fills_the_context_is_not_sent(server, client, caplog):
     rows = [([1] * 20, {"max_tokens": 2}), ROW]
     assert [row.completion_ids for row in client.write(rows)] == [[], [9] * 4]
-    assert "1 prompts of a batch have more than 19 tokens" in caplog.text
+    assert "1 prompts of a batch exceed 19 tokens" in caplog.text
     assert [(number, len(row.completion_ids)) for number, row in client.write_each(rows)] == [
         (0, 0),
         (1, 4),
@@ -222,8 +222,8 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda rows: [], "answered 0 rows to 1 prompts"),
-        (lambda rows: rows * 2, "answered 2 rows to 1 prompts"),
+        (lambda rows: [], "returned 0 rows for 1 prompts"),
+        (lambda rows: rows * 2, "returned 2 rows for 1 prompts"),
         (lambda rows: {"error": "no"}, "answered content=.*: Input should be a valid array"),
         (lambda rows: b"<html>", "Invalid JSON"),
         (lambda rows: ["x"], "answered 0='x': Input should be an object"),
@@ -240,14 +240,14 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
         (ended({"type": "stop", "matched": "NaN happened"}, [9, 0]), "NaN happened"),
         (ended({"type": "stop", "matched": 3}, [9, 3]), r"token 3, an end token of the model .*student are \[2\]"),
         (ended({"type": "stop", "matched": 2}, []), "wrote 0 tokens"),
-        (told(output_token_logprobs=[[-0.5, 9, None]] * 3), "log-probabilities .*a finite one of each of 4"),
-        (told(output_token_logprobs=[[-0.5, 8, None]] * 4), "a finite one of each of 4"),
-        (told(output_token_logprobs=[[None, 9, None]] * 4), "a finite one of each of 4"),
+        (told(output_token_logprobs=[[-0.5, 9, None]] * 3), "log-probabilities .*a finite one for each of 4"),
+        (told(output_token_logprobs=[[-0.5, 8, None]] * 4), "a finite one for each of 4"),
+        (told(output_token_logprobs=[[None, 9, None]] * 4), "a finite one for each of 4"),
         (told(output_token_logprobs=None), "log-probabilities None"),
-        (told(input_token_logprobs=[[None, 5, None], [-1, 6, None]]), "a finite one of each of 2"),
-        (told(input_token_logprobs=[[None, 5, None], [None, 6, None], [-1, 7, None]]), "a finite one of each of 2"),
+        (told(input_token_logprobs=[[None, 5, None], [-1, 6, None]]), "a finite one for each of 2"),
+        (told(input_token_logprobs=[[None, 5, None], [None, 6, None], [-1, 7, None]]), "a finite one for each of 2"),
         (told(weight_version="other"), r"with the weights \['other', 'run-1'\]"),
-        (told(weight_versions=[{"version": "older"}, {"version": "newer"}]), "something else has sent it weights"),
+        (told(weight_versions=[{"version": "older"}, {"version": "newer"}]), "another program sent it weights"),
     ],
 )
 def test_an_answer_to_another_request_is_refused(server, client, ask, spoil, message):
@@ -318,7 +318,7 @@ def test_a_failed_update_is_an_error_at_once_and_none_follows(server, client, mo
     assert time.monotonic() - began < DEADLINE, "the group is not waited for"
     assert client.version is None
     del server.answers[path]
-    with pytest.raises(ServerError, match=r"is not connected .* after an update has failed"):
+    with pytest.raises(ServerError, match=r"is disconnected.* because an update failed"):
         client.update(weights())
 
 
@@ -331,7 +331,7 @@ def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch)
     with pytest.raises(ServerError, match=r"answered 400: .*no such backend"):
         client.connect(torch.device("cpu"))
     server.answers["/init_weights_update_group"] = (200, {"success": True, "message": ""})
-    with pytest.raises(ServerError, match=r"did not come to 127.0.0.1 port \d+ of this machine"):
+    with pytest.raises(ServerError, match=r"did not connect to 127.0.0.1 port \d+ of this machine"):
         client.connect(torch.device("cpu"))
 
 

@@ -37,7 +37,7 @@ def raw(asked):
 
 
 HOSTILE = {
-    "text": (body(input="two words"), 400, "no tokenizer: tokenize text first"),
+    "text": (body(input="two words"), 400, "no tokenizer: send token ids"),
     "texts": (body(input=["two", "words"]), 400, "a list with text in it"),
     "text_in_a_row": (body(input=[["two"]]), 400, "Row 0 of `input` contains 'two'"),
     "nothing": (body(input=None), 400, "missing or null"),
@@ -55,7 +55,7 @@ HOSTILE = {
     "fraction": (body(input=[1.0]), 400, "contains 1.0: expected token ids"),
     "null_id": (body(input=[[None]]), 400, "contains None"),
     "overlong": (body(input=[1] * 33), 400, "33 tokens, longer than the maximum model length of 32"),
-    "too_many": (body(input=[[1] * 20] * 4), 413, "80 tokens together, the limit of a request is 64"),
+    "too_many": (body(input=[[1] * 20] * 4), 413, "80 tokens in total, but a request is limited to 64"),
     "not_json": (b"{", 400, "not JSON"),
     "no_content": (b"", 400, "not JSON"),
     "nan": (b'{"input": [NaN]}', 400, "contains NaN"),
@@ -74,8 +74,8 @@ HOSTILE = {
     "dtype": (body(embed_dtype="fp8_e4m3"), 400, "`embed_dtype` is 'fp8_e4m3': expected one of 'float32', 'bfloat16'"),
     "odd_dtype": (body(embed_dtype={}), 400, "`embed_dtype` is {}"),
     "endianness": (body(endianness="middle"), 400, "`endianness` is 'middle'"),
-    "chat": (body(messages=[]), 400, "Field 'messages' is not supported here"),
-    "truncated": (body(truncate_prompt_tokens=1), 400, "Field 'truncate_prompt_tokens' is not supported here"),
+    "chat": (body(messages=[]), 400, "Field 'messages' is not supported"),
+    "truncated": (body(truncate_prompt_tokens=1), 400, "Field 'truncate_prompt_tokens' is not supported"),
     "long_name": (body(**{"x" * 900: 1}), 400, r"Field 'xxx\w*\.\.\.x*' is not supported"),
     "large": (b" " * 70_000, 413, "Too Large"),
 }
@@ -162,7 +162,7 @@ class TestLimits:
             refused = server.post(body(input=[5] * 41))
             assert refused.status == 503
             assert 1 <= int(refused.headers["Retry-After"]) <= 60
-            assert "60 tokens wait here, with the 41 of this request it would be more than 100" in refused.message()
+            assert "60 tokens are queued; with the 41 of this request they would exceed 100" in refused.message()
             second = pool.submit(server.states, [[5] * 40])
             server.teacher.placement.gate.set()
             assert len(first.result(60)[0]) == 60
@@ -213,7 +213,7 @@ class TestLimits:
                 opener = threading.Timer(0.5, placement.gate.set)
                 opener.start()
             assert late.result(10).status == 503
-            assert "The server ends" in late.result(10).message()
+            assert "The server is shutting down" in late.result(10).message()
             assert begun.result(10).status == 200
             assert len(begun.result(10).content) == 250 * 48 * 4
 
@@ -256,8 +256,8 @@ class TestFailures:
         with running(tiny.qwen2(48, 1), Poisoned) as server:
             answer = server.post(body(input=[token, 5, 5]))
             assert answer.status == 500
-            assert answer.message() == f"The teacher could not read this, {reason}"
-            assert "A pass of 1 rows of up to 3 tokens failed." in caplog.text
+            assert answer.message() == f"The teacher failed on this request, {reason}"
+            assert "A forward pass over 1 rows of up to 3 tokens failed." in caplog.text
             assert server.send("GET", "/health").status == health
             assert len(server.states([[5, 6]])[0]) == 2
             assert server.send("GET", "/health").status == 200
