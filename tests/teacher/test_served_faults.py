@@ -109,7 +109,7 @@ def test_a_faulty_server_is_dropped_within_a_batch(served, checkpoint, other, na
             check_equal(teacher, checkpoint[1], rows(24))
             left_out = [record.message for record in caplog.records if "is no longer used" in record.message]
         assert len(left_out) == 1
-        assert f"{bad.url} is no longer used; {good.url} take over its rows" in left_out[0]
+        assert f"{bad.url} is no longer used; its rows go to {good.url}" in left_out[0]
         asked = len(bad.asked)
         check_equal(teacher, checkpoint[1], rows(24, seed=1))
         assert len(bad.asked) == asked

@@ -191,7 +191,7 @@ def test_a_slow_server_is_dropped_soon(served, checkpoint, breathless, monkeypat
         teacher = served(slow, good)
         with takes(0.9, 25):
             teach_until_left_out(teacher, checkpoint[1], caplog)
-        assert f"{slow.url} is no longer used; {good.url} take over its rows. It was slow" in caplog.text
+        assert f"{slow.url} is no longer used; its rows go to {good.url}. It was slow" in caplog.text
 
 
 def test_a_dead_server_does_not_delay_the_others(served, checkpoint, monkeypatch):

@@ -399,7 +399,7 @@ class Replicas:
             if self._live:
                 left = ", ".join(one.url for one in self._live)
                 warn_in_main(
-                    f"The teacher's server at {replica.url} is no longer used; {left} take over its rows. {error}"
+                    f"The teacher's server at {replica.url} is no longer used; its rows go to {left}. {error}"
                 )
             self._wake()
 
