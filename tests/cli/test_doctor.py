@@ -57,7 +57,7 @@ def test_a_healthy_pair_passes_every_check(family):
     assert said["vocabularies"] == "Both heads have 259 rows."
     assert said["end token"] == "'<|im_end|>', id 2."
     assert "'<|im_start|>assistant\\n'" in said["chat template"]
-    assert int(said["transformers writes"].split()[0]) > 3
+    assert int(said["transformers rollout"].split()[0]) > 3
 
 
 def test_self_teacher_is_compared_with_itself_given_more_context():
@@ -145,7 +145,7 @@ def no_end_token() -> Pair:
         (too_small, "vocabularies", "The head of the teacher has 200 rows, but the tokenizer has 259 tokens"),
         (odd_logits, "teacher's head", "does not compute its logits as"),
         (nan_weights, "teacher's head", "NaN"),
-        (ignores_its_input, "teacher reads", "has the same hidden state at all"),
+        (ignores_its_input, "teacher input", "has the same hidden state at all"),
         (no_generation_prompt, "chat template", "ignores `add_generation_prompt`"),
         (
             drops_the_last_message,
@@ -193,8 +193,8 @@ def test_a_teacher_that_draws_random_numbers_is_found():
     layer = made.teacher.model.model.layers[1].mlp
     layer.register_forward_hook(lambda _, __, out: out + 0.01 * torch.rand_like(out))
     found = {one.name: one for one in checks.examine(made)}
-    assert [one.name for one in found.values() if one.verdict == "failed"] == ["teacher repeats"]
-    assert "draws random numbers" in found["teacher repeats"].said
+    assert [one.name for one in found.values() if one.verdict == "failed"] == ["teacher determinism"]
+    assert "draws random numbers" in found["teacher determinism"].said
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def check_datasets(
         if where == "train_dataset":
             check_train_size(dataset, args)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
-            raise ValueError(f"`{where}` has no rows: add some, or remove it.")
+            raise ValueError(f"`{where}` is empty: add rows, or remove it.")
 
 
 def check_completions(dataset: AnyDataset | None, tools: Any, from_dataset: bool) -> None:

@@ -114,7 +114,7 @@ class TrainerMembers(UpstreamFixes):
         if name in options and value == getattr(self.args, name):
             return None  # a copy, in a subclass
         if name in self._read_once.values:
-            return f"it is an option that was read at construction: build the trainer with that value. {another}"
+            return f"it is an option that is read at construction: build a trainer with that value. {another}"
         if name in options:
             return f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value. {another}"
         if name in TRAINER_ARGUMENTS:

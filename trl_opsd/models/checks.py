@@ -274,15 +274,15 @@ def check_can_learn(student: nn.Module) -> None:
     if any(one.requires_grad for one in student.parameters()):
         return
     remedy = (
-        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, leave `inference_mode=True` out of "
+        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, remove `inference_mode=True` from "
         "its config, or enable it again"
         if is_peft(student)
         else "call `model.requires_grad_(True)`, on a `copy.deepcopy` if it is another trainer's teacher, or pass a "
         "`peft_config`"
     )
     raise ValueError(
-        "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be "
-        f"learned: {remedy}; to evaluate only, leave `train_dataset` out."
+        "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be learned: "
+        f"{remedy}; to evaluate only, do not pass `train_dataset`."
     )
 
 

@@ -241,8 +241,8 @@ def _all_alike(args: Any) -> str:
 def _several_alike(name: str) -> Rule:
     return Rule(
         lambda args: (getattr(args, name) or 1) > 1 and _all_alike(args),
-        f"`{name}={{0.{name}}}` with `generation_kwargs={{0.generation_kwargs}}`: {{1}}, so that all completions of a "
-        "prompt are the same: remove one of them.",
+        f"`{name}={{0.{name}}}` with `generation_kwargs={{0.generation_kwargs}}`: {{1}}, so all completions of a "
+        "prompt would be identical: remove one of them.",
     )
 
 
@@ -324,7 +324,7 @@ AFTER = (
     # the teacher
     Rule(
         _unmovable,
-        "`teacher_offload={0.teacher_offload!r}` with {1}: remove it, or leave `teacher_offload='none'`.",
+        "`teacher_offload={0.teacher_offload!r}` with {1}: remove it, or set `teacher_offload='none'`.",
     ),
     Rule(
         lambda args: args.teacher_offload == "zero3" and not is_deepspeed_zero3_enabled(),

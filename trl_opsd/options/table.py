@@ -264,7 +264,7 @@ def a_divergence(option: str, value: Any) -> None:
 
 
 _TOKENS = integer(1, "an integer of at least 1, as the room for a completion has to be known before training")
-_SEED = integer(0, "an integer from 0 to 4294967295, which is what NumPy takes", high=2**32 - 1)
+_SEED = integer(0, "an integer from 0 to 4294967295, NumPy's limit", high=2**32 - 1)
 _STEPS = integer(-1, "the number of optimizer steps, or -1, where `num_train_epochs` decides")
 # TRL turns text into a number, and "auto" into what the device needs.
 _MULTIPLE = Values("an integer of at least 1", lambda value: isinstance(value, str) or integer(1).fits(value))

@@ -97,7 +97,7 @@ class Resident(Placement):
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         # The loss never calls the head, so nothing would fetch weights that are elsewhere.
-        check_on_device(model, device, "teacher", "`teacher_offload='stream'` takes little device memory")
+        check_on_device(model, device, "teacher", "`teacher_offload='stream'` needs little device memory")
         # Quantised weights and device maps cannot be moved with `to`.
         fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
         self.model = model if fixed else model.to(device)

@@ -398,9 +398,7 @@ class Replicas:
             self._dropped[replica.url] = str(error)
             if self._live:
                 left = ", ".join(one.url for one in self._live)
-                warn_in_main(
-                    f"The teacher's server at {replica.url} is no longer used; its rows go to {left}. {error}"
-                )
+                warn_in_main(f"The teacher's server at {replica.url} is no longer used; its rows go to {left}. {error}")
             self._wake()
 
     def _release(self, replica: Replica) -> None:

@@ -258,7 +258,7 @@ def _gap(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=_NOTHING))
 
 
-# ---- What engines write ----------------------------------------------------------------------------------------------
+# ---- What engines generate -------------------------------------------------------------------------------------------
 
 TOKENS = 16
 """Maximum tokens of a completion."""
@@ -352,7 +352,7 @@ def _of(role: str, probe: Probe[Probed], *needs: str) -> Probe[Pair]:
 
 _BOTH = ("student's head", "teacher's head", "student's padding", "teacher's padding")
 _TOKENS = ("tokenizers", "vocabularies", "end token")
-_WRITES = (*_BOTH, *_TOKENS, "teacher reads")
+_GENERATES = (*_BOTH, *_TOKENS, "teacher input")
 
 CHECKS: tuple[Probe[Pair], ...] = (
     Probe("tokenizers", same_ids),
@@ -360,19 +360,19 @@ CHECKS: tuple[Probe[Pair], ...] = (
     Probe("end token", end_token),
     Probe("chat template", template),
     _of("student", HEAD),
-    Probe("teacher repeats", repeats),
-    _of("teacher", HEAD, "teacher repeats"),
+    Probe("teacher determinism", repeats),
+    _of("teacher", HEAD, "teacher determinism"),
     _of("student", PADDING, "student's head"),
     _of("teacher", PADDING, "teacher's head"),
     _of("student", GRADIENTS, "student's head"),
-    Probe("teacher reads", depends_on_input, needs=("vocabularies", "teacher's head", "teacher's padding")),
+    Probe("teacher input", depends_on_input, needs=("vocabularies", "teacher's head", "teacher's padding")),
     Probe("teacher = student", zero_with_itself, needs=("student's head", "student's padding")),
     Probe("loss", equals_reference, needs=(*_BOTH, "vocabularies")),
     Probe("micro-batches", same_in_parts, needs=(*_BOTH, "vocabularies")),
     Probe("bfloat16", half_precision, needs=(*_BOTH, "vocabularies")),
-    Probe("transformers writes", reproduces, needs=_WRITES),
+    Probe("transformers rollout", reproduces, needs=_GENERATES),
 )
-_VLLM: Probe[Pair] = Probe("vLLM writes", partial(reproduces, use_vllm=True, vllm_mode="colocate"), needs=_WRITES)
+_VLLM: Probe[Pair] = Probe("vLLM rollout", partial(reproduces, use_vllm=True, vllm_mode="colocate"), needs=_GENERATES)
 
 
 def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:

@@ -132,7 +132,7 @@ def phases(
         "gradient of the head": head,
         **targets,
     }
-    return {"rollout": rollout, "teacher reads": teach, "student learns": learn}
+    return {"rollout": rollout, "scoring": teach, "training": learn}
 
 
 def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, int]:
@@ -293,8 +293,8 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: R
     reading = 2 * teacher.parameters * tokens / rates.flops
     return {
         "rollout": 2 * student.parameters * rows * load.prompt / rates.flops + writing,
-        "teacher reads": max(reading, moved / rates.link),  # layers are fetched while others compute
-        "student learns": (passes * student.parameters * tokens + heads) / rates.flops,
+        "scoring": max(reading, moved / rates.link),  # layers are fetched while others compute
+        "training": (passes * student.parameters * tokens + heads) / rates.flops,
     }
 
 

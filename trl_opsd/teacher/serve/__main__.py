@@ -282,8 +282,8 @@ async def _log(server: TeacherServer, reader: Reader) -> None:
         if now != before:
             requests, refused, tokens, passes = (one - other for one, other in zip(now, before, strict=True))
             logger.info(
-                f"{requests} requests answered, {refused} refused, {tokens} tokens in {passes} passes, "
-                f"{reader.waiting.tokens} tokens waiting."
+                f"{requests} requests served, {refused} rejected, {tokens} tokens in {passes} forward passes, "
+                f"{reader.waiting.tokens} tokens queued."
             )
         before = now
 
