@@ -65,7 +65,7 @@ def test_mixed_precision_and_frozen_weights_are_named(make_trainer):
     trained = [one for one in trainer.model.parameters() if one.requires_grad]
     found = parts(trainer)["student"]
     assert found.startswith("Qwen2ForCausalLM with an adapter, ")
-    assert f"of which {megabytes(trained)} in float32 are trained" in found
+    assert f"{megabytes(trained)} in float32 trainable" in found
     assert found.endswith("; computes in bf16")
 
 

@@ -18,7 +18,7 @@ from trl_opsd import FixedRollout, OPSDConfig, fingerprint
 from trl_opsd.losses import ForwardKL
 from trl_opsd.options.table import check_same_options, shared_options
 
-LATE = "when the trainer was built, where it was read"
+LATE = "when the trainer was built, and its new value"
 
 
 # ---- Between config and trainer -------------------------------------------------------------------------------------
@@ -209,7 +209,9 @@ class Changing(TrainerCallback):
 )
 def test_option_read_at_train_cannot_change_within_it(make_trainer, name, value, event):
     trainer = make_trainer(callbacks=[Changing(name, value, event)], gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=rf"`args\.{name}` was .* when the training began, .* change it between two"):
+    with pytest.raises(
+        ValueError, match=rf"`args\.{name}` was read as .* when the training began, .* change it between two"
+    ):
         trainer.train()
     assert trainer.state.global_step == (1 if event == "on_step_end" else 0)
 

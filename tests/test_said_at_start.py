@@ -87,7 +87,7 @@ def test_unread_column_of_other_trainers_warns(make_trainer, caplog, name, inste
     make_trainer(train_dataset=rows.rename_column(name, "mine"))
     conversation = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
     make_trainer(train_dataset=Dataset.from_list([{"messages": conversation}] * 8))
-    assert "is not read" not in caplog.text
+    assert "is not used" not in caplog.text
 
 
 def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, caplog):
@@ -95,11 +95,11 @@ def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, 
     student.generation_config.update(do_sample=True, temperature=0.7, top_p=0.8, repetition_penalty=1.1, min_p=0.1)
     trainer = make_trainer(model=student, top_p=0.8)
     trainer.rollout = HFRollout()
-    said = "has temperature=0.7, repetition_penalty=1.1, and the student generates with temperature=1.0, repetition_"
-    assert caplog.text.count(f"The generation config of the student {said}penalty=1.0, as the options") == 1
-    assert caplog.text.count("The generation config") == 1
+    theirs, ours = "temperature=0.7, repetition_penalty=1.1", "temperature=1.0, repetition_penalty=1.0"
+    assert caplog.text.count(f"generation config has {theirs}, but the trainer's options take precedence: {ours}.") == 1
+    assert caplog.text.count("generation config has") == 1
     make_trainer()
-    assert caplog.text.count("The generation config") == 1
+    assert caplog.text.count("generation config has") == 1
 
 
 @pytest.mark.parametrize(("warmup_steps", "is_said"), [(5, True), (4, False)])
@@ -276,7 +276,9 @@ def test_optimizer_of_some_parameters_warns(make_trainer, caplog):
         model=student, optimizers=(torch.optim.AdamW(student.lm_head.parameters(), lr=1e-2), None), max_steps=1
     )
     total = len(before)
-    assert f"steps 1 of the {total} trained parameters of the student; 'model.embed_tokens.weight'" in caplog.text
+    assert (
+        f"1 of the student's {total} trainable parameters; the first one it leaves out is 'model.embed" in caplog.text
+    )
     trainer.train()
     moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
     assert moved == {"lm_head.weight"}
@@ -285,7 +287,7 @@ def test_optimizer_of_some_parameters_warns(make_trainer, caplog):
 def test_optimizer_of_all_trained_parameters_does_not_warn(make_trainer, caplog):
     student = get_peft_model(tiny.qwen2(), LoraConfig(target_modules=["q_proj"]))
     make_trainer(model=student, optimizers=(torch.optim.AdamW(student.parameters(), lr=1e-2), None))
-    assert "stays as it is" not in caplog.text
+    assert "leaves out" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ GENERATIONS = [
     ),
     option(
         "generations",
-        "`num_generations=2` with .*: decoding is greedy, so that all completions of a prompt are the same",
+        "`num_generations=2` with .*: decoding is greedy, so all completions of a prompt would be identical",
         num_generations=2,
         generation_kwargs={"do_sample": False},
     ),

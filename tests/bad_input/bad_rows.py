@@ -90,7 +90,7 @@ DATASETS = [
     Case(
         "dataset empty",
         "no rows to evaluate on",
-        "`eval_dataset` has no rows",
+        "`eval_dataset` is empty",
         lambda lab: lab.make(eval_dataset=Dataset.from_dict({"prompt": []})),
         before_loading=True,
     ),

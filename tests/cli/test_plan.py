@@ -255,10 +255,10 @@ def test_seconds_follow_the_rates():
 def test_printed_options_are_read_by_train(planned, arguments, tmp_path):
     done = planned(*arguments, "--batch", 2, "--prompt", 64, "--length", 64)
     assert done.exit_code == 0, done.output
-    table, _, told = done.stdout.partition("\nFits, with micro-batches of 256 tokens; ")
+    table, _, told = done.stdout.partition("\nFits with micro-batches of 256 tokens; ")
     assert max(map(len, table.splitlines())) <= 80
     first, text, *rest = told.split("\n\n")
-    command, written = first.rpartition("run.yaml: ")[2], yaml.safe_load(text)
+    command, written = first.rpartition(", then run ")[2], yaml.safe_load(text)
     if "--gpus" in arguments:
         assert command == "trl-opsd train --config run.yaml --accelerate_config ddp --num_processes 8"
         assert yaml.safe_load(rest[1]) == {**yaml.safe_load(packaged("ddp")), "num_processes": 8}

@@ -177,9 +177,9 @@ def test_trainers_that_share_a_rollout_use_their_own_students(make_trainer):
     ("name", "value", "words"),
     [
         ("max_prompt_length", 5, "prompts are never cut"),
-        ("num_generations", 4, "was read at construction"),
+        ("num_generations", 4, "is read at construction"),
         ("num_iterations", 4, "each completion is used for one optimizer step"),
-        ("teacher_prompt_template", "{prompt}", "was read at construction: build the trainer with that value"),
+        ("teacher_prompt_template", "{prompt}", "is read at construction: build a trainer with that value"),
         ("generation_config", None, "assign to its attributes"),
         ("phase", "warmup", "it is a method"),
         ("padded", 0.5, "it is a method"),

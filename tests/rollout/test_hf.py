@@ -431,7 +431,7 @@ class TestStream:
     def test_a_length_limit_of_0_is_refused_when_streaming(self, make_writing):
         trainer = make_writing()
         trainer.generation_config.max_new_tokens = 0
-        with pytest.raises(ValueError, match="expected an integer from 1 to `max_completion_length`"):
+        with pytest.raises(ValueError, match="expected an integer from 1 to `max_completion_length="):
             trainer.rollout.stream([[5]], 0)
 
 

@@ -198,7 +198,7 @@ def test_completions_that_begin_with_their_prompts_warn(make_trainer, caplog, cl
     student.generation_config.eos_token_id = [2, end]
     make_trainer(cls, model=student, rollout=Answering(whole(pad=0)), max_completion_length=48).train()
     name = "OwnComplete.complete" if cls is OwnComplete else "Answering"
-    assert caplog.text.count(f"Every completion that {name} returned {REPEATED}") == 1
+    assert caplog.text.count(f"Every completion returned by {name} {REPEATED}") == 1
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_redirects_are_not_followed(faults):
 
     speaker = client(faults.server_port)
     faults.answers |= {ASKED: redirect, "/elsewhere": (200, {"choices": []})}
-    with pytest.raises(ServerError, match="answered 302"):
+    with pytest.raises(ServerError, match="returned 302"):
         speaker.write([([5], {})])
     assert "/elsewhere" not in faults.asked
 
@@ -250,7 +250,7 @@ def choice(**given: Any) -> dict[str, Any]:
 GARBAGE: dict[str, tuple[Callable[[], Any], str]] = {
     "no json": (lambda: b"<html>", "<html>.*Invalid JSON"),
     "deep": (lambda: b"[" * 100_000, "Invalid JSON"),
-    "no object": (lambda: [1], r"answered content=\[1\]: Input should be an object"),
+    "no object": (lambda: [1], r"returned content=\[1\]: Input should be an object"),
     "no choices": (lambda: {}, "choices={}: Field required"),
     "no choice": (lambda: {"choices": [None]}, r"choices\.0=None: Input should be an object"),
     "too few": (lambda: {"choices": []}, "returned 0 completions for 1 prompts"),
@@ -309,7 +309,7 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
         client(faults.server_port)
     for wrong, message in [
         ({}, "vllm_config={}: Field required"),
-        ({"vllm_config": [1]}, r"/server_info, answered vllm_config=\[1\]: Input should be an object"),
+        ({"vllm_config": [1]}, r"/server_info returned vllm_config=\[1\]: Input should be an object"),
         ({"vllm_config": {}}, "vllm_config.model_config={}: Field required"),
         (
             {"vllm_config": {**CONFIG, "cache_config": {"block_size": -1}}},

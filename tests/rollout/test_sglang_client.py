@@ -163,7 +163,7 @@ def test_a_configuration_that_cannot_work_is_refused(server, told, kind, message
 
 def test_another_kind_of_server_is_refused(server):
     server.answers["/server_info"] = (404, {"detail": "Not Found"})
-    with pytest.raises(ServerError, match=r"/server_info, answered 404: .*Not Found"):
+    with pytest.raises(ServerError, match=r"/server_info returned 404: .*Not Found"):
         connected(server)
 
 
@@ -224,9 +224,9 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
     [
         (lambda rows: [], "returned 0 rows for 1 prompts"),
         (lambda rows: rows * 2, "returned 2 rows for 1 prompts"),
-        (lambda rows: {"error": "no"}, "answered content=.*: Input should be a valid array"),
+        (lambda rows: {"error": "no"}, "returned content=.*: Input should be a valid array"),
         (lambda rows: b"<html>", "Invalid JSON"),
-        (lambda rows: ["x"], "answered 0='x': Input should be an object"),
+        (lambda rows: ["x"], "returned 0='x': Input should be an object"),
         (
             lambda rows: [{**rows[0], "output_ids": [9, 9, 9, -1]}],
             r"0.output_ids.3=-1: Input should be greater than or equal to 0",
@@ -300,11 +300,11 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
 @pytest.mark.parametrize(
     ("path", "answer", "message"),
     [
-        ("/begin_weight_update", (400, {"success": False, "message": "already open"}), "answered 400: .*already open"),
+        ("/begin_weight_update", (400, {"success": False, "message": "already open"}), "returned 400: .*already open"),
         ("/update_weights_from_distributed", (400, {"success": False, "message": "no session"}), "no session"),
-        ("/update_weights_from_distributed", (200, {"success": False, "message": "shape"}), "answered .*shape"),
-        ("/end_weight_update", (200, {}), "/end_weight_update, answered {}"),
-        ("/update_weight_version", (500, b"oops"), "answered 500: oops"),
+        ("/update_weights_from_distributed", (200, {"success": False, "message": "shape"}), "returned .*shape"),
+        ("/end_weight_update", (200, {}), "/end_weight_update returned {}"),
+        ("/update_weight_version", (500, b"oops"), "returned 500: oops"),
     ],
 )
 def test_a_failed_update_is_an_error_at_once_and_none_follows(server, client, monkeypatch, path, answer, message):
@@ -328,7 +328,7 @@ def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch)
     monkeypatch.setattr(weight_group, "MEET_SECONDS", 1.0)
     monkeypatch.setattr(sglang, "MEET_SECONDS", 1.0)
     server.answers["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
-    with pytest.raises(ServerError, match=r"answered 400: .*no such backend"):
+    with pytest.raises(ServerError, match=r"returned 400: .*no such backend"):
         client.connect(torch.device("cpu"))
     server.answers["/init_weights_update_group"] = (200, {"success": True, "message": ""})
     with pytest.raises(ServerError, match=r"did not connect to 127.0.0.1 port \d+ of this machine"):

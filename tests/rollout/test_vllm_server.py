@@ -40,7 +40,7 @@ def test_a_port_in_use_is_refused(make, server, monkeypatch):
     tcp_transfer.use(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"`vllm_group_port={port}`, where .* cannot be listened on"):
+        with pytest.raises(ValueError, match=rf"`vllm_group_port={port}`, to which the vLLM server connects"):
             make(tied=True, **{**server, "vllm_group_port": port})
 
 

@@ -252,7 +252,7 @@ def test_rows_too_long_for_the_teacher_alone_are_dropped_on_request(tmp_path):
         (
             "x" * 255,
             ValueError,
-            "have to read 255 tokens of its prompt and 2 of the completion in row 0",
+            "input for row 0 of the batch of step 1 has 255 prompt tokens and 2 completion tokens",
         ),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
     trainer = make(tmp_path, [{"privileged_context": "x"}] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
     trainer.rollout = FixedRollout({tuple([40] * 60): [50] * 10})
     with pytest.raises(
-        ValueError, match=r"read 60 tokens of its prompt and 10 of the completion in row 0 .* context is 64 tokens"
+        ValueError, match=r"for row 0 .* has 60 prompt tokens and 10 completion tokens, but its context is 64 tokens"
     ):
         trainer._generate_and_score_completions([{"prompt": trainer.processing_class.decode([40] * 60)}])
 
@@ -336,11 +336,11 @@ def test_a_stream_is_checked_row_by_row(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{prompt}", r"contains the placeholders \['prompt'\]: expected text with only"),
+        ("{prompt}", r"contains the placeholders \['prompt'\]: expected text with exactly"),
         ("{privileged_context}", r"contains the placeholders \['privileged_context'\]"),
         ("{prompt} {privileged_context} {hint}", r"contains the placeholders \['hint', .*\]"),
-        ("{prompt} {privileged_context", "expected text with only `{prompt}`"),
-        ("{prompt.__class__} {prompt} {privileged_context}", "in braces"),
+        ("{prompt} {privileged_context", "expected text with exactly `{prompt}`"),
+        ("{prompt.__class__} {prompt} {privileged_context}", "contains the placeholders"),
         (7, "expected text with"),
     ],
 )

@@ -81,8 +81,8 @@ def test_an_error_of_a_prefetched_row_is_raised_by_targets(served, checkpoint):
 
 
 FAULTS = {
-    "dies": (hang_up, "failed, see its log"),
-    "garbage": (lambda _, states: b"\x00\x01garbage", "answered 9 bytes for"),
+    "dies": (hang_up, "see its log"),
+    "garbage": (lambda _, states: b"\x00\x01garbage", "returned 9 bytes for"),
     "too few": (lambda _, states: states[1:], "It must serve|expected one per token"),
     "last only": (lambda _, states: states[-1:], "Was only the last token pooled"),
     "strange extra": (lambda _, states: torch.cat([states.flip(0), states]), "expected one per token"),
@@ -90,10 +90,10 @@ FAULTS = {
     "normalised": (lambda _, states: states / states.norm(dim=-1, keepdim=True), "normalised to length 1"),
     "scaled": (lambda _, states: states * 1.05, "cannot come from the final norm of"),
     "another model": (None, "cannot come from the final norm of"),
-    "redirect": (lambda *_: (302, b"", {"Location": "http://example.com"}), "answered 302"),
+    "redirect": (lambda *_: (302, b"", {"Location": "http://example.com"}), "returned 302"),
     "gone": (lambda *_: (404, b"{}", {}), "it generates, or is not a vLLM server"),
     "oversize": (lambda *_: b"0" * 10_000_000, "returned more than 1 MiB"),
-    "compressed": (lambda *_: (200, b"x", {"Content-Encoding": "gzip"}), "answered 1 bytes for"),
+    "compressed": (lambda *_: (200, b"x", {"Content-Encoding": "gzip"}), "returned 1 bytes for"),
 }  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, check
 
 
 AT_START = {
-    "generates": ({"fault": lambda *_: (404, b'{"detail":"Not Found"}', {})}, ServerError, "a server that generates"),
+    "generates": ({"fault": lambda *_: (404, b'{"detail":"Not Found"}', {})}, ServerError, "it generates, or is not"),
     "other task": (
         {"fault": lambda *_: (400, b'{"error":{"message":"Try switching the model\'s pooling_task"}}', {})},
         ServerError,
