@@ -276,8 +276,8 @@ def check_template(option: str, template: Any) -> None:
         names = {str(error)}
     if template is not None and names != {"prompt", "privileged_context"}:
         raise ValueError(
-            f"`{option}={template!r}` contains the placeholders {sorted(names)}: expected text with exactly "
-            "`{prompt}` and `{privileged_context}`, and all other braces doubled."
+            f"`{option}={template!r}`: expected text with exactly `{{prompt}}` and `{{privileged_context}}`, and all "
+            f"other braces doubled; got {sorted(names)}."
         )
 
 
