@@ -336,11 +336,11 @@ def test_a_stream_is_checked_row_by_row(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{prompt}", r"expected text with exactly .* got \['prompt'\]"),
-        ("{privileged_context}", r"got \['privileged_context'\]"),
-        ("{prompt} {privileged_context} {hint}", r"got \['hint', .*\]"),
-        ("{prompt} {privileged_context", "expected text with exactly `{prompt}`"),
-        ("{prompt.__class__} {prompt} {privileged_context}", r"got \["),
+        ("{prompt}", r"has the placeholders \['prompt'\]: expected text with exactly"),
+        ("{privileged_context}", r"has the placeholders \['privileged_context'\]"),
+        ("{prompt} {privileged_context} {hint}", r"has the placeholders \['hint', .*\]"),
+        ("{prompt} {privileged_context", r"is no template .*: expected text with exactly `{prompt}`"),
+        ("{prompt.__class__} {prompt} {privileged_context}", "has the placeholders"),
         (7, "expected text with"),
     ],
 )

@@ -272,12 +272,13 @@ def check_template(option: str, template: Any) -> None:
     """Raises `ValueError` unless a template is `None`, or has both placeholders and nothing else in braces."""
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None}
+        found = f"has the placeholders {sorted(names)}"
     except (TypeError, ValueError) as error:
-        names = {str(error)}
+        names, found = set(), f"is no template ({error})"
     if template is not None and names != {"prompt", "privileged_context"}:
         raise ValueError(
-            f"`{option}={template!r}`: expected text with exactly `{{prompt}}` and `{{privileged_context}}`, and all "
-            f"other braces doubled; got {sorted(names)}."
+            f"`{option}={template!r}` {found}: expected text with exactly `{{prompt}}` and `{{privileged_context}}`, "
+            "and all other braces doubled."
         )
 
 
