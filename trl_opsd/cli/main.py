@@ -15,7 +15,7 @@ from trl_opsd.errors import explained
 
 
 def train(context: typer.Context) -> None:
-    """Train a student, with the options of OPSDConfig, from flags or YAML, in one process or several.
+    """Trains a student with the options of `OPSDConfig`, from flags or YAML, in one or more processes.
 
     `--accelerate_config zero3` launches it as `accelerate launch` would. `trl-opsd train --help` lists the options.
     """
@@ -42,12 +42,12 @@ def doctor(
     vllm: Annotated[bool, typer.Option("--vllm", help="Start vLLM too, and check its completions.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Examines whether a student can be distilled from a teacher, before that is paid for.
+    """Checks whether a student can be distilled from a teacher, before spending GPU time.
 
     Tokenizers and chat template; heads, padding and gradients of both models; the loss against its float64 reference;
-    precision; what engines write; settings and versions. Models are loaded in float32.
+    precision; generation; settings and versions. Models are loaded in float32.
 
-    Exit status: 0 if all checks passed or only warned, 1 if one failed, 2 if the models cannot be loaded.
+    Exit status: 0 if no check failed, 1 if one failed, 2 if the models cannot be loaded.
     """
     import sys
     from contextlib import redirect_stdout
@@ -112,9 +112,9 @@ def plan(
     link: Annotated[float, typer.Option(min=0.001, help="Bandwidth from host to device, in GB/s.")] = 32.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
-    """Says whether a training fits, with which options, and what is too large, from the configs of both models.
+    """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
 
-    With AdamW. No weights are read. All numbers are estimates.
+    Assumes AdamW, and loads no weights.
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
@@ -154,7 +154,7 @@ def report(
 ) -> None:
     """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
 
-    One HTML page without any request to elsewhere. Also of a run that goes on, or was killed.
+    One self-contained HTML page; also for a run that is in progress or was killed.
 
     Exit status: 0, or 2 if there is nothing to report.
     """
@@ -209,7 +209,7 @@ def options(
         bool, typer.Option(TRACEBACK, help="Print errors with a traceback; allowed at any position.")
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Options before a command."""
 
 
 app.command(
