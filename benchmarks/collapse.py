@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ class Said(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         start, _, sign = record.getMessage().partition(": ")
         if start.startswith("Sign of a collapse"):
-            self.signs.append(sign.partition(",")[0])
+            self.signs.append(re.split(r" \(|,", sign)[0])
 
 
 def watched(task: str, seed: int, steps: int, options: dict[str, Any]) -> tuple[list[float], list[str]]:

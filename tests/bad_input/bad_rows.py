@@ -268,7 +268,7 @@ ROWS = [
         for name, message, conversation in [
             (
                 "the user's",
-                "The conversation in row 1 of train_dataset ends with a message of the user.*leave out",
+                "The conversation in row 1 of train_dataset ends with a message of the user.*remove what follows",
                 GOOD,
             ),
             ("nothing before it", "in row 1 of train_dataset has no message before the answer", [ANSWER]),

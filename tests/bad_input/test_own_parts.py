@@ -479,7 +479,8 @@ class TestNotFinite:
         trainer = make_trainer(divergence=Root())
         trainer.divergence.factor = factor
         with pytest.raises(
-            FloatingPointError, match=r"^`Root`, .* finite logits of both models, in step 1 .* Look in `Root.value` for"
+            FloatingPointError,
+            match=r"^`Root`, .* finite logits of both models, in step 1 .* quotients in `Root.value`",
         ):
             trainer.train()
 

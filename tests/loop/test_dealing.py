@@ -225,7 +225,7 @@ def test_packing_refuses_models_whose_rows_leak(make_trainer, role):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"padding_free": True, "pad_to_multiple_of": 8}, "without padding"),
+        ({"padding_free": True, "pad_to_multiple_of": 8}, "concatenated rows are not padded"),
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch"),
         ({"max_tokens_per_microbatch": 9, "optim": "lomo"}, "which steps in each backward pass"),
     ],

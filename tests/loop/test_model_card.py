@@ -128,7 +128,7 @@ def test_saving_a_checkpoint_writes_the_card_beside_it(make_trainer, tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert f"# Model Card for {tmp_path.name}\n" in card.text
     assert "- Objective: `GeneralizedJSD(beta=0.5)` at temperature 1," in card.text
-    assert "- Steps: 1 of 2 prompts each: 2 per device x 1 processes x 1 accumulation steps; 1 are done" in card.text
+    assert "- Steps: 1 of 2 prompts each: 2 per device x 1 processes x 1 accumulation steps; 1 done" in card.text
 
 
 def brief(completions, **_):

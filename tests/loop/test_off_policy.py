@@ -158,9 +158,7 @@ def test_a_template_that_rewrites_the_prompt_is_refused(make_trainer):
     words.chat_template = tiny.CHAT_TEMPLATE.replace(
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}"
     )
-    with pytest.raises(
-        ValueError, match=r"does not start with the student's prompt, which ends with '.*<think>' at its"
-    ):
+    with pytest.raises(ValueError, match=r"does not start with the student's prompt, which ends with '.*<think>'"):
         trained(make_trainer, "messages", lmbda=0.0, processing_class=words)
 
 

@@ -148,7 +148,7 @@ def test_errors_of_a_writing_teacher_name_it(make_trainer):
     trainer = make_trainer(**GREEDY, lmbda=0.0)
     with torch.no_grad():
         trainer.teacher_model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match=r"^The logits of the teacher for token 1 of row 0 hold NaN"):
+    with pytest.raises(FloatingPointError, match=r"^The logits of the teacher for token 1 of row 0 are NaN"):
         trainer.train()
     broken = tiny.qwen2(48, seed=1)
     broken.generation_config.stop_strings = ["x"]

@@ -305,7 +305,7 @@ class TestRefusals:
     @pytest.mark.refusal
     @pytest.mark.before_loading
     def test_two_teachers_are_refused(self, make_trainer):
-        with pytest.raises(ValueError, match=r"There are two teachers: .* `teacher_model_kind='base'`: leave one"):
+        with pytest.raises(ValueError, match=r"There are two teachers: .* `teacher_model_kind='base'`: remove one"):
             make_trainer(teacher_model=tiny.qwen2(48, 1), teacher_model_kind="base")
 
     @pytest.mark.refusal

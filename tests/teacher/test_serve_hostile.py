@@ -64,7 +64,7 @@ HOSTILE = {
     "nested": (b"[" * 60_000, 400, "nested too deeply"),
     "not_text": (b"\xff\xfe\x00", 400, "not JSON"),
     "list": (b"[1]", 400, "expected a JSON object"),
-    "other_model": (body(model="b/teacher"), 404, "'b/teacher' does not exist: this server has 'a/teacher'"),
+    "other_model": (body(model="b/teacher"), 404, "'b/teacher' does not exist: this server serves 'a/teacher'"),
     "odd_model": (body(model={"a": ["b"] * 999}), 404, "does not exist"),
     "task": (body(task="embed"), 400, "Unsupported task: 'embed'"),
     "odd_task": (body(task=[["x"]]), 400, "Unsupported task"),

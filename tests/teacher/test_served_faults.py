@@ -143,7 +143,7 @@ def test_one_wrong_number_or_token_is_found_at_any_place(dtype):
     assert torch.equal(checked(expected, states), states)
     assert torch.equal(checked(without_norm, 1e3 * states), 1e3 * states)
     for token in (0, 1, 16, 31, 32, 36):
-        with pytest.raises(WrongStatesError, match=r"root mean square of .* to 1\.0[45]"):
+        with pytest.raises(WrongStatesError, match=r"root mean square is .* to 1\.0[45]"):
             checked(expected, torch.where(torch.arange(tokens)[:, None] == token, 1.05, 1.0).to(dtype) * states)
         for channel, value in ((0, torch.nan), (width // 2, torch.inf), (width - 1, -torch.inf)):
             wrong = states.clone()

@@ -184,9 +184,9 @@ class Course:
         now, before, at_once = (abs(one.divergence) for one in (last, first, very_first))
         if now > GROWN * max(before, SMALL) or (now >= LARGE and now > GROWN * at_once):
             found["divergence"] = (
-                f"the divergence is {last.divergence:.3g} nats per token, up from {very_first.divergence:.3g} in the "
-                f"first step and {first.divergence:.3g} in the first {COMPARED_STEPS}: the student moves away from its "
-                "teacher. Lower the learning rate, use a longer warmup, or a bounded divergence"
+                f"the divergence is {last.divergence:.3g} nats per token (first step: {very_first.divergence:.3g}, "
+                f"first {COMPARED_STEPS}: {first.divergence:.3g}): the student moves away from its teacher. Lower the "
+                "learning rate, use a longer warmup, or a bounded divergence"
             )
         # Clipped entries are bounded from above only, so the divergence may be below 0.
         if clipped and last.divergence < BELOW:

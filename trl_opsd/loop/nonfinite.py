@@ -216,7 +216,7 @@ _WHAT = {
         "Lower the learning rate, or resume from an earlier checkpoint.",
     ),
     "divergence": (
-        "The divergence is infinite, because one model gives probability 0 to a token that is likely under the other,",
+        "The divergence is infinite, because one model gives probability 0 to a token that the other expects,",
         "Remove the masking of logits in that model, or use another `divergence`.",
     ),
     "loss": (

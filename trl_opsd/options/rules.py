@@ -303,7 +303,7 @@ EVALUATION = (
 AFTER = (
     # the loss
     together(
-        ": without padding, only one of them can have an effect; set only one.",
+        ": concatenated rows are not padded; set only one of them.",
         padding_free=True,
         pad_to_multiple_of=SET,
     ),

@@ -141,8 +141,8 @@ def warn_of_lost_updates(
         "computes in bfloat16."
     )
     warnings.warn(
-        f"{share:.0%} of the student's trainable weights would not change in a step of {rate:g}, the learning rate: "
-        f"they are {dtype}, and it rounds to no change. {advice}",
+        f"{share:.0%} of the student's trainable weights would not change in a step of {rate:g}, the learning rate: in "
+        f"{dtype} it is rounded away. {advice}",
         stacklevel=4,
     )
 

@@ -133,7 +133,7 @@ class _Row(Schema):
         """The completion of a prompt; a `ServerError` unless it ended as requested, and is of weights `version`."""
         meta = self.meta_info
         if meta.prompt_tokens != len(ids):
-            raise ServerError(f"The SGLang server processed {meta.prompt_tokens} of the {len(ids)} tokens of a prompt.")
+            raise ServerError(f"The SGLang server counted {meta.prompt_tokens} tokens in a prompt of {len(ids)}.")
         self._check_end(sampling)
         found = {meta.weight_version, *(span.version for span in meta.weight_versions or ())}
         if version and found != {version}:
