@@ -183,7 +183,7 @@ class Stale(RolloutBackend):
 
 def test_an_engine_with_other_weights_is_found():
     with pytest.raises(
-        ValueError, match=r"Stale , decoding greedily, generated a token that is [\d.]+ nats less likely"
+        ValueError, match=r"Stale, decoding greedily, generated a token that is [\d.]+ nats less likely"
     ):
         checks.reproduces(pair(), rollout=Stale())
 
