@@ -19,7 +19,7 @@ from trl_opsd.cli.doctor.checks import judged
 from trl_opsd.cli.doctor.pair import read_settings
 
 ROOT = Path(__file__).parent.parent
-WIDTHS = {"Qwen2.5-0.5B-Instruct": 32, "Qwen2.5-1.5B-Instruct": 48, "Qwen2.5-7B-Instruct": 64, "Qwen3-1.7B": 32}
+WIDTHS = {"Qwen2.5-0.5B-Instruct": 32, "Qwen2.5-1.5B-Instruct": 48, "Qwen2.5-7B-Instruct": 64}
 
 
 def snippets(page: str) -> list[str]:

@@ -144,7 +144,7 @@ def test_missing_model_or_dataset_is_named(disk, refused, given, message):
 COMMAND_LINE = {
     "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat': did you mean 'learning_rate'?"),
     "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat': did you mean 'learning_rate'?"),
-    "parts of several names": (["--vllm_port", "1"], "did you mean 'vllm_server_port' or 'vllm_group_port'?"),
+    "parts of several names": (["--vllm_port", "1"], "did you mean 'vllm_group_port' or 'vllm_server_port'?"),
     "another script's": (["--torch_dtype", "x"], "it is called `dtype`; that of the teacher is `teacher_dtype`"),
     "nothing near": (["--eos_tokens", "x"], "error: unknown option '--eos_tokens'\n"),
     "another trainer's": (
