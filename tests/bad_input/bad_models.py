@@ -140,7 +140,7 @@ def lacking(role: str, where: str = "", **options: Any) -> Case:
         lab.make(**{role: str(lab.folder / "torn"), **options})
 
     weights = r"model\.layers\.1\.mlp\." + (
-        r"up_proj\.weight \[8, 48\] for \[96, 48\]\. They"
+        r"up_proj\.weight \[8, 48\] instead of \[96, 48\]\. They"
         if where
         else r"down_proj\.weight, .*gate.*, .*up_proj\.weight\. They"
     )

@@ -140,12 +140,12 @@ TWICE = [
     ),
     option(
         "at least",
-        r"`dtype='float32'` and `teacher_model_init_kwargs=\{'torch_dtype': 'bfloat16'\}` are two",
+        r"`dtype='float32'` and `teacher_model_init_kwargs=\{'torch_dtype': 'bfloat16'\}` set the same option",
         teacher_model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"},
     ),
     option(
         "at least",
-        r"`teacher_model_revision='a'` and `teacher_model_init_kwargs=\{'revision': 'b'\}` are two",
+        r"`teacher_model_revision='a'` and `teacher_model_init_kwargs=\{'revision': 'b'\}` set the same option",
         teacher_model_revision="a",
         teacher_model_init_kwargs={"revision": "b"},
     ),

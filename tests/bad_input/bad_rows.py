@@ -422,7 +422,7 @@ TEMPLATES = [
     trained_on(
         "chat template arguments",
         "misspelt, for the teacher",
-        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* never reads: did you mean 'add_.*prompt'",
+        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* does not use: did you mean 'add_.*prompt'",
         prompts(GOOD, GOOD),
         teacher_chat_template_kwargs={"add_generation_promt": False},
         before_loading=True,
@@ -438,7 +438,7 @@ TEMPLATES = [
     trained_on(
         "chat template arguments",
         "of another template",
-        "`teacher_chat_template_kwargs` sets 'enable_thinking', which .* never reads: remove it, or use a template",
+        "`teacher_chat_template_kwargs` sets 'enable_thinking', which .* does not use: remove it, or use a template",
         prompts(GOOD, GOOD),
         teacher_chat_template_kwargs={"enable_thinking": False},
         before_loading=True,

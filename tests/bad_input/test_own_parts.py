@@ -99,7 +99,7 @@ class TestTeacher:
     @pytest.mark.parametrize(
         ("member", "value", "message"),
         [
-            ("head", torch.nn.Linear(48, 259), r"^`Odd.head` is a Linear: expected .*`OutputHead.of`"),
+            ("head", torch.nn.Linear(48, 259), r"^`Odd.head` is a Linear: expected .*`OutputHead.of\(model\)`"),
             ("head", torch.zeros(259, 48), r"^`Odd.head` is a Tensor"),
             ("context", "long", r"^`Odd.context` is 'long': expected a number of tokens, or None"),
             ("context", 0, r"^`Odd.context` is 0"),
@@ -134,7 +134,7 @@ class TestTeacher:
     @pytest.mark.quick
     @pytest.mark.parametrize("shift", [1, 2])
     def test_a_teacher_that_has_read_the_token_it_predicts_is_refused(self, shift):
-        with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? too far .*P - 1 : -1"):
+        with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? ahead: .*P - 1 : -1"):
             asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
 
     @pytest.mark.parametrize("given", ["gpt2", tiny.gpt2()], ids=["path", "model"])
@@ -165,7 +165,7 @@ class TestTeacher:
                 return super().targets(rollout)
 
         asked(Recorded())
-        assert ["LookupError: never seen!!!!!!!!!. So" in one and "second time" in one for one in said()] == [True]
+        assert ["LookupError: never seen!!!!!!!!!), so" in one and "second time" in one for one in said()] == [True]
 
     @pytest.mark.parametrize("tokens", [(4, 6), (2, 2), (1, 0), (0, 0)])
     @pytest.mark.parametrize("of_tool", [(), range(6)], ids=["", "all of a tool"])
@@ -245,7 +245,7 @@ class TestWrittenInPlace:
     def test_tokens_that_weigh_overwrites_are_refused(self, make_trainer, name):
         trainer = make_trainer(InPlace)
         trainer.write = write_to(name, 1 - tiny.tokenizer()("=")["input_ids"][0])
-        with pytest.raises(ValueError, match=r"^`InPlace.weigh` has changed .* in place, .*: change a copy"):
+        with pytest.raises(ValueError, match=r"^`InPlace.weigh` changed .* in place, .*: change a copy"):
             trainer.train()
 
     def test_masks_that_a_teacher_overwrites_are_refused(self, make_trainer):
@@ -511,7 +511,7 @@ class TestNotFinite:
             make_trainer(Spoiling).train()
         trainer = make_trainer(Weighing)
         trainer.weighed = lambda weights: weights * 1e38
-        with pytest.raises(ValueError, match=r"weights from 0 to 1e\+38: expected .* at most 1e\+20"):
+        with pytest.raises(ValueError, match=r"weights from 0 to 1e\+38: expected .* to 1e\+20"):
             trainer.train()
 
 
