@@ -116,17 +116,17 @@ class Counting(FixedRollout):
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("max_completion_length", 5, "build the trainer with that value"),
-        ("temperature", 2.0, "build the trainer with that value"),
+        ("max_completion_length", 5, "build a trainer with that value"),
+        ("temperature", 2.0, "build a trainer with that value"),
         ("beta", 0.0, "assign `trainer.divergence`"),
         ("divergence", "forward_kl", "assign `trainer.divergence`"),
-        ("generation_kwargs", {"num_beams": 2}, "build the trainer"),
-        ("teacher_prompt_template", "{privileged_context}{prompt}", "build the trainer"),
-        ("per_device_train_batch_size", 4, "build the trainer"),
-        ("bf16", True, "build the trainer"),
-        ("phase_timeout", 1.0, "build the trainer"),
-        ("report_to", ["tensorboard"], "build the trainer"),
-        ("report", True, "build the trainer"),
+        ("generation_kwargs", {"num_beams": 2}, "build a trainer"),
+        ("teacher_prompt_template", "{privileged_context}{prompt}", "build a trainer"),
+        ("per_device_train_batch_size", 4, "build a trainer"),
+        ("bf16", True, "build a trainer"),
+        ("phase_timeout", 1.0, "build a trainer"),
+        ("report_to", ["tensorboard"], "build a trainer"),
+        ("report", True, "build a trainer"),
     ],
 )
 def test_option_changed_after_construction_is_refused(make_trainer, name, value, remedy):
@@ -143,7 +143,7 @@ def test_a_change_in_the_middle_of_a_training_is_refused_before_the_next_rollout
             args.max_completion_length += 8
 
     trainer = make_trainer(callbacks=[Longer()])
-    with pytest.raises(ValueError, match=r"`args.max_completion_length` was 24 .* is 32 now"):
+    with pytest.raises(ValueError, match=r"`args.max_completion_length` was read as 24 .* new value 32"):
         trainer.train()
     assert trainer.state.global_step == 1
 

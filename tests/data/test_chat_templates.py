@@ -249,5 +249,5 @@ def test_teacher_prompt_that_ends_with_an_end_token_warns(make_trainer, caplog, 
     else:
         make_trainer(train_dataset=rows.to_iterable_dataset(), max_steps=1, **joined).train()
     where = "the batch of step 1" if stream else "train_dataset"
-    assert f"{name} in row 0 of {where} ends with '<|im_end|>', {ENDED}" in caplog.text
+    assert f"{name} in row 0 of {where} ends with the end token '<|im_end|>', {ENDED}" in caplog.text
     assert caplog.text.count(ENDED) == 1

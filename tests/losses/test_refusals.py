@@ -155,9 +155,9 @@ class HalfARoot(Divergence):
     [
         (
             WrongSign,
-            r"`WrongSign.value_and_gradient`.*, gradients differ by \S+ at token id \d+, where",
+            r"`WrongSign.value_and_gradient`.*: gradients differ by \S+ at token id \d+, where",
         ),
-        (OneWrongEntry, r"`OneWrongEntry.value_and_gradient`.*, gradients differ by \S+ at token id 3, where"),
+        (OneWrongEntry, r"`OneWrongEntry.value_and_gradient`.*: gradients differ by \S+ at token id 3, where"),
         (
             OnlyValue,
             "`OnlyValue.value_and_gradient`, that of `ReverseKL`, does not match `OnlyValue.value`: values differ",

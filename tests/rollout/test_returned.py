@@ -231,7 +231,7 @@ def test_a_completion_over_the_limit_is_refused(make_trainer, cls):
 
 @pytest.mark.parametrize("written", [[[7]], [[7], [8.0]], [[7], [259]], None])
 def test_completions_of_a_subclass_are_checked(make_trainer, written):
-    with pytest.raises(ValueError, match=r"OwnComplete\.complete (returned|generated)"):
+    with pytest.raises(ValueError, match=r"OwnComplete\.complete (returned|contains)"):
         make_trainer(OwnComplete, rollout=Answering(lambda *_: written)).train()
 
 
