@@ -422,7 +422,7 @@ TEMPLATES = [
     trained_on(
         "chat template arguments",
         "misspelt, for the teacher",
-        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* does not use: did you mean 'add_.*prompt'",
+        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* does not use: did you mean 'add_.*pt'",
         prompts(GOOD, GOOD),
         teacher_chat_template_kwargs={"add_generation_promt": False},
         before_loading=True,
