@@ -36,7 +36,7 @@ from transformers.utils import logging
 
 from trl_opsd import HFRollout
 from trl_opsd.data.completions import cut_after_end
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 
 END = 0
 BASE = 1000

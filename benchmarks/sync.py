@@ -35,7 +35,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd._compat.vllm.supported import LORA_RANKS
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.rollout.weight_sync import Stream, adapter_layers, adapter_of, adapter_rank, weights_of
 

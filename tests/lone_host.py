@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, TrainerState
 
 from trl_opsd import OPSDConfig
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.padding import PADDED
 
 

@@ -65,16 +65,11 @@ def test_a_percent_sign_in_a_description_reaches_the_help_of_a_command_line():
     @with_help
     @dataclasses.dataclass
     class Options:
-        """Some.
-
-        Args:
-            share (`float`, *optional*):
-                Of rows, as in 50%,
-                for instance.
-            other (`int`): Not in the format.
-        """
+        """Some."""
 
         share: float = 0.5
+        """Of rows, as in 50%,
+        for instance."""
         own: int = dataclasses.field(default=1, metadata={"help": "Its own."})
         other: int = 1
 

@@ -15,7 +15,7 @@ from datasets import Dataset
 from lone_host import LoneHost
 
 from trl_opsd.data.completions import cut_after_end
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.host import Host
 from trl_opsd.loop.step_stats import PhaseClock
 from trl_opsd.parallel.rng import preserved_rng
@@ -154,9 +154,16 @@ def test_random_states_are_restored_after_an_exception():
 )
 def test_advice_for_conversations_makes_prompts(make_trainer, conversation):
     dataset = Dataset.from_list([{"conversations": conversation}] * 8)
-    with pytest.raises(ValueError, match="take what precedes the answer in each conversation") as raised:
-        make_trainer(train_dataset=dataset)
-    advice = re.search(r"`(dataset\.map.*)`", str(raised.value))[1]
-    made = eval(advice, {"dataset": dataset})
-    assert made.column_names == ["prompt"]
+
+    def advised(message: str, code: str) -> str:
+        with pytest.raises(ValueError, match=message) as raised:
+            make_trainer(train_dataset=dataset)
+        return re.search(rf"`({code})`", str(raised.value))[1]
+
+    dataset = eval(advised("has no column 'prompt'", r"dataset\.rename_column.*"), {"dataset": dataset})
+    if "from" in conversation[0]:
+        converted = advised("a dict with", r"\[.*\]")
+        dataset = dataset.map(lambda row: {"prompt": eval(converted, {"row": row})})
+    shortened = advised("ends with a message of the assistant", "prompt = .*?").replace("prompt = ", "")
+    made = dataset.map(lambda row: {"prompt": eval(shortened, {"messages": row["prompt"]})})
     assert make_trainer(train_dataset=made).train_dataset[0]["prompt"] == [{"role": "user", "content": "2+2="}]

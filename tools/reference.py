@@ -23,7 +23,7 @@ from trl_opsd.loop.members import FIXED
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 from trl_opsd.monitor.metrics import METRICS
-from trl_opsd.options.table import Option, Values, table
+from trl_opsd.options.table import Option, Read, Values, table
 from trl_opsd.rollout import chosen_rollout
 from trl_opsd.teacher.checks import check_teachers
 
@@ -36,7 +36,8 @@ Written by `python tools/reference.py` from the code; a test fails when the two 
 _OPTIONS = """\
 `OPSDConfig` is [`trl.DistillationConfig`](https://huggingface.co/docs/trl/distillation_trainer) with the fields below.
 All others keep TRL's names, defaults and meanings, but for [these](#different-from-trl). `examples/train.py` takes
-every field on its command line."""
+every field on its command line. An option is read when the trainer is built, and may differ when a run resumes, unless
+it says otherwise."""
 
 _DIVERGENCES = """\
 Values of `divergence` by name, and the objects they stand for. [extending.md](extending.md) has one of your own."""
@@ -75,7 +76,8 @@ completions as `texts`, and the same metrics as `test_<metric>`. `eval_loss` dif
 tokens of the whole evaluation, which is also `eval_divergence/mean`.
 
 *Main process*: each process has a value of its own, and loggers get that of the main process. Means cover what happened
-since the last log; what a log without a token in the loss leaves out is in the next."""
+since the last log; what a log without a token in the loss leaves out is in the next. *Always* is in every other log.
+Values are reduced as one of:"""
 
 
 def _config(**options: Any) -> OPSDConfig:
@@ -97,8 +99,6 @@ TOGETHER: dict[str, list[Callable[[], Any]]] = {
     ],
     "teacher_offload": [
         lambda: _config(teacher_offload="cpu", teacher_model_init_kwargs={"device_map": "auto"}),
-        lambda: _config(teacher_offload="cpu", teacher_model_init_kwargs={"quantization_config": {}}),
-        lambda: _config(teacher_offload="cpu", teacher_model_init_kwargs={"tp_plan": "auto"}),
         lambda: _config(teacher_offload="zero3"),
     ],
     "vllm_weight_sync": [lambda: _rollout(vllm_mode="server", vllm_weight_sync="adapter")],
@@ -156,7 +156,7 @@ def document() -> str:
             "",
             _CHECKED,
             "",
-            *_table(["option", "default", "expected"], _checked()),
+            *_table(["expected", "options, with their defaults"], _checked()),
             "",
             "### Options of TRL and transformers that are refused or ignored",
             "",
@@ -174,27 +174,13 @@ def document() -> str:
             "",
             _ATTRIBUTES,
             "",
-            *_table(["fixed at construction", "instead"], ([f"`{name}`", how] for name, how in FIXED.items())),
+            *_table(["fixed at construction", "instead"], _fixed()),
             "",
             "## Metrics",
             "",
             _METRICS,
             "",
-            *_table(
-                ["metric", "unit", "meaning", "reduced", "appears in", "in evaluations"],
-                [
-                    [
-                        f"`{name}`",
-                        one.unit,
-                        one.meaning,
-                        one.logs.reduced,
-                        one.logs.appears,
-                        "yes" if one.logs.evaluated else "no",
-                    ]
-                    for name, one in METRICS.items()
-                ],
-            ),
-            "",
+            *_metrics(),
         ]
     )
 
@@ -221,7 +207,7 @@ def described_in(cls: type, heading: str) -> dict[str, tuple[str, str]]:
         heading (`str`):
             The heading of the section.
     """
-    section = re.search(rf"^{heading}:\n((?:(?:    .*)?\n)+)", inspect.getdoc(cls) or "", re.MULTILINE)
+    section = re.search(rf"^{heading}:\n((?:(?:    .*)?\n)+)", f"{inspect.getdoc(cls)}\n", re.MULTILINE)
     assert section is not None, f"{cls.__name__} has no section {heading!r}"
     found = re.findall(r"^    (\w+) \((.*)\):\n((?:        .*\n)+)", section[1], re.MULTILINE)
     return {name: (_plain(kind), _plain(" ".join(text.split()))) for name, kind, text in found}
@@ -247,19 +233,22 @@ def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
     for one in new_fields():
         kind = described[one.name][0].partition(", *optional*")[0]
         takes = f": {found}" if (found := expected(one.name)) else ""
-        facts = f"{kind}{takes}. Default: `{_literal(one.default)}`. {_when(table(OPSDConfig)[one.name])}"
-        yield from (f"### `{one.name}`", "", facts, "")
+        facts = [f"{kind}{takes}. Default: `{_literal(one.default)}`.", *_when(table(OPSDConfig)[one.name])]
+        yield from (f"### `{one.name}`", "", " ".join(facts), "")
         yield from (described[one.name][1], "")
         if cases := TOGETHER.get(one.name):
             yield from (*map(_told, cases), "")
 
 
-def _when(option: Option) -> str:
-    """When an option is read and has an effect, and whether a resume compares it."""
-    lacking = [need.lacking.format(SimpleNamespace(chosen_in_words="another")) for need in option.needs]
-    effect = [f"Without effect where {' or '.join(lacking)}."] if lacking else []
-    resumed = ["A run resumes only with the same value."] if option.resumed else []
-    return " ".join([f"Read {option.read.value}.", *effect, *resumed])
+def _when(option: Option) -> Iterator[str]:
+    """When an option is read, if not at first, and has an effect, and whether a resume compares it."""
+    if option.read is not Read.BUILD:
+        yield f"Read {option.read.value}."
+    if option.needs:
+        lacking = (need.lacking.format(SimpleNamespace(chosen_in_words="another")) for need in option.needs)
+        yield f"Without effect where {' or '.join(lacking)}."
+    if option.resumed:
+        yield "Resumed only with the same value."
 
 
 def _divergences() -> Iterator[list[str]]:
@@ -277,15 +266,41 @@ def _changed() -> Iterator[list[str]]:
 def _checked() -> Iterator[list[str]]:
     new = {one.name for one in new_fields()}
     of_transformers = {"cache_implementation"}  # which names there are depends on its version
+    alike: dict[str, list[str]] = {}
     for one in dataclasses.fields(OPSDConfig):
         declared = one.name in DistillationConfig.__annotations__ and one.name not in new | of_transformers
         if declared and (found := expected(one.name)):
-            yield [f"`{one.name}`", f"`{_literal(one.default)}`", found]
+            alike.setdefault(found, []).append(f"`{one.name}` ({_literal(one.default)})")
+    for found, options in alike.items():
+        yield [found, ", ".join(options)]
+
+
+def _fixed() -> Iterator[list[str]]:
+    for how in dict.fromkeys(FIXED.values()):
+        yield [", ".join(f"`{name}`" for name, instead in FIXED.items() if instead == how), how]
 
 
 def _arguments() -> Iterator[list[str]]:
     for name, (kind, meaning) in described_in(OPSDTrainer, "Args").items():
         yield [f"`{name}`", kind, meaning]
+
+
+def _metrics() -> Iterator[str]:
+    """The ways in which values are reduced, numbered, and all metrics; numbered ones are one row."""
+    always = METRICS["divergence/mean"].logs.appears
+    ways = list(dict.fromkeys(one.logs.reduced for one in METRICS.values()))
+    yield from (*(f"{number}. {way[0].upper()}{way[1:]}." for number, way in enumerate(ways, 1)), "")
+    rows = [
+        [
+            f"`{name}` to `9`" if name.endswith("_0") else f"`{name}`",
+            f"{one.meaning.replace('the first tenth', 'each tenth')} [{one.unit}]",
+            str(1 + ways.index(one.logs.reduced)),
+            f"{one.logs.appears.replace(always, 'always')}{'' if one.logs.evaluated else '; training only'}",
+        ]
+        for name, one in METRICS.items()
+        if not re.search(r"_[1-9]$", name)
+    ]
+    yield from (*_table(["metric", "meaning [unit]", "reduced", "appears in"], rows), "")
 
 
 def _told(call: Callable[[], Any]) -> str:

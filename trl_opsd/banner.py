@@ -9,21 +9,21 @@ from itertools import chain
 from typing import Any
 
 from datasets import Dataset
-from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
-from trl_opsd.data.readers import Reader, Readers, Request
+from trl_opsd.data.prompts import Request
+from trl_opsd.data.readers import Reader
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.host import of_package
-from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.checks import described, sizes
 from trl_opsd.options.normalize import SAMPLING
 from trl_opsd.options.rules import prompts_of_step
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
+from trl_opsd.rollout.synced import SyncedRollout
 
 _WIDTH = 120
 """Characters in a line."""
@@ -31,6 +31,7 @@ _PROMPT = 600
 """Maximum characters shown of a prompt; of a longer one, its beginning and its end."""
 _OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
+_BY_FUNCTION = "`teacher_prompt_fn`"
 _KINDS = {"base": "the initial student", "ema": "moving average of the student", "live": "the current student"}
 """What each `teacher_model_kind` is."""
 
@@ -38,13 +39,8 @@ _KINDS = {"base": "the initial student", "ema": "moving average of the student",
 class Banner(TrainerCallback):
     """Prints the description of a trainer when a training begins, in the main process.
 
-    It shows the first prompt; `trainer.remove_callback(Banner)` silences it.
-
-    Args:
-        describe (`Callable`):
-            Returns the description.
-        add (`Callable`):
-            Returns the entry that is known only after a step, or `None`; printed once.
+    It shows the first prompt; `trainer.remove_callback(Banner)` silences it. `add` returns the entry that is known only
+    after a step, or `None`; it is printed once.
     """
 
     def __init__(self, describe: Callable[[], str], add: Callable[[], str | None]) -> None:
@@ -62,30 +58,15 @@ class Banner(TrainerCallback):
             self._added = added
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Described:
     """A complete trainer, to be described. Nothing here is collective: one process may do it alone."""
 
     trainer: TrainerHooks
-    """The trainer: its student, options and datasets."""
-    teachers: Mapping[str, object]
-    """Its teachers by name; `str` describes each."""
-    averages: Collection[Tensor]
-    """The weights from which a teacher in half precision is averaged."""
-    rollout: object
-    """What generates; `str` describes it."""
-    of_student: Mapping[str, Any] | None
-    """What it takes from the student's own generation config; `None` if it may not even follow the options."""
-    divergence: Divergence
-    """What it minimises."""
-    readers: Readers
-    """Turn rows into prompts."""
     rewards: Collection[str]
     """Names of its reward functions."""
     without_effect: Collection[str]
     """Options that are set but have no effect."""
-    first_made: list[int] | None
-    """Token ids of the first prompt by `teacher_prompt_fn`; `None` without one so far."""
 
     def text(self, reads_stream: bool = False) -> str:
         """The description, an entry for each part; `reads_stream` shows the first row of a stream, which reads it."""
@@ -93,9 +74,8 @@ class Described:
 
     def later(self) -> str | None:
         """The entry that is known only after a step: the first prompt that `teacher_prompt_fn` has made."""
-        if self.first_made is None:
-            return None
-        return "\n".join(_filled([(_OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`"))]))
+        made = self.trainer.teaching.first_made
+        return None if made is None else "\n".join(_filled([(_OF_TEACHER, self._shown(made, _BY_FUNCTION))]))
 
     def settings(self) -> dict[str, str]:
         """How it trains, for a model card: the entries that name no folder and show no row."""
@@ -103,17 +83,18 @@ class Described:
         return {name: " ".join(said.split()) for name, said in self._parts() if name in told}
 
     def _parts(self) -> Iterator[tuple[str, str]]:
-        args = self.trainer.args
+        args, teachers = self.trainer.args, self.trainer.teaching.teachers
         yield "student", self._student()
         kind = f"{self._kind(args.teacher_model_kind)}: " if args.teacher_model_kind else ""
-        averaged = f"; average held in {sizes(self.averages)}" if self.averages else ""
-        for name, teacher in self.teachers.items():
-            yield "teacher" if len(self.teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}{averaged}"
+        copies = teachers.average.copies.values() if teachers.average else ()
+        averaged = f"; averaged in {sizes(copies)}" if copies else ""
+        for name, teacher in teachers.items():
+            yield "teacher" if len(teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}{averaged}"
         yield "processes", self.trainer.strategy
         yield "steps", self._steps()
         yield "completions", self._completions()
         tempered = temperatures_in_words(*self.trainer.temperatures)
-        yield "objective", f"{describe(self.divergence)}, {tempered}{shape_in_words(args)}"
+        yield "objective", f"{describe(self.trainer.divergence)}, {tempered}{shape_in_words(args)}"
         if self.rewards:
             when = "" if args.reward_weight else ", in evaluations only"
             yield "rewards", f"{', '.join(self.rewards)}{when}"
@@ -150,11 +131,14 @@ class Described:
         return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"
 
     def _completions(self) -> str:
-        options, limit = self.trainer.generation_config, self.readers.student_limits.completion
-        shown = [f"by {self.rollout}", f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
-        if self.of_student is not None:
-            others = {**(self.trainer.args.generation_kwargs or {}), **self.of_student}
-            sampling = {name: self.of_student.get(name, getattr(options, name)) for name in SAMPLING}
+        options, limit = self.trainer.generation_config, self.trainer.limits.completion
+        rollout = self.trainer.rollout
+        # What it takes from the student's own config; `None` if it may not even follow the options.
+        of_student = {} if isinstance(rollout, SyncedRollout) else getattr(rollout, "of_student", None)
+        shown = [f"by {rollout}", f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
+        if of_student is not None:
+            others = {**(self.trainer.args.generation_kwargs or {}), **of_student}
+            sampling = {name: of_student.get(name, getattr(options, name)) for name in SAMPLING}
             beams = others.pop("num_beams", options.num_beams) or 1
             shown += [
                 f"{beams} beams" if beams > 1 else "",
@@ -194,23 +178,24 @@ class Described:
         row = next(iter(dataset), None)
         if row is None:
             raise ValueError(f"`{where}` is an empty stream, or all its rows were dropped because they are too long.")
-        request = self.readers.intake.read(row, f"row 0 of {where}")
-        yield "prompt", self._decoded(self.readers.student, request)
-        reader = _OF_TEACHER if len(self.teachers) == 1 else f"prompt of {request.teacher!r}"
-        if self.first_made is not None:
-            yield _OF_TEACHER, self._shown(self.first_made, "`teacher_prompt_fn`")
-        elif self.readers.intake.prompts.prompt_fn is not None:
-            yield _OF_TEACHER, "from `teacher_prompt_fn`, shown after the first step"
+        readers, made = trainer.teaching.readers, trainer.teaching.first_made
+        request = readers.intake.read(row, f"row 0 of {where}")
+        yield "prompt", self._decoded(readers.student, request)
+        if made is not None:
+            yield _OF_TEACHER, self._shown(made, _BY_FUNCTION)
+        elif readers.intake.prompt_fn is not None:
+            yield _OF_TEACHER, f"what {_BY_FUNCTION} returns, shown after the first step"
         else:
-            alike = self.readers.are_alike(request)
-            yield reader, "the same" if alike else self._decoded(self.readers.teacher, request)
+            name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
+            yield name, "the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as is known: a function or a subclass may read any."""
-        calls = self.rewards or self.readers.intake.prompts.prompt_fn is not None
+        intake = self.trainer.teaching.readers.intake
+        calls = self.rewards or intake.prompt_fn is not None
         sees_rows = calls or not of_package(self.trainer.weigh)
         read = {*self.trainer.row_columns, *self.trainer.hidden_columns}
-        if len(self.teachers) == 1:
+        if len(intake.teachers) == 1:
             read.discard("teacher")
         return [] if sees_rows else [repr(name) for name in columns_of(dataset) or () if name not in read]
 

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import inspect
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from accelerate.logging import get_logger
 from transformers.training_args import OptimizerNames
 
-from trl_opsd._compat.peft import CausalLM, describe_adapters, without_peft
+from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import DIGEST
@@ -62,70 +62,22 @@ Fingerprint: TypeAlias = dict[str, Any]
 """JSON-serialisable values by their names in messages; an option has its own name."""
 
 
-class Identity:
-    """The part of a fingerprint that is fixed at construction: the student, its optimizer and its teachers.
+def fingerprint(
+    args: OPSDConfig, divergence: Divergence, chat_template: Any, verbs: Mapping[str, Any], **more: Any
+) -> Fingerprint:
+    """The options that a resume compares, objective and template, and the caller's entries, as read back from JSON.
 
-    Args:
-        args ([`OPSDConfig`]):
-            The options.
-        student ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The student.
-        handed_in (`dict`, *optional*):
-            Samples of the weights under its adapter, as [`describe_student`] takes them.
-        optimizer (`torch.optim.Optimizer`, *optional*):
-            The one the user passed.
+    `more["functions"]` are described at construction, since a call may change them; `verbs` are overridden methods.
     """
-
-    def __init__(self, args: OPSDConfig, student: CausalLM, handed_in: Samples | None, optimizer: Any) -> None:
-        self._args, self._student = args, student
-        self._of_student, self._of_optimizer = describe_student(student, handed_in), describe_optimizer(optimizer, args)
-        self._teachers: Mapping[str, Teacher] = {}
-        self._functions: dict[str, str] = {}
-
-    def set_functions(self, functions: Mapping[str, Any]) -> None:
-        """Adds the user's own functions by the names of their arguments, as they are now: a call may change them."""
-        self._functions = {name: describe_function(one) for name, one in functions.items()}
-
-    def set_teachers(self, teachers: Mapping[str, Teacher]) -> None:
-        """Adds the teachers, once they are loaded."""
-        self._teachers, kind = teachers, self._args.teacher_model_kind
-        served = server_urls("teacher_server_url", self._args.teacher_server_url)
-        self._of_teachers = digest_teachers(teachers, kind, served)
-
-    def now(
-        self,
-        divergence: Divergence,
-        rows: str,
-        tools: Sequence[Any],
-        chat_template: Any,
-        rewards: Sequence[str],
-        teacher_template: str,
-        verbs: Mapping[str, Any],
-    ) -> Fingerprint:
-        """The fingerprint of a checkpoint written now."""
-        own = {} if type(divergence).__module__.startswith("trl_opsd.") else {"divergence": type(divergence)}
-        functions = {name: describe_function(one) for name, one in {**verbs, **own}.items()}
-        hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
-        return fingerprint(
-            self._args,
-            divergence=describe(divergence),
-            train_dataset=rows,
-            teachers=describe_teachers(self._teachers, self._args.teacher_model_kind),
-            teacher_weights=self._of_teachers,
-            student=self._of_student,
-            adapter=describe_adapters(self._student),
-            optimizer=self._of_optimizer,
-            tools=[tool.__name__ for tool in tools],
-            chat_template=None if chat_template is None else f"sha256 {hashed}",
-            reward_funcs=list(rewards),
-            teacher_prompt_template=teacher_template,
-            functions={**self._functions, **functions},
-        )
-
-
-def fingerprint(args: OPSDConfig, **more: Any) -> Fingerprint:
-    """The options that a resume compares and the caller's values, as they are when read back from JSON."""
-    values = {**{name: getattr(args, name) for name in resumed(args)}, **more}
+    own = {} if type(divergence).__module__.startswith("trl_opsd.") else {"divergence": type(divergence)}
+    hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
+    values = {
+        **{name: getattr(args, name) for name in resumed(args)},
+        **more,
+        "divergence": describe(divergence),
+        "chat_template": None if chat_template is None else f"sha256 {hashed}",
+        "functions": {**more["functions"], **{name: describe_function(one) for name, one in {**verbs, **own}.items()}},
+    }
     return dict(json.loads(json.dumps(values, default=str)))
 
 
@@ -136,9 +88,9 @@ def check_accepted(names: Sequence[str] | None) -> None:
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:
-    """The student's class, the shape of its head, and a digest of the weights under an adapter, which checkpoints omit.
+    """The student's class, the shape of its head, and a digest of `handed_in`, samples of the weights under an adapter.
 
-    `handed_in` are samples of these; `None` without an adapter, when the checkpoint has all weights.
+    Checkpoints omit those; without an adapter they have all weights.
     """
     shape = f"{type(without_peft(student)).__name__} {list(model_shape(student))}"
     return shape if handed_in is None else f"{shape}, {digest(handed_in)}"
@@ -151,36 +103,32 @@ def describe_optimizer(given: Any, args: OPSDConfig) -> str:
     return str(OptimizerNames(args.optim).value).removesuffix("_fused")
 
 
-def describe_teachers(teachers: Mapping[str, Teacher], kind: str | None) -> dict[str, str]:
-    """For each teacher, the last part of its path (a folder may have moved) and the shape of its head.
+def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprint:
+    """The entries of the teachers, as they were loaded. Collective.
 
-    A teacher that follows the student is restored from the checkpoint, so the path that was first loaded is left out.
+    `teachers` has the last part of the path of each (a folder may have moved) and the shape of its head; of one that
+    follows the student the path is left out, as it is restored from the checkpoint. `teacher_weights` has a digest of
+    the weights of each that are its own and frozen, and of its head; where servers are is no part of it, as a run may
+    go on with others, or with the teacher in the process.
     """
+    kind, served = args.teacher_model_kind, server_urls("teacher_server_url", args.teacher_server_url)
     described = {}
     for name, teacher in teachers.items():
         source = teacher if kind in ("ema", "live") else getattr(teacher, "model", teacher)
         path = get_config_model_id(source.config) if hasattr(source, "config") else ""
         described[name] = f"{Path(path).name or type(source).__name__} {list(shape_of(teacher.head))}"
-    return described
-
-
-def digest_teachers(teachers: Mapping[str, Teacher], kind: str | None, served: Collection[str]) -> dict[str, str]:
-    """A digest of the weights of each teacher whose weights are its own and frozen, and of its head. Collective.
-
-    Where its servers are is no part of it: a run may go on with others, or with the teacher in the process.
-    """
     frozen = {name: one.model for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
     known = {name: one.head for name, one in teachers.items() if name in frozen or name in served}
     heads = {f"head of {name}": digest({"head": sample(head.weight)}) for name, head in known.items()}
-    return {**{name: digest(sampled(model)) for name, model in frozen.items()}, **heads}
+    weights = {name: digest(sampled(model)) for name, model in frozen.items()}
+    return {"teachers": described, "teacher_weights": {**weights, **heads}}
 
 
 def describe_function(function: Any) -> str:
     """A function of the user's by its name and a digest of its code, without comments, layout, or the file it is in.
 
-    The code of an object is that of its class or of its `__call__`, that of a `functools.partial` its function and
-    arguments. Values of a closure count if they are numbers, text, functions, or tuples of those; what else it calls
-    does not.
+    An object has the code of its class or of its `__call__`. Values of a closure count if they are numbers, text,
+    functions, or tuples of those; what else it calls does not.
     """
     inner = function.func if isinstance(function, partial) else function[0] if isinstance(function, list) else function
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
@@ -241,14 +189,10 @@ def write(folder: str | Path, now: Fingerprint) -> None:
 
 
 def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) -> None:
-    """Compares the fingerprint of a checkpoint with that of this run, before anything is loaded.
+    """Refuses a checkpoint whose fingerprint differs from that of this run, before anything is loaded.
 
     One that TRL wrote has no fingerprint and is accepted with a warning; entries that an older version of this package
     did not record are not compared. A difference in an accepted name is only a warning.
-
-    Raises:
-        ValueError: There is no such folder, its fingerprint cannot be read, or another entry differs; the message
-            lists every difference with both values.
     """
     path = Path(folder) / FILE
     if not path.parent.is_dir():

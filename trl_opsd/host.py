@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.padding import Reading
 
 

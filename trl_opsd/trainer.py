@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,8 @@ from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
-from trl_opsd.data.prompts import PromptLimits, Row
-from trl_opsd.data.readers import Readers
+from trl_opsd.data.prompts import Row
+from trl_opsd.data.readers import PromptLimits, Readers
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.host import check_methods, check_verbs
@@ -37,7 +37,7 @@ from trl_opsd.models.backbone import completion_hidden, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
-from trl_opsd.options.foreign_names import StrictNames, explained
+from trl_opsd.options.foreign_names import StrictNames
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
@@ -45,7 +45,6 @@ from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
 from trl_opsd.rollout.generation_config import warn_of_overridden
-from trl_opsd.rollout.synced import SyncedRollout
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared, shares
@@ -53,7 +52,6 @@ from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 if TYPE_CHECKING:
-    from trl_opsd.loop.model_card import ModelCard
     from trl_opsd.report.recording import Recording
 
 logger = get_logger(__name__)
@@ -120,7 +118,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             checks, between two optimizer steps.
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another, or its name, to change the
             objective, or a number to TRL's attribute `beta`. `temperature` is that of the loss.
-        limits ([`~data.prompts.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
+        limits ([`~data.readers.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
         placeholders (`list[int]`): token ids that stand for an image or the like, which the student never generates.
         reading ([`~models.padding.Reading`]): which rows the student can read and generate in one batch.
         dropped_prompts (`Counter`): number of rows dropped from each dataset because they were too long.
@@ -145,6 +143,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     """
 
     _student_is_proved = False
+    _config_class = OPSDConfig
 
     def __init__(
         self,
@@ -212,11 +211,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self._use_special_tokens()
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
-        self._without_effect = given.without_effect
         self._has_compared = given.is_same_model  # the user was warned already that a divergence of 0 follows
         self.dropped_prompts: Counter[str] = Counter()
         self.reads_solutions = given.reads_solutions
-        self._reward_names = [one.name for one in given.rewards]
+        self._described = Described(self, [one.name for one in given.rewards], given.without_effect)
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
@@ -237,16 +235,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.report:
             from trl_opsd.report.recording import Recording
 
-            self._recording = Recording(
-                self.args.output_dir, self._model_card().about, is_traced="trackio" in self.args.report_to
-            )
+            self._recording = Recording(self.args.output_dir, self._about, is_traced="trackio" in self.args.report_to)
             self.add_callback(self._recording)
-        self.add_callback(Banner(self._announced, lambda: self._described.later()))
-
-    @classmethod
-    def explain(cls, name: str, known: Collection[str]) -> str:
-        """The name of another trainer's argument here, or the closest name."""
-        return explained("argument", name, known, OPSDConfig)
+        self.add_callback(Banner(self._announced, self._described.later))
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
@@ -473,26 +464,14 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self.dropped_prompts.update(counted)
         return text
 
-    def _model_card(self) -> ModelCard:
-        from trl_opsd.loop.model_card import ModelCard
+    def _about(self) -> dict[str, str]:
+        from trl_opsd.loop.model_card import about
 
-        return ModelCard(self, lambda: self._described.settings())
+        return about(self, self._settings_in_words())
 
-    @property
-    def _described(self) -> Described:
-        of_student = {} if isinstance(self.rollout, SyncedRollout) else getattr(self.rollout, "of_student", None)
-        return Described(
-            trainer=self,
-            teachers=self.teachers,
-            averages=() if self.teachers.average is None else self.teachers.average.copies.values(),
-            rollout=self.rollout,
-            of_student=of_student,
-            divergence=self.divergence,
-            readers=self.readers,
-            rewards=self._reward_names,
-            without_effect=self._without_effect,
-            first_made=self.teaching.first_made,
-        )
+    def _settings_in_words(self) -> dict[str, str]:
+        """How it trains, by topic, for a model card."""
+        return self._described.settings()
 
     @property
     def divergence(self) -> Divergence:

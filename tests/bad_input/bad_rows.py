@@ -166,13 +166,13 @@ DATASETS = [
             ("problem", r"`dataset.rename_column\('problem', 'prompt'\)`"),
             ("text", r"`dataset.rename_column\('text', 'prompt'\)`"),
             ("x", r"`dataset.rename_column\('question', 'prompt'\)`"),
-            ("messages", r"\{'prompt': row\['messages'\]\[:-1\]\}, remove_columns='messages'\)`"),
+            ("messages", r"`dataset.rename_column\('messages', 'prompt'\)`"),
         ]
     ),
     Case(
         "dataset without prompt",
         "but with conversations in a stream",
-        r"row 0 of train_dataset has no column .*'human': 'user'.* for one in row\['conversations'\]\[:-1\]\]",
+        r"row 0 of train_dataset has no column .*`dataset.rename_column\('conversations', 'prompt'\)`",
         lambda lab: lab.make(
             train_dataset=IterableDataset.from_generator(lambda: iter([{"conversations": SHAREGPT}] * 4))
         ).train(),

@@ -13,8 +13,8 @@ from datasets import Dataset, Features, Json, List, Value, concatenate_datasets
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_opsd.data.readers import at_most_one_token_per_byte
 from trl_opsd.data.survey import Survey, digest
+from trl_opsd.data.tokenization import at_most_one_token_per_byte
 
 pytestmark = pytest.mark.quick
 

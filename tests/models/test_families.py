@@ -67,7 +67,7 @@ def test_only_a_checkpoint_that_lacks_weights_is_refused(verdict, family, tmp_pa
 
 def test_the_table_counts_every_verdict_and_shortens_reasons(monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
-    from family_table import document
+    from families import document
 
     page = document(
         {

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +18,7 @@ from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.errors import ServerError, SyncError
-from trl_opsd.rollout import weight_sync
+from trl_opsd.rollout import served, weight_sync
 
 HERE = Path(__file__).parent
 
@@ -34,7 +33,6 @@ def stir(trainer: OPSDTrainer, factor: float = 1.3) -> None:
 class Alike:
     """Tests with a fixture `serve`, which builds trainers, and `server`, the options that point to the server."""
 
-    backend: ClassVar[ModuleType]
     client: ClassVar[type[Any]]
     sender: ClassVar[type[Any]]
     sends: ClassVar[str]
@@ -90,8 +88,8 @@ class Alike:
         trainer = serve(peft_config=lora())
         prompt = trainer.tokenize(["a"])
         with monkeypatch.context() as patch:
-            patch.setattr(self.backend, "weights_of", weight_sync.base_weights_of)
-            with pytest.raises(SyncError, match="Likely a missing adapter"):
+            patch.setattr(served, "weights_of", weight_sync.base_weights_of)
+            with pytest.raises(SyncError, match="It looks like a missing adapter"):
                 trainer.complete(prompt)
         trainer.complete(prompt)
         stir(trainer)

@@ -25,13 +25,14 @@ from trl_opsd.errors import ServerError
 from trl_opsd.http import client as http
 from trl_opsd.parallel.prefetch import Closable, Prefetcher
 from trl_opsd.rollout.returned import checked_stream
-from trl_opsd.rollout.vllm_server import VLLMFacts, VLLMServerClient
+from trl_opsd.rollout.served import Facts
+from trl_opsd.rollout.vllm_server import VLLMServerClient
 
 SECONDS = 10.0
 """A test fails when it has waited this long."""
 PROMPTS = [[0], [1], [2], [3]]
 """Each begins with its number, by which the server knows it."""
-FACTS = VLLMFacts(model="student", dtype=torch.float32, context=64, block_size=16)
+FACTS = Facts(model="student", dtype=torch.float32, context=64, block_size=16)
 
 
 class Rows(ThreadingHTTPServer):

@@ -24,8 +24,8 @@ from vllm_lab import by_hf, gap
 
 from trl_opsd._compat import weight_group
 from trl_opsd.errors import ServerError
-from trl_opsd.rollout import sglang as backend
 from trl_opsd.rollout import weight_sync
+from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.sglang import SGLangClient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -39,14 +39,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 
 class TestSGLang(Alike):
-    backend, client, sender, sends = backend, SGLangClient, SGLangClient, "_call"
-    taken = "another program sent it weights"
+    client, sender, sends = SGLangClient, SGLangClient, "_call"
+    taken = "something else has sent it weights"
 
 
 def test_a_completion_ends_with_the_context_of_the_server(serve, caplog):
     trainer = serve(top_k=1)
-    longest = trainer.rollout.engine.facts.longest_prompt
-    assert longest == CONTEXT - 7
+    longest = CONTEXT - 7
     prompts = [[7], [5] * (longest - 9), [5] * longest, [5] * (longest + 1), [5] * (CONTEXT - 1)]
     rows = trainer.rollout.complete(prompts, 0)
     assert [len(row) for row in rows] == [16, 14, 5, 0, 0]
@@ -95,7 +94,7 @@ def test_options_reach_a_server(serve):
     assert max(map(max, hot)) >= 100
     trainer.rollout.close()
     trainer.teaching.readers = replace(trainer.readers, student_limits=replace(trainer.limits, vocabulary=100))
-    trainer.rollout = backend.SGLangRollout(trainer.args)
+    trainer.rollout = ServedRollout(trainer.args, SGLangClient)
     assert max(map(max, trainer.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
 
     biased = serve(generation_kwargs={"logit_bias": {"77": 1e6}})

@@ -9,7 +9,7 @@ import tiny
 import torch
 from lone_host import LoneHost
 
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.errors import SyncError
 from trl_opsd.rollout.sync_proof import PROMPTED, RELATIVE, WRITTEN, SyncProof
 from trl_opsd.types import Completion

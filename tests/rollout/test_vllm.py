@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
-import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from transformers.utils.import_utils import enable_tf32
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcRequestState, loader
 from vllm_lab import by_hf, gap, student, two_end_tokens
 
 from trl_opsd._compat.vllm import supported
@@ -87,16 +86,10 @@ def test_an_id_beyond_the_vocabulary_is_never_sampled(make, tmp_path):
     assert gap(trainer) < 1e-4, "log-probabilities are those before the mask"
 
 
-def test_both_model_runners_mask_unknown_ids(monkeypatch):
+def test_both_model_runners_mask_unknown_ids():
     """vLLM has two model runners; the second, used where there is Triton, has a loader and a base class of its own."""
-    second_runner = "vllm.v1.worker.gpu.sample.logits_processor"
-    loader = pytest.importorskip(
-        f"{second_runner}.loader", reason="the second takes no logits processors in this version"
-    )
-    given = importlib.import_module(f"{second_runner}.interface").LogitsProcRequestState
-
     kind, config = supported.vocabulary_mask(5), VllmConfig()
-    state = SimpleNamespace(**dict.fromkeys(given.__dataclass_fields__))
+    state = SimpleNamespace(**dict.fromkeys(LogitsProcRequestState.__dataclass_fields__))
     *_, first = build_logitsprocs(config, torch.device("cpu"), False, False, [kind]).non_argmax_invariant
     (second,) = loader.build_custom_logits_processors(config, state, False, [kind])
     loader.build_custom_logits_processors_params_validator([kind])(SamplingParams())
@@ -105,11 +98,6 @@ def test_both_model_runners_mask_unknown_ids(monkeypatch):
 
     for masked in (first.apply(torch.zeros(2, 8)), second.apply(torch.zeros(2, 8), None)):
         assert masked.isneginf().tolist() == [[False] * 5 + [True] * 3] * 2
-
-    monkeypatch.setitem(sys.modules, second_runner, None)
-    before = supported.vocabulary_mask(5)
-    *_, alone = build_logitsprocs(config, torch.device("cpu"), False, False, [before]).non_argmax_invariant
-    assert alone.apply(torch.zeros(2, 8)).isneginf().sum() == 6, "a version that has the first runner only"
 
 
 def test_sampling_options_reach_vllm(make):

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from vllm_lab import student
 
 from trl_opsd._compat.vllm.process import launcher_environment
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.rollout import synced
 from trl_opsd.rollout.vllm import VLLMRollout
 

@@ -16,17 +16,17 @@ from alike import Alike, stir
 from server_lab import CONTEXT
 from vllm_lab import by_hf, gap, student
 
-from trl_opsd.rollout import vllm_server as backend
-from trl_opsd.rollout import weight_sync
+from trl_opsd.rollout import vllm_server, weight_sync
 from trl_opsd.rollout.base import Row
+from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.vllm_server import VLLMServerClient
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 class TestVLLM(Alike):
-    backend, client, sender, sends = backend, VLLMServerClient, backend._Sender, "_post"
-    taken = "is disconnected.* or another trainer in this process connected through `vllm_group_port="
+    client, sender, sends = VLLMServerClient, vllm_server._Sender, "_post"
+    taken = "is not connected .* or another trainer of this process has connected over `vllm_group_port="
 
 
 def test_a_nearly_full_context_shortens_no_other_row(serve):
@@ -76,7 +76,7 @@ def test_options_reach_a_server(serve, monkeypatch):
     assert max(map(max, hot)) >= 100
     free.rollout.close()
     free.teaching.readers = replace(free.readers, student_limits=replace(free.limits, vocabulary=100))
-    free.rollout = backend.VLLMServerRollout(free.args)
+    free.rollout = ServedRollout(free.args, VLLMServerClient)
     assert max(map(max, free.rollout.complete(prompts * 4, 0))) < 100, "ids no tokenizer knows"
 
 
@@ -128,17 +128,17 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
     assert seeds[-1] == [3] * 4
 
 
-def test_streamed_rows_have_their_sampling_log_probabilities_on_request(serve):
-    trainer = serve(temperature=1.5)
+def test_streamed_rows_have_their_sampling_log_probabilities_where_the_loss_reads_them(serve):
+    trainer = serve(divergence="sampled_reverse_kl")
+    trainer.model.train()
     prompts = trainer.tokenize(tiny.PROMPTS)
-    assert all(not row.logprobs for _, row in trainer.rollout.stream_completions(prompts, 0))
-    for number, row in trainer.rollout.stream_completions(prompts, 0, logprobs=True):
-        assert row.prompt_ids == prompts[number]
+    for number, completion in trainer.rollout.stream(prompts, 0):
+        found = trainer.rollout.logprobs(prompts[number], completion)
         with torch.no_grad():
-            ids = torch.tensor([row.prompt_ids + row.completion_ids])
-            logits = trainer.model.eval()(ids).logits / 1.5  # the server was started with `processed_logprobs`
+            ids = torch.tensor([prompts[number] + completion])
+            logits = trainer.model.eval()(ids).logits
         logprobs = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(row.logprobs), logprobs[-len(row.completion_ids) :], rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(found), logprobs[-len(completion) :], rtol=0, atol=1e-4)
 
 
 def test_weights_end_a_stream_so_that_no_row_has_two_states(serve):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from accelerate.utils import patch_environment
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
@@ -23,7 +22,8 @@ class WeightGroup:
         self._name, self._size, self._backend = name, 1 + workers, backend
         self.address = _own_address(host)  # by which the server can reach this process
         # Bound here, since a `TCPStore` would listen on all interfaces.
-        listener = socket.create_server((self.address, 0), family=_family(self.address))
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        listener = socket.create_server((self.address, 0), family=family)
         self.port: int = listener.getsockname()[1]
         """Port of the rendezvous, which listens on the interface of `address` only."""
         self._store = distributed.TCPStore(  # type: ignore[attr-defined]
@@ -36,7 +36,10 @@ class WeightGroup:
         """Waits up to a minute for the others, who call SGLang's `init_custom_process_group` with the same store."""
         # `init_process_group` can only make the launch's default group, so this one is built from torch's internals.
         store = c10d.PrefixStore(self._name, self._store)
-        with _interface_of(self.address):
+        # gloo listens on a public interface unless it is named one.
+        is_loopback = self.address.startswith("127.") or self.address == "::1"
+        interface = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if is_loopback else {}
+        with patch_environment(**interface):
             self._group, _ = c10d._new_process_group_helper(
                 self._size, 0, [], c10d.Backend(self._backend), store,
                 group_name=c10d.GroupName(self._name), timeout=timedelta(seconds=MEET_SECONDS),
@@ -59,26 +62,9 @@ class WeightGroup:
             c10d.destroy_process_group(group)
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def _own_address(host: str) -> str:
     """The address of the interface from which a host is reached; loopback for a server on this machine."""
     family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)  # a datagram socket sends nothing
         return str(probe.getsockname()[0])
-
-
-@contextmanager
-def _interface_of(address: str) -> Iterator[None]:
-    """Makes gloo listen on loopback if the server is there, unless the user has chosen an interface."""
-    if not (address.startswith("127.") or address == "::1") or "GLOO_SOCKET_IFNAME" in os.environ:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        yield
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]

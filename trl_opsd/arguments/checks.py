@@ -17,8 +17,8 @@ from trl_opsd._compat.peft import CausalLM, has_foreign_adapter, is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, check_completion
 from trl_opsd.data.datasets import AnyDataset, Rows, check_alike, columns_of, describe_rows, look_ahead
-from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, PRIVILEGED, PromptLimits, check_columns, refuse_images
-from trl_opsd.data.readers import Intake, Request
+from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, PRIVILEGED, Intake, Request, check_columns, refuse_images
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.data.survey import has_transform, has_values
 from trl_opsd.data.tokenization import (
     check_template_arguments,
@@ -38,7 +38,7 @@ from trl_opsd.options.rules import batch_in_words, prompts_of_step
 from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
-from trl_opsd.teacher.checks import check_teachers, check_tokenizers
+from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location
 
 logger = get_logger(__name__)
 
@@ -48,9 +48,8 @@ logger = get_logger(__name__)
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
     """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
-    own_code = {"trust_remote_code": args.trust_remote_code}
-    config = language_config(student, "model", {**own_code, **(args.model_init_kwargs or {})})
-    check_own_loss({**config, **(args.model_init_kwargs or {})})
+    loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    check_own_loss({**language_config(student, "model", loading), **loading})
     check_in_memory(student, args.device)
     _check_no_foreign_adapter(student, teachers)
     _check_teacher_models(teachers, args)
@@ -76,11 +75,9 @@ def _check_no_foreign_adapter(student: Any, teachers: Mapping[str, Any]) -> None
 
 
 def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
-    own_code = {"trust_remote_code": args.teacher_trust_remote_code}
-    loading = {**own_code, "revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
     for name, teacher in teachers.items():
         called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
-        language_config(teacher, called, loading, trust="teacher_trust_remote_code")
+        language_config(teacher, called, location(args), trust="teacher_trust_remote_code")
 
 
 def check_other_teacher(
@@ -244,16 +241,11 @@ def looked_through(
 
 
 def check_datasets(
-    datasets: Mapping[str, AnyDataset | None],
-    args: OPSDConfig,
-    teachers: Collection[str] = (),
-    optional: Collection[str] = (),
-    needs_privilege: bool = False,
+    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, intake: Intake, needs_privilege: bool
 ) -> None:
-    """Checks types, columns and sizes; the rows are read later, when the tokenizer is loaded.
-
-    Of the `optional` columns, a misspelt one is refused. With `needs_privilege`, one has to give the teacher context.
-    """
+    """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
+    teachers = intake.teachers if len(intake.teachers) > 1 else ()
+    optional = PRIVILEGED if intake.prompt_fn is None else ()  # a function may read columns of any name
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
     for where, dataset in datasets.items():
@@ -265,8 +257,11 @@ def check_datasets(
                 "instance `load_dataset(...)['train']` or `Dataset.from_list(rows)`."
             )
         columns = columns_of(dataset)
-        check_columns(columns, where, teachers, optional, dataset.features)
-        _check_stored_images(dataset, where)
+        check_columns(columns, where, teachers, optional)
+        # the rows of a stream are checked when they are used
+        for name in IMAGE_COLUMNS if isinstance(dataset, Dataset) else ():
+            if name in dataset.column_names and has_values(dataset, name):
+                refuse_images(name, where)
         if needs_privilege and columns is not None and not set(PRIVILEGED) & set(columns):
             raise ValueError(
                 f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
@@ -301,14 +296,6 @@ def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> b
     kind = args.teacher_model_kind  # without the adapter it came with, a student is another model
     is_another = kind is None or (kind == "base" and not isinstance(student, str) and is_peft(student))
     return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs)
-
-
-def _check_stored_images(dataset: AnyDataset, where: str) -> None:
-    """Refuses images in the rows of a map-style dataset; the rows of a stream are checked when they are used."""
-    if isinstance(dataset, Dataset):
-        for name in IMAGE_COLUMNS:
-            if name in dataset.column_names and has_values(dataset, name):
-                refuse_images(name, where)
 
 
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:

@@ -34,8 +34,7 @@ from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name
-from trl_opsd.data.prompts import PRIVILEGED, TeacherPrompts, check_prompt_fn
-from trl_opsd.data.readers import Intake
+from trl_opsd.data.prompts import Intake, check_prompt_fn
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
     check_processing_class,
@@ -149,16 +148,13 @@ def prepared(
     if needs_context:
         train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
     datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
-    several = tuple(models) if len(models) > 1 else ()
-    optional = PRIVILEGED if teacher_prompt_fn is None else ()  # a function may read columns of any name
+    intake = Intake(teachers=tuple(models), template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
     # a reference beside rewards, or a sharper self, differs from the student without a column
-    check_datasets(datasets, args, several, optional, needs_context and not (args.tempers_apart or args.pulls))
+    check_datasets(datasets, args, intake, needs_context and not (args.tempers_apart or args.pulls))
     check_models(model, models, args)
     refuse(SURPRISES, now, logger.warning)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
-    prompts = TeacherPrompts(template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
-    intake = Intake(teachers=tuple(models), prompts=prompts)
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))
         check_disk(args)

@@ -11,11 +11,9 @@ from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.data.prompts import check_prompt
+from trl_opsd.data.prompts import check_prompt, tells_more
 from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import check_parts
-
-__all__ = ["COMPLETION", "check_completion", "completion_ids", "cut_after_end"]
 
 logger = get_logger(__name__)
 
@@ -27,17 +25,12 @@ def named_as_here(template: Any) -> Any:
     return template.replace(f"{{{_THEIRS}}}", f"{{{_OURS}}}") if isinstance(template, str) else template
 
 
-def has_only_solutions(dataset: Any) -> bool:
-    """Whether a dataset has a column `solution`, and no column that gives a teacher another prompt."""
-    columns = set(getattr(dataset, "column_names", None) or ())
-    return _THEIRS in columns and not columns & {_OURS, "teacher_prompt"}
-
-
 def solutions_as_context(datasets: Any) -> Any:
     """Renames the column `solution` where no other column gives a teacher another prompt."""
     if isinstance(datasets, dict):
         return type(datasets)({name: solutions_as_context(dataset) for name, dataset in datasets.items()})
-    if isinstance(datasets, Dataset | IterableDataset) and has_only_solutions(datasets):
+    columns = (datasets.column_names or ()) if isinstance(datasets, Dataset | IterableDataset) else ()
+    if _THEIRS in columns and not tells_more(columns):
         logger.warning_once(f"The column '{_THEIRS}' is used as '{_OURS}'.")
         return datasets.rename_column(_THEIRS, _OURS)
     return datasets

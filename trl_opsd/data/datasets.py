@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeAlias, final
@@ -25,8 +25,8 @@ from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset as TorchStream
 from tqdm.auto import tqdm
 
-from trl_opsd.data.prompts import COLUMNS, common_kind
-from trl_opsd.data.readers import Intake, Reader, Request
+from trl_opsd.data.prompts import COLUMNS, Intake, Request, common_kind
+from trl_opsd.data.readers import Reader
 from trl_opsd.data.survey import Numbers, Survey, digest, has_transform
 
 logger = get_logger(__name__)
@@ -63,24 +63,6 @@ def describe_rows(dataset: Any, columns: Collection[str] | None) -> str:
     # A transform may compute the rows from any column.
     found = digest(dataset, None if has_transform(dataset) else columns)
     return f"{len(dataset)} rows, {DIGEST} {found[:16]}"
-
-
-def admit_all(rows: Mapping[str, Rows], reader: Reader, dropped: Counter[str] | None) -> dict[str, Rows]:
-    """Checks the rows of all datasets that need it, and returns them without the dropped ones."""
-
-    def admitted(one: Rows) -> Rows:
-        if not reader.is_needed(columns_of(one.dataset)):
-            return one
-        before = Counter(dropped)
-        left = admit(one, reader, dropped)
-        if dropped is not None and (count := dropped[one.where] - before[one.where]):
-            logger.warning(
-                f"Dropped {count} prompts of {one.where} that leave no room in the context for a completion of "
-                f"`max_completion_length` tokens; {len(left.dataset)} remain."
-            )
-        return left
-
-    return {name: admitted(one) for name, one in rows.items()}
 
 
 def check_alike(each: Sequence[dict[str, str]]) -> None:
@@ -141,15 +123,6 @@ class Rows:
     """The shape and size of each row; `None` for a stream, or where only reading each row reveals them."""
     progress: bool
     """Whether to show progress bars."""
-    read: Any = field(init=False)
-    """The dataset, reduced to the columns and plain values that are checked ahead."""
-
-    def __post_init__(self) -> None:
-        read = self.dataset
-        if self.can_be_read_ahead:  # else a transform may need other columns
-            read = read.with_format(None)
-            read = read.select_columns([name for name in COLUMNS if name in read.column_names])
-        object.__setattr__(self, "read", read)
 
     @property
     def can_be_read_ahead(self) -> bool:
@@ -160,11 +133,6 @@ class Rows:
     def of(cls, dataset: Any, where: str, columns: Collection[str], progress: bool) -> Rows:
         """Surveys these columns of a dataset."""
         return cls(dataset, where, None if _is_stream(dataset) else Survey.of(dataset, columns), progress)
-
-    def select(self, numbers: Numbers) -> Rows:
-        """These rows alone."""
-        survey = None if self.survey is None else self.survey.select(numbers)
-        return Rows(self.dataset.select(numbers), self.where, survey, self.progress)
 
     @property
     def one_of_each_shape(self) -> Numbers:
@@ -190,6 +158,8 @@ def look_ahead(rows: Rows, intake: Intake) -> None:
 
 def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     """Checks every row against the limits; with `dropped`, overlong prompts are removed and counted there instead."""
+    if not reader.is_needed(columns_of(rows.dataset)):
+        return rows
     if _is_stream(rows.dataset):
         # A stream is filtered while it is read, and otherwise checked when its rows are used.
         kept = rows.dataset if dropped is None else rows.dataset.filter(_stays(rows.where, reader, dropped))
@@ -201,10 +171,14 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
         others = _may_not_fit(rows.survey, counts[:, 0], reader)
         numbers, counts = np.append(numbers, others), np.append(counts, _counted(rows, others, reader), axis=0)
     by_number = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-    strictest = reader.strictest
-    suspects = [number for number in sorted(by_number) if not strictest.admits(*by_number[number])]
+    limits = reader.strictest
+    suspects = [
+        number
+        for number, (tokens, largest_id) in sorted(by_number.items())
+        if not (tokens and limits.fits(tokens) and largest_id < limits.vocabulary)
+    ]
     gone = []
-    for requests in _requests(rows, suspects, reader.intake):
+    for requests in _requests(rows, suspects, reader.of.intake):
         for number, request in requests.items():
             (tokens, largest_id), limits = by_number[number], reader.limits_of(request)
             if dropped is not None and not limits.fits(tokens):
@@ -214,7 +188,13 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     if dropped is None or not gone:
         return rows
     dropped[rows.where] += len(gone)
-    return rows.select(np.delete(np.arange(len(rows.dataset)), gone))
+    left = np.delete(np.arange(len(rows.dataset)), gone)
+    logger.warning(
+        f"{len(gone)} prompts of {rows.where} leave no room for a completion of `max_completion_length` tokens in the "
+        f"context and were dropped; {len(left)} are left."
+    )
+    survey = None if rows.survey is None else rows.survey.select(left)
+    return Rows(rows.dataset.select(left), rows.where, survey, rows.progress)
 
 
 def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:
@@ -224,10 +204,11 @@ def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbe
     # more often is refused when it is drawn.
     others = np.ones(len(survey.shapes), bool)
     if reader.is_bounded:
-        room = reader.strictest.room_for_prompt
-        if room is None:
+        limits = reader.strictest
+        if limits.context is None:
             return np.zeros(0, np.int64)
-        others = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies > room
+        tokens = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies
+        others = tokens + limits.completion > limits.context
     others[survey.first_of_each_shape] = False
     return np.flatnonzero(others)
 
@@ -238,7 +219,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
         return _count(rows, numbers, reader)
     # Cached like a `datasets` map, for the machine's other processes and later runs, by all that counts depend on.
     read = digest(rows.dataset.select(numbers), reader.columns)
-    key = Hasher.hash([read, reader.tokenizer, reader.settings, reader.knows_all_ids])
+    key = Hasher.hash([read, reader.of.tokenizer, reader.settings, reader.knows_all_ids])
     path = Path(datasets.config.HF_DATASETS_CACHE) / "trl_opsd" / f"{key}.npy"
     with PartialState().local_main_process_first():
         if path.exists():
@@ -256,7 +237,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
 
 def _count(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
     counts, kind, all_known = [], None, reader.knows_all_ids
-    for requests in _requests(rows, numbers, reader.intake):
+    for requests in _requests(rows, numbers, reader.of.intake):
         prompts = [reader.prompt_of(request) for request in requests.values()]
         kind = reader.check_kind(prompts, kind)
         counts += [(len(ids), 0 if all_known else max(ids, default=0)) for ids in reader.token_ids(prompts)]
@@ -265,11 +246,13 @@ def _count(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
 
 def _requests(rows: Rows, numbers: Sequence[int] | Numbers, intake: Intake) -> Iterator[dict[int, Request]]:
     """These rows, parsed, by their numbers, a batch at a time."""
-    hidden = not rows.progress or len(numbers) <= _FEW
+    read, hidden = rows.dataset, not rows.progress or len(numbers) <= _FEW
+    if rows.can_be_read_ahead:  # else a transform may need other columns
+        read = read.with_format(None).select_columns([name for name in COLUMNS if name in read.column_names])
     with tqdm(total=len(numbers), desc=f"Checking the prompts of {rows.where}", disable=hidden) as bar:
         for start in range(0, len(numbers), _BATCH):
             chosen = [int(number) for number in numbers[start : start + _BATCH]]
-            batch = rows.read[chosen]
+            batch = read[chosen]
             values = (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True))
             yield {
                 number: intake.read(row, f"row {number} of {rows.where}")
@@ -288,7 +271,7 @@ def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any],
 
     def stays(row: dict[str, Any]) -> bool:
         nonlocal mentioned
-        request = reader.intake.read(row, f"a row of the stream {where}")
+        request = reader.of.intake.read(row, f"a row of the stream {where}")
         prompts = [reader.prompt_of(request)]
         reader.check_kind(prompts)
         if reader.limits_of(request).fits(len(reader.token_ids(prompts)[0])):

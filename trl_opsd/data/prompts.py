@@ -1,4 +1,4 @@
-"""The prompts of a dataset row, for the student and for its teacher: their format, limits, and the teacher's context.
+"""The prompts of a dataset row, for the student and for its teacher: their format, and the teacher's context.
 
 `where` is the name of a row or prompt in messages: `"row 3 of train_dataset"`. Messages have the type of an invalid
 value, but never its contents, which may be confidential.
@@ -16,26 +16,26 @@ from typing import Any, NoReturn, TypeAlias
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns from which TRL reads images."""
-_CONVERSATIONS = ("messages", "conversation", "conversations")
 _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
 """Code that converts a message in ShareGPT's format."""
-_QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
+_PROMPTS = ("question", "problem", "query", "instruction", "input", "text", "messages", "conversation", "conversations")
 """Names of the prompt column in other trainers and well-known datasets."""
 
 
 def check_columns(
-    columns: Iterable[str] | None,
-    where: str,
-    teachers: Collection[str] = (),
-    optional: Collection[str] = (),
-    features: Mapping[str, Any] | None = None,
+    columns: Iterable[str] | None, where: str, teachers: Collection[str] = (), optional: Collection[str] = ()
 ) -> None:
     """Refuses columns without `prompt`, without `teacher` where several are named, or with a misspelt optional one."""
     if columns is None:  # not known before the first row is read
         return
     names = list(columns)
     if "prompt" not in names:
-        raise ValueError(f"{where} has no column 'prompt', only {names}: {_how_to_get_prompts(names, features or {})}.")
+        # A misspelt 'prompt' first, then the names that well-known datasets use.
+        likely = [*get_close_matches("prompt", names, n=1, cutoff=0.75), *(one for one in _PROMPTS if one in names)]
+        raise ValueError(
+            f"{where} has no column 'prompt', only {names}: rename the column that holds the prompts, for instance "
+            f"`dataset.rename_column({(likely or ['question'])[0]!r}, 'prompt')`."
+        )
     if teachers and "teacher" not in names:
         raise ValueError(
             f"There are several teachers, but {where} has no column 'teacher', only {names}: add one with a name from "
@@ -48,30 +48,6 @@ def check_columns(
                 f"{where} has an unknown column {name!r}; did you mean {meant!r}? Rename it to {meant!r}, or to a less "
                 "similar name."
             )
-
-
-def _how_to_get_prompts(names: Collection[str], features: Mapping[str, Any]) -> str:
-    for name in _CONVERSATIONS:
-        if name in names:
-            messages = f"row[{name!r}][:-1]"
-            if "'from'" in str(features.get(name)):
-                messages = f"[{_SHAREGPT} for one in {messages}]"
-            return (
-                "take what precedes the answer in each conversation, for instance `dataset.map(lambda row: "
-                f"{{'prompt': {messages}}}, remove_columns={name!r})`"
-            )
-    # A misspelt 'prompt' first, then the names that well-known datasets use.
-    asked = [one for one in _QUESTIONS if one in names] or ["question"]
-    found = (get_close_matches("prompt", names, n=1, cutoff=0.75) or asked)[0]
-    return f"rename the column that holds the prompts, for instance `dataset.rename_column({found!r}, 'prompt')`"
-
-
-def check_no_images(row: Mapping[str, Any], where: str) -> None:
-    """Raises `ValueError` at an image in an image column; `None` and lists of `None` are no images."""
-    for name in IMAGE_COLUMNS:
-        value = row.get(name)
-        if value is not None and not (isinstance(value, list) and all(one is None for one in value)):
-            refuse_images(name, where)
 
 
 def refuse_images(column: str, where: str) -> NoReturn:
@@ -169,90 +145,6 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLimits:
-    """Limits of a tokenized prompt that leave room for a completion."""
-
-    vocabulary: int
-    """Number of token ids that student and teacher share."""
-    context: int | None
-    """Context length in tokens, or `None` for no limit."""
-    completion: int
-    """Tokens reserved for the completion: `max_completion_length`."""
-    reader: str = "the student"
-    """The model whose context it is, in messages."""
-
-    def fits(self, prompt_tokens: int) -> bool:
-        """Whether a prompt of this length leaves room for a whole completion."""
-        return self.room(prompt_tokens) == self.completion
-
-    def admits(self, prompt_tokens: int, largest_id: int) -> bool:
-        """Whether a prompt of this length and with this largest token id passes [`check`]."""
-        return bool(prompt_tokens) and self.fits(prompt_tokens) and largest_id < self.vocabulary
-
-    def room(self, prompt_tokens: int) -> int:
-        """Tokens that may follow a prompt of this length."""
-        return self.completion if self.context is None else min(self.completion, self.context - prompt_tokens)
-
-    @property
-    def room_for_prompt(self) -> int | None:
-        """The maximum number of tokens of a prompt; `None` for no limit."""
-        return None if self.context is None else self.context - self.completion
-
-    def covers(self, other: PromptLimits) -> bool:
-        """Whether every prompt within the other limits is within these."""
-        # Where a teacher's limits are no stricter in any respect, its prompts need no check of their own.
-        wide = self.context is None or (other.context is not None and other.context <= self.context)
-        return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
-
-    def check_room(self) -> None:
-        """Raises `ValueError` when a completion alone fills the context."""
-        if self.context is not None and self.completion >= self.context:
-            raise ValueError(
-                f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of "
-                f"{self.reader} ({self.context} tokens): lower it."
-            )
-
-    def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
-        """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
-        if not prompt_tokens:
-            raise ValueError(f"{where} has no tokens after tokenization: add a prompt, or remove the row.")
-        if not self.fits(prompt_tokens):
-            raise ValueError(
-                f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} this exceeds the context "
-                f"of {self.reader} ({self.context} tokens): shorten it, lower max_completion_length, or set "
-                "overlong_prompts='drop'."
-            )
-        self.check_known(largest_id, where)
-
-    def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
-        """Raises `ValueError` when a completion exceeds the limits or has token ids outside the vocabulary."""
-        length = len(prompt_ids) + len(completion_ids)
-        if self.context is not None and length > self.context:
-            raise ValueError(
-                f"{backend} generated {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the "
-                f"context is {self.context}: limit it to max_completion_length={self.completion}."
-            )
-        if len(completion_ids) > self.completion:
-            raise ValueError(
-                f"{backend} generated {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: "
-                "limit it to that, or raise the option."
-            )
-        where = f"A completion of {backend}"
-        if (smallest := min(completion_ids, default=0)) < 0:
-            raise ValueError(f"{where} contains the token id {smallest}: expected ids of at least 0, without padding.")
-        self.check_known(max(completion_ids, default=0), where)
-
-    def check_known(self, largest_id: int, where: str) -> None:
-        """Raises `ValueError` when the largest token id of a text is outside the vocabulary."""
-        if largest_id >= self.vocabulary:
-            raise ValueError(
-                f"{where} contains the token id {largest_id}, but the models have {self.vocabulary} ids: use the "
-                "tokenizer the student was trained with; after `tokenizer.add_tokens`, resize both models with "
-                "`model.resize_token_embeddings(len(tokenizer))`."
-            )
-
-
 Row: TypeAlias = Mapping[str, Any]
 
 TEMPLATE = "{prompt}\n\n{privileged_context}"
@@ -298,60 +190,107 @@ def check_prompt_fn(function: Any) -> None:
         return
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherPrompts:
-    """Builds the teacher's prompt from a row, and with `prompt_fn` also from the completion."""
+def tells_more(columns: Iterable[str]) -> bool:
+    """Whether the columns give the teacher a prompt other than the student's."""
+    return not set(PRIVILEGED).isdisjoint(columns)
 
-    template: str | None = None
+
+class Request(dict[str, Any]):
+    """A dataset row, parsed; its columns are the keys."""
+
+    __slots__ = ("advantage", "is_off_policy", "logprobs", "of_teacher", "place", "student", "teacher", "where")
+
+    def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
+        super().__init__(row)
+        # `of_teacher` is the teacher's prompt from the columns, which `teacher_prompt_fn` replaces after the rollout.
+        self.where, self.student, self.teacher, self.of_teacher = where, student, teacher, of_teacher
+        self.place: int | None = None  # index in the generation batch over all processes
+        self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
+        self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
+        self.advantage = 0.0  # of the completion within its group, once there are rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """Parses rows, without a tokenizer, and builds the teachers' prompts."""
+
+    teachers: tuple[str, ...]
+    """Names of the teachers."""
+    template: str | None
     """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
-    prompt_fn: Callable[[dict[str, Any], str], Any] | None = None
-    """Builds the prompt from a row and the completion's text; takes precedence over the columns."""
+    prompt_fn: Callable[[dict[str, Any], str], Any] | None
+    """Builds a teacher's prompt from a row and the completion's text; takes precedence over the columns."""
 
     @property
     def copies(self) -> int:
         """How often `template` repeats its contents."""
         return max((self.template or TEMPLATE).count("{" + name + "}") for name in ("prompt", "privileged_context"))
 
-    def in_row(self, columns: Iterable[str]) -> bool:
-        """Whether the columns give the teacher a prompt other than the student's."""
-        return not set(PRIVILEGED).isdisjoint(columns)
+    def read(self, row: Row, where: str) -> Request:
+        """Parses one row and checks its columns, teacher and prompts; a parsed row is returned unchanged."""
+        if isinstance(row, Request):
+            return row
+        for name in IMAGE_COLUMNS:
+            value = row.get(name)
+            if value is not None and not (isinstance(value, list) and all(one is None for one in value)):
+                refuse_images(name, where)
+        check_columns(row, where, self.teachers if len(self.teachers) > 1 else ())
+        teacher = self._teacher_of(row, where)
+        student = Prompt.of(row["prompt"], f"The prompt in {where}")
+        return Request(row, where, student, teacher, self._from_columns(row, where) or student)
 
-    def of(self, row: Row, where: str, completion_text: str | None = None) -> Prompt:
-        """The teacher's prompt, checked; without the completion's text, `prompt_fn` is not called."""
-        if self.prompt_fn is not None and completion_text is not None:
-            prompt, source = self._called(dict(row), completion_text, where), "What `teacher_prompt_fn` returned for"
-        elif "teacher_prompt" in row and "privileged_context" in row and self.prompt_fn is None:
+    def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
+        """Parses the rows of a generation batch of this name."""
+        return [self.read(row, f"row {number} of {batch}") for number, row in enumerate(rows)]
+
+    def called(self, request: Request, completion_text: str) -> Prompt:
+        """What `prompt_fn` makes of a row and this completion."""
+        assert self.prompt_fn is not None
+        try:
+            prompt = self.prompt_fn(dict(request), completion_text)
+        except Exception as error:
+            # The user's own exception goes on, with the row named.
+            columns = sorted(request)
+            error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, which has the columns {columns}.")
+            raise
+        return Prompt.of(prompt, f"What `teacher_prompt_fn` returned for {request.where}")
+
+    def _teacher_of(self, row: Row, where: str) -> str:
+        """The name of a row's teacher; a single teacher scores every row, whatever its column `teacher`."""
+        if len(self.teachers) == 1:
+            return self.teachers[0]
+        name = row.get("teacher")
+        if not isinstance(name, str) or name not in self.teachers:
+            found = (
+                f"names the teacher {name!r}"
+                if isinstance(name, str)
+                else "has no teacher name in the column 'teacher'"
+            )
+            raise ValueError(f"{where} {found}: expected one of {sorted(self.teachers)}.")
+        return name
+
+    def _from_columns(self, row: Row, where: str) -> Prompt | None:
+        """The teacher's prompt if columns make it another than the student's; `prompt_fn` needs the completion."""
+        if self.prompt_fn is not None or not tells_more(row):
+            return None
+        if "privileged_context" not in row:
+            return Prompt.of(row["teacher_prompt"], f"The teacher_prompt in {where}")
+        if "teacher_prompt" in row:
             raise ValueError(
                 f"{where} has both 'teacher_prompt' and 'privileged_context', but the teacher uses only one: remove "
                 "the other column."
             )
-        elif "teacher_prompt" in row:
-            prompt, source = row["teacher_prompt"], "The teacher_prompt in"
-        elif "privileged_context" in row:
-            prompt = self._with_context(row["prompt"], row["privileged_context"], where)
-            source = "The teacher's prompt in"
-        else:
-            prompt, source = row["prompt"], "The prompt in"
-        return Prompt.of(prompt, f"{source} {where}")
-
-    def _called(self, row: dict[str, Any], completion_text: str, where: str) -> Any:
-        assert self.prompt_fn is not None, "there is one"
-        try:
-            return self.prompt_fn(row, completion_text)
-        except Exception as error:
-            # The user's own exception goes on, with the row named.
-            error.add_note(f"`teacher_prompt_fn` raised this for {where}, with the columns {sorted(row)}.")
-            raise
+        prompt = self._with_context(row["prompt"], row["privileged_context"], where)
+        return Prompt.of(prompt, f"The teacher's prompt in {where}")
 
     def _with_context(self, prompt: Any, context: Any, where: str) -> Any:
-        kind = check_prompt(prompt, f"The prompt in {where}")
         context = _as_text(context, where)
         if not context:
             raise ValueError(
                 f"The privileged_context in {where} is empty: add context that the student does not see, or remove "
                 "the row."
             )
-        if kind == "text":
+        if isinstance(prompt, str):
             return (self.template or TEXT_TEMPLATE).format(prompt=prompt, privileged_context=context)
         # The context goes to the last user message, which the answer follows.
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]
@@ -374,8 +313,7 @@ def _as_text(context: Any, where: str) -> str:
         return str(context)
     where = f"The privileged_context in {where}"
     if not isinstance(context, list):
-        kind = "None" if context is None else f"of type {type(context).__name__}"
-        raise TypeError(f"{where} is {kind}: expected text, a number or messages; fill in or remove the row.")
+        raise TypeError(f"{where} is {_kind(context)}: expected text, a number or messages; fill in or remove the row.")
     check_prompt(context, where)
     return "\n".join(filter(None, map(_text_of, context)))
 
@@ -383,16 +321,3 @@ def _as_text(context: Any, where: str) -> str:
 def _text_of(message: Mapping[str, Any]) -> str:
     content = message["content"]
     return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content or ())
-
-
-def teacher_of(row: Row, where: str, names: Collection[str]) -> str:
-    """The name of a row's teacher; a single teacher scores every row, whatever its column `teacher`."""
-    if len(names) == 1:
-        return next(iter(names))
-    name = row.get("teacher")
-    if not isinstance(name, str) or name not in names:
-        found = (
-            f"names the teacher {name!r}" if isinstance(name, str) else "has no teacher name in the column 'teacher'"
-        )
-        raise ValueError(f"{where} {found}: expected one of {sorted(names)}.")
-    return name

@@ -2,151 +2,116 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate.logging import get_logger
 from jinja2 import TemplateError
-from tokenizers import models
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.data.prompts import (
-    Prompt,
-    PromptLimits,
-    Row,
-    TeacherPrompts,
-    check_columns,
-    check_no_images,
-    common_kind,
-    teacher_of,
-)
-from trl_opsd.data.tokenization import added_at_end, check_parts
+from trl_opsd.data.prompts import PRIVILEGED, Intake, Prompt, Request, common_kind, tells_more
+from trl_opsd.data.tokenization import added_at_end, at_most_one_token_per_byte, check_parts
 
-_SPACE = "▁"
-"""SentencePiece's symbol for a space."""
-
-
-def at_most_one_token_per_byte(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether text that is not blank has at least one token, and at most one for each UTF-8 byte after NFC."""
-    # True of BPE over bytes or characters (Qwen, Llama, Gemma, Mistral, GPT) unless text is rewritten first. Each of
-    # these may add one token to a whole text.
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or type(backend.model) is not models.BPE:
-        return False
-    try:
-        normalizers, splitters = [*_steps(backend.normalizer)], [*_steps(backend.pre_tokenizer)]
-    except Exception:  # steps in Python have no state; the library raises a bare `Exception`
-        return False
-    short_space = backend.token_to_id(_SPACE) is not None
-    rewrites = any(not _is_harmless(step, short_space) for step in normalizers)
-    # Without a fallback, characters outside the vocabulary vanish, and a text may have no token at all.
-    knows_all = backend.model.byte_fallback or backend.model.unk_token is not None
-    by_bytes = any(step["type"] == "ByteLevel" for step in splitters)
-    # SentencePiece writes a space as a character of three bytes: unless that is one token, a space may become three.
-    spaces_grow = any(step["type"] == "Metaspace" for step in splitters) and not short_space
-    return (by_bytes or knows_all) and not rewrites and not spaces_grow
-
-
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, or of each in a sequence of them."""
-    if part is not None:
-        state = json.loads(part.__getstate__())
-        yield from _flat(state)
-
-
-def _flat(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if state["type"] == "Sequence":
-        for step in state.get("normalizers") or state.get("pretokenizers") or ():
-            yield from _flat(step)
-    else:
-        yield state
-
-
-def _is_harmless(step: dict[str, Any], short_space: bool) -> bool:
-    if step["type"] == "Replace":
-        return step["pattern"] == {"String": " "} and step["content"] == _SPACE and short_space
-    return step["type"] == "NFC" or (step["type"] == "Prepend" and step["prepend"] == _SPACE)
-
-
-class Request(dict[str, Any]):
-    """A dataset row, parsed; its columns are the keys."""
-
-    __slots__ = ("advantage", "is_off_policy", "logprobs", "of_teacher", "place", "student", "teacher", "where")
-
-    def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
-        super().__init__(row)
-        # `of_teacher` is the teacher's prompt from the columns, which `teacher_prompt_fn` replaces after the rollout.
-        self.where, self.student, self.teacher, self.of_teacher = where, student, teacher, of_teacher
-        self.place: int | None = None  # index in the generation batch over all processes
-        self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
-        self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
-        self.advantage = 0.0  # of the completion within its group, once there are rewards
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intake:
-    """Parses rows, without a tokenizer."""
+class PromptLimits:
+    """Limits of a tokenized prompt that leave room for a completion."""
 
-    teachers: tuple[str, ...]
-    """Names of the teachers."""
-    prompts: TeacherPrompts
-    """Builds the teachers' prompts."""
+    vocabulary: int
+    """Number of token ids that student and teacher share."""
+    context: int | None
+    """Context length in tokens, or `None` for no limit."""
+    completion: int
+    """Tokens reserved for the completion: `max_completion_length`."""
+    reader: str = "the student"
+    """The model whose context it is, in messages."""
 
-    def read(self, row: Row, where: str) -> Request:
-        """Parses one row and checks its columns, teacher and prompts; a parsed row is returned unchanged."""
-        if isinstance(row, Request):
-            return row
-        check_no_images(row, where)
-        check_columns(row, where, self.teachers if len(self.teachers) > 1 else (), features=row)
-        teacher = teacher_of(row, where, self.teachers)
-        student = Prompt.of(row["prompt"], f"The prompt in {where}")
-        # `teacher_prompt_fn` takes precedence over the columns, but needs the completion.
-        in_row = self.prompts.prompt_fn is None and self.prompts.in_row(row)
-        return Request(row, where, student, teacher, self.prompts.of(row, where) if in_row else student)
+    def fits(self, prompt_tokens: int) -> bool:
+        """Whether a prompt of this length leaves room for a whole completion."""
+        return self.room(prompt_tokens) == self.completion
 
-    def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
-        """Parses the rows of a generation batch of this name."""
-        return [self.read(row, f"row {number} of {batch}") for number, row in enumerate(rows)]
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that may follow a prompt of this length."""
+        return self.completion if self.context is None else min(self.completion, self.context - prompt_tokens)
 
+    def covers(self, other: PromptLimits) -> bool:
+        """Whether every prompt within the other limits is within these."""
+        # Where a teacher's limits are no stricter in any respect, its prompts need no check of their own.
+        wide = self.context is None or (other.context is not None and other.context <= self.context)
+        return wide and other.vocabulary <= self.vocabulary and other.completion >= self.completion
 
-logger = get_logger(__name__)
+    def check_room(self) -> None:
+        """Raises `ValueError` when a completion alone fills the context."""
+        if self.context is not None and self.completion >= self.context:
+            raise ValueError(
+                f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of "
+                f"{self.reader} ({self.context} tokens): lower it."
+            )
+
+    def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
+        """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
+        if not prompt_tokens:
+            raise ValueError(f"{where} has no tokens after tokenization: add a prompt, or remove the row.")
+        if not self.fits(prompt_tokens):
+            raise ValueError(
+                f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} this exceeds the context "
+                f"of {self.reader} ({self.context} tokens): shorten it, lower max_completion_length, or set "
+                "overlong_prompts='drop'."
+            )
+        self.check_known(largest_id, where)
+
+    def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
+        """Raises `ValueError` when a completion exceeds the limits or has token ids outside the vocabulary."""
+        length = len(prompt_ids) + len(completion_ids)
+        if self.context is not None and length > self.context:
+            raise ValueError(
+                f"{backend} generated {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the "
+                f"context is {self.context}: limit it to max_completion_length={self.completion}."
+            )
+        if len(completion_ids) > self.completion:
+            raise ValueError(
+                f"{backend} generated {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: "
+                "limit it to that, or raise the option."
+            )
+        where = f"A completion of {backend}"
+        if (smallest := min(completion_ids, default=0)) < 0:
+            raise ValueError(f"{where} contains the token id {smallest}: expected ids of at least 0, without padding.")
+        self.check_known(max(completion_ids, default=0), where)
+
+    def check_known(self, largest_id: int, where: str) -> None:
+        """Raises `ValueError` when the largest token id of a text is outside the vocabulary."""
+        if largest_id >= self.vocabulary:
+            raise ValueError(
+                f"{where} contains the token id {largest_id}, but the models have {self.vocabulary} ids: use the "
+                "tokenizer the student was trained with; after `tokenizer.add_tokens`, resize both models with "
+                "`model.resize_token_embeddings(len(tokenizer))`."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
     """Tokenizes and checks the prompts of the student, or of the teachers."""
 
-    intake: Intake
-    """Parses the rows."""
-    prompt_of: Callable[[Request], Prompt]
-    """Selects the prompt of a row."""
-    tokenize: Callable[[list[Any]], list[list[int]]]
-    """Turns prompts of one kind into token ids, chat template included."""
-    tokenizer: PreTrainedTokenizerBase
-    """The tokenizer inside `tokenize`."""
-    largest_id: int
-    """Its largest token id."""
-    settings: tuple[Any, ...]
-    """Everything else that token ids depend on; equal in runs with equal options."""
-    limits: Mapping[str, PromptLimits]
-    """Limits of the prompts, by the name of the row's teacher."""
-    columns: tuple[str, ...] = ("prompt",)
-    """Columns that prompts are built from."""
-    copies: int = 1
-    """How often a prompt may repeat the text of the columns."""
-    is_needed: Callable[[list[str] | None], bool] = lambda columns: True
-    """Whether rows with these columns need checking; `None` for unknown columns."""
+    of: Readers
+    """What both depend on."""
+    is_teachers: bool
+    """Whether it reads for the teachers."""
+
+    def prompt_of(self, request: Request) -> Prompt:
+        """The prompt of a row, a teacher's from the columns."""
+        return request.of_teacher if self.is_teachers else request.student
 
     def limits_of(self, request: Request) -> PromptLimits:
         """Limits of the prompt of a row."""
-        return self.limits[request.teacher]
+        return self.of.teacher_limits[request.teacher] if self.is_teachers else self.of.student_limits
 
     @property
     def strictest(self) -> PromptLimits:
         """Limits within which a prompt is within those of every row."""
-        limits = list(self.limits.values())
+        limits = list(self.of.teacher_limits.values()) if self.is_teachers else [self.of.student_limits]
         contexts = [one.context for one in limits if one.context is not None]
         return PromptLimits(
             vocabulary=min(one.vocabulary for one in limits),
@@ -158,22 +123,47 @@ class Reader:
     @property
     def knows_all_ids(self) -> bool:
         """Whether the models know every token id of the tokenizer."""
-        return self.largest_id < self.strictest.vocabulary
+        return self.of.largest_id < self.strictest.vocabulary
 
     @property
     def is_bounded(self) -> bool:
         """Whether a prompt has at most one token for each byte, and only tokens that the models know."""
-        return self.knows_all_ids and at_most_one_token_per_byte(self.tokenizer)
+        return self.knows_all_ids and at_most_one_token_per_byte(self.of.tokenizer)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that prompts are built from."""
+        return ("prompt", *PRIVILEGED) if self.is_teachers else ("prompt",)
+
+    @property
+    def copies(self) -> int:
+        """How often a prompt may repeat the text of the columns."""
+        return self.of.intake.copies if self.is_teachers else 1
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What token ids depend on beside the tokenizer; equal in runs with equal options."""
+        more = (dict(self.of.template), self.of.intake.template) if self.is_teachers else ()
+        return (*self.of.settings, *more)
+
+    def is_needed(self, columns: Iterable[str] | None) -> bool:
+        """Whether rows with these columns need checking (`None` if unknown), the student's prompts being checked."""
+        if not self.is_teachers:
+            return True
+        if self.of.intake.prompt_fn is not None:
+            return False
+        covered = all(limits.covers(self.of.student_limits) for limits in self.of.teacher_limits.values())
+        return columns is None or not covered or not self.of.are_alike(columns)
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """The common kind of these prompts and of those before; refuses kinds that this tokenizer cannot complete."""
         kind = common_kind(prompts, kind)
-        if kind == "messages" and not self.tokenizer.chat_template:
+        if kind == "messages" and not self.of.tokenizer.chat_template:
             raise ValueError(
                 f"{prompts[0].where} is a list of messages, but the tokenizer has no chat template: set "
                 "`tokenizer.chat_template`, or give the prompts as text."
             )
-        if kind == "text" and (added := added_at_end(self.tokenizer)):
+        if kind == "text" and (added := added_at_end(self.of.tokenizer)):
             raise ValueError(
                 f"{prompts[0].where} is text, to which the tokenizer appends {added!r}, so the completion would follow "
                 "an end token: give messages, load the tokenizer with `add_eos_token=False`, or set "
@@ -183,8 +173,14 @@ class Reader:
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The token ids of prompts whose kind was checked; refuses what the chat template refuses or prints."""
+        template = self.of.template if self.is_teachers else {}
+        if template and prompts[0].kind == "text":
+            raise ValueError(
+                f"`teacher_chat_template_kwargs={dict(template)!r}` has no effect, because the teacher's prompts are "
+                "text: give messages, or remove the option."
+            )
         try:
-            found = self.tokenize([prompt.value for prompt in prompts])
+            found = self.of.tokenize([prompt.value for prompt in prompts], **template)
         except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             if len(prompts) > 1:  # one by one, to find the row
                 return [ids for prompt in prompts for ids in self.token_ids([prompt])]
@@ -192,16 +188,16 @@ class Reader:
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where)
             if prompt.has_parts:
-                check_parts(prompt.value, self.tokenizer.decode(ids), prompt.where)
+                check_parts(prompt.value, self.of.tokenizer.decode(ids), prompt.where)
         return found
 
     def check_start(self, prompt_ids: list[int], where: str) -> None:
         """Raises `ValueError` when a prompt has two start tokens."""
-        start = self.tokenizer.bos_token_id
-        if start is not None and prompt_ids[:2] == [start, start]:
+        tokenizer = self.of.tokenizer
+        if tokenizer.bos_token_id is not None and prompt_ids[:2] == [tokenizer.bos_token_id] * 2:
             raise ValueError(
-                f"{where} has two start tokens {self.tokenizer.bos_token!r}, one in the text and one added by the "
-                "tokenizer: remove it from the text, or give messages."
+                f"{where} has two start tokens {tokenizer.bos_token!r}, one of its own and one that the tokenizer "
+                "adds to text: remove the first from the text, or give messages, to which only the chat template adds."
             )
 
 
@@ -229,31 +225,12 @@ class Readers:
     @property
     def student(self) -> Reader:
         """The student's reader."""
-        return Reader(
-            intake=self.intake,
-            prompt_of=lambda request: request.student,
-            tokenize=self.tokenize,
-            tokenizer=self.tokenizer,
-            largest_id=self.largest_id,
-            settings=self.settings,
-            limits=dict.fromkeys(self.intake.teachers, self.student_limits),
-        )
+        return Reader(of=self, is_teachers=False)
 
     @property
     def teacher(self) -> Reader:
-        """The teachers' reader, for prompts from the columns; `teacher_prompt_fn` needs a completion."""
-        return Reader(
-            intake=self.intake,
-            prompt_of=lambda request: request.of_teacher,
-            tokenize=self._tokenize_for_teacher,
-            tokenizer=self.tokenizer,
-            largest_id=self.largest_id,
-            settings=(*self.settings, dict(self.template), self.intake.prompts.template),
-            limits=self.teacher_limits,
-            columns=("prompt", "teacher_prompt", "privileged_context"),
-            copies=self.intake.prompts.copies,
-            is_needed=self._may_differ,
-        )
+        """The teachers' reader."""
+        return Reader(of=self, is_teachers=True)
 
     def with_teachers(self, vocabulary: int | None, contexts: Mapping[str, int | None]) -> Readers:
         """A copy with the limits of the loaded teachers: their contexts, and the shared vocabulary or `None`."""
@@ -296,15 +273,7 @@ class Readers:
 
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher gets the same prompts as the student."""
-        prompts = self.intake.prompts
-        return not self.template and prompts.prompt_fn is None and not prompts.in_row(columns)
-
-    def _may_differ(self, columns: Iterable[str] | None) -> bool:
-        """Whether rows that fit the student may not fit a teacher, as far as known before training."""
-        if self.intake.prompts.prompt_fn is not None:
-            return False
-        covered = all(limits.covers(self.student_limits) for limits in self.teacher_limits.values())
-        return columns is None or not covered or not self.are_alike(columns)
+        return not self.template and self.intake.prompt_fn is None and not tells_more(columns)
 
     def teacher_prompt_ids(
         self,
@@ -315,10 +284,13 @@ class Readers:
     ) -> list[list[int]] | None:
         """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
         # Where no row differs, the student's token ids are reused and nothing is tokenized again.
-        alike = all(map(self.are_alike, requests))
+        alike = self.are_alike(()) and all(request.of_teacher is request.student for request in requests)
         if not alike:
             reader = self.teacher
-            prompts = self._teacher_prompts(requests, completion_ids, decode)
+            prompts = [request.of_teacher for request in requests]
+            if self.intake.prompt_fn is not None:
+                texts = decode(completion_ids, skip_special_tokens=True)
+                prompts = [self.intake.called(request, text) for request, text in zip(requests, texts, strict=True)]
             if reader.check_kind(prompts) == "text" and requests[0].student.kind == "messages":
                 logger.warning_once(
                     "The prompts are text for the teacher but messages for the student, so no chat template is applied "
@@ -327,15 +299,6 @@ class Readers:
             prompt_ids = reader.token_ids(prompts)
         self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
         return None if alike else prompt_ids
-
-    def _teacher_prompts(
-        self, requests: Sequence[Request], completion_ids: list[list[int]], decode: Callable[..., list[str]]
-    ) -> list[Prompt]:
-        of = self.intake.prompts
-        if of.prompt_fn is None:
-            return [request.of_teacher for request in requests]
-        texts = decode(completion_ids, skip_special_tokens=True)
-        return [of.of(request, request.where, text) for request, text in zip(requests, texts, strict=True)]
 
     def _check_fits_teacher(
         self, requests: Sequence[Request], prompt_ids: Sequence[list[int]], completion_lengths: Sequence[int]
@@ -352,11 +315,3 @@ class Readers:
             replace(limits, completion=0).check(
                 len(ids), max(ids, default=0), f"The teacher's input for {request.where}"
             )
-
-    def _tokenize_for_teacher(self, prompts: list[Any]) -> list[list[int]]:
-        if self.template and isinstance(prompts[0], str):
-            raise ValueError(
-                f"`teacher_chat_template_kwargs={dict(self.template)!r}` has no effect, because the teacher's prompts "
-                "are text: give messages, or remove the option."
-            )
-        return self.tokenize(prompts, **self.template)

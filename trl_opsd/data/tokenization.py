@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from jinja2 import TemplateError
+from tokenizers import models
 from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 3
@@ -153,22 +155,16 @@ def warn_of_prompts(
 ) -> None:
     """Renders some prompts as a model will see them, and warns of what is seldom meant."""
     if all(isinstance(prompt, str) for prompt in prompts):
-        warn_of_bare_text(tokenizer, where, prompts)
+        if tokenizer.chat_template and not any(token in text for text in prompts for token in _special(tokenizer)):
+            logger.warning(
+                f"The prompts of {where} are text, so no chat template is applied, although the tokenizer has one. If "
+                "the student is a chat model, give messages: [{'role': 'user', 'content': '...'}]."
+            )
         names = (f"The prompt in row {number} of {where}" for number in range(len(prompts)))
         warn_of_ended_text(tokenizer, dict(zip(names, prompts, strict=True)), render)
     elif tokenizer.chat_template:
         with suppress(TemplateError, TypeError):  # the reader reports the row that a template refuses
             _warn_of_template(where, prompts, render)
-
-
-def warn_of_bare_text(tokenizer: PreTrainedTokenizerBase, where: str, prompts: Iterable[str]) -> None:
-    """Warns when a chat model gets text prompts without any of its special tokens."""
-    if not tokenizer.chat_template or any(token in prompt for prompt in prompts for token in _special(tokenizer)):
-        return
-    logger.warning(
-        f"The prompts of {where} are text, so no chat template is applied, although the tokenizer has one. If the "
-        "student is a chat model, give messages: [{'role': 'user', 'content': '...'}]."
-    )
 
 
 def warn_of_ended_text(
@@ -214,3 +210,45 @@ def _around_answer(messages: list[Any], render: Callable[..., str]) -> tuple[str
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+_SPACE = "▁"
+"""SentencePiece's symbol for a space."""
+
+
+def at_most_one_token_per_byte(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether text that is not blank has at least one token, and at most one for each UTF-8 byte after NFC."""
+    # True of BPE over bytes or characters (Qwen, Llama, Gemma, Mistral, GPT) unless text is rewritten first. Each of
+    # these may add one token to a whole text.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.model) is not models.BPE:
+        return False
+    try:
+        normalizers, splitters = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
+    except Exception:  # steps in Python have no state; the library raises a bare `Exception`
+        return False
+    short_space = backend.token_to_id(_SPACE) is not None
+    rewrites = any(not _is_harmless(step, short_space) for step in normalizers)
+    # Without a fallback, characters outside the vocabulary vanish, and a text may have no token at all.
+    knows_all = backend.model.byte_fallback or backend.model.unk_token is not None
+    by_bytes = any(step["type"] == "ByteLevel" for step in splitters)
+    # SentencePiece writes a space as a character of three bytes: unless that is one token, a space may become three.
+    spaces_grow = any(step["type"] == "Metaspace" for step in splitters) and not short_space
+    return (by_bytes or knows_all) and not rewrites and not spaces_grow
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The settings of a normalizer or pre-tokenizer, or of each in a sequence of them."""
+    steps, found = [] if part is None else [json.loads(part.__getstate__())], []
+    for step in steps:
+        if step["type"] == "Sequence":
+            steps += step.get("normalizers") or step.get("pretokenizers") or ()
+        else:
+            found.append(step)
+    return found
+
+
+def _is_harmless(step: dict[str, Any], short_space: bool) -> bool:
+    if step["type"] == "Replace":
+        return step["pattern"] == {"String": " "} and step["content"] == _SPACE and short_space
+    return step["type"] == "NFC" or (step["type"] == "Prepend" and step["prepend"] == _SPACE)

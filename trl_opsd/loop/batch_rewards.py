@@ -18,7 +18,7 @@ from pandas import DataFrame
 from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import Request
 from trl_opsd.host import Host
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.rewards.given import NOT_PASSED

@@ -13,7 +13,7 @@ import torch
 from accelerate.logging import get_logger
 
 from trl_opsd.data.completions import completion_ids
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import Request
 from trl_opsd.loop.host import TrainerHost, of_package, overrides
 from trl_opsd.loop.memory import explain
 from trl_opsd.models.backbone import preserved_mode

@@ -25,8 +25,7 @@ from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
-from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, Request
 from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.checkpoints import Checkpoints, StopOnSigterm
 from trl_opsd.loop.collapse import CollapseGuard
@@ -634,4 +633,6 @@ class TrainerHooks(TrainerMembers):
         folder = os.path.basename(os.path.realpath(self.args.output_dir))
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
-            self._model_card().complete(dataset_name)
+            from trl_opsd.loop.model_card import complete
+
+            complete(self, self._settings_in_words(), dataset_name)

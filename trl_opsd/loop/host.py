@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.prompts import Row
-from trl_opsd.data.readers import Readers, Request
+from trl_opsd.data.prompts import Request, Row
+from trl_opsd.data.readers import Readers
 from trl_opsd.host import Host
 from trl_opsd.models.padding import Reading
 from trl_opsd.types import Rollout, TeacherTargets

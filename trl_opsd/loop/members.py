@@ -23,7 +23,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import Request
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of

@@ -8,24 +8,20 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any
 
-from huggingface_hub import ModelCard as ModelCardFile
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from transformers import TrainerState
 
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.sharding import class_of
-from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd.config import OPSDConfig
-from trl_opsd.losses import Divergence
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
 from trl_opsd.report.recording import PAGE
-
-__all__ = ["SELF_DISTILLATION", "ModelCard"]
 
 SELF_DISTILLATION = {
     "title": "Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models",
@@ -55,79 +51,57 @@ _BASE, _PROCEDURE, _UNNAMED = "This model is a fine-tuned version of [", "## Tra
 """What is replaced in TRL's card: the beginnings of two lines, and a part of another."""
 
 
-class Subject(Protocol):
-    """The trainer, as its card sees it."""
+def complete(trainer: DistillationTrainer, settings: Mapping[str, str], dataset_name: str | None) -> None:
+    """Completes the `README.md` that TRL has written to the output folder.
 
-    args: OPSDConfig
-    model: Any
-    state: TrainerState
-    hub_model_id: str | None
-
-    @property
-    def teachers(self) -> Mapping[str, Any]: ...
-    @property
-    def divergence(self) -> Divergence: ...
-    @property
-    def temperatures(self) -> tuple[float, float]: ...
-
-
-@final
-class ModelCard:
-    """Base model, teachers, objective, settings and figures of a trainer, for the model card and the report.
-
-    `settings` returns how it is trained, in words by topic; a card is published, so it has no names of folders and no
+    `settings` says how it is trained, in words by topic; a card is published, so it has no names of folders and no
     data.
     """
+    folder = trainer.args.output_dir
+    path = Path(folder) / "README.md"
+    card = ModelCard.load(path)
+    of_dataset = f" on the [{dataset_name}](https://huggingface.co/datasets/{dataset_name}) dataset"
+    base = f"This model is a fine-tuned version of {_shown(trainer.model)}{of_dataset if dataset_name else ''}."
+    lines = [base if line.startswith(_BASE) else line for line in card.text.split("\n")]
+    after = lines.index(_PROCEDURE) + 1
+    lines[after:after] = [
+        "",
+        *(f"- {topic[0].upper()}{topic[1:]}: {text}" for topic, text in {**_taught(trainer), **settings}.items()),
+        *([f"- Curves and completions: [{PAGE}]({PAGE})"] if trainer.args.report else []),
+        *figures(trainer.state.log_history),
+    ]
+    card.text = "\n".join(lines).replace(_UNNAMED, f'model="{trainer.hub_model_id or folder}"')
+    if (known := _hub_id(_path(trainer.model))) is not None:
+        card.data.base_model = known
+    card.save(path)
 
-    def __init__(self, trainer: Subject, settings: Callable[[], Mapping[str, str]]) -> None:
-        self._trainer, self._settings = trainer, settings
 
-    def complete(self, dataset_name: str | None) -> None:
-        """Completes the `README.md` that TRL has written to the output folder."""
-        trainer, folder = self._trainer, self._trainer.args.output_dir
-        path = Path(folder) / "README.md"
-        card = ModelCardFile.load(path)
-        of_dataset = f" on the [{dataset_name}](https://huggingface.co/datasets/{dataset_name}) dataset"
-        base = f"This model is a fine-tuned version of {_shown(trainer.model)}{of_dataset if dataset_name else ''}."
-        lines = [base if line.startswith(_BASE) else line for line in card.text.split("\n")]
-        after = lines.index(_PROCEDURE) + 1
-        lines[after:after] = [
-            "",
-            *(f"- {topic[0].upper()}{topic[1:]}: {text}" for topic, text in self._taught().items()),
-            *([f"- Curves and completions: [{PAGE}]({PAGE})"] if trainer.args.report else []),
-            *figures(trainer.state.log_history),
-        ]
-        card.text = "\n".join(lines).replace(_UNNAMED, f'model="{trainer.hub_model_id or folder}"')
-        if (known := _hub_id(_path(trainer.model))) is not None:
-            card.data.base_model = known
-        card.save(path)
+def about(trainer: DistillationTrainer, settings: Mapping[str, str]) -> dict[str, str]:
+    """Student, teachers, objective and settings by topic, without markup, for the report."""
+    texts = {"student": _shown(trainer.model), **_taught(trainer), **settings}
+    return {topic.replace("`", ""): _MARKS.sub(r"\1", text) for topic, text in texts.items()}
 
-    def about(self) -> dict[str, str]:
-        """Student, teachers, objective and settings by topic, without markup."""
-        texts = {"student": _shown(self._trainer.model), **self._taught()}
-        return {topic.replace("`", ""): _MARKS.sub(r"\1", text) for topic, text in texts.items()}
 
-    def _taught(self) -> dict[str, str]:
-        trainer = self._trainer
-        taught = {
-            f"teacher{f' `{name}`' if len(trainer.teachers) > 1 else ''}": self._teacher(one)
-            for name, one in trainer.teachers.items()
-        }
-        at, source = temperatures_in_words(*trainer.temperatures), _source(trainer.args)
-        objective = f"`{trainer.divergence!r}` at {at}{shape_in_words(trainer.args)}, over {source}"
-        return {**taught, "objective": objective, **self._settings()}
+def _taught(trainer: DistillationTrainer) -> dict[str, str]:
+    several = len(trainer.teachers) > 1
+    taught = {
+        f"teacher `{name}`" if several else "teacher": _teacher(trainer, one) for name, one in trainer.teachers.items()
+    }
+    at, source = temperatures_in_words(*trainer.temperatures), _source(trainer.args)
+    return {**taught, "objective": f"`{trainer.divergence!r}` at {at}{shape_in_words(trainer.args)}, over {source}"}
 
-    def _teacher(self, teacher: Any) -> str:
-        args, student = self._trainer.args, self._trainer.model
-        if args.teacher_model_kind is None:
-            model = getattr(teacher, "model", None)
-            return f"a `{type(teacher).__name__}`" if model is None else _shown(model)
-        text = _SELF[args.teacher_model_kind]
-        if args.teacher_model_kind == "base" and is_peft(student):
-            text += ", without its adapter"
-        if args.teacher_model_kind == "ema":
-            text += f" (`teacher_update_rate={args.teacher_update_rate:g}`)"
-        return f"{text}, given context that the student did not see"
+
+def _teacher(trainer: DistillationTrainer, teacher: Any) -> str:
+    args = trainer.args
+    if args.teacher_model_kind is None:
+        model = getattr(teacher, "model", None)
+        return f"a `{type(teacher).__name__}`" if model is None else _shown(model)
+    text = _SELF[args.teacher_model_kind]
+    if args.teacher_model_kind == "base" and is_peft(trainer.model):
+        text += ", without its adapter"
+    if args.teacher_model_kind == "ema":
+        text += f" (`teacher_update_rate={args.teacher_update_rate:g}`)"
+    return f"{text}, given context that the student did not see"
 
 
 def _source(args: OPSDConfig) -> str:

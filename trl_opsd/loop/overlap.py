@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
-from trl_opsd.data.readers import Request
+from trl_opsd.data.prompts import Request
 from trl_opsd.loop.dealing import Dealer, Parts
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.host import TrainerHost

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trl_opsd import fingerprint
+from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.arguments.checks import (
     check_completions,
     check_datasets,
@@ -20,9 +21,9 @@ from trl_opsd.arguments.checks import (
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.data.datasets import Rows, admit_all, by_name, columns_of, describe_rows
-from trl_opsd.data.prompts import PRIVILEGED, TEMPLATE, TEXT_TEMPLATE, Row
-from trl_opsd.data.readers import Reader, Readers, Request
+from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows
+from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
+from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.host import TrainerHost, overrides, own_verbs
 from trl_opsd.options.rules import refuse
@@ -48,8 +49,12 @@ class Teaching:
         """Token ids of the first prompt by `teacher_prompt_fn`."""
         self._described_rows: tuple[str, str] | None = None
         """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
-        self._identity = fingerprint.Identity(host.args, host.model, host.base_samples, host.optimizer)
-        self._identity.set_functions(self._functions())
+        self._fixed: fingerprint.Fingerprint = {
+            "student": fingerprint.describe_student(host.model, host.base_samples),
+            "optimizer": fingerprint.describe_optimizer(host.optimizer, host.args),
+            "functions": {name: fingerprint.describe_function(one) for name, one in self._functions().items()},
+        }
+        """Entries of the fingerprint that describe what was passed."""
         self.readers = Readers(
             intake=given.intake,
             tokenize=host.tokenize,
@@ -81,7 +86,7 @@ class Teaching:
                 handed_in=host.base_samples,
                 progress=host.show_progress,
             )
-        self._identity.set_teachers(self.teachers)
+        self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args)}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
@@ -111,9 +116,7 @@ class Teaching:
         refuse(EVALUATING, Situation(args=args, eval_dataset=eval_dataset))
         datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
         intake, given = self.readers.intake, self._given
-        several = intake.teachers if len(intake.teachers) > 1 else ()
-        optional = PRIVILEGED if intake.prompts.prompt_fn is None else ()
-        check_datasets(datasets, args, several, optional, given.reads_solutions)
+        check_datasets(datasets, args, intake, given.reads_solutions)
         if args.lmbda < 1:
             check_completions(train_dataset, self._host.tools, not args.seq_kd)
         check_rows_of_rewards(given.rewards, datasets, args, given.row_columns, given.reads_solutions)
@@ -134,7 +137,6 @@ class Teaching:
             vars(self).clear()
             vars(self).update(before)
             self._take_datasets(*datasets)
-            self._identity.set_teachers(self.teachers)
             if self._host.args.seq_kd:
                 self._use_teachers(self.teachers)
             raise
@@ -145,7 +147,8 @@ class Teaching:
 
     def _admit(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
         host = self._host
-        rows = admit_all(rows, reader, host.dropped_prompts if host.args.overlong_prompts == "drop" else None)
+        dropped = host.dropped_prompts if host.args.overlong_prompts == "drop" else None
+        rows = {name: admit(one, reader, dropped) for name, one in rows.items()}
         datasets = {name: one.dataset for name, one in rows.items()}
         eval_dataset = datasets.get("eval_dataset")
         if isinstance(host.eval_dataset, dict):
@@ -200,7 +203,7 @@ class Teaching:
         requests = self.readers.read_batch(rows, self._host.batch_name)
         decode = self._host.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
-        if self.first_made is None and prompts is not None and self.readers.intake.prompts.prompt_fn is not None:
+        if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:
             self.first_made = prompts[0]
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self._host.pad_prompts(prompts))
@@ -220,33 +223,36 @@ class Teaching:
         """Of the run, with the teachers and options as they are now."""
         host, rewards = self._host, self._learned_rewards()
         if self._described_rows is None:
-            calls_functions = self.readers.intake.prompts.prompt_fn is not None or bool(rewards)
+            calls_functions = self.readers.intake.prompt_fn is not None or bool(rewards)
             columns = None if calls_functions else self._given.row_columns  # a function may read any
             self._described_rows = describe_rows(host.train_dataset, columns), self._teacher_template()
         rows, teacher_template = self._described_rows
-        return self._identity.now(
+        return fingerprint.fingerprint(
+            host.args,
             host.divergence,
-            rows,
-            host.tools or (),
             host.processing_class.chat_template,
-            [one.name for one in rewards],
-            teacher_template,
             own_verbs(type(host)),
+            **self._fixed,
+            train_dataset=rows,
+            adapter=describe_adapters(host.model),
+            tools=[tool.__name__ for tool in host.tools or ()],
+            reward_funcs=[one.name for one in rewards],
+            teacher_prompt_template=teacher_template,
         )
 
     def _teacher_template(self) -> str:
         """What joins prompts and privileged contexts: without the option it depends on their kind, by the first row."""
-        prompts, dataset = self.readers.intake.prompts, self._host.train_dataset
+        intake, dataset = self.readers.intake, self._host.train_dataset
         row: Row = {}
         columns = columns_of(dataset) or ["privileged_context"]
-        if prompts.template is None and prompts.prompt_fn is None and "privileged_context" in columns:
+        if intake.template is None and intake.prompt_fn is None and "privileged_context" in columns:
             row = next(iter(dataset or ()), row)
         is_text = "privileged_context" in row and isinstance(row["prompt"], str)
-        return prompts.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
+        return intake.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
 
     def _functions(self) -> dict[str, Any]:
         """Functions of the user that are called, by name in messages."""
-        prompt_fn = self._given.intake.prompts.prompt_fn
+        prompt_fn = self._given.intake.prompt_fn
         return {
             **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
             **{f"reward_funcs: {one.name}": one.source for one in self._learned_rewards() if not one.is_model},

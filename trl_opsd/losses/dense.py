@@ -41,7 +41,8 @@ def dense_divergence(
         value_N = divergence.value(*logs)
     if kl_clip is not None:
         assert isinstance(divergence, Entrywise), "check_clip has refused others"
-        value_N, clipped_N = divergence.clipped_value(kl_clip, *logs), (divergence.entries(*logs) > kl_clip).any(-1)
+        entries_NV = divergence.entries(*logs)
+        value_N, clipped_N = entries_NV.clamp(max=kl_clip).sum(-1), (entries_NV > kl_clip).any(-1)
     shared_N, mass_N = top_shared_(torch.stack([log_student_NV.detach(), log_teacher_NV]))
     weights_N = torch.ones_like(value_N) if weights is None else weights
     return PerToken(

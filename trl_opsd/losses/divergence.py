@@ -110,10 +110,6 @@ class Entrywise(Divergence):
         values_RV, slopes_RV, _ = self.terms(log_student_RV, log_teacher_RV, student_RV, teacher_RV)
         return values_RV.sum(-1), of_logits_(slopes_RV, student_RV)
 
-    def clipped_value(self, clip: float, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
-        """The definition: the sum of all entries, each at most `clip`. [R], differentiable, in any precision."""
-        return self.entries(log_student_RV, log_teacher_RV).clamp(max=clip).sum(-1)
-
     def clipped_(
         self, clip: float, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,8 +16,6 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
-__all__ = ["Progress", "Rows", "evaluated", "replace_default"]
-
 PHASES = {"complete": "generate", "teach": "score", "compare": "train"} | {
     one: one for one in ("sync", "reward", "save")
 }
@@ -94,21 +92,13 @@ class Rows:
 
 
 def evaluated(logs: Mapping[str, Any]) -> str | None:
-    """The prefix of an evaluation's metrics; `None` for a log of a training."""
-    return next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), None)
+    """The prefix of an evaluation's metrics; `None` for a log of a training, or its summary."""
+    runtimes = (name for name in logs if name.endswith("_runtime") and name != "train_runtime")
+    return next((name.removesuffix("_runtime") for name in runtimes), None)
 
 
 def in_words(seconds: float) -> str:
-    """A duration.
-
-    Example:
-
-    ```python
-    >>> in_words(7.25), in_words(147), in_words(9000)
-    ('7.2 s', '2 min 27 s', '2 h 30 min')
-
-    ```
-    """
+    """A duration: "7.2 s", "2 min 27 s" or "2 h 30 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s"
@@ -189,11 +179,8 @@ class _Printed(PrinterCallback):
 
 
 def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContextManager[None]] | None:
-    """Replaces transformers' default by [`Progress`], or by the rows alone; returns what shows a phase on a bar.
-
-    To be called when the trainer has just been built: the default stands behind the user's callbacks, which stay.
-    """
-    # From the end: the default was added last, and a user may have passed the same class.
+    """Replaces transformers' default in a new trainer by [`Progress`], or by the rows alone; returns its `during`."""
+    # From the end: the default was added last, and a user may have passed the same class, which stays.
     for place in reversed(range(len(handler.callbacks))):
         kind = type(handler.callbacks[place])
         if kind is DEFAULT_PROGRESS_CALLBACK:

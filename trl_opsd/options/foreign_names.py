@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from trl_opsd.options.table import table
 
@@ -94,7 +94,7 @@ def instead(name: str, known: Iterable[str], config: type) -> str:
     return advice(config).get(name) or close or _FAMILIES.get(prefix, "")
 
 
-def explained(what: str, name: str, known: Collection[str], config: Any) -> str:
+def _explained(what: str, name: str, known: Collection[str], config: Any) -> str:
     """A sentence about an option or an argument, as `what` says, that does not exist."""
     if what == "option" and name in TRAINER_ARGUMENTS:
         return f"has no option {name!r}: it is an argument of `OPSDTrainer`."
@@ -149,6 +149,9 @@ class StrictNames:
     A subclass that takes `**kwargs` may know more names than its signature tells, so it is left to Python.
     """
 
+    _config_class: ClassVar[type | None] = None
+    """The config of a class that takes arguments; `None` for a config itself, which takes options."""
+
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Checks the names; `__init__` takes the values.
 
@@ -159,10 +162,7 @@ class StrictNames:
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
             unknown = [name for name in given if name not in known]
             if unknown:
-                raise TypeError("\n".join(f"`{cls.__name__}` {cls.explain(name, list(known)[1:])}" for name in unknown))
+                what, names = "argument" if cls._config_class else "option", list(known)[1:]
+                told = (_explained(what, name, names, cls._config_class or cls) for name in unknown)
+                raise TypeError("\n".join(f"`{cls.__name__}` {one}" for one in told))
         return super().__new__(cls)
-
-    @classmethod
-    def explain(cls, name: str, known: Collection[str]) -> str:
-        """What to say about an unknown name, after the name of the class."""
-        raise NotImplementedError

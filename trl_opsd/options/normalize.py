@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
-from inspect import getdoc
+from inspect import cleandoc, getsource
+from itertools import pairwise
 from numbers import Integral, Real
+from textwrap import dedent
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -18,7 +20,7 @@ from transformers import GenerationConfig, TrainingArguments
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import SampledReverseKL
 from trl_opsd.options.foreign_names import did_you_mean
-from trl_opsd.options.table import is_number
+from trl_opsd.options.table import above, integer
 
 # ---- Text and JSON --------------------------------------------------------------------------------------------------
 
@@ -205,13 +207,13 @@ def _check_key(args: DistillationConfig, name: str, value: Any) -> None:
             f"{given} with `seq_kd=True`: an engine supports it, but the teacher, which uses transformers' `generate`, "
             "does not: remove it, or generate the teacher's completions beforehand, into a column 'completion'."
         )
-    if name in ("eos_token_id", "stop_token_ids") and not all(map(_is_token, _listed(value))):
+    if name in ("eos_token_id", "stop_token_ids") and not all(map(integer(0).fits, _listed(value))):
         raise ValueError(f"{given}: expected a token id that ends a completion, or a list of such ids.")
     if args.has_engine:  # which knows others, and says so
         return
     if name in FAIL_IN_GENERATE:
         raise ValueError(f"{given}: it {FAIL_IN_GENERATE[name]}.")
-    if name == "temperature" and not (is_number(value) and 0 < value < math.inf):
+    if name == "temperature" and not above(0).fits(value):
         raise ValueError(f"{given}: expected a finite number above 0; for greedy decoding set 'do_sample' to False.")
     if name not in known:
         hint = did_you_mean(name, known) or "see `transformers.GenerationConfig` for all of them."
@@ -264,10 +266,6 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _shown(name: str, value: Any) -> str:
     return f"`generation_kwargs={{{name!r}: {value!r}}}`"
 
@@ -275,18 +273,24 @@ def _shown(name: str, value: Any) -> str:
 # ---- Help of a command line -----------------------------------------------------------------------------------------
 
 _Class = TypeVar("_Class", bound=type[Any])
-_ENTRY = re.compile(r"^ {4}(\w+) \(.*\):\n((?: {8}.*\n)+)", re.MULTILINE)
-"""One parameter of a docstring in TRL's format: its name, and its description."""
-_REFERENCE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]")
-"""A name that a page of documentation would link."""
 
 
 def with_help(described: _Class) -> _Class:
-    """Decorates a dataclass: each field that has no `help` of its own gets its description in the class's docstring."""
-    meanings = dict(_ENTRY.findall(f"{getdoc(described) or ''}\n"))
-    for field in fields(described):
-        if field.name in meanings and "help" not in field.metadata:
-            # `HfArgumentParser` passes it to argparse, which reads `%` as a format.
-            meaning = _REFERENCE.sub(r"`\1`", " ".join(meanings[field.name].split())).replace("%", "%%")
-            field.metadata = MappingProxyType({**field.metadata, "help": meaning})
+    """Decorates a dataclass: the text under a field is its `help`, and the docstring lists the annotated fields."""
+    try:
+        source = ast.parse(dedent(getsource(described)))
+    except OSError:  # an installation without sources
+        return described
+    known, listed = {one.name: one for one in fields(described)}, ["Parameters:"]
+    for declared, under in pairwise(source.body[0].body):  # type: ignore[attr-defined]
+        match declared, under:
+            case ast.AnnAssign(ast.Name(name), annotation), ast.Expr(ast.Constant(str(text))):
+                one, meaning = known[name], " ".join(text.split())
+                # `HfArgumentParser` passes it to argparse, which reads `%` as a format.
+                one.metadata = MappingProxyType({**one.metadata, "help": meaning.replace("%", "%%")})
+                if isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple):
+                    kind = ast.unparse(annotation.slice.elts[0]).removesuffix(" | None")
+                    default = "" if one.default is None else f", defaults to `{one.default!r}`"
+                    listed += [f"    {name} (`{kind}`, *optional*{default}):", f"        {meaning}"]
+    described.__doc__ = "\n".join([cleandoc(described.__doc__ or ""), "", *listed])
     return described

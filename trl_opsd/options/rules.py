@@ -217,11 +217,6 @@ def _vanishes(args: Any) -> bool:
     return isinstance(objective, GeneralizedJSD) and not 0.05 <= objective.beta <= 0.95
 
 
-def _steps_in_backward(optim: Any) -> bool:
-    name = str(OptimizerNames(optim).value)
-    return "lomo" in name or "layerwise" in name
-
-
 def _accumulation_of_file(args: Any) -> Any:
     theirs = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
     steps = theirs.get("gradient_accumulation_steps", "auto")
@@ -272,7 +267,10 @@ def _without_loss_scale(args: Any) -> Any:
     return args.overlap == "step" and plugin is not None and setting_without_loss_scale(plugin.deepspeed_config)
 
 
-_STEPS_IN_BACKWARD = Values("an optimizer that steps in each backward pass", _steps_in_backward)
+_STEPS_IN_BACKWARD = Values(
+    "an optimizer that steps in each backward pass",
+    lambda optim: any(kind in str(OptimizerNames(optim).value) for kind in ("lomo", "layerwise")),
+)
 _CASTS = (
     " would cast the student's weights permanently in an evaluation: remove it, and set `bf16=True` to compute in "
     "bfloat16."

@@ -6,7 +6,7 @@ import base64
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from trl_opsd.monitor.progress import PHASES, evaluated, in_words
 from trl_opsd.report.recording import PAGE, Recorded, about, log_of, recorded_in
 from trl_opsd.report.samples import Sample
-
-__all__ = ["Chart", "Curve", "charts", "facts", "page", "picture", "write"]
+from trl_opsd.types.loss import TENTHS
 
 Point = tuple[float, float]
 
@@ -26,7 +25,6 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (4, 1), (1, 3))
 _GREY = "#7f7f7f"
 """Readable on white and on black."""
-_TENTHS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +46,18 @@ class Chart:
     """Label of the horizontal axis."""
     curves: tuple[Curve, ...]
 
+    @property
+    def largest(self) -> float:
+        """The largest absolute value."""
+        return max((abs(y) for curve in self.curves for _, y in curve.points), default=0.0)
+
     def shown(self, value: float | None) -> str:
         """A number with as many decimals as all others of the chart; a dash for `None`."""
         if value is None:
             return "–"
-        largest = max((abs(y) for curve in self.curves for _, y in curve.points), default=0.0)
-        if 0 < largest < 0.01:
+        if 0 < self.largest < 0.01:
             return f"{value:.2e}"
-        return f"{value:,.{3 if largest < 10 else 1 if largest < 1000 else 0}f}"
+        return f"{value:,.{3 if self.largest < 10 else 1 if self.largest < 1000 else 0}f}"
 
     @property
     def rows(self) -> list[tuple[float, list[float | None]]]:
@@ -67,68 +69,52 @@ class Chart:
         return [(x, [one.get(x) for one in values]) for x in at]
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    title: str
-    unit: str
-    pattern: str
-    """Matches names in a log; its group, if any, names the curve."""
-    of_evaluations: bool = True
-    """Whether evaluations are drawn too."""
-
-
 _GROUPS = (
-    _Group("Divergence", "nats per token", r"divergence/mean"),
-    _Group("Reward", "mean", r"reward|rewards/(.+)/mean"),
-    _Group("Entropy", "nats per token", r"entropy/(student|teacher)"),
-    _Group("Length of completions", "tokens", r"completions/mean_length"),
-    _Group("Seconds of a step", "seconds", r"time/(complete|sync|reward|teach|compare)", of_evaluations=False),
-    _Group("Speed", "tokens per second", r"tokens_per_second", of_evaluations=False),
-    _Group("Learning rate", "", r"learning_rate", of_evaluations=False),
+    ("Divergence", "nats per token", r"divergence/mean", True),
+    ("Reward", "mean", r"reward|rewards/(.+)/mean", True),
+    ("Entropy", "nats per token", r"entropy/(student|teacher)", True),
+    ("Length of completions", "tokens", r"completions/mean_length", True),
+    ("Seconds of a step", "seconds", r"time/(complete|sync|reward|teach|compare)", False),
+    ("Speed", "tokens per second", r"tokens_per_second", False),
+    ("Learning rate", "", r"learning_rate", False),
 )
+"""Title, unit, names in a log (a group in the pattern names the curve), and whether evaluations are drawn too."""
 
 
 def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """The charts that a `log_history` has figures for."""
     found = []
-    for group in _GROUPS:
+    for title, unit, pattern, of_evaluations in _GROUPS:
         points: dict[str, dict[float, float]] = {}
         for entry in log:
-            split = _split(entry)
+            split = evaluated(entry)
             # Times and speeds of an evaluation cannot be compared with those of training.
-            if split and not group.of_evaluations:
+            if split and not of_evaluations:
                 continue
             for name, value in sorted(entry.items()):  # a log loaded from JSON may have another order
                 short = name.removeprefix(f"{split}_") if split else name
-                match = re.fullmatch(group.pattern, short)
+                match = re.fullmatch(pattern, short)
                 if match and _is_number(value) and (not split or short != name):
                     part = match.group(1) if match.re.groups else None
-                    where = (split or "training") if group.of_evaluations or not part else None
+                    where = (split or "training") if of_evaluations or not part else None
                     part = PHASES.get(part, part) if part and name.startswith("time/") else part
                     curve = ", ".join(filter(None, [part, where]))
                     points.setdefault(curve, {})[entry["step"]] = float(value)
         # With a single reward function, its curve equals their sum: draw it once.
-        different = {name: one for name, one in points.items() if name.count(",") == 0 or not _is_sum(points, name)}
+        different = {
+            name: one for name, one in points.items() if ", " not in name or points.get(name.rpartition(", ")[2]) != one
+        }
         if different:
             curves = tuple(Curve(name, tuple(sorted(one.items()))) for name, one in different.items())
-            found.append(Chart(group.title, group.unit, "step", curves))
-            if group.title == "Divergence" and (places := _by_place(log)) is not None:
+            found.append(Chart(title, unit, "step", curves))
+            if title == "Divergence" and (places := _by_place(log)) is not None:
                 found.append(places)
     return found
 
 
-def _split(entry: Mapping[str, Any]) -> str:
-    """The prefix of an evaluation's names; empty for a log of the training, and for its summary."""
-    return "" if "train_runtime" in entry else evaluated(entry) or ""
-
-
-def _is_sum(points: Mapping[str, dict[float, float]], name: str) -> bool:
-    return points.get(name.rpartition(", ")[2]) == points[name]
-
-
 def _by_place(log: Sequence[Mapping[str, Any]]) -> Chart | None:
     """The divergence of each tenth of the completions, in the first and the last log that has it."""
-    names = [f"divergence/position_{tenth}" for tenth in range(_TENTHS)]
+    names = [f"divergence/position_{tenth}" for tenth in range(TENTHS)]
     having = [entry for entry in log if any(_is_number(entry.get(name)) for name in names)]
     ends = {entry["step"]: entry for entry in (having[:1] + having[-1:])}
     curves = [
@@ -145,14 +131,12 @@ def _by_place(log: Sequence[Mapping[str, Any]]) -> Chart | None:
 def facts(log: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The run in a few named figures."""
     found = [("Steps", f"{max(entry['step'] for entry in log)}")] if log else []
-    found += [("Time", in_words(entry["train_runtime"])) for entry in log if _is_number(entry.get("train_runtime"))][
-        -1:
-    ]
+    times = [entry["train_runtime"] for entry in log if _is_number(entry.get("train_runtime"))]
+    found += [("Time", in_words(one)) for one in times[-1:]]
     for chart in charts(log)[:3]:
-        if chart.axis == "step":
-            for curve in chart.curves:
-                (_, first), (_, last) = curve.points[0], curve.points[-1]
-                found.append((f"{chart.title}, {curve.name}", f"{chart.shown(first)} → {chart.shown(last)}"))
+        for curve in chart.curves if chart.axis == "step" else ():
+            (_, first), (_, last) = curve.points[0], curve.points[-1]
+            found.append((f"{chart.title}, {curve.name}", f"{chart.shown(first)} → {chart.shown(last)}"))
     return found
 
 
@@ -165,22 +149,15 @@ def picture(chart: Chart) -> str:
     import vl_convert  # large, and needed by a report alone
 
     names = [curve.name for curve in chart.curves]
-    values = list(_values(chart.curves))
+    values = [{"x": x, "y": y, "curve": curve.name} for curve in chart.curves for x, y in curve.points]
     # A single point draws no line, so points are marked.
     is_short = any(len(curve.points) < 2 for curve in chart.curves)
     # Rewards and rates may vary little far from 0; other axes begin there.
     scale = {"zero": False} if chart.title in ("Reward", "Learning rate") else {}
-    title = {"labelColor": _GREY, "titleColor": _GREY, "gridColor": "#7f7f7f40", "domainColor": _GREY}
-    axis = {
-        **title,
-        "tickColor": _GREY,
-        "titleFontWeight": "normal",
-        "labelFontSize": 11,
-        "titleFontSize": 11,
-        "titlePadding": 10,
-    }
-    largest = max((abs(value["y"]) for value in values), default=0.0)
-    y_axis = {"format": "~s" if largest >= 1000 else "~g" if largest >= 0.01 else ".1e", "tickCount": 5}
+    y_axis = {"format": "~s" if chart.largest >= 1000 else "~g" if chart.largest >= 0.01 else ".1e", "tickCount": 5}
+    text = {"labelColor": _GREY, "labelFontSize": 11, "titleColor": _GREY, "titleFontSize": 11}
+    lines = {"gridColor": "#7f7f7f40", "domainColor": _GREY, "tickColor": _GREY}
+    legend = {"orient": "bottom", "direction": "vertical", "columns": 2, "columnPadding": 24, "labelLimit": 150}
     spec = {
         "background": None,
         "width": 270,
@@ -191,37 +168,18 @@ def picture(chart: Chart) -> str:
         "encoding": {
             "x": {"field": "x", "type": "quantitative", "title": chart.axis, "axis": {"tickCount": 6}},
             "y": {"field": "y", "type": "quantitative", "title": chart.unit, "scale": scale, "axis": y_axis},
-            "color": {"field": "curve", "scale": {"domain": names, "range": _cycled(_COLOURS, names)}, "title": None},
-            "strokeDash": {"field": "curve", "scale": {"domain": names, "range": _cycled(_DASHES, names)}},
+            "color": {"field": "curve", "scale": {"domain": names, "range": _COLOURS}, "title": None},
+            "strokeDash": {"field": "curve", "scale": {"domain": names, "range": _DASHES}},
         },
         "config": {
             "font": "sans-serif",
-            "axis": axis,
+            "axis": {**text, **lines, "titleFontWeight": "normal", "titlePadding": 10},
             "view": {"stroke": None},
-            "legend": {
-                **{"orient": "bottom", "direction": "vertical", "columns": 2, "labelColor": _GREY},
-                **{
-                    "labelFontSize": 11,
-                    "labelLimit": 150,
-                    "symbolStrokeWidth": 2,
-                    "symbolSize": 220,
-                    "columnPadding": 24,
-                },
-            },
+            "legend": {**text, **legend, "symbolStrokeWidth": 2, "symbolSize": 220},
         },
     }
     svg: str = vl_convert.vegalite_to_svg(spec, "6.1")
     return svg
-
-
-def _cycled(values: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    return [values[number % len(values)] for number in range(len(names))]
-
-
-def _values(curves: Iterable[Curve]) -> Iterable[dict[str, Any]]:
-    for curve in curves:
-        for x, y in curve.points:
-            yield {"x": x, "y": y, "curve": curve.name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,15 +235,11 @@ def page(
         name=name,
         facts=facts(log),
         described=described or {},
-        charts=[(one, "data:image/svg+xml;base64," + _encoded(picture(one))) for one in charts(log)],
+        charts=[(one, base64.b64encode(picture(one).encode()).decode()) for one in charts(log)],
         splits=splits,
         top=_top(shown),
         has_teachers=any(one.teacher for one in shown),
     )
-
-
-def _encoded(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()
 
 
 def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
@@ -293,8 +247,8 @@ def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
     names = sorted(dict.fromkeys(one.split for one in recorded), key=lambda name: name == "train")
     found = []
     for name in names:
-        theirs = [one for one in recorded if one.split == name]
-        first, last = min(theirs, key=_step), max(reversed(theirs), key=_step)
+        theirs = sorted((one for one in recorded if one.split == name), key=lambda one: one.step)
+        first, last = theirs[0], theirs[-1]
         if first.step == last.step:
             found.append(_Split(name, last.step, None, [(one, None) for one in last.samples]))
         else:
@@ -303,10 +257,6 @@ def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
             pairs = [(one, after.pop(one.prompt, None)) for one in first.samples]
             found.append(_Split(name, first.step, last.step, [*pairs, *((None, one) for one in after.values())]))
     return found
-
-
-def _step(recorded: Recorded) -> int:
-    return recorded.step
 
 
 def _top(samples: Sequence[Sample]) -> float:

@@ -6,10 +6,10 @@ A record that cannot be written costs the report, never the training.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, final
 from zlib import crc32
 
 from accelerate.logging import get_logger
@@ -21,27 +21,11 @@ from trl_opsd.checkpoints.resume import newest_complete
 from trl_opsd.monitor.progress import evaluated
 from trl_opsd.report.samples import Sample, Token
 
-__all__ = [
-    "PAGE",
-    "Recorded",
-    "Recording",
-    "about",
-    "append",
-    "keep_until",
-    "log_of",
-    "log_traces",
-    "recorded_in",
-    "state_file",
-    "tell",
-]
-
 FOLDER = "report"
 """Folder in that of the run, for what is recorded while it trains."""
 _ABOUT = "about.json"
 PAGE = "report.html"
 """The page, beside that folder."""
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +102,15 @@ def recorded_in(run: Path) -> list[Recorded]:
 
 
 def _recorded(value: Any) -> Recorded:
-    return Recorded(
-        step=_a(int, value["step"]),
-        split=_a(str, value["split"]),
-        samples=tuple(
-            Sample(
-                prompt=_a(str, one["prompt"]),
-                teacher=None if one["teacher"] is None else _a(str, one["teacher"]),
-                tokens=tuple(map(_token, one["tokens"])),
-                is_cut=_a(bool, one["is_cut"]),
-            )
-            for one in value["samples"]
-        ),
-    )
+    step, split = value["step"], value["split"]
+    if not (isinstance(step, int) and isinstance(split, str)):
+        raise TypeError("its step is no number, or its split no text")
+    samples = ({**one, "tokens": tuple(map(_token, one["tokens"]))} for one in value["samples"])
+    return Recorded(step, split, tuple(Sample(**one) for one in samples))
 
 
 def _token(value: Any) -> Token:
-    numbers = (value[name] for name in ("divergence", "student", "teacher"))
-    nats, student, teacher = (None if number is None else float(_a((int, float), number)) for number in numbers)
-    choices = tuple((_a(str, text), float(p or 0)) for text, p in value["choices"])
-    return Token(_a(str, value["text"]), nats, student, teacher, choices)
-
-
-def _a(kind: Any, value: Value) -> Value:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not of type {getattr(kind, '__name__', 'number')}")
-    return value
+    return Token(**{**value, "choices": tuple((text, p or 0.0) for text, p in value["choices"])})
 
 
 def _finite(value: Any) -> Any:
@@ -161,12 +128,7 @@ def log_of(run: Path) -> list[dict[str, Any]]:
     # The folder may be a run with its own record, a checkpoint, or a run with checkpoints.
     files = [state_file(run), run / TRAINER_STATE_NAME, *([newest / TRAINER_STATE_NAME] if newest else [])]
     states = [_state(file) for file in files if file.exists()]
-    return max(states, key=_step, default={"log_history": []})["log_history"]
-
-
-def _step(state: Any) -> int:
-    step: int = state["global_step"]
-    return step
+    return max(states, key=lambda state: state["global_step"], default={"log_history": []})["log_history"]
 
 
 def _state(file: Path) -> Any:
@@ -189,32 +151,25 @@ def log_traces(recorded: Recorded) -> None:
     for number, sample in enumerate(recorded.samples):
         completion = "".join(token.text for token in sample.tokens) + (" …" if sample.is_cut else "")
         messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": completion}]
-        traces[f"{recorded.split}/sample_{number}"] = Trace(messages, _facts(recorded, sample), list(_spans(sample)))
+        facts: dict[str, Any] = {"optimizer_steps": recorded.step}
+        if nats := [token.divergence for token in sample.tokens if token.divergence is not None]:
+            facts["divergence"] = f"{sum(nats) / len(nats):.3g}"
+        if sample.teacher is not None:
+            facts["teacher"] = sample.teacher
+        spans = [_span(place, token) for place, token in enumerate(sample.tokens)]
+        traces[f"{recorded.split}/sample_{number}"] = Trace(messages, facts, spans)
     trackio.log(traces)
 
 
-def _facts(recorded: Recorded, sample: Sample) -> dict[str, Any]:
-    nats = [token.divergence for token in sample.tokens if token.divergence is not None]
-    facts: dict[str, Any] = {"optimizer_steps": recorded.step}
-    if nats:
-        facts["divergence"] = f"{sum(nats) / len(nats):.3g}"
-    return facts if sample.teacher is None else {**facts, "teacher": sample.teacher}
-
-
-def _spans(sample: Sample) -> Iterator[dict[str, Any]]:
-    for place, token in enumerate(sample.tokens):
-        span: dict[str, Any] = {"id": str(place), "name": _name(token), "kind": "generation"}
-        if token.divergence is not None:
-            numbers = {"divergence": token.divergence, "student": token.student, "teacher": token.teacher}
-            choices = "\n".join(f"{_percent(share)}  {_visible(text)}" for text, share in token.choices)
-            given = f"student  {_percent(token.student)}\nteacher  {_percent(token.teacher)}"
-            span |= {"input": given, "output": f"The teacher's top tokens:\n{choices}", "metadata": numbers}
-        yield span
-
-
-def _name(token: Token) -> str:
+def _span(place: int, token: Token) -> dict[str, Any]:
     said = "not in the loss" if token.divergence is None else f"{token.divergence:.2f} nats"
-    return f"{_visible(token.text)}  ·  {said}"
+    span: dict[str, Any] = {"id": str(place), "name": f"{_visible(token.text)}  ·  {said}", "kind": "generation"}
+    if token.divergence is None:
+        return span
+    numbers = {"divergence": token.divergence, "student": token.student, "teacher": token.teacher}
+    choices = "\n".join(f"{_percent(share)}  {_visible(text)}" for text, share in token.choices)
+    given = f"student  {_percent(token.student)}\nteacher  {_percent(token.teacher)}"
+    return {**span, "input": given, "output": f"The teacher's top tokens:\n{choices}", "metadata": numbers}
 
 
 def _visible(text: str) -> str:
@@ -237,9 +192,7 @@ _ROWS = 4
 class Recording(TrainerCallback):
     """Keeps samples of the first and the last step of a training and of each evaluation, in the main process.
 
-    Of the rows of an evaluation those whose prompts have the lowest checksums: the same ones each time, however rows
-    are assigned to micro-batches. `about` gives models, objective and settings by topic; if `is_traced`, samples are
-    also logged to the run that trackio has open.
+    `about` gives models, objective and settings by topic; if `is_traced`, samples are also logged to trackio's run.
     """
 
     def __init__(self, folder: str, about: Callable[[], Mapping[str, str]], is_traced: bool) -> None:
@@ -319,7 +272,7 @@ class Recording(TrainerCallback):
 
     def _keep_log(self, state: TrainerState) -> None:
         if state.is_world_process_zero and self._works:
-            self._try(_save, state, state_file(self._run))
+            self._try(lambda: state.save_to_json(str(state_file(self._run))))
 
     def _try(self, do: Callable[..., Any], *given: Any) -> None:
         try:
@@ -341,13 +294,9 @@ def _lowest(
     seen: Collection[int] = (),
 ) -> dict[int, Sample]:
     """The samples with the lowest checksums of their prompts, of those kept and of more rows; `seen` ones first."""
+    # The same rows in each evaluation, however they are assigned to micro-batches.
     rows = {crc32(repr(ids).encode()): row for row, ids in enumerate(prompts)}
     lowest = sorted({*kept, *rows}, key=lambda one: (one not in seen, one))[:_ROWS]
     new = [key for key in lowest if key not in kept]
     made = dict(zip(new, samples([rows[key] for key in new]), strict=True)) if new else {}
     return {key: made[key] if key in made else kept[key] for key in lowest}
-
-
-def _save(state: TrainerState, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    state.save_to_json(str(file))

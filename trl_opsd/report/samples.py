@@ -16,8 +16,6 @@ from trl_opsd.losses import Divergence, ReverseKL, SampledReverseKL, streamed_di
 from trl_opsd.models.backbone import logits_of
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 
-__all__ = ["Sample", "Token", "samples_of"]
-
 TOKENS = 200
 """Maximum completion tokens recorded."""
 PROMPT = 1000

@@ -23,17 +23,19 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
         return rollout
     # Engines are imported where they are chosen: vLLM takes seconds, and any of them may be absent.
     if args.use_vllm and args.vllm_mode == "server":
-        from trl_opsd.rollout.vllm_server import VLLMServerRollout
+        from trl_opsd.rollout.served import ServedRollout
+        from trl_opsd.rollout.vllm_server import VLLMServerClient
 
-        return VLLMServerRollout(args)
+        return ServedRollout(args, VLLMServerClient)
     if args.use_vllm:
         from trl_opsd.rollout.vllm import VLLMRollout
 
         return VLLMRollout(args)
     if args.sglang_server_url is not None:
-        from trl_opsd.rollout.sglang import SGLangRollout
+        from trl_opsd.rollout.served import ServedRollout
+        from trl_opsd.rollout.sglang import SGLangClient
 
-        return SGLangRollout(args)
+        return ServedRollout(args, SGLangClient)
     return HFRollout()
 
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -56,7 +56,7 @@ class HFRollout(RolloutBackend):
         of_student (`dict`): what `generate` takes from the student's own generation config, as it does in TRL.
     """
 
-    has_whole_copies: ClassVar[bool] = False
+    has_whole_copies: bool = False
     """Whether each process holds a full copy of the generator, even of a sharded student, and generates by itself."""
     generator: str = "the student"
     """Who generates, for messages."""

@@ -19,6 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.host import Host
@@ -28,8 +29,8 @@ from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.sync_proof import RELATIVE
-from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, key_of
-from trl_opsd.rollout.weight_sync import Stream, saved_by
+from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
+from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
 from trl_opsd.types import Completion, Weight
 
 logger = get_logger(__name__)
@@ -45,6 +46,12 @@ class Facts:
     """Context length in tokens, prompt and completion together."""
     block_size: int
     """Tokens in a block of its prefix cache."""
+    model: str = ""
+    """The name that requests to a vLLM server give its model."""
+    device: str = ""
+    """The type of an SGLang server's device: `"cuda"`, `"cpu"`, ..."""
+    workers: int = 1
+    """Processes of an SGLang server that hold a part of the weights."""
 
 
 class GenerationClient(ABC):
@@ -55,10 +62,14 @@ class GenerationClient(ABC):
     """
 
     kind: ClassVar[ServerKind]
+    article: ClassVar[str] = "a"
+    """Of its name."""
     longer_context: ClassVar[str]
     """How to start the server with a longer context, in words."""
+    min_bias: ClassVar[float]
+    """The logit bias of a token that is never sampled."""
 
-    def __init__(self, args: OPSDConfig, deadline: float, facts: Any = None) -> None:
+    def __init__(self, args: OPSDConfig, deadline: float, facts: Facts | None = None) -> None:
         self.args, self.url = args, self.address(args)
         origin = " (90% of `ddp_timeout`): see its log, and raise `ddp_timeout` if it just needs more time."
         self.http = HTTPClient(self.kind, self.url, deadline, origin)
@@ -68,10 +79,25 @@ class GenerationClient(ABC):
         self.version: str | None = None
         """The weights that completions have to be generated with, where the server reports them."""
 
+    @classmethod
+    def check(cls, args: OPSDConfig) -> None:
+        """Rejects options that cannot work, before a model is loaded."""
+        cls.sampling(args, end_ids=[])
+
     @staticmethod
     @abstractmethod
     def address(args: OPSDConfig) -> str:
         """The address of the server, without a trailing slash."""
+
+    @staticmethod
+    @abstractmethod
+    def sampling(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
+        """The options of every completion but its length; it ends with the first of `end_ids`."""
+
+    @classmethod
+    def weights(cls, model: CausalLM) -> list[Weight]:
+        """The weights to send."""
+        return weights_of(model)
 
     @abstractmethod
     def read_facts(self) -> Facts:
@@ -111,16 +137,11 @@ class ServerEngine:
     with its own prompts.
     """
 
-    def __init__(
-        self, trainer: Host, kind: type[GenerationClient], client: GenerationClient | None, deadline: float
-    ) -> None:
-        self._is_main, self._process = client is not None, trainer.accelerator.process_index
-        self._vocabulary = model_shape(trainer.model)[0]
-        self.name, self.device = f"the {kind.kind.name} server", trainer.accelerator.device
-        self.facts: Facts
-        (self.facts,) = broadcast_object_list([client and client.facts])  # only the main process has contacted it
-        self.block_size = self.facts.block_size
-        self._client = client or kind(trainer.args, deadline, self.facts)
+    def __init__(self, trainer: Host, client: GenerationClient) -> None:
+        self._client, self._is_main = client, trainer.accelerator.is_main_process
+        self._process, self._vocabulary = trainer.accelerator.process_index, model_shape(trainer.model)[0]
+        self.name, self.device = f"the {client.kind.name} server", trainer.accelerator.device
+        self.facts, self.block_size = client.facts, client.facts.block_size
 
     def connect(self) -> None:
         """Connects for weight syncs."""
@@ -199,23 +220,20 @@ class ServedRollout(SyncedRollout[ServerEngine]):
 
     def __init__(self, args: OPSDConfig, client: type[GenerationClient]) -> None:
         super().__init__(args)
-        self._kind = client
+        client.check(args)
         # The other processes wait in a collective meanwhile, for at most `ddp_timeout`.
-        self._deadline = 0.9 * args.ddp_timeout
+        deadline = 0.9 * args.ddp_timeout
         with shared_errors():
-            self._client = client(args, self._deadline) if args.process_index == 0 else None
+            mine = client(args, deadline) if args.process_index == 0 else None
+        (facts,) = broadcast_object_list([mine and mine.facts])
+        self._client = mine or client(args, deadline, facts)
         self._streams: WeakSet[Responses[Completion]] = WeakSet()
         self._uses: Counter[int] = Counter()
         self._seeded: Host | None = None
         self._loads = 0
 
-    @abstractmethod
-    def sampling(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
-        """The options of every completion, which ends with the first of `end_ids` and has none of the `masked` ids."""
-
-    @abstractmethod
-    def weights(self) -> list[Weight]:
-        """The weights to send."""
+    def __str__(self) -> str:
+        return f"{self._client.article} {self._client.kind.name} server at {self._client.url}"
 
     def bind(self, trainer: Host) -> None:
         """Compares the server's configuration with the student's, and connects for weight syncs.
@@ -226,10 +244,12 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             ValueError: Student, device and server are incompatible.
         """
         check_student(trainer)
-        engine = ServerEngine(trainer, self._kind, self._client, self._deadline)
+        engine = ServerEngine(trainer, self._client)
         dtype = self._common_dtype(trainer, engine)
-        masked = *range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders
-        sampling = self.sampling(list(trainer.eos_token_ids), [str(token) for token in masked])
+        sampling = self._client.sampling(self.args, list(trainer.eos_token_ids))
+        if masked := [*range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders]:
+            never = {str(token): self._client.min_bias for token in masked}
+            sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **never}
         self._cancel_streams()
         engine.connect()
         logger.info(f"Weight sync with {engine.name}: 'full', because an adapter alone cannot be sent to a server.")
@@ -238,13 +258,13 @@ class ServedRollout(SyncedRollout[ServerEngine]):
     def _common_dtype(self, trainer: Host, engine: ServerEngine) -> torch.dtype:
         """The less precise of the dtypes that server and student compute in."""
         served, dtype, context = engine.facts.dtype, dtype_of(trainer), trainer.limits.context
-        name = self._kind.kind.name
+        name = self._client.kind.name
         if context is None or engine.facts.context < context:
             raise ValueError(
                 f"The {name} server's context is {engine.facts.context} tokens, the student's "
                 f"{context or 'unlimited'}: set `vllm_max_model_length={engine.facts.context}` (used for every "
                 "engine), so that prompts that are too long are rejected before training, or start the server with "
-                f"{self._kind.longer_context}."
+                f"{self._client.longer_context}."
             )
         if served != dtype:
             logger.warning(
@@ -256,7 +276,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
     def send_weights(self) -> int:
         engine = self.engine
         how = engine.facts.dtype, engine.device, self.trainer.gathered
-        stream = Stream(self.weights(), *how, saved_by(self.trainer.model))
+        stream = Stream(self._client.weights(self.trainer.model), *how, saved_by(self.trainer.model))
         engine.load(stream)
         return stream.bytes
 
@@ -279,54 +299,31 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         return super().complete(prompt_ids, step)
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
-        rows = self.stream_completions(prompt_ids, step)
-        known = self._new_logprobs()
-
-        def completions() -> Generator[tuple[int, list[int]], None, None]:
-            for number, row in rows:
-                known[key_of(prompt_ids[number], row.completion_ids)] = row.logprobs
-                yield number, row.completion_ids
-
-        return Closable(completions(), rows.close)
-
-    def stream_completions(
-        self, prompt_ids: list[list[int]], step: int, logprobs: bool = False
-    ) -> Closable[tuple[int, Completion]]:
-        """As `stream`, with everything the engine returns.
+        """As for every rollout; raises `RuntimeError` if weights were sent before the last row was taken.
 
         Each row has its own seed, from `seed`, `step`, its number among the rows of all processes, and how often rows
         were generated at this step before, unless `generation_kwargs` has one.
-
-        Args:
-            prompt_ids, step:
-                As for `complete`.
-            logprobs (`bool`, *optional*, defaults to `False`):
-                Whether each completion has its `logprobs`, by the weights that generated it.
-
-        Returns:
-            [`~parallel.prefetch.Closable`]: the number of each prompt and its completion, as they end. It raises
-            `RuntimeError` if weights were sent to the engine before the last row was taken.
         """
         self.engine.check_connected()
         with self.session():
             options = self._prepared(prompt_ids)
             seeds = self._seeds(step, len(prompt_ids))
-            wanted = {"logprobs": 0} if logprobs else {}
             responses = self.engine.write_each(
-                prompt_ids, [{"seed": seed, **own, **wanted} for seed, own in zip(seeds, options, strict=True)]
+                prompt_ids, [{"seed": seed, **own} for seed, own in zip(seeds, options, strict=True)]
             )
         self._streams.add(responses)
-        return Closable(self._checked(responses, prompt_ids), responses.close)
+        return Closable(self._checked(responses, prompt_ids, self._new_logprobs()), responses.close)
 
     def _checked(
-        self, responses: Responses[Completion], prompt_ids: list[list[int]]
-    ) -> Generator[tuple[int, Completion], None, None]:
+        self, responses: Responses[Completion], prompt_ids: list[list[int]], known: Logprobs
+    ) -> Generator[tuple[int, list[int]], None, None]:
         missing = len(prompt_ids)
         with closing(responses):
             for number, row in responses:
                 self._check_prompt(number, prompt_ids[number], row)
+                known[key_of(prompt_ids[number], row.completion_ids)] = row.logprobs
                 missing -= 1
-                yield number, row
+                yield number, row.completion_ids
         if missing:
             raise RuntimeError(
                 f"{missing} of {len(prompt_ids)} rows were dropped, because {self.engine.name} was sent weights or "

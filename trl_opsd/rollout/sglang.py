@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -22,14 +21,12 @@ from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, Response, Responses, Schema, ServerKind, TokenId, shown
 from trl_opsd.http.urls import ROLLOUT_TOKEN
 from trl_opsd.rollout.base import Row
-from trl_opsd.rollout.served import Facts, GenerationClient, ServedRollout
-from trl_opsd.rollout.weight_sync import buckets, weights_of
-from trl_opsd.types import Completion, Weight
+from trl_opsd.rollout.served import Facts, GenerationClient
+from trl_opsd.rollout.weight_sync import buckets
+from trl_opsd.types import Completion
 
 logger = logging.getLogger(__name__)
 
-_MIN_BIAS = -1e9
-"""The bias of an id that is never sampled; JSON has no infinity."""
 _MAX_PENALTY = 2.0
 """The largest repetition penalty that SGLang accepts."""
 _IDLE_SECONDS = 10.0
@@ -49,25 +46,6 @@ _KNOWN = (
 """Options that `generation_kwargs` may have. Others are ignored by a server, set here, or about text."""
 _OF_THE_PROTOCOL = ("logprobs", "prompt_logprobs", "max_tokens", "seed")
 """Options that SGLang names differently or ignores."""
-
-
-class SGLangRollout(ServedRollout):
-    """Generates with a separately started SGLang server (docs/generation.md); checks options before models load."""
-
-    def __init__(self, args: OPSDConfig) -> None:
-        sampling_params(args, end_ids=[])
-        super().__init__(args, SGLangClient)
-
-    def __str__(self) -> str:
-        return f"an SGLang server at {self.args.sglang_server_url}"
-
-    def sampling(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
-        options = sampling_params(self.args, end_ids)
-        bias = {**(options.get("logit_bias") or {}), **dict.fromkeys(masked, _MIN_BIAS)}
-        return {**options, "logit_bias": bias} if bias else options
-
-    def weights(self) -> list[Weight]:
-        return weights_of(self.trainer.model)
 
 
 def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
@@ -197,18 +175,6 @@ def _logprobs(entries: list[_Logprob] | None, ids: list[int]) -> list[float]:
 # ---- Requests --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SGLangFacts(Facts):
-    """The configuration that a server reports."""
-
-    device: str
-    """The type of its device: `"cuda"`, `"cpu"`, ..."""
-    longest_prompt: int
-    """Tokens of the longest prompt that it accepts."""
-    workers: int
-    """Processes that hold a part of the weights."""
-
-
 class _Info(Schema):
     dtype: str
     device: str
@@ -237,15 +203,16 @@ class SGLangClient(GenerationClient):
         health_seconds=30.0,  # the check generates a token, which takes a second, and up to 20 on a busy server
     )
     longer_context = "a larger `--context-length` or more memory for its cache"
-    facts: SGLangFacts
+    article = "an"
+    min_bias = -1e9  # JSON has no infinity
+    sampling = staticmethod(sampling_params)
     _group: WeightGroup | None = None
-    _run, _sent = "", 0
 
     @staticmethod
     def address(args: OPSDConfig) -> str:
         return str(args.sglang_server_url).rstrip("/")
 
-    def read_facts(self) -> SGLangFacts:
+    def read_facts(self) -> Facts:
         info = self.http.get("/server_info").parse(_Info)
         dtype = {"float": "float32", "half": "float16"}.get(info.dtype, info.dtype)
         if dtype not in ("float32", "float16", "bfloat16"):
@@ -264,11 +231,13 @@ class SGLangClient(GenerationClient):
                 "The SGLang server was started with `--enable-deterministic-inference`, which samples all completions "
                 "with the same random numbers: start it without that flag."
             )
-        longest = info.max_req_input_len - 1  # the server refuses this many
-        return SGLangFacts(
-            dtype=getattr(torch, dtype), device=info.device, longest_prompt=longest, workers=info.tp_size,
-            context=longest + _AFTER_LONGEST + _UNUSED, block_size=info.page_size,
-        )  # fmt: skip
+        return Facts(
+            dtype=getattr(torch, dtype),
+            context=info.max_req_input_len - 1 + _AFTER_LONGEST + _UNUSED,  # the server refuses a prompt of this length
+            block_size=info.page_size,
+            device=info.device,
+            workers=info.tp_size,
+        )
 
     def write(self, rows: Sequence[Row]) -> list[Completion]:
         """Generates one completion for each prompt, in one request, so that the server can fill its batches."""
@@ -293,7 +262,7 @@ class SGLangClient(GenerationClient):
 
     def _fitting(self, rows: Sequence[Row]) -> list[int]:
         """The numbers of the prompts that fit the server; a prompt that fills its context gets an empty completion."""
-        longest = self.facts.longest_prompt
+        longest = self.facts.context - _UNUSED - _AFTER_LONGEST
         fitting = [number for number, (ids, _) in enumerate(rows) if len(ids) <= longest]
         if len(fitting) < len(rows):
             logger.warning(
@@ -368,8 +337,7 @@ class SGLangClient(GenerationClient):
         """Replaces all weights, bucket by bucket. If it fails, those of the server are unknown."""
         group = self.connected()
         self._group = self.version = None  # until all have arrived
-        self._run, self._sent = self._run or uuid4().hex[:8], self._sent + 1
-        version = f"{self._run}-{self._sent}"
+        version = uuid4().hex
         try:
             self._call("begin_weight_update", selector="target")
             with ThreadPoolExecutor(1) as pool:

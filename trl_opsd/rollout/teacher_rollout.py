@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import splits_student
-from trl_opsd.data.prompts import PromptLimits
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.host import Host
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.padding import Reading
@@ -52,7 +52,8 @@ class TeacherRollout:
                 "them beforehand, into a column 'completion'."
             )
         self._host = cast(Host, _AsStudent(host, teacher, limits))
-        self._rollout = _TeacherRollout(limits.reader)
+        self._rollout = HFRollout()
+        self._rollout.has_whole_copies, self._rollout.generator = True, limits.reader
         self._rollout.bind(self._host)
         self._rollout.prove()  # now: under DeepSpeed all processes must take part
         if not is_student:
@@ -80,14 +81,6 @@ class TeacherRollout:
         prompts = [list(ids) for ids in prompt_ids]
         written = self._rollout.complete(prompts, self._host.state.global_step)
         return checked_completions(written, self._host, prompts, self._host.limits.reader)
-
-
-class _TeacherRollout(HFRollout):
-    has_whole_copies = True
-
-    def __init__(self, generator: str) -> None:
-        super().__init__()
-        self.generator = generator
 
 
 class _AsStudent:

@@ -8,15 +8,15 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 import torch
 from accelerate.utils import patch_environment
 
+from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.server import pydantic
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd._compat.vllm.supported import HEAD, may_have_head
@@ -25,92 +25,35 @@ from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, HTTPClient, Response, Responses, Schema, ServerKind, TokenId
 from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine
 from trl_opsd.rollout.base import Row
-from trl_opsd.rollout.served import Facts, GenerationClient, ServedRollout
+from trl_opsd.rollout.served import Facts, GenerationClient
 from trl_opsd.rollout.vllm_sampling import request_options
-from trl_opsd.rollout.weight_sync import Stream, weights_of
+from trl_opsd.rollout.weight_sync import Stream
 from trl_opsd.types import Completion, Weight
 
 SENDS_FROM = "cuda"
 """The type of device that TRL's client can send weights from: it has only NCCL."""
 
-_MIN_BIAS = -100.0
-"""The lowest logit bias that a server accepts."""
 _ABORT_SECONDS = 10.0
 """A server ends requests whose connection was closed only after the current decoding step."""
-
-
-class VLLMServerRollout(ServedRollout):
-    """Generates with a separately started vLLM server (docs/generation.md); checks options before models load."""
-
-    def __init__(self, args: OPSDConfig) -> None:
-        if args.vllm_weight_sync == "adapter":
-            raise ValueError(
-                "`vllm_weight_sync='adapter'` with `vllm_mode='server'`: a server accepts only full weights: use "
-                "'auto'."
-            )
-        if args.vllm_enable_sleep_mode:
-            raise ValueError(
-                "`vllm_enable_sleep_mode=True` with `vllm_mode='server'`: a server has its own device and does not "
-                "sleep: set it to False."
-            )
-        request_options(args, end_ids=[])
-        if args.device.type != SENDS_FROM:
-            raise ValueError(
-                f"`vllm_mode='server'` on the device '{args.device}': weights are sent to a vLLM server with NCCL, "
-                "which needs a CUDA device. Set `vllm_mode='colocate'` or `use_vllm=False`, or use an SGLang server "
-                "(`sglang_server_url`)."
-            )
-        super().__init__(args, VLLMServerClient)
-
-    def __str__(self) -> str:
-        return f"a vLLM server at {VLLMServerClient.address(self.args)}"
-
-    def sampling(self, end_ids: list[int], masked: list[str]) -> dict[str, Any]:
-        options = request_options(self.args, end_ids)
-        return {**options, "logit_bias": {**(options.get("logit_bias") or {}), **dict.fromkeys(masked, _MIN_BIAS)}}
-
-    def weights(self) -> list[Weight]:
-        model = self.trainer.model
-        has_head = may_have_head(model.config)
-        return [weight for weight in weights_of(model) if has_head or weight.name != HEAD]
 
 
 # ---- Responses -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VLLMFacts(Facts):
-    """The configuration that a server reports."""
-
-    model: str
-    """The name that requests have to give its model."""
-
-
-class _Model(Schema):
-    id: str
+def _at(key: str, *path: str | int, **default: Any) -> Any:
+    """A value inside of a response."""
+    return pydantic.Field(validation_alias=pydantic.AliasPath(key, *path), **default)
 
 
 class _Models(Schema):
-    data: Annotated[list[_Model], pydantic.Field(min_length=1)]
-
-
-class _ModelConfig(Schema):
-    dtype: str
-    max_model_len: Count
-
-
-class _CacheConfig(Schema):
-    block_size: Count
-
-
-class _Config(Schema):
-    of_model: _ModelConfig = pydantic.Field(alias="model_config")  # pydantic has taken that name
-    cache_config: _CacheConfig
-    weight_transfer_config: Any = None
+    first: str = _at("data", 0, "id")
 
 
 class _Info(Schema):
-    vllm_config: _Config
+    dtype: str = _at("vllm_config", "model_config", "dtype")
+    max_model_len: Count = _at("vllm_config", "model_config", "max_model_len")
+    block_size: Count = _at("vllm_config", "cache_config", "block_size")
+    weight_transfer_config: Any = _at("vllm_config", "weight_transfer_config", default=None)
 
 
 class _WorldSize(Schema):
@@ -125,23 +68,17 @@ class _TokenLogprob(Schema):
     logprob: pydantic.FiniteFloat
 
 
-class _Logprobs(Schema):
-    token_logprobs: list[pydantic.FiniteFloat]
-
-
 class _Choice(Schema):
     index: int
     token_ids: list[TokenId]
     prompt_token_ids: list[TokenId]
-    logprobs: _Logprobs | None = None
+    logprobs: list[pydantic.FiniteFloat] = _at("logprobs", "token_logprobs", default=[])
     prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
 
     def completion(self, ids: list[int], options: dict[str, Any]) -> Completion:
         """The completion of a prompt; a `ServerError` without the log-probabilities requested."""
-        logprobs: list[float] = []
+        logprobs = self.logprobs if options.get("logprobs") is not None else []
         of_prompt: list[float] = []
-        if options.get("logprobs") is not None and self.logprobs is not None:
-            logprobs = self.logprobs.token_logprobs
         if options.get("prompt_logprobs") is not None:  # the first token has no context
             scored = zip(self.prompt_logprobs or (), ids, strict=False)
             of_prompt = [entry[str(token)].logprob for entry, token in scored if entry and str(token) in entry]
@@ -184,32 +121,56 @@ class VLLMServerClient(GenerationClient):
         health_seconds=10.0,
     )
     longer_context = "a larger `--max-model-len`"
-    facts: VLLMFacts
+    min_bias = -100.0  # the lowest that a server accepts
+    sampling = staticmethod(request_options)
     _sender: _Sender | None = None
+
+    @classmethod
+    def check(cls, args: OPSDConfig) -> None:
+        if args.vllm_weight_sync == "adapter":
+            raise ValueError(
+                "`vllm_weight_sync='adapter'` with `vllm_mode='server'`: a server accepts only full weights: use "
+                "'auto'."
+            )
+        if args.vllm_enable_sleep_mode:
+            raise ValueError(
+                "`vllm_enable_sleep_mode=True` with `vllm_mode='server'`: a server has its own device and does not "
+                "sleep: set it to False."
+            )
+        super().check(args)
+        if args.device.type != SENDS_FROM:
+            raise ValueError(
+                f"`vllm_mode='server'` on the device '{args.device}': weights are sent to a vLLM server with NCCL, "
+                "which needs a CUDA device. Set `vllm_mode='colocate'` or `use_vllm=False`, or use an SGLang server "
+                "(`sglang_server_url`)."
+            )
 
     @staticmethod
     def address(args: OPSDConfig) -> str:
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         return str(url).rstrip("/")
 
-    def read_facts(self) -> VLLMFacts:
-        model = self.http.get("/v1/models").parse(_Models).data[0].id
+    @classmethod
+    def weights(cls, model: CausalLM) -> list[Weight]:
+        has_head = may_have_head(model.config)
+        return [weight for weight in super().weights(model) if has_head or weight.name != HEAD]
+
+    def read_facts(self) -> Facts:
+        model = self.http.get("/v1/models").parse(_Models).first
         response = self.http.get("/server_info", params={"config_format": "json"})
         if response.status == 404:
             raise ServerError(
                 f"The vLLM server at {self.url} does not expose its development endpoints, which receive weights: "
                 "start it with `VLLM_SERVER_DEV_MODE=1` in its environment."
             )
-        config = response.parse(_Info).vllm_config
-        if config.weight_transfer_config is None:
+        info = response.parse(_Info)
+        if info.weight_transfer_config is None:
             raise ValueError(
                 f"The vLLM server at {self.url} cannot be sent weights: start it with "
                 """`--weight-transfer-config '{"backend": "nccl"}'`, as described in docs/generation.md."""
             )
-        return VLLMFacts(
-            model=model, dtype=getattr(torch, config.of_model.dtype.removeprefix("torch.")),
-            context=config.of_model.max_model_len, block_size=config.cache_config.block_size,
-        )  # fmt: skip
+        dtype = getattr(torch, info.dtype.removeprefix("torch."))
+        return Facts(model=model, dtype=dtype, context=info.max_model_len, block_size=info.block_size)
 
     def write(self, rows: Sequence[Row]) -> list[Completion]:
         """Generates one completion for each prompt, with one request for all prompts with the same options."""

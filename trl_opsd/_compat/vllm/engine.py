@@ -36,7 +36,7 @@ class VLLMEngine:
     @preserved_process()
     def __init__(self, vocabulary: int, placeholders: Collection[int], **llm: Any) -> None:
         # A first engine without experts created no expert-parallel group; each group is one process.
-        if getattr(parallel_state, "_EP", None) is None:
+        if parallel_state._EP is None:
             parallel_state._EP = parallel_state._TP
         # vLLM's transformers backend modifies the model classes of transformers, among them the student's.
         with launcher_environment(), preserved_classes(PreTrainedModel) as changed, starting(llm["model"]):
@@ -58,8 +58,7 @@ class VLLMEngine:
             self._lora_manager._load_adapter = lambda request: self._arriving
         client = self._llm.llm_engine.engine_core
         # vLLM's own finalizer would destroy the launch's process groups; `_shut_down` replaces it.
-        if finalizer := getattr(client, "_finalizer", None):  # not in every version
-            finalizer.detach()
+        client._finalizer.detach()
         self._finalizer = weakref.finalize(self, _shut_down, client.engine_core)
 
     @preserved_process()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, get_args
 
 import torch
@@ -17,6 +16,7 @@ from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Config names of the number of experts of a layer."""
@@ -116,7 +116,8 @@ def vocabulary_mask(vocabulary: int, placeholders: Collection[int] = ()) -> type
     """A logits processor that gives ids from `vocabulary` on, and `placeholders`, probability 0, for a whole batch."""
     never = torch.tensor([*placeholders], dtype=torch.long)
 
-    class VocabularyMask(LogitsProcessor):
+    # Both of vLLM's model runners take it: the second passes other arguments and requires its own base class.
+    class VocabularyMask(LogitsProcessor, SecondLogitsProcessor):
         def __init__(self, vllm_config: Any, *_: Any) -> None:
             """Needs nothing from the engine."""
 
@@ -132,13 +133,4 @@ def vocabulary_mask(vocabulary: int, placeholders: Collection[int] = ()) -> type
             logits[:, vocabulary:].fill_(-torch.inf)
             return logits.index_fill_(1, never, -torch.inf)
 
-    # Accepted by both of vLLM's model runners: the second passes other arguments and requires its own base class.
-    return type("VocabularyMask", (VocabularyMask, _second_base()), {})
-
-
-def _second_base() -> Any:
-    """The base class that the second model runner requires; `object` if vLLM does not have it."""
-    try:
-        return import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor
-    except ImportError:
-        return object
+    return VocabularyMask

@@ -27,15 +27,10 @@ _NOT_HERE = {"help", "module", "no_python", "env", "vm", "tpu_use_cluster"}
 """Options of `accelerate launch` for what is launched, or with another meaning in the file of a training."""
 
 
-def is_launched() -> bool:
-    """Whether a launcher has started this process."""
-    return any(name in os.environ for name in _OF_A_PROCESS)
-
-
 def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
     """Trains with these arguments of the command `prog`, in this process if that is enough, or else in a launch."""
     parser = OptionParser(prog=prog, launch_options=launch_options())
-    if is_launched():
+    if any(name in os.environ for name in _OF_A_PROCESS):
         _train(arguments, parser)
         return
     launcher, script = separated(arguments, parser)

@@ -17,6 +17,7 @@ import yaml
 from trl_opsd._compat.trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.foreign_names import instead
+from trl_opsd.options.normalize import with_help
 from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
 if TYPE_CHECKING:
@@ -61,31 +62,20 @@ _HERE = {
 """Names that mean something else for `OPSDTrainer` than for this script, which has more options."""
 
 
+@with_help
 @dataclass
 class ExtraArguments:
     """Options that TRL's configs lack."""
 
-    teacher_models: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Several teachers: a mapping (or JSON) of names to paths or ids; the column `teacher` selects one "
-            "for each row."
-        },
-    )
-    teacher_dtype: str = field(
-        default="auto",
-        metadata={"choices": DTYPES, "help": "dtype of the teacher's weights; 'auto' uses that of its checkpoint."},
-    )
-    teacher_attn_implementation: str | None = field(
-        default=None,
-        metadata={"help": "Attention implementation of the teacher. Defaults to `attn_implementation`."},
-    )
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Run all checks, one generation batch and one optimizer step, print a summary, and save nothing."
-        },
-    )
+    teacher_models: dict | str | None = None
+    """Several teachers, names to paths or ids, as a mapping or JSON; the column `teacher` names the one that reads a
+    row."""
+    teacher_dtype: str = field(default="auto", metadata={"choices": DTYPES})
+    """dtype of the teacher's weights; 'auto' is that of its checkpoint."""
+    teacher_attn_implementation: str | None = None
+    """Attention implementation of the teacher. If not set, `attn_implementation`."""
+    dry_run: bool = False
+    """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 
     def __post_init__(self) -> None:
         if isinstance(given := self.teacher_models, str):
