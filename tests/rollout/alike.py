@@ -89,7 +89,7 @@ class Alike:
         prompt = trainer.tokenize(["a"])
         with monkeypatch.context() as patch:
             patch.setattr(served, "weights_of", weight_sync.base_weights_of)
-            with pytest.raises(SyncError, match="It looks like a missing adapter"):
+            with pytest.raises(SyncError, match="Likely a missing adapter"):
                 trainer.complete(prompt)
         trainer.complete(prompt)
         stir(trainer)
@@ -138,7 +138,9 @@ class Alike:
     def test_a_failed_bind_keeps_no_connection(self, serve, make, server):
         serve().rollout.close()
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"takes {CONTEXT} tokens .* set `vllm_max_model_length={CONTEXT}`"):
+            with pytest.raises(
+                ValueError, match=f"context is {CONTEXT} tokens .* set `vllm_max_model_length={CONTEXT}`"
+            ):
                 make(tied=True, **{**server, "vllm_max_model_length": None})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.sender, self.sends, connected_in_vain(getattr(self.sender, self.sends)))

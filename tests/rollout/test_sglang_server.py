@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 class TestSGLang(Alike):
     client, sender, sends = SGLangClient, SGLangClient, "_call"
-    taken = "something else has sent it weights"
+    taken = "another program sent it weights"
 
 
 def test_a_completion_ends_with_the_context_of_the_server(serve, caplog):

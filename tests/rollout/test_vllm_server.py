@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 class TestVLLM(Alike):
     client, sender, sends = VLLMServerClient, vllm_server._Sender, "_post"
-    taken = "is not connected .* or another trainer of this process has connected over `vllm_group_port="
+    taken = "is disconnected.* or another trainer in this process connected through `vllm_group_port="
 
 
 def test_a_nearly_full_context_shortens_no_other_row(serve):

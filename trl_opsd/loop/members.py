@@ -105,7 +105,7 @@ class TrainerMembers(UpstreamFixes):
             return (
                 None if same else f"it was fixed at {_shown(now)} when the trainer was built. Instead, {FIXED[name]}."
             )
-        another = "Use another name for an attribute of your own."
+        another = "Use another name for your own attribute."
         if inspect.isroutine(getattr(type(self), name, None)) and not callable(value):
             return f"it is a method. {another}"
         if name in vars(self) or hasattr(type(self), name):
@@ -116,7 +116,7 @@ class TrainerMembers(UpstreamFixes):
         if name in self._read_once.values:
             return f"it is an option that is read at construction: build a trainer with that value. {another}"
         if name in options:
-            return f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value. {another}"
+            return f"it is an option: assign to `trainer.args.{name}`, or build a trainer with that value. {another}"
         if name in TRAINER_ARGUMENTS:
             return f"it is an argument: pass `{name}` when the trainer is built. {another}"
         why = without_meaning(name, type(self.args), {*vars(self), *dir(type(self)), *options})
