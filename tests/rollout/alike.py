@@ -139,7 +139,7 @@ class Alike:
         serve().rollout.close()
         for _ in range(2):
             with pytest.raises(
-                ValueError, match=f"context is {CONTEXT} tokens .* set `vllm_max_model_length={CONTEXT}`"
+                ValueError, match=f"context is {CONTEXT} tokens,.* set `vllm_max_model_length={CONTEXT}`"
             ):
                 make(tied=True, **{**server, "vllm_max_model_length": None})
         with pytest.MonkeyPatch.context() as patch:
