@@ -33,7 +33,7 @@ from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
-from trl_opsd.models.backbone import completion_hidden, whole_head
+from trl_opsd.models.backbone import completion_hidden, gathered_head, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import prove_student
@@ -300,7 +300,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         # First, as these reads wait for the device, which has no work queued yet.
         mine = shares(self.teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
-        with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
+        # The teachers' heads are read once the student's is gathered, as both may share one.
+        with whole_head(student) as head, gathered_head(*(teacher_heads := self.teachers.heads)):
             parts = compared(
                 hidden_BCH,
                 head,
@@ -427,7 +428,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """Memory of a phase, in bytes by name, for out-of-memory errors."""
         from trl_opsd.loop.memory import footprint  # for an error only
 
-        return footprint(self, phase, self.teachers.models, self.teachers.heads)
+        models = {name: getattr(one, "model", None) for name, one in self.teachers.items()}
+        return footprint(self, phase, models, self.teachers.heads)
 
     def check_effect(self) -> None:
         """Rejects a training that would change nothing, before it begins; options may have been changed."""

@@ -38,7 +38,7 @@ from trl_opsd.options.rules import batch_in_words, prompts_of_step
 from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
-from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location
+from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location, teacher_loading
 
 logger = get_logger(__name__)
 
@@ -119,7 +119,7 @@ def warn_of_same_model(
     if tells_more or args.tempers_apart or args.pulls or may_have(datasets, PRIVILEGED):
         return False
     loading = args.model_init_kwargs or {}
-    theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    theirs = teacher_loading(args)
     same = [teacher for teacher in teachers.values() if same_weights(student, loading, teacher, theirs)]
     if len(teachers) > 1:  # for the rows of one, the student is held where it was
         return False

@@ -26,6 +26,7 @@ from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
 from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.host import TrainerHost, overrides, own_verbs
+from trl_opsd.models.backbone import shape_of
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
@@ -82,18 +83,16 @@ class Teaching:
                 host.in_student,
                 lambda: host.reading_to_learn,
                 host.args,
-                host.accelerator.device,
-                handed_in=host.base_samples,
-                progress=host.show_progress,
+                host.base_samples,
             )
         self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args)}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
-        self.vocabulary = shared_vocabulary(
-            self.readers.student_limits.vocabulary, self.teachers.vocabularies, host.processing_class
-        )
-        self.readers = self.readers.with_teachers(self.vocabulary, self.teachers.contexts)
+        vocabularies = {name: shape_of(one.head)[0] for name, one in self.teachers.items()}
+        contexts = {name: one.context for name, one in self.teachers.items()}
+        self.vocabulary = shared_vocabulary(self.readers.student_limits.vocabulary, vocabularies, host.processing_class)
+        self.readers = self.readers.with_teachers(self.vocabulary, contexts)
         self._readers_of_any_rows = self.readers
         if host.args.seq_kd:
             self._use_teachers(self.teachers)

@@ -1,7 +1,6 @@
 """Runs a causal language model up to its last hidden state, and reads its output head.
 
-B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary size · H hidden size
-B rows · L tokens · V vocabulary size · H hidden size
+B rows · P prompt tokens · C completion tokens · L tokens of a row · V vocabulary size · H hidden size
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, HfArgumentParser
+from transformers.hf_argparser import HfArg
 from transformers.utils import CONFIG_NAME, cached_file, extract_commit_hash
 
 from trl_opsd._compat.server import web
@@ -35,46 +36,31 @@ OFFLOADS = ("none", "cpu", "stream")
 class ServeOptions:
     """What is served, to whom, and how much of it at once."""
 
-    host: str = field(
+    host: str = HfArg(
         default="127.0.0.1",
-        metadata={"help": f"Address to listen on. Addresses other than loopback need a token in {TEACHER_TOKEN}."},
+        help=f"Address to listen on. Addresses other than loopback need a token in {TEACHER_TOKEN}.",
     )
-    port: int = field(default=8000, metadata={"help": "Port to listen on; 0 picks a free one and prints it."})
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "'auto' (the checkpoint's dtype), 'float32', 'bfloat16' or 'float16'."},
-    )
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a model from the Hub."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run Python code that comes with the model; read it first."}
-    )
-    offload: str = field(
+    port: int = HfArg(default=8000, help="Port to listen on; 0 picks a free one and prints it.")
+    dtype: str = HfArg(default="auto", help="'auto' (the checkpoint's dtype), 'float32', 'bfloat16' or 'float16'.")
+    revision: str | None = HfArg(default=None, help="Branch, tag or commit of a model from the Hub.")
+    trust_remote_code: bool = HfArg(default=False, help="Run Python code that comes with the model; read it first.")
+    offload: str = HfArg(
         default="none",
-        metadata={
-            "help": "Where the weights are kept: 'none', on the device; 'cpu', in host memory, copied to the device to "
-            "score requests; 'stream', in host memory, copied layer by layer, for a model larger than the device."
-        },
+        help="Where the weights are kept: 'none', on the device; 'cpu', in host memory, copied to the device to score "
+        "requests; 'stream', in host memory, copied layer by layer, for a model larger than the device.",
     )
-    padding_free: bool = field(
-        default=False,
-        metadata={"help": "Concatenate the rows of a forward pass, without padding, if the model supports it."},
+    padding_free: bool = HfArg(
+        default=False, help="Concatenate the rows of a forward pass, without padding, if the model supports it."
     )
-    served_model_name: str | None = field(
-        default=None, metadata={"help": "Model name in requests. Default: its path or id."}
+    served_model_name: str | None = HfArg(default=None, help="Model name in requests. Default: its path or id.")
+    max_model_len: int | None = HfArg(default=None, help="Maximum tokens of a row. Default: the model's context.")
+    max_request_tokens: int | None = HfArg(
+        default=None, help="Maximum tokens of a request. Default: 16384, or `max_model_len` if larger."
     )
-    max_model_len: int | None = field(
-        default=None, metadata={"help": "Maximum tokens of a row. Default: the model's context."}
-    )
-    max_request_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Maximum tokens of a request. Default: 16384, or `max_model_len` if larger."},
-    )
-    max_waiting_tokens: int = field(
+    max_waiting_tokens: int = HfArg(
         default=2**20,
-        metadata={
-            "help": "Maximum tokens that are queued, scored or sent at once; further requests get status 503. Each "
-            "token takes two bytes (four in float32) times the hidden size in host memory."
-        },
+        help="Maximum tokens that are queued, scored or sent at once; further requests get status 503. Each token "
+        "takes two bytes (four in float32) times the hidden size in host memory.",
     )
 
     def __post_init__(self) -> None:
@@ -168,9 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             token = options.token()
             # The address is taken before the model is loaded, so that a port in use is noticed at once.
             with bound(options.host, options.port) as listener:
-                context = check_model(path, options)
+                check_model(path, options)
                 teacher = load(path, options)
-                return asyncio.run(_serve(teacher, facts(path, options, teacher, context), options, token, listener))
+                return asyncio.run(_serve(teacher, facts(path, options, teacher), options, token, listener))
         except (ValueError, OSError) as error:
             raise ValueError(
                 re.sub("|".join(map(re.escape, _NAMES)), lambda found: _NAMES[found[0]], str(error))
@@ -179,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
 
 
-def check_model(path: str, options: ServeOptions) -> int | None:
-    """Refuses a model that its config shows to be unfit or too short; returns its context, `None` if it states none."""
+def check_model(path: str, options: ServeOptions) -> None:
+    """Refuses a model that its config shows to be unfit or too short."""
     loading = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     language_config(path, "MODEL", loading, "teacher_trust_remote_code")
     config = AutoConfig.from_pretrained(path, **{name: value for name, value in loading.items() if value})
@@ -190,7 +176,6 @@ def check_model(path: str, options: ServeOptions) -> int | None:
             f"`max_model_len={options.max_model_len}` exceeds the model's context of {context} tokens: lower it, or "
             "remove it."
         )
-    return context
 
 
 def load(path: str, options: ServeOptions) -> FrozenTeacher:
@@ -204,14 +189,14 @@ def load(path: str, options: ServeOptions) -> FrozenTeacher:
         teacher_model_init_kwargs={"dtype": options.dtype},
         padding_free=options.padding_free,
     )
-    teacher = build_teacher(path, args, args.device)
+    teacher = build_teacher(path, args)
     assert isinstance(teacher, FrozenTeacher), "it is built from a path"
     return teacher
 
 
-def facts(path: str, options: ServeOptions, teacher: FrozenTeacher, context: int | None) -> Served:
+def facts(path: str, options: ServeOptions, teacher: FrozenTeacher) -> Served:
     """What clients are told of the model; dtype and width are measured."""
-    length = options.max_model_len or context or _UNLIMITED
+    length = options.max_model_len or teacher.context or _UNLIMITED
     with torch.no_grad(), teacher.placement.reading(1) as run:
         (states,) = run(
             row_states, [torch.zeros(1, dtype=torch.long, device=teacher.placement.device)], teacher.reading
