@@ -185,7 +185,7 @@ class TestRollout:
         ("written", "message"),
         [
             ([5] * 300, "Careless wrote 300 tokens after a prompt of"),
-            ([5, 259], "What Careless wrote has the token id 259"),
+            ([5, 259], "A completion of Careless contains the token id 259"),
         ],
     )
     def test_a_completion_that_no_model_can_read_is_an_error(self, make_trainer, written, message):

@@ -208,7 +208,7 @@ def test_unknown_token_id_names_its_row(make_trainer):
     words = tiny.tokenizer()
     words.add_tokens(["<new>"])
     dataset = tiny.rows().add_column("completion", ["<new>", *GIVEN[1:]])
-    with pytest.raises(ValueError, match=r"The completion in row .* has the token id"):
+    with pytest.raises(ValueError, match=r"The completion in row .* contains the token id"):
         trained(make_trainer, train_dataset=dataset, processing_class=words, lmbda=0.0)
 
 

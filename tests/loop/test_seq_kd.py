@@ -93,7 +93,7 @@ def test_each_of_several_teachers_writes_its_rows(make_trainer):
 def test_plain_generate_warns_for_student_and_teacher(make_trainer, caplog):
     slow = {**GREEDY, "generation_kwargs": {"use_cache": False}}
     make_trainer(**slow, lmbda=0.5).train()
-    assert [caplog.text.count(f"Completions of the {who} uses plain") for who in ("student", "teacher")] == [1, 1]
+    assert [caplog.text.count(f"Completions of the {who} use plain") for who in ("student", "teacher")] == [1, 1]
 
 
 def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):

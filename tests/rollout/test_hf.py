@@ -291,7 +291,7 @@ class TestFallback:
                 trainer.complete(trainer.tokenize(PROMPTS))
         announced = [record.getMessage() for record in caplog.records if "plain `generate`" in record.getMessage()]
         assert len(announced) == 2
-        assert "The student uses plain `generate`" in announced[1]
+        assert "Completions of the student use plain `generate`" in announced[1]
         assert "`use_cache=False` disables the cache it decodes from" in announced[1]
 
     @pytest.mark.parametrize(
