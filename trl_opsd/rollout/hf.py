@@ -246,7 +246,8 @@ class HFRollout(RolloutBackend):
         if reason not in self._warned_of:
             self._warned_of.add(reason)
             logger.warning(
-                f"Completions of {self.generator} use plain `generate`, whose batch runs until its longest row ends: {reason}."
+                f"Completions of {self.generator} use plain `generate`, whose batch runs until its longest row "
+                f"ends: {reason}."
             )
 
     # ---- What the student is like ---------------------------------------------------------------------------------
