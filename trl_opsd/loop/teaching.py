@@ -213,7 +213,7 @@ class Teaching:
 
     def _for_teachers(self, rollout: Rollout, rows: Sequence[Row]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
-        requests = self.readers.read_batch(rows, self.batch_name)
+        requests = self.readers.intake.read_batch(rows, self.batch_name)
         decode = self._host.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
         if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:
