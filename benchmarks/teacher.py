@@ -88,13 +88,19 @@ def make_rollout(args: argparse.Namespace) -> Rollout:
     )
 
 
+def groups(model: Any, rollout: Rollout, args: argparse.Namespace) -> list[list[int]]:
+    """The rows of each pass."""
+    lengths = [one.total for one in rollout.ended().measured()]
+    return pass_groups(model, lengths, rollout.prompt_ids.device, pass_bytes=args.pass_bytes)
+
+
 def hooked(args: argparse.Namespace, rollout: Rollout) -> tuple[Callable[[], Tensor], Callable[[], dict[str, int]]]:
     """accelerate's `cpu_offload`: the weights of a module are copied when it is called and freed when it returns."""
     model = make_model(args).cpu()
     largest = max(sum(one.nbytes for one in module.parameters(recurse=False)) for module in model.modules())
     weights = CopiedOnAccess({name: tensor.detach() for name, tensor in model.state_dict().items()}, args.device)
     model = cpu_offload(model, execution_device=args.device, state_dict=weights)
-    chunks = [rollout.select(rows) for rows in pass_groups(model, rollout, pass_bytes=args.pass_bytes)]
+    chunks = [rollout.select(rows) for rows in groups(model, rollout, args)]
 
     def read() -> Tensor:
         with torch.no_grad():
@@ -148,7 +154,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": sum(tensor.nbytes for tensor in tensors_of(model)),
         "layer_bytes": max(sum(tensor.nbytes for tensor in own) for _, own in parts.layers),
         "head_bytes": sum(tensor.nbytes for tensor in parts.head),
-        "passes": len(pass_groups(model, rollout, pass_bytes=args.pass_bytes)),
+        "passes": len(groups(model, rollout, args)),
         "tokens_per_pass": min(rows, args.rows) * args.length,
         "target_bytes_per_token": width * bytes_each,
         "logit_bytes_per_token": vocabulary * bytes_each,

@@ -17,13 +17,12 @@ from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.prompts import Request
 from trl_opsd.data.readers import Reader
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.host import of_package
+from trl_opsd.loop.overrides import of_package
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.checks import described, sizes
 from trl_opsd.options.normalize import SAMPLING
 from trl_opsd.options.rules import prompts_of_step
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
-from trl_opsd.rollout.synced import SyncedRollout
 
 _WIDTH = 120
 """Characters in a line."""
@@ -132,7 +131,7 @@ class Described:
         options, limit = self.trainer.generation_config, self.trainer.limits.completion
         rollout = self.trainer.rollout
         # What it takes from the student's own config; `None` if it may not even follow the options.
-        of_student = {} if isinstance(rollout, SyncedRollout) else getattr(rollout, "of_student", None)
+        of_student = getattr(rollout, "of_student", None)
         shown = [f"by {rollout}", f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
         if of_student is not None:
             others = {**(self.trainer.args.generation_kwargs or {}), **of_student}

@@ -340,11 +340,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
         return divergence_of(self.divergence, self.settings)
 
-    @property
-    def clips_entries(self) -> bool:
-        """Whether the divergence of a token is no plain sum over the vocabulary, as large entries are clipped."""
-        return self.kl_clip is not None
-
     def objective(self, divergence: Divergence, temperatures: tuple[float, float], vocabulary: int | None) -> Objective:
         """How student and teacher are compared with these options."""
         return Objective(

@@ -16,7 +16,7 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
-from trl_opsd.arguments.checks import build_rewards, check_train_size
+from trl_opsd.arguments.checks import check_train_size
 from trl_opsd.arguments.prepared import prepared
 from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
@@ -24,19 +24,16 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
-from trl_opsd.loop.batch_rewards import BatchRewards
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.host import check_methods, check_verbs
-from trl_opsd.loop.nonfinite import agree, check_not_uniform
+from trl_opsd.loop.overrides import check_methods, check_verbs
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
-from trl_opsd.models.backbone import completion_hidden, whole_head
+from trl_opsd.models.backbone import completion_hidden, gathered_head, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
-from trl_opsd.models.probes import prove_student
 from trl_opsd.options.foreign_names import StrictNames
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
@@ -142,7 +139,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     ```
     """
 
-    _student_is_proved = False
     _config_class = OPSDConfig
 
     def __init__(
@@ -211,16 +207,19 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self._use_special_tokens()
         self.divergence = self.args.divergence if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
-        self._has_compared = given.is_same_model  # the user was warned already that a divergence of 0 follows
+        self._guard.may_be_same = not given.is_same_model  # else the user was warned already
         self.dropped_prompts: Counter[str] = Counter()
         self.reads_solutions = given.reads_solutions
-        self._described = Described(self, [one.name for one in given.rewards], given.without_effect)
+        self._reward_names = [one.name for one in given.rewards]
+        self._described = Described(self, self._reward_names, given.without_effect)
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
-                self.prove_student()
-            rewards = build_rewards(given.rewards, self.args, self.chat_template_kwargs, self.accelerator.device)
-            self._rewards = BatchRewards(self, rewards)
+                self._generation.prove_student()
+            if given.rewards:
+                from trl_opsd.loop.batch_rewards import BatchRewards
+
+                self._rewards = BatchRewards(self, given.rewards)
             self.teaching = Teaching(self, given, self._generation.use_teachers)
             self.teaching.build()
         self._prove_divergence(self.divergence)
@@ -229,7 +228,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self._overlap is not None:
             self._overlap.warn()
         self.is_built = True  # from here on assignments of a user are checked
-        self._launch.remember()
+        self.remember_launch()
         self.args.accept_changes()
         self._recording: Recording | None = None
         if self.args.report:
@@ -297,10 +296,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """
         selection = selection_of(self)
         selection = selection if selection is not None and selection.is_late else None
+        teachers, vocabulary = self.teaching.teachers, self.teaching.vocabulary
         # First, as these reads wait for the device, which has no work queued yet.
-        mine = shares(self.teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
+        mine = shares(teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
-        with whole_head(student) as head, self.teachers.whole_heads() as teacher_heads:
+        # The teachers' heads are read once the student's is gathered, as both may share one.
+        with whole_head(student) as head, gathered_head(*(teacher_heads := teachers.heads)):
             parts = compared(
                 hidden_BCH,
                 head,
@@ -308,7 +309,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 mine,
                 rollout,
                 num_items,
-                self.args.objective(self.divergence, self.temperatures, self.teaching.vocabulary),
+                self.args.objective(self.divergence, self.temperatures, vocabulary),
                 criterion=None if selection is None else selection.criterion,
             )
             if self._recording is not None and rollout.begins_at is None:
@@ -319,9 +320,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                     *(hidden_BCH, head, teacher_heads, rollout, targets),
                     divergence=self.divergence,
                     temperatures=self.temperatures,
-                    vocabulary=self.teaching.vocabulary,
+                    vocabulary=vocabulary,
                     tokenizer=self.processing_class,
-                    names=list(self.teachers),
+                    names=list(teachers),
                 )
                 self._recording.note(self.state, self.model.training, rollout.prompt_lists, sampled)
         return parts
@@ -335,20 +336,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     @rollout.setter
     def rollout(self, rollout: RolloutBackend | None) -> None:
-        self._launch.restore()
+        self.restore_launch()
         with preserved_rng(self.accelerator.device):
             if rollout is None:
                 rollout = chosen_rollout(None, self.args)
             check_rollout(rollout)
             self._generation.bind(rollout)
-
-    def prove_student(self) -> None:
-        """Verifies the student by running it, unless that was done, once its weights are where they will be."""
-        if not self._student_is_proved:
-            self.reading = prove_student(
-                self.model, self.in_student, self.args, self.accelerator, self.args.padding_free
-            )
-            self._student_is_proved = True
 
     @property
     def learns_from_draws(self) -> bool:
@@ -376,12 +369,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def teacher(self) -> Teacher | None:
         """The only teacher; `None` if there are several."""
-        return self.teachers.only
-
-    @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """Names of the teachers, in the order of their numbers; empty if there is one."""
-        return tuple(self.teachers) if len(self.teachers) > 1 else ()
+        return self.teaching.teachers.only
 
     @property
     def readers(self) -> Readers:
@@ -391,24 +379,16 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def limits(self) -> PromptLimits:
         """Limits on the student's prompts and completions: vocabulary and context."""
-        return self.readers.student_limits
+        return self.teaching.readers.student_limits
 
     @property
     def reading_to_learn(self) -> Reading:
         """Which rows share a pass outside of generation, where the padding options of the config apply."""
         return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
 
-    @property
-    def batch_name(self) -> str:
-        """The current generation batch, in messages about its rows."""
-        step = self.state.global_step + 1 + (0 if self._ahead is None else self._ahead.steps_ahead)
-        name = f"the batch of step {step}" if self.model.training else "an evaluation batch"
-        number = self.accelerator.num_processes
-        return f"{name} in process {self.accelerator.process_index}" if number > 1 else name
-
     def replace_teacher(self, teacher_model: Any) -> None:
         """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
-        self._launch.restore()
+        self.restore_launch()
         if self._dealer.is_dealt:
             raise ValueError(
                 "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
@@ -417,7 +397,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     def replace_dataset(self, name: str, dataset: Any) -> None:
         """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
-        self._launch.restore()
+        self.restore_launch()
         if self.is_in_train and name == "train_dataset":
             raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
@@ -425,17 +405,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
 
-    def footprint(self, phase: str) -> dict[str, int]:
-        """Memory of a phase, in bytes by name, for out-of-memory errors."""
-        from trl_opsd.loop.memory import footprint  # for an error only
-
-        return footprint(self, phase, self.teachers.models, self.teachers.heads)
-
     def check_effect(self) -> None:
         """Rejects a training that would change nothing, before it begins; options may have been changed."""
-        if self.train_dataset is not None:
-            refuse(LEARNING, Situation(args=self.args, optimizers=(self.optimizer, self.lr_scheduler)))
-            check_train_size(self.train_dataset, self.args)
+        refuse(LEARNING, Situation(args=self.args, optimizers=(self.optimizer, self.lr_scheduler)))
+        check_train_size(self.train_dataset, self.args)
         self._try_rate()
 
     def _try_rate(self) -> None:
@@ -444,19 +417,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self._rate_tried = self.args.learning_rate
             warn_of_lost_updates(self.model, self.accelerator, self._rate_tried, self.optimizer)
 
-    def check_sums(self, sums: dict[str, float]) -> None:
-        check_not_uniform(sums, self.limits.vocabulary)
-        if not (self._has_compared or self.args.pulls) and agree(sums):
-            logger.warning(
-                "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "
-                "learned from it. Is it the same model, without context that only the teacher reads?"
-            )
-        self._has_compared = True
-
     def __repr__(self) -> str:
         if not self.is_built:
             return super().__repr__()
-        self._launch.restore()
+        self.restore_launch()
         return self._described.text()
 
     def _announced(self) -> str:

@@ -174,7 +174,7 @@ def test_error_in_a_row_read_ahead_names_its_step(make_trainer):
     with pytest.raises((TypeError, ValueError), match=r"row 3 of the batch of step 3"):
         trainer.train()
     assert trainer.state.global_step == 1, "while the second step is being learned"
-    assert trainer._ahead.steps_ahead == 0
+    assert trainer.teaching.steps_ahead == 0
 
 
 class Interrupts(TrainerCallback):

@@ -191,7 +191,7 @@ def in_float16(make_trainer, overlap):
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     set_known(trainer.accelerator.state, _mixed_precision="fp16")
     set_known(trainer.accelerator, native_amp=True)
-    trainer._launch.remember()
+    trainer.remember_launch()
     trainer.train()
     return trainer
 

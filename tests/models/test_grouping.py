@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from trl_opsd.models.grouping import cheapest_groups, equal_groups, even_groups, fewest_groups
-from trl_opsd.teacher.frozen import length_groups
+from trl_opsd.teacher.frozen import pass_groups
 
 TO_SIX = [
     way for way in itertools.product(range(6), repeat=6) if all(way[i] <= max((-1, *way[:i])) + 1 for i in range(6))
@@ -104,7 +104,7 @@ def test_a_teacher_on_a_cpu_reads_few_tokens_of_padding(few):
     ratios = []
     for seed in range(20):
         lengths = [random.Random(seed * 100 + row).randint(10, 160) for row in range(16)]
-        groups = length_groups(tiny.qwen2(), lengths, torch.device("cpu"), few=few)
+        groups = pass_groups(tiny.qwen2(), lengths, torch.device("cpu"), few=few)
         ratios.append(sum(tokens(lengths, group, False) for group in groups) / sum(lengths))
     assert max(ratios) <= 1.15
     assert min(ratios) > 1, "all rows alone would be slower"

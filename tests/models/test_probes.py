@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trl_opsd.models.probes import Doubt, Probe, findings, require
+from trl_opsd.models.probes import Doubt, Probe, explaining, findings, require
 
 pytestmark = pytest.mark.quick
 
@@ -18,10 +18,14 @@ def raising(error: Exception):
 
 
 def explained(error: Exception) -> Probe[str]:
-    return Probe("reads", raising(error), cannot="read", remedy="Use another.", errors=(TypeError, RuntimeError))
+    def run(subject):
+        with explaining(subject, "read", "Use another.", (TypeError, RuntimeError)):
+            raise error
+
+    return Probe("reads", run)
 
 
-SOUND = Probe("sound", len, lambda subject, measured: f"{subject} has {measured}.")
+SOUND = Probe("sound", lambda subject: f"{subject} has {len(subject)}.")
 DOUBTED = Probe("doubted", raising(Doubt("maybe")))
 WRONG = Probe("wrong", raising(ValueError("got 1,\n expected 2: do")))
 

@@ -18,7 +18,6 @@ import torch
 from aiohttp import web
 
 from trl_opsd import FrozenTeacher
-from trl_opsd.models.backbone import context_of
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher.serve.__main__ import ServeOptions, bound, facts
 from trl_opsd.teacher.serve.reader import Reader
@@ -113,7 +112,7 @@ def running(
     """A server of a model; what it holds is 0 when its requests have been answered."""
     teacher = FrozenTeacher(placement(model, CPU), padding_free=padding_free)
     chosen = ServeOptions(**options)
-    served = facts("a/teacher", chosen, teacher, context_of(model))
+    served = facts("a/teacher", chosen, teacher)
     ready, stop, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
     found: dict[str, Any] = {}
 

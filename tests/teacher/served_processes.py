@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
 from trl_opsd.errors import ServerError
-from trl_opsd.teacher.build import _served
+from trl_opsd.teacher.build import served
 
 
 def lists(context: int) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def reach(path: str, case: str) -> str:
     with pretended(model, models=lists(100 + process)) as server:
         args = OPSDConfig("unused", report_to="none", use_cpu=True, teacher_server_url=server.url)
         try:
-            found = f"context {_served(path, [server.url], args, torch.device('cpu'), False).context}"
+            found = f"context {served(path, [server.url], args).context}"
         except ServerError as error:
             found = f"{server.url} {error}"
         torch.distributed.barrier()  # the server is there until both have asked

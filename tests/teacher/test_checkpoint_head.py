@@ -63,7 +63,7 @@ def test_head_and_norm_are_those_of_the_model_and_nothing_else_is_read(name, tmp
     removed = [file for file in set(index.values()) - needed if (tmp_path / file).unlink() is None]
     assert removed, "the layers are gone"
 
-    found = CheckpointHead(str(tmp_path), {}, trust_remote_code=False)
+    found = CheckpointHead(str(tmp_path))
     ids = torch.arange(3, 43).view(2, 20)
     with torch.no_grad():
         states = hidden_states(model, ids, torch.ones_like(ids)).flatten(0, 1)
@@ -82,7 +82,7 @@ def test_head_and_norm_are_those_of_the_model_and_nothing_else_is_read(name, tmp
 
 def test_a_family_without_a_known_final_norm_has_none(tmp_path):
     of_config(OPTConfig, **OPT, do_layer_norm_before=False).save_pretrained(tmp_path)
-    assert CheckpointHead(str(tmp_path), {}, trust_remote_code=False).norm is None
+    assert CheckpointHead(str(tmp_path)).norm is None
 
 
 @pytest.mark.parametrize("config", [BartConfig, MBartConfig, BlenderbotConfig, PLBartConfig])
@@ -90,7 +90,7 @@ def test_a_decoder_cut_from_an_encoder_decoder_is_accepted(config, tmp_path):
     sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
     model = tiny.model(config(vocab_size=tiny.VOCABULARY, max_position_embeddings=256, is_decoder=True, **sizes))
     model.save_pretrained(tmp_path)
-    head = CheckpointHead(str(tmp_path), {}, trust_remote_code=False).head(torch.float32, CPU)
+    head = CheckpointHead(str(tmp_path)).head(torch.float32, CPU)
     assert torch.equal(head.weight, OutputHead.of(model).weight)
 
 
@@ -108,7 +108,7 @@ def test_names_may_have_another_prefix(tmp_path):
         def renamed(tensors, prefix=prefix):
             return {f"{prefix}{name.removeprefix('' if prefix else 'model.')}": one for name, one in tensors.items()}
 
-        found = CheckpointHead(resaved(tmp_path / str(number), renamed), {}, trust_remote_code=False)
+        found = CheckpointHead(resaved(tmp_path / str(number), renamed))
         assert torch.equal(found.head(torch.float32, CPU).weight, tiny.qwen2(64).lm_head.weight)
 
 
@@ -120,7 +120,7 @@ def test_a_stored_head_is_used_although_the_config_ties_it(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     local = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(local.lm_head.weight, tensors["lm_head.weight"])
-    found = CheckpointHead(str(tmp_path), {}, trust_remote_code=False)
+    found = CheckpointHead(str(tmp_path))
     assert torch.equal(found.head(torch.float32, CPU).weight, local.lm_head.weight)
 
 
@@ -147,11 +147,11 @@ BROKEN = {
 def test_a_checkpoint_without_its_head_is_refused(name, tmp_path):
     change, said = BROKEN[name]
     with pytest.raises(ValueError, match=said):
-        CheckpointHead(resaved(tmp_path, change), {}, trust_remote_code=False)
+        CheckpointHead(resaved(tmp_path, change))
 
 
 @pytest.mark.refusal
 def test_a_checkpoint_that_is_not_in_safetensors_is_refused(tmp_path):
     tiny.qwen2(64).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has neither 'model.safetensors' nor .* pass a checkpoint in safetensors"):
-        CheckpointHead(str(tmp_path), {}, trust_remote_code=False)
+        CheckpointHead(str(tmp_path))

@@ -26,7 +26,7 @@ from trl_opsd._compat.deepspeed import loading, reader_config
 from trl_opsd.teacher import Resident, build
 from trl_opsd.teacher.frozen import bytes_per_token, pass_groups
 from trl_opsd.teacher.offloaded import HostBlock, Hosted, Prefetcher, Streamed, parts_of, tensors_of
-from trl_opsd.types import Length, Rollout
+from trl_opsd.types import Rollout
 from trl_opsd.types.targets import targets_device
 
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ class TestOrder:
 
     def journal(self, placement: Any, passes: int) -> list[str]:
         placed = placement(tiny.qwen2(48, 1, num_hidden_layers=3), CPU)
-        prefetcher, names = placed.prefetcher, {id(placed._rest): "rest", id(placed._head._block): "head"}
+        prefetcher, names = placed.prefetcher, {id(placed._rest): "rest", id(placed._head): "head"}
         names |= {id(block): str(number) for number, block in enumerate(placed._blocks)}
         fetch, entries = prefetcher.fetch, []
 
@@ -321,17 +321,13 @@ class TestPasses:
         )
         return SimpleNamespace(config=seven_billion, dtype=torch.bfloat16)
 
-    def rows(self, lengths: list[int]) -> Rollout:
-        measured = SimpleNamespace(measured=lambda: [Length(length - 1, 1, 0) for length in lengths])
-        return SimpleNamespace(prompt_ids=torch.empty(0, device="meta"), ended=lambda: measured)
-
     def test_passes_are_long_enough_to_hide_the_streaming(self):
         """9 to 14 thousand tokens hide the copies of a model of any size, but that of the first layer."""
-        first, *_ = pass_groups(self.config(), self.rows([2048] * 64), few=True)
+        first, *_ = pass_groups(self.config(), [2048] * 64, torch.device("meta"), few=True)
         assert 14_000 <= 2048 * len(first) <= 20_000
 
     def test_a_row_too_long_for_the_budget_is_read_alone(self):
-        assert pass_groups(self.config(), self.rows([10, 100_000, 10])) == [[1], [0, 2]]
+        assert pass_groups(self.config(), [10, 100_000, 10], torch.device("meta")) == [[1], [0, 2]]
 
     def test_the_scores_of_eager_attention_are_counted(self):
         eager = self.config()
@@ -498,7 +494,7 @@ class TestRefusals:
         for module in (build, distillation_trainer):
             monkeypatch.setattr(module, "create_model_from_path", loaded)
         vars(args)["_setup_devices"] = own
-        for load in (partial(make_trainer, args=args), partial(build.build_teacher, "teacher", args, own)):
+        for load in (partial(make_trainer, args=args), partial(build.build_teacher, "teacher", args)):
             with pytest.raises(RuntimeError, match=re.escape(str({"": own}))):
                 load()
 

@@ -14,7 +14,7 @@ from transformers import BartConfig, MambaConfig, Phi3Config
 
 from trl_opsd.models.backbone import backbone_of
 from trl_opsd.teacher.offloaded import Hosted, Streamed
-from trl_opsd.teacher.serve.server import DTYPES, Wanted, parts
+from trl_opsd.teacher.serve.server import DTYPES, Request, parts
 
 LENGTHS = [1, 2, 3, 30, 1, 17, 64, 5, 200, 256, 16, 18]
 
@@ -139,7 +139,7 @@ class TestEncodings:
     @pytest.mark.parametrize("encoding", ["float", "base64", "bytes_only"])
     def test_long_answers_are_sent_in_pieces(self, encoding):
         states = torch.randn(4500, 101)
-        wanted = Wanted(rows=[states[:, 0].long()], encoding=encoding, dtype=torch.float32, swapped=False)
+        wanted = Request(input=[[5] * 4500], encoding_format=encoding)
         pieces = [bytes(one) for one in parts(wanted, served(width=101), [states])]
         assert max(map(len, pieces)) < len(b"".join(pieces)) * 0.9
         whole = b"".join(pieces)
@@ -160,10 +160,10 @@ class TestEncodings:
         states = torch.randn(7, 48)
         for dtype, kind in DTYPES.items():
             for endianness in ("native", "little", "big"):
-                wanted = Wanted(rows=[], encoding="bytes_only", dtype=kind, swapped=endianness == "big")
+                wanted = Request(input=[5], encoding_format="bytes_only", embed_dtype=dtype, endianness=endianness)
                 found = b"".join(map(bytes, parts(wanted, served(), [states.to(kind)])))
                 assert found == tensor2binary(states, dtype, endianness)
-        wanted = Wanted(rows=[states[:, 0].long()], encoding="float", dtype=torch.float32, swapped=False)
+        wanted = Request(input=[5] * 7)
         answer = json.loads(b"".join(map(bytes, parts(wanted, served(), [states]))))
         assert protocol.PoolingResponse.model_validate(answer).model_dump(exclude_none=True) == answer
         assert set(ModelCard.model_fields) - set(served().card()["data"][0]) == {"permission"}

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
@@ -32,13 +31,11 @@ from trl_opsd.models.checks import (
     check_own_loss,
     language_config,
     same_weights,
-    whole_checkpoint,
 )
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
-from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
-from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location
+from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location, teacher_loading
 
 logger = get_logger(__name__)
 
@@ -119,7 +116,7 @@ def warn_of_same_model(
     if tells_more or args.tempers_apart or args.pulls or may_have(datasets, PRIVILEGED):
         return False
     loading = args.model_init_kwargs or {}
-    theirs = {"revision": args.teacher_model_revision, **(args.teacher_model_init_kwargs or {})}
+    theirs = teacher_loading(args)
     same = [teacher for teacher in teachers.values() if same_weights(student, loading, teacher, theirs)]
     if len(teachers) > 1:  # for the rows of one, the student is held where it was
         return False
@@ -159,26 +156,6 @@ def check_rows_of_rewards(
             columns = [*seen, *(("solution",) if reads_solutions and "privileged_context" in seen else ())]
         known[where] = columns
     check_reward_columns(rewards, known)
-
-
-def build_rewards(
-    rewards: Sequence[Given], args: OPSDConfig, template: Mapping[str, Any], device: torch.device
-) -> Rewards | None:
-    """Functions of all rewards, with their models loaded; `None` if there are none."""
-    if not rewards:
-        return None
-    functions = {}
-    for number, one in enumerate(rewards):
-        function = one.source
-        if one.is_model:
-            assert one.tokenizer is not None, "it was loaded with the arguments"
-            with whole_checkpoint(f"reward_funcs[{number}]"):
-                model = loaded_model(function) if isinstance(function, str) else function
-            placed = model if getattr(model, "hf_device_map", None) else model.to(device)
-            function = RewardModel(placed, one.tokenizer, template, args.per_device_train_batch_size)
-        functions[one.name] = function
-    weights = torch.tensor(args.reward_weights or [1.0] * len(functions), dtype=torch.float32)
-    return Rewards(functions=functions, weights=weights)
 
 
 # ---- Chat templates -------------------------------------------------------------------------------------------------

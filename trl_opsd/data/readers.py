@@ -286,7 +286,8 @@ class Readers:
     ) -> list[list[int]] | None:
         """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
         # Where no row differs, the student's token ids are reused and nothing is tokenized again.
-        alike = self.are_alike(()) and all(request.of_teacher is request.student for request in requests)
+        alike = not self.template and self.intake.prompt_fn is None
+        alike = alike and all(request.of_teacher is request.student for request in requests)
         if not alike:
             reader = self.teacher
             prompts = [request.of_teacher for request in requests]

@@ -98,9 +98,7 @@ class Response:
         try:
             return schema.model_validate_json(self.content)
         except pydantic.ValidationError as errors:
-            error = errors.errors(include_url=False)[0]
-            where = ".".join(map(str, error["loc"])) or "content"
-            raise ServerError(f"{self.request} answered {where}={shown(error['input'])}: {error['msg']}.") from errors
+            raise ServerError(f"{self.request} answered {first_error(errors)}.") from errors
 
 
 class Background:
@@ -276,6 +274,13 @@ def warn_in_main(message: str) -> None:
     """Warns in the main process; accelerate's logger would need a state, which a teacher used alone lacks."""
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         logger.warning(message)
+
+
+def first_error(errors: pydantic.ValidationError) -> str:
+    """Where the first error is, what is there, and what is expected."""
+    error = errors.errors(include_url=False)[0]
+    where = ".".join(map(str, error["loc"]))[:80] or "content"
+    return f"{where}={shown(error['input'])}: {error['msg']}"
 
 
 def shown(value: Any) -> str:

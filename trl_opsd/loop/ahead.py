@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.host import TrainerHost
+from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode, whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
@@ -30,36 +30,16 @@ PROBED = 32
 """Maximum tokens of a process whose distributions are kept until the next step; each is a whole vocabulary."""
 
 
-class _Coming:
-    """Prompts of the next step, and their completions as they are generated."""
-
-    def __init__(self, prompt_ids: list[list[int]], rows: Prefetcher[tuple[int, list[int]]]) -> None:
-        self.prompt_ids = prompt_ids
-        self._rows = rows
-        self._came: dict[int, list[int]] = {}
-
-    def all(self) -> list[list[int]]:
-        """Waits for all completions; in the order of the prompts."""
-        with suppress(StopIteration):
-            while True:
-                self._came.update(self._rows.take(wait=True))
-        return [self._came[row] for row in range(len(self.prompt_ids))]
-
-    def close(self) -> None:
-        """Cancels what is not generated yet."""
-        self._rows.close()
-
-
 class Ahead:
     """Generates the rows of a step while the trainer trains on those of the step before."""
 
     def __init__(self, host: TrainerHost, generation: Generation) -> None:
         self._host, self._generation = host, generation
-        self.steps_ahead = 0
-        """Offset from the step being trained to the step whose rows are read."""
         self._next_batch: tuple[Iterator[Any], Any] | None = None
         """The epoch iterator, and the batch of the next step that it returned."""
-        self._coming: _Coming | None = None
+        self._coming: tuple[list[list[int]], Prefetcher[tuple[int, list[int]]]] | None = None
+        """Prompts of the next step, and their completions as they are generated."""
+        self._came: dict[int, list[int]] = {}
         self.before_step: tuple[Rollout, Tensor] | None = None
         """A row of this step, and the student's log-probabilities for it before this step, [N, V], in host memory."""
 
@@ -90,23 +70,26 @@ class Ahead:
     def wait(self) -> None:
         """Waits for rows generated ahead: the rollout must be idle before other rows or a weight sync."""
         if self._coming is not None:
-            self._coming.all()
+            with suppress(StopIteration):
+                while True:
+                    self._came.update(self._coming[1].take(wait=True))
 
     def cancel(self) -> None:
         """Cancels rows generated for a step that never comes."""
         if self._coming is not None:
-            self._coming.close()
+            self._coming[1].close()
         self._coming = self._next_batch = self.before_step = None
 
     def _taken(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
         """The completions generated ahead; `None` if there are none or the weights have moved too far. Collective."""
-        ahead, host = self._coming, self._host
-        if ahead is None:
+        host = self._host
+        if self._coming is None:
             return None
-        completions = ahead.all()
-        self._coming = None
+        self.wait()
+        (known, _), self._coming = self._coming, None
+        completions = [self._came[row] for row in range(len(known))]
         # Gathered, so that all processes raise: one alone would leave the others waiting in a collective.
-        others = torch.tensor([ahead.prompt_ids != prompt_ids], device=host.accelerator.device)
+        others = torch.tensor([known != prompt_ids], device=host.accelerator.device)
         if host.accelerator.gather(others).any():
             raise ValueError(
                 "`overlap='ahead'`: the prompts of a step are not those that were read for it while the last one was "
@@ -128,12 +111,13 @@ class Ahead:
         """Starts to generate the rows of the next step with the weights of this one."""
         if self._next_batch is None or not self._next_batch[1][0]:
             return
-        self.steps_ahead = 1
+        teaching = self._host.teaching
+        teaching.steps_ahead = 1
         try:
-            prompt_ids = self._host.prompt_ids_of(self._host.teaching.read_rows(self._next_batch[1][0][0]))
+            prompt_ids = self._host.prompt_ids_of(teaching.read_rows(self._next_batch[1][0][0]))
         finally:
-            self.steps_ahead = 0
-        self._coming = _Coming(prompt_ids, Prefetcher(self._generation.stream(prompt_ids)))
+            teaching.steps_ahead = 0
+        self._coming, self._came = (prompt_ids, Prefetcher(self._generation.stream(prompt_ids))), {}
 
     # ---- How far the generating weights are from the current ones ---------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from accelerate.utils import gather_object
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
 from trl_opsd.data.prompts import Request
-from trl_opsd.host import Host
-from trl_opsd.rewards.functions import Rewards
-from trl_opsd.rewards.given import NOT_PASSED
+from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.models.checks import whole_checkpoint
+from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
+from trl_opsd.rewards.given import NOT_PASSED, Given
 from trl_opsd.types import Rollout
 
 __all__ = ["BatchRewards", "advantages"]
@@ -30,23 +31,12 @@ _EPSILON = 1e-4
 """Added to each standard deviation before a division, as in TRL."""
 
 
-class Rewarded(Host, Protocol):
-    """The trainer, as rewards see it."""
-
-    log_completions: bool
-    reads_solutions: bool
-    """Whether a column `solution` of a dataset is privileged context."""
-
-    def gather_distinct_rows(self, rows: Tensor) -> Tensor:
-        """One entry per row of an evaluation batch, over all processes. Collective."""
-
-
 @final
 class BatchRewards:
     """Calls reward functions: in evaluations always, in training where the loss uses them."""
 
-    def __init__(self, trainer: Rewarded, rewards: Rewards | None) -> None:
-        self._trainer, self._rewards = trainer, rewards
+    def __init__(self, trainer: TrainerHost, rewards: Sequence[Given]) -> None:
+        self._trainer, self._rewards = trainer, _built(rewards, trainer)
         self.conversations: list[Any] | None = None
         """The completions of the next batch with the tools' results, as messages."""
         self._evaluated: list[Tensor] | None = None
@@ -54,51 +44,39 @@ class BatchRewards:
         self._texts: dict[str, list[str]] = {}
         """Prompts and completions of these rows, for `log_completions` only."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the reward functions in the log."""
-        return () if self._rewards is None else tuple(self._rewards.functions)
-
     def note(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> None:
         """Rewards the completions of a generation batch, and sets the advantages of its rows. Collective.
 
         To be called before rows are exchanged between processes: the completions of a prompt have to be adjacent.
         """
-        trainer, rewards = self._trainer, self._rewards
+        trainer = self._trainer
         is_trained = trainer.model.training and trainer.args.reward_weight > 0
-        if rewards is None or not (is_trained or self._evaluated is not None):
+        if not (is_trained or self._evaluated is not None):
             return
         with trainer.phase("reward"):
-            rewards_BF = self._rewards_of(rewards, batch, rows)
+            rewards_BF = self._rewards_of(batch, rows)
             if is_trained:
-                self._set_advantages(rewards, trainer.accelerator.gather(rewards_BF).cpu(), rows)
+                self._set_advantages(trainer.accelerator.gather(rewards_BF).cpu(), rows)
             elif self._evaluated is not None:
                 self._evaluated.append(trainer.gather_distinct_rows(rewards_BF).cpu())
                 if trainer.log_completions:
                     self._keep_texts(batch, len(self._evaluated[-1]))
 
-    def _set_advantages(self, rewards: Rewards, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
-        args, first = self._trainer.args, self._trainer.accelerator.process_index * len(rows)
+    def _set_advantages(self, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
+        args, weights_F = self._trainer.args, self._rewards.weights
         # From the rewards of all processes, as the completions of a prompt may be in several.
         values_R, is_flat_R = advantages(
-            rewards_RF, rewards.weights, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
+            rewards_RF, weights_F, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
         )
+        first = self._trainer.accelerator.process_index * len(rows)
         for row, value in zip(rows, values_R[first : first + len(rows)].tolist(), strict=True):
             row.advantage = value
-        self._record(rewards, rewards_RF)
+        self._record(rewards_RF)
         self._trainer.record("frac_reward_zero_std", float(is_flat_R.float().mean()))
-
-    def pulls_of(self, rows: Sequence[Request]) -> dict[str, Tensor]:
-        """The pull of each row on its own tokens, [B], as the batch holds it; empty where none has any."""
-        args = self._trainer.args
-        if not (self._trainer.model.training and args.pulls):
-            return {}
-        pulls = [args.reward_weight * row.advantage + args.sft_weight * bool(row.is_off_policy) for row in rows]
-        return {"pull": torch.tensor(pulls, dtype=torch.float32, device=self._trainer.accelerator.device)}
 
     # ---- Calling the functions --------------------------------------------------------------------------------------
 
-    def _rewards_of(self, rewards: Rewards, batch: Mapping[str, Any], rows: Sequence[Request]) -> Tensor:
+    def _rewards_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> Tensor:
         """[B, F], on the accelerator's device; NaN for a completion of the dataset, which is not the student's."""
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if not row.is_off_policy]
@@ -111,8 +89,8 @@ class BatchRewards:
             "trainer_state": self._trainer.state,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }
-        found = torch.full((len(rows), len(rewards.functions)), torch.nan)
-        found[numbers] = rewards.of(arguments, [row.where for row in of_student])
+        found = torch.full((len(rows), len(self._rewards.functions)), torch.nan)
+        found[numbers] = self._rewards.of(arguments, [row.where for row in of_student])
         # Means over the calls of `log_metric` in all processes.
         everyone = gather_object([dict(metrics)])
         for name in sorted({name for theirs in everyone for name in theirs}):
@@ -155,9 +133,9 @@ class BatchRewards:
             yield
         finally:
             self._evaluated = None
-        if self._rewards is not None and evaluated:
+        if evaluated:
             rewards_RF = torch.cat(evaluated)
-            self._record(self._rewards, rewards_RF)
+            self._record(rewards_RF)
             if self._trainer.log_completions and self._trainer.accelerator.is_main_process:
                 self._save_table(rewards_RF, prefix)
 
@@ -172,16 +150,34 @@ class BatchRewards:
         """Writes a table of an evaluation, one line per row, next to those that TRL writes of trainings."""
         folder, step = Path(self._trainer.args.output_dir or "") / "completions", self._trainer.state.global_step
         folder.mkdir(parents=True, exist_ok=True)
-        columns = dict(zip(self.names, rewards_RF.T.tolist(), strict=True))
+        columns = dict(zip(self._rewards.functions, rewards_RF.T.tolist(), strict=True))
         DataFrame({"step": step, **self._texts, **columns}).to_parquet(folder / f"{prefix}_{step:05d}.parquet")
 
-    def _record(self, rewards: Rewards, rewards_RF: Tensor) -> None:
-        totals_R = _total(rewards_RF, rewards.weights)
-        for name, values_R in zip(self.names, rewards_RF.T, strict=True):
+    def _record(self, rewards_RF: Tensor) -> None:
+        totals_R = _total(rewards_RF, self._rewards.weights)
+        for name, values_R in zip(self._rewards.functions, rewards_RF.T, strict=True):
             self._trainer.record(f"rewards/{name}/mean", float(values_R.nanmean()))
             self._trainer.record(f"rewards/{name}/std", float(nanstd(values_R)))
         self._trainer.record("reward", float(totals_R.nanmean()))
         self._trainer.record("reward_std", float(nanstd(totals_R)))
+
+
+def _built(rewards: Sequence[Given], trainer: TrainerHost) -> Rewards:
+    """The functions of all rewards, with their models loaded."""
+    args, functions = trainer.args, {}
+    for number, one in enumerate(rewards):
+        function = one.source
+        if one.is_model:
+            assert one.tokenizer is not None, "it was loaded with the arguments"
+            with whole_checkpoint(f"reward_funcs[{number}]"):
+                model = loaded_model(function) if isinstance(function, str) else function
+            placed = model if getattr(model, "hf_device_map", None) else model.to(trainer.accelerator.device)
+            function = RewardModel(
+                placed, one.tokenizer, trainer.chat_template_kwargs, args.per_device_train_batch_size
+            )
+        functions[one.name] = function
+    weights = torch.tensor(args.reward_weights or [1.0] * len(functions), dtype=torch.float32)
+    return Rewards(functions=functions, weights=weights)
 
 
 # ---- Advantages, as TRL's GRPO computes them ------------------------------------------------------------------------

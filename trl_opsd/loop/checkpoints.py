@@ -30,7 +30,7 @@ from trl_opsd.checkpoints.resume import (
     set_rates,
     settings_of,
 )
-from trl_opsd.loop.host import TrainerHost
+from trl_opsd.loop.trainer_host import TrainerHost
 
 __all__ = ["Checkpoints"]
 
@@ -39,10 +39,13 @@ logger = get_logger(__name__)
 
 @final
 class Checkpoints:
-    """Checkpoints of a trainer, complete or absent; with `sigterm` one is also saved when a cluster ends the run."""
+    """Checkpoints of a trainer; with `stops_on_sigterm` one is also saved when a cluster ends the run."""
 
-    def __init__(self, trainer: TrainerHost, sigterm: StopOnSigterm | None) -> None:
-        self._trainer, self._sigterm = trainer, sigterm
+    def __init__(self, trainer: TrainerHost, stops_on_sigterm: bool) -> None:
+        self._trainer = trainer
+        self._sigterm = _StopOnSigterm(trainer.accelerator) if stops_on_sigterm else None
+        if self._sigterm is not None:
+            trainer.add_callback(self._sigterm)
         self._settings: Settings = []
         """Optimizer settings from the options of the latest training."""
         self.is_staging = False
@@ -142,7 +145,7 @@ class Checkpoints:
             Path(folder, "latest").write_text(f"global_step{self._trainer.state.global_step}")
 
 
-class StopOnSigterm(TrainerCallback):
+class _StopOnSigterm(TrainerCallback):
     """Saves after the step in which the first process received a SIGTERM, on all processes, and stops."""
 
     def __init__(self, accelerator: Accelerator) -> None:

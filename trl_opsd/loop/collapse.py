@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.checkpoints.resume import best_evaluated
-from trl_opsd.loop.host import TrainerHost
+from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.options.table import COMPARED_STEPS
 
 __all__ = ["CollapseGuard"]
@@ -41,7 +41,8 @@ class CollapseGuard(TrainerCallback):
     def begin(self) -> None:
         """Begins a course, for a new training; before a checkpoint is loaded."""
         self.course = Course()
-        self._sums: Counter[str] = Counter()
+        self.sums: Counter[str] = Counter()
+        """Sums of the step so far, over all processes, by the names in [`LossParts.ROW_NAMES`]."""
         self._texts: tuple[float, float] | None = None
         """Mean length and share of repetitions of the step's completions."""
         self._warned: set[str] = set()
@@ -61,10 +62,6 @@ class CollapseGuard(TrainerCallback):
             self._trainer.record("completions/repeated_ratio", repeated / count)
         if self._trainer.model.training:
             self._texts = (tokens / count, repeated / count) if count else None
-
-    def note_loss(self, named: Mapping[str, float]) -> None:
-        """Adds the sums of a micro-batch, over all processes, to those of its step."""
-        self._sums.update(named)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         signs = self._end_step()
@@ -87,14 +84,14 @@ class CollapseGuard(TrainerCallback):
 
     def _end_step(self) -> dict[str, str]:
         """The signs of a collapse by name, after the step was added to the course."""
-        sums, self._sums = self._sums, Counter()
+        sums, self.sums = self.sums, Counter()
         if not sums["weight"] or self._texts is None:  # skipped, or no completion of the student's
             return {}
         length, repeated = self._texts
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         self.course.add(Figures(**means, length=length, repeated=repeated))
         self._trainer.record("completions/length_drift", self.course.drift)
-        return self.course.signs(clipped=self._trainer.args.clips_entries) if self._watches else {}
+        return self.course.signs(clipped=self._trainer.args.kl_clip is not None) if self._watches else {}
 
     # ---- Checkpoints ------------------------------------------------------------------------------------------------
 

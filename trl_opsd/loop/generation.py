@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -14,14 +13,17 @@ from accelerate.logging import get_logger
 
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.prompts import Request
-from trl_opsd.loop.host import TrainerHost, of_package, overrides
-from trl_opsd.loop.memory import explain
+from trl_opsd.loop.overrides import of_package, overrides
+from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import preserved_mode
+from trl_opsd.models.probes import prove_student
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
 
 if TYPE_CHECKING:
+    from trl_opsd.loop.ahead import Ahead
+    from trl_opsd.loop.overlap import Overlap
     from trl_opsd.parallel.prefetch import Closable
     from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
@@ -30,12 +32,9 @@ logger = get_logger(__name__)
 _users: WeakValueDictionary[int, Generation] = WeakValueDictionary()
 """Who each rollout was last bound to, by the id of the rollout, which is kept alive there."""
 
-Generate = Callable[[list[list[int]]], list[list[int]]]
-"""A completion for each prompt."""
-
 
 class Generation:
-    """The completions of generation batches; `generate` calls the trainer's `complete`, or takes what is generated.
+    """The completions of generation batches.
 
     With `lmbda` below 1 some rows have the completion of the dataset or of their teacher, as in TRL's GKD trainer:
     which ones follows from `seed`, the step, and the place of a row among all processes. Evaluations have none.
@@ -43,8 +42,10 @@ class Generation:
 
     rollout: RolloutBackend
 
-    def __init__(self, host: TrainerHost, generate: Generate) -> None:
-        self._host, self._generate = host, generate
+    def __init__(self, host: TrainerHost) -> None:
+        self._host = host
+        self.overlap: Overlap | Ahead | None = None
+        """What completes the prompts of a training in place of the trainer, with `overlap`."""
         self.requests: Sequence[Request] = ()
         """The rows being generated."""
         self.empty_rows: list[int] = []
@@ -53,19 +54,20 @@ class Generation:
         """Whether `use_vllm` is hidden from TRL's tool loop, which would ask an engine of TRL's for its context."""
         self._is_first_turn = False
         self._surplus: list[list[int]] = []
-        self._has_completed = False
+        self._has_completed = self._is_proved = self._is_overridden = False
         self._of_teacher: Mapping[str, TeacherRollout] = {}
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
     def bind(self, rollout: RolloutBackend) -> None:
         """Binds a rollout to this trainer; rejects one that cannot work with `overlap='ahead'`."""
+        self._is_overridden = overrides(self._host, "complete")
         if self._host.args.overlap == "ahead":
             self._check_generates_apart(rollout)
         try:
             rollout.bind(self._host)
         except Exception as error:
-            explain(error, "start", partial(self._host.footprint, "start"))
+            self._host.explain_memory(error, "start")
             raise
         self.rollout = rollout
         _users[id(rollout)] = self
@@ -75,7 +77,7 @@ class Generation:
             why = f"{type(rollout).__name__} writes in the trainer's own process: set `vllm_mode='server'`"
         elif self._host.tools:
             why = "rows with `tools` are written in turns"
-        elif overrides(self._host, "complete"):
+        elif self._is_overridden:
             why = f"it would not call `{type(self._host).__name__}.complete`"
         else:
             return
@@ -84,11 +86,7 @@ class Generation:
     @property
     def streams(self) -> bool:
         """Whether `stream` generates what `complete` does."""
-        return not (overrides(self._host, "complete") or self._host.tools)
-
-    def session(self) -> AbstractContextManager[None]:
-        """Around all calls of `complete` for a generation batch, and around an evaluation; it nests."""
-        return self.rollout.session()
+        return not (self._is_overridden or self._host.tools)
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """One checked completion of the rollout for each prompt."""
@@ -105,9 +103,16 @@ class Generation:
 
     def be_ready(self) -> None:
         """Verifies the student, whose weights are where they will be, and that no other trainer has the rollout."""
-        self._host.prove_student()
+        self.prove_student()
         if _users.get(id(self.rollout)) is not self:  # another trainer has used it since
             self.bind(self.rollout)
+
+    def prove_student(self) -> None:
+        """Verifies the student by running it, unless that was done, once its weights are where they will be."""
+        host, args = self._host, self._host.args
+        if not self._is_proved:
+            host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free)
+            self._is_proved = True
 
     # ---- The turns of a batch -----------------------------------------------------------------------------------
 
@@ -115,17 +120,18 @@ class Generation:
         """Sets the place of each row of a batch, over all processes, and whether it is off-policy."""
         args, state = self._host.args, self._host.state
         for place, row in enumerate(rows, start=self._host.accelerator.process_index * len(rows)):
-            row.place = place
-            # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
-            drawn = derived_seed(args.seed, state.global_step, place) / 2**63
-            row.is_off_policy = self._host.model.training and drawn >= args.lmbda
+            row.place, row.is_off_policy = place, False
+            if self._host.model.training and args.lmbda < 1:
+                # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
+                drawn = derived_seed(args.seed, state.global_step, place) / 2**63
+                row.is_off_policy = drawn >= args.lmbda
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Around all turns of a batch, which TRL's tool loop calls."""
         self._is_first_turn, self.empty_rows, self.hides_engine = True, [], True
         try:
-            with self.session():
+            with self.rollout.session():
                 yield
         finally:
             self.hides_engine = False
@@ -193,15 +199,17 @@ class Generation:
 
     def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         if prompt_ids or (of_package(self._host.complete) and of_package(self.rollout.complete)):
-            return self._check(prompt_ids, self._generate(prompt_ids))
+            return self._written(prompt_ids)
         # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
-        self._check(self._surplus, self._generate(self._surplus))
+        self._written(self._surplus)
         return []
 
-    def _check(self, prompt_ids: list[list[int]], completions: Any) -> list[list[int]]:
-        """What `complete` returned, as token ids up to the first end token; raises if these cannot be trained on."""
+    def _written(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """What `complete` returns, as token ids up to the first end token; raises if these cannot be trained on."""
         host, name = self._host, type(self.rollout).__name__
-        if overrides(host, "complete"):
+        by: Overlap | Ahead | TrainerHost = host if self.overlap is None or not host.model.training else self.overlap
+        completions = by.complete(prompt_ids)
+        if self._is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)
         padding = {host.processing_class.pad_token_id, *host.eos_token_ids}
@@ -220,13 +228,13 @@ class Generation:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
-        limits = self._host.readers.teacher_limits
+        limits = self._host.teaching.readers.teacher_limits
         self._of_teacher = {
             name: TeacherRollout(self._host, teacher, limits[name]) for name, teacher in teachers.items()
         }
 
     def _of_teachers(self, rows: Sequence[Request]) -> list[list[int]]:
-        reader = self._host.readers.teacher
+        reader = self._host.teaching.readers.teacher
         reader.check_kind([row.of_teacher for row in rows])
         prompts = reader.token_ids([row.of_teacher for row in rows])
         for row, ids in zip(rows, prompts, strict=True):

@@ -26,19 +26,16 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, Request
-from trl_opsd.loop.batch_rewards import BatchRewards
-from trl_opsd.loop.checkpoints import Checkpoints, StopOnSigterm
+from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.host import prepares_batches
 from trl_opsd.loop.members import TrainerMembers
-from trl_opsd.loop.memory import explain
 from trl_opsd.loop.nonfinite import NonfiniteGuard
+from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
-from trl_opsd.loop.step_stats import MicroBatch, PhaseClock, Predictions, StepStats
+from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats
 from trl_opsd.loop.teaching import Teaching
-from trl_opsd.loop.upstream_fixes import EarlierTraining, Launch
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, sampled
@@ -53,6 +50,7 @@ from trl_opsd.types.loss import check_parts, columns
 
 if TYPE_CHECKING:
     from trl_opsd.loop.ahead import Ahead
+    from trl_opsd.loop.batch_rewards import BatchRewards
     from trl_opsd.loop.overlap import Overlap
 
 logger = get_logger(__name__)
@@ -75,7 +73,9 @@ class TrainerHooks(TrainerMembers):
     """Only with `overlap='step'`."""
     _ahead: Ahead | None = None
     """Only with `overlap='ahead'`."""
-    _rewards: BatchRewards
+    _rewards: BatchRewards | None = None
+    """Only with `reward_funcs`."""
+    _reward_names: Sequence[str] = ()
     teaching: Teaching
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
@@ -119,11 +119,8 @@ class TrainerHooks(TrainerMembers):
         if not args.use_cache:  # which transformers has set in the config, and would save with the student
             vars(self.model.config).pop("use_cache", None)
             vars(self.model.config).update(self._use_cache)
-        sigterm = StopOnSigterm(self.accelerator) if stops_on_sigterm else None
-        self._checkpoints, self._collapse = Checkpoints(self, sigterm), CollapseGuard(self)
-        for callback in (sigterm, self._collapse):
-            if callback is not None:
-                self.add_callback(callback)
+        self._checkpoints, self._collapse = Checkpoints(self, stops_on_sigterm), CollapseGuard(self)
+        self.add_callback(self._collapse)
         self._guard = NonfiniteGuard(self)
         if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
@@ -139,24 +136,21 @@ class TrainerHooks(TrainerMembers):
 
             check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
             self.row_group = RowGroup(sizes.sp_size)
-        self._launch, self._earlier = Launch(), EarlierTraining(self)
         limit, show = self.args.phase_timeout, replace_default(self.callback_handler)
         watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
         watches = [one for one in (watchdog, show) if one is not None]
-        self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self._explain))
-        self._generation = Generation(self, self._completions)
+        self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self.explain_memory))
+        self._generation, self._scorer = Generation(self), Scorer(self)
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
-        self._scorer = Scorer(self)
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap
 
-            self._overlap = Overlap(
-                self, self._generation, self._dealer, self._scorer, self.begin_batch, self.trl_batch
-            )
+            self._overlap = Overlap(self, self._generation, self._dealer, self._scorer)
         elif self.args.overlap == "ahead":
             from trl_opsd.loop.ahead import Ahead
 
             self._ahead = Ahead(self, self._generation)
+        self._generation.overlap = self._overlap or self._ahead
         self._read_once = ReadOnce(self.args, BUILD)
         self._read_at_start = ReadOnce(self.args, START)
 
@@ -202,7 +196,7 @@ class TrainerHooks(TrainerMembers):
         self._read_once.check(self.args)
         if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
             self.args.check_again()
-        self._launch.restore()
+        self.restore_launch()
         self.args.check_as_given()
         refuse(TRAINING, self.args)
         self.check_effect()
@@ -212,11 +206,8 @@ class TrainerHooks(TrainerMembers):
         self._metrics["train"].clear()
         self._stats.clear()
         self._collapse.begin()
-        with (
-            nullcontext() if self.row_group is None else self.row_group.shares(self.model),
-            self._earlier.followed_by(self),
-            self._guard.training(),
-        ):
+        self.check_earlier()
+        with nullcontext() if self.row_group is None else self.row_group.shares(self.model), self._guard.training():
             try:
                 if resume_from_checkpoint:
                     resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
@@ -224,7 +215,7 @@ class TrainerHooks(TrainerMembers):
                 with self._checkpoints.training():
                     return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Exception as error:
-                self._explain(error, "step")  # outside the phases, memory is the optimizer's
+                self.explain_memory(error, "step")  # outside the phases, memory is the optimizer's
                 raise
             finally:
                 if self._ahead is not None:
@@ -312,11 +303,15 @@ class TrainerHooks(TrainerMembers):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
         written = self.trl_batch(requests)
-        self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
+        if self._rewards is not None:
+            self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
         # A teacher that was notified of a row reads it in the process that generated it.
         stay = self._overlap is not None and self._overlap.notifies_teacher
         batch, rows = self._dealer.exchanged(written, requests, stay)
-        batch.update(self._rewards.pulls_of(rows))
+        if self.model.training and self.args.pulls:
+            reward, sft = self.args.reward_weight, self.args.sft_weight
+            pulls = [reward * row.advantage + sft * bool(row.is_off_policy) for row in rows]
+            batch["pull"] = torch.tensor(pulls, dtype=torch.float32, device=self.accelerator.device)
         batch.update(self._scorer.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
         return batch
@@ -324,7 +319,8 @@ class TrainerHooks(TrainerMembers):
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
-        set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
+        if self.accelerator.num_processes > 1:
+            set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
         rows: list[Request] = self.teaching.read_rows(inputs)
         self._generation.mark(rows)
@@ -349,7 +345,7 @@ class TrainerHooks(TrainerMembers):
     # By TRL's `_generate`, before the first turn.
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
-        self.readers.check_batch(prompt_ids, self.batch_name)
+        self.teaching.readers.check_batch(prompt_ids, self.teaching.batch_name)
         return prompt_ids, images, multimodal_fields
 
     # By TRL's `_generate` for the first turn, by its tool loop for each later one.
@@ -358,18 +354,14 @@ class TrainerHooks(TrainerMembers):
     ) -> list[list[int]]:
         return self._generation.turn(prompt_ids)
 
-    def _completions(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """The student's completions, as `overlap` has them generated."""
-        overlap = self._overlap or self._ahead
-        return (self if overlap is None or not self.model.training else overlap).complete(prompt_ids)
-
     # By TRL's `_generate`, after the first turn.
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
     ) -> tuple:
         """As TRL's, and joins later turns of other processes after those of this one. Collective."""
         looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
-        _, self._rewards.conversations, *_ = looped
+        if self._rewards is not None:
+            self._rewards.conversations = looped[1]
         self._generation.join_later_turns()
         return looped
 
@@ -401,14 +393,15 @@ class TrainerHooks(TrainerMembers):
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            self._scorer.warn_if_unscored(scored)
+            if self.args.token_selection is not None:
+                self._scorer.warn_if_unscored(scored)
             self._stats.add(inputs, rows, scored)
             if not self.accelerator.gradient_state.sync_gradients:
                 return (loss, None) if return_outputs else loss
             counted = self._stats.reduced()
         else:
-            counted = self._stats.evaluated(inputs, rows, self.gather_distinct_rows(rows))
-        finite = [self._is_finite(one) for one in counted]  # each is counted, also after one that is not
+            counted = [self._stats.evaluated(inputs, rows, self.gather_distinct_rows(rows))]
+        finite = [self._is_finite(*one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
             loss = loss * math.nan  # and so the gradient in each process: every optimizer's own check skips the step
         elif self.model.training:
@@ -429,14 +422,13 @@ class TrainerHooks(TrainerMembers):
         weight, student_entropy = columns(parts.rows, "weight", "student_entropy").sum(0)
         return parts.loss, student_entropy, weight
 
-    def _is_finite(self, one: MicroBatch) -> bool:
+    def _is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
-        if is_finite := self._guard.is_finite(one.named, one.rows):
-            self.check_sums(one.named)
-            self._stats.now.add(one.named)
+        if is_finite := self._guard.is_finite(named, rows):
+            self._stats.now.totals.update(named)
             if self.model.training:
-                self._collapse.note_loss(one.named)
-        self.record("entropy", one.named["student_entropy"] / one.named["weight"] if one.named["weight"] else 0.0)
+                self._collapse.sums.update(named)
+        self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
         return is_finite
 
     # ---- The gradient -----------------------------------------------------------------------------------------------
@@ -471,8 +463,11 @@ class TrainerHooks(TrainerMembers):
         """Times the body as a phase of training, `time/<name>` in the log, and reports it if it hangs."""
         return self._stats.phase(name)
 
-    def _explain(self, error: Exception, phase: str) -> None:
-        explain(error, phase, partial(self.footprint, phase))
+    def explain_memory(self, error: Exception, phase: str) -> None:
+        """Adds to an out-of-memory error what a phase holds, and the options that reduce it."""
+        from trl_opsd.loop.memory import explain, footprint
+
+        explain(error, phase, partial(footprint, self, phase))
 
     # ---- Evaluations ------------------------------------------------------------------------------------------------
 
@@ -485,10 +480,10 @@ class TrainerHooks(TrainerMembers):
         A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
         not logged.
         """
-        self._launch.restore()
-        with self._generation.session():
+        self.restore_launch()
+        with self._generation.rollout.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return self._stats.with_best(found, self._rewards.names) if metric_key_prefix == "eval" else found
+        return self._stats.with_best(found, self._reward_names) if metric_key_prefix == "eval" else found
 
     # By the user.
     def predict(
@@ -518,8 +513,8 @@ class TrainerHooks(TrainerMembers):
                 f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
                 "`IterableDataset`; call `predict` once for each of several."
             )
-        self._launch.restore()
-        with self._generation.session():
+        self.restore_launch()
+        with self._generation.rollout.session():
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         return Predictions.of(output, self.processing_class.batch_decode)
 
@@ -552,7 +547,7 @@ class TrainerHooks(TrainerMembers):
     ) -> Any:
         with (
             self._stats.evaluation(metric_key_prefix, self._metrics["eval"]) as metrics,
-            self._rewards.evaluation(metric_key_prefix),
+            nullcontext() if self._rewards is None else self._rewards.evaluation(metric_key_prefix),
         ):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

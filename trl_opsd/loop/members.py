@@ -29,7 +29,7 @@ from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
-from trl_opsd.monitor.metrics import recorded
+from trl_opsd.monitor.metrics import TAKEN
 from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import ReadOnce, above, from_to
@@ -198,7 +198,13 @@ class TrainerMembers(UpstreamFixes):
         Raises:
             ValueError: It is not one number, or the name is taken.
         """
-        self._metrics["train" if self.model.training else "eval"][name].append(recorded(name, value))
+        if name in TAKEN:
+            raise ValueError(f"`record({name!r}, ...)`: something else is logged under that name, so choose another.")
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"`record({name!r}, {value!r})`: expected one number.") from error
+        self._metrics["train" if self.model.training else "eval"][name].append(number)
 
     @property
     def strategy(self) -> str:
@@ -248,26 +254,20 @@ class TrainerMembers(UpstreamFixes):
 
     def pad_prompts(self, prompt_ids: Sequence[list[int]]) -> dict[str, Tensor]:
         """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
-        rows = [torch.tensor(ids) for ids in prompt_ids]
-        masks = [torch.ones_like(row) for row in rows]  # by length, never by the value of a token
-        pad_id, multiple, device = self.processing_class.pad_token_id, self.pad_to_multiple_of, self.accelerator.device
-        return {
-            "input_ids": pad(rows, pad_id, "left", multiple).to(device),
-            "attention_mask": pad(masks, 0, "left", multiple).to(device),
-        }
+        return dict(zip(("input_ids", "attention_mask"), self._padded(prompt_ids, "left"), strict=True))
 
     def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
         """TRL's keys for rows; an empty completion is one masked token of padding."""
-        prompts, pad_id = self.pad_prompts(prompt_ids), self.processing_class.pad_token_id
-        rows = [torch.tensor(ids or [pad_id]) for ids in completions]
-        masks = [torch.full_like(row, bool(ids)) for row, ids in zip(rows, completions, strict=True)]
-        multiple, device = self.pad_to_multiple_of, self.accelerator.device
-        return {
-            "prompt_ids": prompts["input_ids"],
-            "prompt_mask": prompts["attention_mask"],
-            "completion_ids": pad(rows, pad_id, "right", multiple).to(device),
-            "completion_mask": pad(masks, 0, "right", multiple).to(device),
-        }
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        both = *self._padded(prompt_ids, "left"), *self._padded(completions, "right")
+        return dict(zip(names, both, strict=True))
+
+    def _padded(self, rows: Sequence[list[int]], side: str) -> tuple[Tensor, Tensor]:
+        """Token ids and mask, [B, L], on the device; the mask by length, never by the value of a token."""
+        pad_id, multiple, device = self.processing_class.pad_token_id, self.pad_to_multiple_of, self.accelerator.device
+        ids = [torch.tensor(row or [pad_id]) for row in rows]
+        masks = [torch.full_like(one, bool(row)) for one, row in zip(ids, rows, strict=True)]
+        return pad(ids, pad_id, side, multiple).to(device), pad(masks, 0, side, multiple).to(device)
 
     # ---- Host: the student with its weights gathered ----------------------------------------------------------------
 

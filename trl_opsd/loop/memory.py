@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trl_opsd._compat.sharding import whole_numel
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.host import Host
+from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.losses.streamed import memory_of, tile_bytes
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.models.weights import cached_per_token
-from trl_opsd.types import OutputHead
 
 _MESSAGES = (
     "DefaultCPUAllocator",
@@ -88,17 +87,17 @@ _MOMENTS = 2
 """Of Adam, each as large as its parameter."""
 
 
-def footprint(
-    host: Host, phase: str, teachers: Mapping[str, nn.Module | None], heads: Sequence[OutputHead]
-) -> dict[str, int]:
+def footprint(host: TrainerHost, phase: str) -> dict[str, int]:
     """A lower bound on the memory of a phase, a key of [`ADVICE`]: bytes by description, without activations, which
-    vary. A teacher that is not a model is `None` in `teachers`; `heads` are the output heads of all teachers.
+    vary.
     """
     args, trained = host.args, [one for one in host.model.parameters() if one.requires_grad]
+    teachers = host.teaching.teachers
     written = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows, tokens = written if host.model.training else args.per_device_eval_batch_size, args.max_completion_length
     held = {"the student's weights": _bytes(host.model.parameters())}
-    for name, model in teachers.items():
+    for name, teacher in teachers.items():
+        model = getattr(teacher, "model", None)
         if model is not None and model is not host.model:  # in self-distillation counted as the student's
             held[f"weights of teacher {name!r}"] = _bytes(model.parameters())
     if phase == "complete" and (of_token := cached_per_token(host.model.config)):
@@ -107,7 +106,7 @@ def footprint(
     if phase in ("compare", "step"):
         held |= {"gradients": _bytes(trained), "optimizer states of Adam": _MOMENTS * _bytes(trained)}
     if phase in ("teach", "compare"):
-        widest = max(shape_of(head)[1] * head.weight.element_size() for head in heads)
+        widest = max(shape_of(head)[1] * head.weight.element_size() for head in teachers.heads)
         held[f"the teacher's hidden states of {rows} x {tokens} tokens, at most"] = rows * tokens * widest
     if phase == "compare":
         chunk, device = args.loss_chunk_tokens, host.accelerator.device

@@ -22,7 +22,7 @@ from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
-from trl_opsd.loop.host import TrainerHost
+from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.losses.validation import is_ours
 from trl_opsd.parallel.failure import one_traceback
 from trl_opsd.types import LossParts
@@ -45,10 +45,14 @@ class NonfiniteGuard:
 
     def __init__(self, trainer: TrainerHost) -> None:
         self._trainer = trainer
-        self._probe = GradientProbe()
+        self._hook: Any = None
+        """On the gradient of the parameter that is watched."""
+        self._broken: dict[str, Tensor] = {}
+        """Whether a `"loss"` or a `"gradient"` of the step in progress was not finite, in this process."""
         self._first_sums: Counter[str] | None = None
         """Sums of the first step, while it is in progress."""
-        self._broken_loss: Tensor | None = None
+        self.may_be_same = True
+        """Whether the first divergence has not been compared with 0 yet."""
         self._begin()
         self._check_launch()
 
@@ -72,7 +76,10 @@ class NonfiniteGuard:
             try:
                 yield
             finally:
-                self._probe.detach()
+                if self._hook is not None:
+                    self._hook.remove()
+                self._hook = None
+                self._broken.clear()
 
     @property
     def skipped(self) -> int | None:
@@ -82,16 +89,26 @@ class NonfiniteGuard:
     # ---- The loss ---------------------------------------------------------------------------------------------------
 
     def watch(self, student: Any) -> None:
-        """Watches the gradient of a student, from its first forward pass in a training on."""
-        self._probe.attach(student)
+        """Watches gradients of this process before they are averaged, from the first forward pass of a training on: of
+        one small parameter that the backward pass reaches last, to which NaN from the layers above propagates.
+        """
+        if self._hook is None:
+            trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+            small = (one for one in trained if len(whole_shape(one)) == 1)  # a bias or norm
+            self._hook = next(small, trained[0]).register_hook(
+                lambda gradient: self._note("gradient", ~gradient.isfinite().all())
+            )
 
     def is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
-        """Whether a loss is finite in all processes, by sums over them; raises with `nonfinite='raise'`."""
+        """Whether a loss is finite in all processes, by sums over them; raises with `nonfinite='raise'`, and at a
+        teacher that says nothing.
+        """
         evaluating = not self._trainer.model.training
         if self._first_sums is not None and not evaluating:
             self._first_sums.update(named)
         side = nonfinite_side(named)
         if side is None:
+            self._check_teacher(named)
             return True
         # `rows` are sums of each row of this process, [B, columns]: which processes broke is gathered only now.
         mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=False))  # columns of teachers may follow
@@ -111,10 +128,31 @@ class NonfiniteGuard:
         return False
 
     def note_loss(self, loss: Tensor) -> Tensor:
-        """Records whether a loss of the step was not finite, without waiting for the device; returns the loss."""
-        broken = ~loss.isfinite()
-        self._broken_loss = broken if self._broken_loss is None else self._broken_loss | broken
+        """Records whether a loss of the step was not finite; returns the loss."""
+        self._note("loss", ~loss.isfinite())
         return loss
+
+    def _note(self, side: str, broken: Tensor) -> None:
+        # It stays on the device: reading it would synchronise host and device in every micro-batch.
+        self._broken[side] = self._broken[side] | broken if side in self._broken else broken
+
+    def _check_teacher(self, sums: Mapping[str, float]) -> None:
+        """Rejects a teacher whose logits are equal at every token, and warns once of one that is the student.
+
+        A high entropy alone is no reason: logits that differ little, as those of a tiny random model, are an opinion.
+        """
+        vocabulary = self._trainer.teaching.readers.student_limits.vocabulary
+        if sums["tokens"] and vocabulary > 1 and sums["teacher_uniform"] >= sums["tokens"]:
+            raise ValueError(
+                f"The teacher gives all {vocabulary} tokens the same probability, its logits are equal: its head is "
+                "zeroed or was not loaded; the student's weights are as they were before this step. Load it again."
+            )
+        if self.may_be_same and not self._trainer.args.pulls and agree(sums):
+            logger.warning(
+                "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "
+                "learned from it. Is it the same model, without context that only the teacher reads?"
+            )
+        self.may_be_same = False
 
     def _report(self, finding: Finding) -> None:
         """Records a finding, at most once per step, and marks the step as one to skip, or raises."""
@@ -140,11 +178,10 @@ class NonfiniteGuard:
         if is_deepspeed:
             broken = broken or accelerator.optimizer_step_was_skipped
         if broken and not (self._will_skip or scales_loss):
-            in_loss = self._broken_loss is not None and bool(self._broken_loss)
             # Collective, but only after the norm, which all processes share, was not finite.
-            each = gather_object([{"loss": in_loss, "gradient": self._probe.broken()}])
-            side = "loss" if any(one["loss"] for one in each) else "gradient"
-            ranks = tuple(rank for rank, one in enumerate(each) if one[side])
+            each = gather_object([[side for side, broken in self._broken.items() if broken]])
+            side = "loss" if any("loss" in sides for sides in each) else "gradient"
+            ranks = tuple(rank for rank, sides in enumerate(each) if side in sides)
             self._report(Finding(step=self._trainer.state.global_step + 1, side=side, ranks=ranks))
         skips, self._will_skip = broken or self._will_skip, False
         if skips:
@@ -158,8 +195,8 @@ class NonfiniteGuard:
                 model.zero_grad()  # to None: an optimizer skips parameters without a gradient, weight decay included
             # As a loss scaler would, so that accelerate does not advance the learning rate after a skip.
             set_known(self._trainer.optimizer, _is_overflow=skips)
-        self._first_sums = self._broken_loss = None
-        self._probe.forget()
+        self._first_sums = None
+        self._broken.clear()
 
     def _count_skipped(self) -> None:
         self._skipped += 1
@@ -285,43 +322,6 @@ class Finding:
         return json.dumps({**asdict(self), "sums": sums}, allow_nan=False)
 
 
-class GradientProbe:
-    """Records whether a gradient was finite in this process, before gradients are averaged over processes.
-
-    It checks one small parameter that the backward pass reaches last, to which NaN from the layers above propagates.
-    """
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self._broken: Any = None
-
-    def attach(self, model: Any) -> None:
-        """Registers the hook on the first trainable bias or norm, else on the first trainable weight; only once."""
-        if self._handle is None:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            small = (one for one in trained if len(whole_shape(one)) == 1)
-            self._handle = next(small, trained[0]).register_hook(self._look)
-
-    def detach(self) -> None:
-        """Removes the hook."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._broken = None
-
-    def broken(self) -> bool:
-        """Whether a gradient was not finite since the last [`forget`]."""
-        return self._broken is not None and bool(self._broken)
-
-    def forget(self) -> None:
-        """Resets the record for a new step."""
-        self._broken = None
-
-    def _look(self, gradient: Any) -> None:
-        # The result stays on the device: reading it would synchronise host and device in every micro-batch.
-        broken = ~gradient.isfinite().all()
-        self._broken = broken if self._broken is None else self._broken | broken
-
-
 # ---- Finite, but nothing is learned ---------------------------------------------------------------------------------
 
 _SAME = 1e-6
@@ -359,15 +359,3 @@ def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | No
         "gradient is below the range of its dtype, or the divergence is flat there, because it is bounded (`clamp`) or "
         "does not depend on the student"
     )
-
-
-def check_not_uniform(sums: Mapping[str, float], vocabulary: int) -> None:
-    """Rejects a teacher whose logits are equal at every token, from which the student would learn nothing.
-
-    A high entropy alone is no reason: logits that differ little, as those of a tiny random model, are an opinion.
-    """
-    if sums["tokens"] and vocabulary > 1 and sums["teacher_uniform"] >= sums["tokens"]:
-        raise ValueError(
-            f"The teacher gives all {vocabulary} tokens the same probability, its logits are equal: its head is zeroed "
-            "or was not loaded; the student's weights are as they were before this step. Load it again."
-        )

@@ -20,8 +20,8 @@ from trl_opsd._compat.deepspeed import rescaled
 from trl_opsd.data.prompts import Request
 from trl_opsd.loop.dealing import Dealer, Parts
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.host import TrainerHost
 from trl_opsd.loop.scoring import Scorer
+from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout
@@ -35,17 +35,8 @@ class Overlap:
     `training_step` is called as often as without, and does all of an optimizer step in the last of these calls.
     """
 
-    def __init__(
-        self,
-        host: TrainerHost,
-        generation: Generation,
-        dealer: Dealer,
-        scorer: Scorer,
-        begin_batch: Callable[[Any], list[Request]],
-        log_batch: Callable[[Sequence[Request]], Any],
-    ) -> None:
+    def __init__(self, host: TrainerHost, generation: Generation, dealer: Dealer, scorer: Scorer) -> None:
         self._host, self._generation, self._dealer, self._scorer = host, generation, dealer, scorer
-        self._begin_batch, self._log_batch = begin_batch, log_batch
         self._completions: list[list[int]] | None = None
         """Completions of the step that `_count` logs; `None` elsewhere, where the rollout generates them."""
         self._weight, self._constant, self._last_weight = 1.0, 1.0, 0.0
@@ -124,11 +115,11 @@ class Overlap:
         start, learned = perf_counter(), []
         self._constant = self._expected()
         host.teaching.teachers.forget_expected()
-        rows = self._begin_batch(inputs)
+        rows = host.begin_batch(inputs)
         prompt_ids = host.prompt_ids_of(rows)
         waiting = self._waiting(prompt_ids)
         weight = torch.zeros((), device=accelerator.device)
-        with self._generation.session(), closing(self._begun(prompt_ids)) as prefetched:
+        with self._generation.rollout.session(), closing(self._begun(prompt_ids)) as prefetched:
             while True:
                 part = self._next(waiting, prefetched, prompt_ids, rows)
                 weight += part["loss_weights"].sum()
@@ -207,7 +198,7 @@ class Overlap:
         """Lets TRL count and log a step that was generated row by row."""
         self._completions = completions
         try:
-            self._log_batch(rows)
+            self._host.trl_batch(rows)
         finally:
             self._completions = None
         torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from trl_opsd.data.prompts import Row
 from trl_opsd.host import Host
-from trl_opsd.loop.host import TrainerHost, may_change_batches
+from trl_opsd.loop.overrides import may_change_batches
 from trl_opsd.loop.step_stats import CANDIDATES
+from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.precision import autocast

@@ -7,12 +7,11 @@ C tokens of the longest completion
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
-from trl_opsd.loop.host import TrainerHost
+from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.monitor.metrics import METRICS, evaluated_names
 from trl_opsd.options.rules import EVALUATION, refuse
 from trl_opsd.options.table import check_values
@@ -29,7 +28,7 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts
 from trl_opsd.types.loss import columns
 
-__all__ = ["CANDIDATES", "MicroBatch", "PhaseClock", "Predictions", "StepStats", "spread"]
+__all__ = ["CANDIDATES", "PhaseClock", "Predictions", "StepStats", "spread"]
 
 CANDIDATES = "selected_from"
 """Key of a batch: [B], number of tokens of each row that `token_selection` selects from."""
@@ -95,7 +94,7 @@ class _Accounts:
 
     def __init__(self, clock: PhaseClock) -> None:
         self.clock = clock
-        self.totals: dict[str, float] = defaultdict(float)
+        self.totals: Counter[str] = Counter()
         self.batches = 0
         """Number of generation batches."""
 
@@ -103,10 +102,6 @@ class _Accounts:
         self.totals.clear()
         self.batches = 0
         self.clock.seconds.clear()
-
-    def add(self, sums: Mapping[str, float]) -> None:
-        for name, value in sums.items():
-            self.totals[name] += value
 
     def metrics(self, per_batch: bool) -> dict[str, float]:
         """Means over tokens and seconds of each phase, by their names in the log; empty if the weights sum to 0."""
@@ -133,24 +128,9 @@ class _Accounts:
 # ---- Rows ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """The statistics of a micro-batch."""
-
-    rows: Tensor
-    """[B, columns], of this process's rows: `LossParts.rows`, and columns of each teacher."""
-    named: dict[str, float]
-    """Sums over the rows of all processes, by name; without those of options that are off."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A micro-batch that is not reduced yet."""
-
-    batch: Mapping[str, Any]
-    rows: Tensor
-    scored: Tensor | None
-    """`LossParts.scored`."""
+Counted: TypeAlias = tuple[dict[str, float], Tensor]
+"""Of a micro-batch: sums over its rows in all processes by name, without those of options that are off; and the
+statistics of the rows of this process, [B, columns]: `LossParts.rows`, and columns of each teacher."""
 
 
 @final
@@ -163,7 +143,8 @@ class StepStats:
     def __init__(self, trainer: TrainerHost, clock: Callable[[], PhaseClock]) -> None:
         self._trainer = trainer
         self._accounts = {mode: _Accounts(clock()) for mode in ("train", "eval")}
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
+        """Micro-batches that are not reduced yet, with `LossParts.scored`."""
         self._tables: dict[str, np.ndarray] = {}
         self._evaluated: list[Tensor] | None = None
         """[*, 3] each, rows of the evaluation in progress, in their order."""
@@ -194,7 +175,7 @@ class StepStats:
 
     def by_teacher(self, rows: Tensor, teacher: Tensor | None) -> Tensor:
         """The statistics of rows, [B, columns], and again by teacher; does not wait for the device."""
-        number = len(self._trainer.teacher_names)
+        number = len(self._trainer.teaching.names)
         if not number:
             return rows
         # `teacher` is in host memory: the comparison runs there, and its result is copied without waiting.
@@ -205,41 +186,41 @@ class StepStats:
     def add(self, batch: Mapping[str, Any], rows: Tensor, scored: Tensor | None) -> None:
         """Adds a micro-batch of the step; `rows` are those of `by_teacher`."""
         kept = {name: one for name, one in batch.items() if name != "teacher_rows"}  # the largest, and not needed
-        self._waiting.append(_Waiting(kept, rows, scored))
+        self._waiting.append((kept, rows, scored))
 
-    def reduced(self) -> list[MicroBatch]:
+    def reduced(self) -> list[Counted]:
         """The micro-batches that were added since, summed over processes. Waits for the device; collective."""
         waiting, self._waiting = self._waiting, []
         tables = self._empty_tables()
         for one in waiting:
-            _add_to(tables, one)
+            _add_to(tables, *one)
         # One reduction of everything that is known by now, before the backward pass that the step follows.
-        tables["sums"] = torch.stack([one.rows.sum(0) for one in waiting])
+        tables["sums"] = torch.stack([rows.sum(0) for _, rows, _ in waiting])
         found = self._trainer.accelerator.reduce(torch.cat([one.flatten() for one in tables.values()]), "sum")
         ends = np.cumsum([one.numel() for one in tables.values()])[:-1]
         parts = np.split(np.array(found.tolist(), dtype=np.float32), ends)  # the one wait of a step
         self._tables = {name: part.reshape(one.shape) for (name, one), part in zip(tables.items(), parts, strict=True)}
         sums = self._tables.pop("sums").tolist()
-        return [self._micro_batch(one.batch, one.rows, each) for one, each in zip(waiting, sums, strict=True)]
+        return [(self._named(batch, each), rows) for (batch, rows, _), each in zip(waiting, sums, strict=True)]
 
-    def evaluated(self, batch: Mapping[str, Any], rows: Tensor, distinct: Tensor) -> list[MicroBatch]:
+    def evaluated(self, batch: Mapping[str, Any], rows: Tensor, distinct: Tensor) -> Counted:
         """A batch of an evaluation, by its `distinct` rows of all processes. Waits for the device."""
         self.completions = batch["completion_ids"].masked_fill(batch["completion_mask"] == 0, NO_TOKEN)
         if self._evaluated is not None and self._generations > 1 and self._trainer.row_group is None:
             self._evaluated.append(columns(distinct, *_BY_PROMPT))
-        return [self._micro_batch(batch, rows, distinct.sum(0).tolist())]
+        return self._named(batch, distinct.sum(0).tolist()), rows
 
-    def _micro_batch(self, batch: Mapping[str, Any], rows: Tensor, sums: Sequence[float]) -> MicroBatch:
-        teachers = self._trainer.teacher_names
+    def _named(self, batch: Mapping[str, Any], sums: Sequence[float]) -> dict[str, float]:
+        teachers = self._trainer.teaching.names
         of_teachers = [f"{name}/{teacher}" for name in _BY_TEACHER for teacher in teachers]
         named = dict(zip((*LossParts.ROW_NAMES, *of_teachers), sums, strict=True))
         # The sums of an option that is off are 0, which would be logged as if measured.
         is_on = {
-            "clipped": self._trainer.args.clips_entries,
+            "clipped": self._trainer.args.kl_clip is not None,
             "pulled": batch.get("pull") is not None,
             "importance": batch.get("logprobs") is not None,
         }
-        return MicroBatch(rows=rows, named={name: one for name, one in named.items() if is_on.get(name, True)})
+        return {name: one for name, one in named.items() if is_on.get(name, True)}
 
     # ---- What a step logs besides means over tokens -------------------------------------------------------------
 
@@ -358,9 +339,9 @@ class Predictions(PredictionOutput):
         return self
 
 
-def _add_to(tables: Mapping[str, Tensor], one: _Waiting) -> None:
+def _add_to(tables: Mapping[str, Tensor], batch: Mapping[str, Any], rows: Tensor, scored: Tensor | None) -> None:
     """Adds the rows of a micro-batch to the tables of its step, on its device."""
-    rows, requests = one.rows, one.batch.get("rows") or ()
+    requests = batch.get("rows") or ()
     weight_B, divergence_B, tokens_B = columns(rows, "weight", "divergence", "tokens").unbind(1)
     counted_B = (weight_B > 0).to(rows.dtype)  # a row repeated only to keep collectives matched has no weight
     # Rows that no dataset gave have neither a place nor a mark.
@@ -371,9 +352,9 @@ def _add_to(tables: Mapping[str, Tensor], one: _Waiting) -> None:
     if "sources" in tables and marks and None not in marks:
         values_B3 = torch.stack([counted_B, weight_B, divergence_B], dim=1)
         tables["sources"].index_add_(0, torch.tensor(marks, device=rows.device).long(), values_B3)
-    if "selection" in tables and (candidates_B := one.batch.get(CANDIDATES)) is not None:
+    if "selection" in tables and (candidates_B := batch.get(CANDIDATES)) is not None:
         sums_2 = torch.stack([tokens_B, candidates_B.to(rows)]).mul(counted_B).sum(1)
-        tables["selection"].add_(torch.cat([sums_2, rows.new_zeros(2) if one.scored is None else one.scored.to(rows)]))
+        tables["selection"].add_(torch.cat([sums_2, rows.new_zeros(2) if scored is None else scored.to(rows)]))
 
 
 def spread(sums_R3: Tensor, number: int) -> dict[str, float]:

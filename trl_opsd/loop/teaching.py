@@ -25,7 +25,9 @@ from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_ro
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
 from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
-from trl_opsd.loop.host import TrainerHost, overrides, own_verbs
+from trl_opsd.loop.overrides import overrides, own_verbs
+from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.models.backbone import shape_of
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
@@ -45,6 +47,10 @@ class Teaching:
 
     def __init__(self, host: TrainerHost, given: Prepared, use_teachers: Callable[[Teachers], None]) -> None:
         self._host, self._given, self._use_teachers = host, given, use_teachers
+        self.names: tuple[str, ...] = ()
+        """Names of the teachers, in the order of their numbers; empty if there is one."""
+        self.steps_ahead = 0
+        """Offset from the step being trained to the step whose rows are read."""
         self.first_made: list[int] | None = None
         """Token ids of the first prompt by `teacher_prompt_fn`."""
         self._described_rows: tuple[str, str] | None = None
@@ -82,18 +88,17 @@ class Teaching:
                 host.in_student,
                 lambda: host.reading_to_learn,
                 host.args,
-                host.accelerator.device,
-                handed_in=host.base_samples,
-                progress=host.show_progress,
+                host.base_samples,
             )
+        self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
         self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args)}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
-        self.vocabulary = shared_vocabulary(
-            self.readers.student_limits.vocabulary, self.teachers.vocabularies, host.processing_class
-        )
-        self.readers = self.readers.with_teachers(self.vocabulary, self.teachers.contexts)
+        vocabularies = {name: shape_of(one.head)[0] for name, one in self.teachers.items()}
+        contexts = {name: one.context for name, one in self.teachers.items()}
+        self.vocabulary = shared_vocabulary(self.readers.student_limits.vocabulary, vocabularies, host.processing_class)
+        self.readers = self.readers.with_teachers(self.vocabulary, contexts)
         self._readers_of_any_rows = self.readers
         if host.args.seq_kd:
             self._use_teachers(self.teachers)
@@ -165,9 +170,17 @@ class Teaching:
 
     # ---- A batch ----------------------------------------------------------------------------------------------------
 
+    @property
+    def batch_name(self) -> str:
+        """The current generation batch, in messages about its rows."""
+        host, accelerator = self._host, self._host.accelerator
+        step = host.state.global_step + 1 + self.steps_ahead
+        name = f"the batch of step {step}" if host.model.training else "an evaluation batch"
+        return f"{name} in process {accelerator.process_index}" if accelerator.num_processes > 1 else name
+
     def read_rows(self, rows: Sequence[Row]) -> list[Request]:
         """Parses and checks the rows of a generation batch."""
-        host, batch = self._host, self._host.batch_name
+        host, batch = self._host, self.batch_name
         requests = self.readers.read_batch(rows, batch)
         if not self._prompts_are_seen:
             self.readers.student.token_ids([one.student for one in requests])  # names the row that a template refuses
@@ -200,7 +213,7 @@ class Teaching:
 
     def _for_teachers(self, rollout: Rollout, rows: Sequence[Row]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
-        requests = self.readers.read_batch(rows, self._host.batch_name)
+        requests = self.readers.intake.read_batch(rows, self.batch_name)
         decode = self._host.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
         if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:

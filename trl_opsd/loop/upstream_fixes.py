@@ -30,94 +30,16 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import WholeStream
-from trl_opsd.loop.host import of_package
+from trl_opsd.loop.overrides import of_package
 from trl_opsd.models.checks import check_optimizer, check_trainable
 from trl_opsd.options.rules import batch_in_words
 from trl_opsd.options.table import OF_THE_OPTIMIZER
 
-__all__ = ["EarlierTraining", "Launch", "UpstreamFixes"]
+__all__ = ["UpstreamFixes"]
 
 logger = get_logger(__name__)
 
 _BARS = ("training_bar", "prediction_bar")
-
-
-# ---- A trainer that is used again ---------------------------------------------------------------------------------
-
-
-class Launch:
-    """The launch's state, which all trainers of a process share, and which every `TrainingArguments` resets.
-
-    transformers/training_args.py:1840, huggingface/transformers#35702.
-    """
-
-    def __init__(self) -> None:
-        self._state: dict[str, Any] | None = None
-
-    def remember(self) -> None:
-        """Records the state; to be called when the trainer is complete."""
-        self._state = dict(AcceleratorState._shared_state)
-
-    def restore(self) -> None:
-        """Restores the recorded state, which another config or trainer may have replaced."""
-        if self._state is not None:
-            # Cleared, not replaced: every instance has this dict as its `__dict__`.
-            AcceleratorState._shared_state.clear()
-            AcceleratorState._shared_state.update(self._state)
-
-
-class EarlierTraining:
-    """What a trainer has from construction or from its last training, and the next one would use without a word.
-
-    transformers keeps the optimizer whatever the options are by then (trainer.py:1241), and trains `model_wrapped`, not
-    a `model` that was assigned (trainer.py:1679).
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._model, self._optimizer = trainer.model, trainer.optimizer
-        self._made_for: tuple[Any, ...] | None = None
-        """Values of `OF_THE_OPTIMIZER` when a training made the optimizer; `None` for an optimizer of the user's."""
-
-    @contextmanager
-    def followed_by(self, trainer: Trainer) -> Iterator[None]:
-        """Around a training: rejects another model, and options that a kept optimizer lacks."""
-        self._check(trainer)
-        try:
-            yield
-        finally:
-            self._model, self._optimizer = trainer.model, trainer.optimizer
-
-    def _check(self, trainer: Trainer) -> None:
-        optimizer, is_deepspeed = trainer.optimizer, trainer.is_deepspeed_enabled
-        if trainer.model is not self._model:
-            raise ValueError(
-                "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks have the "
-                "model it was built with: build another trainer."
-            )
-        scheduler = None if trainer._created_lr_scheduler else trainer.lr_scheduler  # else it is made anew
-        if optimizer is not None and not (is_deepspeed or trainer.is_fsdp_enabled):
-            # Those two step other tensors than the model's. What is trained may have changed since the last training.
-            check_trainable(trainer.model, (optimizer, scheduler))
-        if scheduler is not None and not any(scheduler.get_last_lr()) and scheduler.state_dict().get("last_epoch"):
-            raise ValueError(
-                "The scheduler has ended, and its rate is 0, so that no weight would change: set `trainer.optimizer = "
-                "trainer.lr_scheduler = None` for new ones, or assign a new scheduler."
-            )
-        if optimizer is not None and optimizer is not self._optimizer:
-            self._made_for = None
-        # Options of a passed optimizer are its own: the config's are not compared with them.
-        own = optimizer is None or self._made_for is not None
-        options = tuple(getattr(trainer.args, name) for name in OF_THE_OPTIMIZER)
-        if optimizer is None or is_deepspeed:  # one is made now
-            self._made_for = options if own else None
-        elif self._made_for is not None and options != self._made_for:
-            changed = [
-                name for name, then, now in zip(OF_THE_OPTIMIZER, self._made_for, options, strict=True) if then != now
-            ]
-            raise ValueError(
-                f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept, which does not "
-                "read it: set `trainer.optimizer = trainer.lr_scheduler = None` for a new one."
-            )
 
 
 @contextmanager
@@ -223,12 +145,17 @@ class UpstreamFixes(DistillationTrainer):
     """DeepSpeed's config before an engine was built; an engine fills in values for its own number of steps."""
     _was_finished: bool = False
     """Whether the latest training resumed from a checkpoint that has all of its steps."""
+    _launch: dict[str, Any] | None = None
+    """The launch's state when the trainer was complete."""
+    _made_for: tuple[Any, ...] | None = None
+    """Values of `OF_THE_OPTIMIZER` when a training made the optimizer; `None` for an optimizer of the user's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._epoch_order, self._whole_steps = _EpochOrder(), _WholeSteps()
         self.add_callback(self._epoch_order)
         self.add_callback(self._whole_steps)
+        self._trained = self.model, self.optimizer  # by construction, or by the last training
 
     # By the user; the last of our `train`s before transformers'.
     def train(
@@ -244,7 +171,10 @@ class UpstreamFixes(DistillationTrainer):
                 # transformers would train on in the engine of an earlier training or evaluation (trainer.py:1679).
                 set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the engine
             reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            try:
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            finally:
+                self._trained = self.model, self.optimizer
 
     # Once a training.
     def get_train_dataloader(self) -> DataLoader:
@@ -393,6 +323,58 @@ class UpstreamFixes(DistillationTrainer):
         if self._was_finished:
             logs.pop("train_loss", None)  # of no step, which would be 0
         super().log(logs, start_time)
+
+    # ---- A trainer that is used again ---------------------------------------------------------------------------
+
+    def remember_launch(self) -> None:
+        """Records the launch's state when the trainer is complete: all trainers of a process share it, and every
+        `TrainingArguments` resets it (transformers/training_args.py:1840, huggingface/transformers#35702).
+        """
+        self._launch = dict(AcceleratorState._shared_state)
+
+    def restore_launch(self) -> None:
+        """Restores the recorded state, which another config or trainer may have replaced."""
+        if self._launch is not None:
+            # Cleared, not replaced: every instance has this dict as its `__dict__`.
+            AcceleratorState._shared_state.clear()
+            AcceleratorState._shared_state.update(self._launch)
+
+    def check_earlier(self) -> None:
+        """Rejects another model, and options that a kept optimizer lacks.
+
+        transformers keeps the optimizer whatever the options are by then (trainer.py:1241), and trains `model_wrapped`,
+        not a `model` that was assigned (trainer.py:1679).
+        """
+        optimizer, is_deepspeed = self.optimizer, self.is_deepspeed_enabled
+        if self.model is not self._trained[0]:
+            raise ValueError(
+                "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks have the "
+                "model it was built with: build another trainer."
+            )
+        scheduler = None if self._created_lr_scheduler else self.lr_scheduler  # else it is made anew
+        if optimizer is not None and not (is_deepspeed or self.is_fsdp_enabled):
+            # Those two step other tensors than the model's. What is trained may have changed since the last training.
+            check_trainable(self.model, (optimizer, scheduler))
+        if scheduler is not None and not any(scheduler.get_last_lr()) and scheduler.state_dict().get("last_epoch"):
+            raise ValueError(
+                "The scheduler has ended, and its rate is 0, so that no weight would change: set `trainer.optimizer = "
+                "trainer.lr_scheduler = None` for new ones, or assign a new scheduler."
+            )
+        if optimizer is not None and optimizer is not self._trained[1]:
+            self._made_for = None
+        # Options of a passed optimizer are its own: the config's are not compared with them.
+        own = optimizer is None or self._made_for is not None
+        options = tuple(getattr(self.args, name) for name in OF_THE_OPTIMIZER)
+        if optimizer is None or is_deepspeed:  # one is made now
+            self._made_for = options if own else None
+        elif self._made_for is not None and options != self._made_for:
+            changed = [
+                name for name, then, now in zip(OF_THE_OPTIMIZER, self._made_for, options, strict=True) if then != now
+            ]
+            raise ValueError(
+                f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept, which does not "
+                "read it: set `trainer.optimizer = trainer.lr_scheduler = None` for a new one."
+            )
 
     # ---- Streams ------------------------------------------------------------------------------------------------
 

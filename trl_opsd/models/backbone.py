@@ -1,7 +1,6 @@
 """Runs a causal language model up to its last hidden state, and reads its output head.
 
-B rows · P prompt tokens · C completion tokens · L = P + C · V vocabulary size · H hidden size
-B rows · L tokens · V vocabulary size · H hidden size
+B rows · P prompt tokens · C completion tokens · L tokens of a row · V vocabulary size · H hidden size
 """
 
 from __future__ import annotations
@@ -75,10 +74,11 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
     """[B, C, H], from rows shifted to the first column and padded at the end."""
     places = _Places(rollout, lengths)
     starts_B1, totals_B1 = places.starts_B.unsqueeze(1), places.totals_B.unsqueeze(1)
-    width = -(-max(one.total for one in lengths) // multiple_of) * multiple_of
+    width = -(-max(places.totals) // multiple_of) * multiple_of
     columns_W = torch.arange(width, device=starts_B1.device)
-    index_BW = (starts_B1 + columns_W).clamp(max=rollout.attention_mask.size(1) - 1)
-    mask_BW = rollout.attention_mask.gather(1, index_BW) * (columns_W < totals_B1)
+    mask_BL = rollout.attention_mask
+    index_BW = (starts_B1 + columns_W).clamp(max=mask_BL.size(1) - 1)
+    mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1)
     hidden_BWH = hidden_states(model, rollout.input_ids.gather(1, index_BW), mask_BW)
     predicting_BC = places.predicting_BC.clamp(0, width - 1).to(hidden_BWH.device)
     return hidden_BWH.gather(1, predicting_BC[..., None].expand(-1, -1, hidden_BWH.size(-1)))
@@ -87,7 +87,7 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
 def _completion_hidden_packed(model: CausalLM, rollout: Rollout, lengths: Sequence[Length]) -> Tensor:
     """[B, C, H], from all rows as one sequence of N tokens, in which positions restart at 0 with each row."""
     places = _Places(rollout, lengths)
-    tokens = sum(one.total for one in lengths)
+    tokens = sum(places.totals)
     row_N = places.rows_B.repeat_interleave(places.totals_B, output_size=tokens)
     begins_B = places.totals_B.cumsum(0) - places.totals_B
     positions_N = torch.arange(tokens, device=row_N.device) - begins_B[row_N]
@@ -102,7 +102,8 @@ class _Places:
 
     def __init__(self, rollout: Rollout, lengths: Sequence[Length]) -> None:
         device, (_, columns) = rollout.prompt_ids.device, rollout.prompt_ids.shape
-        numbers_B4 = [(row, columns - one.prompt, one.total, one.prompt) for row, one in enumerate(lengths)]
+        self.totals = [one.total for one in lengths]
+        numbers_B4 = [(row, columns - one.prompt, self.totals[row], one.prompt) for row, one in enumerate(lengths)]
         self.rows_B, self.starts_B, self.totals_B, prompts_B = (
             torch.tensor(numbers_B4).to(device, non_blocking=True).unbind(1)
         )

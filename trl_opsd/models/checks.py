@@ -23,7 +23,7 @@ from trl_opsd.parallel.precision import check_trained_dtypes
 logger = get_logger(__name__)
 
 
-LOCATION_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
+PLACE_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 """Loading options that locate a model."""
 ADAPTER_CONFIG = "adapter_config.json"
 """File in which PEFT describes an adapter."""
@@ -59,7 +59,7 @@ def language_config(
             )
         config = json.loads(Path(found).read_text(encoding="utf-8"))
         if "auto_map" in config:
-            with naming_trust(f"`{called}={model!r}`", trust):
+            with naming_trust(f"`{called}={model!r}`", trust, loading):
                 trusted = loading.get("trust_remote_code", False)
                 AutoConfig.from_pretrained(model, trust_remote_code=trusted, **place_of(loading))
         causal, kind = not config.get("is_encoder_decoder", False), (config.get("architectures") or ["model"])[0]
@@ -78,33 +78,30 @@ def language_config(
 
 
 def place_of(loading: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
+    return {name: loading[name] for name in PLACE_OPTIONS if loading.get(name) is not None}
 
 
 def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str]:
     """The path of a model's config, or `None` and the reason."""
-    try:
-        return cached_file(path, CONFIG_NAME, **place_of(loading)), _other_contents(path)
-    except OSError as error:
-        return None, str(error).splitlines()[0]
-
-
-def _other_contents(path: str) -> str:
+    why = "There is none."
     if (Path(path) / ADAPTER_CONFIG).is_file():
-        return (
+        why = (
             "It has an adapter alone: load its base model, and pass `PeftModel.from_pretrained(base, path, "
             "is_trainable=True)`; a teacher needs no `is_trainable`. Where only a path can be passed, save the two as "
             "one model, `AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` "
             "with its tokenizer, and pass that folder."
         )
-    return "There is none."
+    try:
+        return cached_file(path, CONFIG_NAME, **place_of(loading)), why
+    except OSError as error:
+        return None, str(error).splitlines()[0]
 
 
 def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loading: Mapping[str, Any]) -> bool:
     """Whether two paths or model ids lead to the same weights, loaded alike up to their dtype and placement."""
     if not isinstance(one, str) or not isinstance(other, str):
         return False
-    of_place = {*LOCATION_OPTIONS, *_OF_NO_CONSEQUENCE}
+    of_place = {*PLACE_OPTIONS, *_OF_NO_CONSEQUENCE}
     # Options that change weights, such as quantisation, make two loads of one checkpoint different models.
     altering = [
         {name: value for name, value in loading.items() if name not in of_place and value is not None}
@@ -138,13 +135,14 @@ def check_own_loss(config: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def naming_trust(what: str, option: str, tokenizer_of: str | None = None) -> Iterator[None]:
+def naming_trust(what: str, option: str, loading: Mapping[str, Any], tokenizer_of: str | None = None) -> Iterator[None]:
     """Replaces transformers' refusal of a repository's Python code by one that names the option of this trainer."""
     try:
         yield
     except (ValueError, OSError) as error:
         # For a tokenizer, transformers tries its own class first, and its error then does not mention the code.
-        if "trust_remote_code" not in str(error) and not (tokenizer_of and _has_own_tokenizer(tokenizer_of)):
+        own = "trust_remote_code" in str(error) or (tokenizer_of and _has_own_tokenizer(tokenizer_of))
+        if loading.get("trust_remote_code") or not own:
             raise
         of_student = option == "trust_remote_code"
         raise ValueError(

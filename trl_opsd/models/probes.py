@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -51,38 +52,28 @@ class Doubt(Exception):
     """Something that works, but may not be intended."""
 
 
-def _as_measured(subject: Any, measured: Any) -> str:
-    return str(measured)
-
-
 @dataclass(frozen=True, slots=True)
 class Probe(Generic[Subject]):
-    """Something to try. Called with its subject, returns what was found, or raises what is wrong with it."""
+    """Something to try."""
 
     name: str
-    run: Callable[[Subject], Any]
-    """Measures."""
-    expected: Callable[[Subject, Any], str] = _as_measured
-    """Judges what was measured: says it, or raises a `ValueError`, or a [`Doubt`]."""
-    cannot: str = ""
-    """What the subject cannot do if `run` raises one of `errors`."""
-    remedy: str = ""
-    """What to do then."""
-    errors: tuple[type[Exception], ...] = ()
+    run: Callable[[Subject], str]
+    """Says what was found, or raises what is wrong: a `ValueError`, or a [`Doubt`]."""
     needs: tuple[str, ...] = ()
     """Probes whose failure this one would only repeat."""
 
-    def __call__(self, subject: Subject) -> str:
-        try:
-            measured = self.run(subject)
-        except self.errors as error:
-            # The trainer explains this one; it is not the subject's fault.
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise ValueError(
-                f"{subject} cannot {self.cannot}, {type(error).__name__}: {error}. {self.remedy}"
-            ) from error
-        return self.expected(subject, measured)
+
+@contextmanager
+def explaining(
+    subject: Any, cannot: str, remedy: str, errors: tuple[type[Exception], ...] = CANNOT_RUN
+) -> Iterator[None]:
+    """Names in an error of the body what the subject cannot do, and what to do then."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # the trainer explains this one; it is not the subject's fault
+        raise
+    except errors as error:
+        raise ValueError(f"{subject} cannot {cannot}, {type(error).__name__}: {error}. {remedy}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +89,8 @@ class Finding:
 def require(probes: Iterable[Probe[Subject]], subject: Subject) -> None:
     """Raises the first failure; a doubt is none."""
     for probe in probes:
-        try:
-            probe(subject)
-        except Doubt:
-            continue
+        with suppress(Doubt):
+            probe.run(subject)
 
 
 def findings(
@@ -123,7 +112,7 @@ def findings(
 def _tried(probe: Probe[Subject], subject: Subject) -> Finding:
     start, verdict = perf_counter(), "ok"
     try:
-        said = probe(subject)
+        said = probe.run(subject)
     except Doubt as doubt:
         verdict, said = "warning", str(doubt)
     except Exception as error:  # whatever a model or an engine raises is a finding
@@ -192,33 +181,29 @@ def prove_student(
 # ---- The head: logits are those of [`~types.OutputHead`] applied to the last hidden state ----------------------------
 
 
-def _both_logits(one: Probed) -> tuple[Tensor, Tensor]:
-    """[1, L, V], the model's own logits, and those rebuilt from its last hidden states."""
+_OTHER_MODEL = (
+    "Its forward must accept `input_ids` and `attention_mask` alone, also with its adapter: use another model, or list "
+    "`target_modules` by name."
+)
+
+
+def _rebuilt_logits(one: Probed) -> str:
     # The loss never calls the model's own head, so an architecture that post-processes its logits in a way that
     # `OutputHead.of` cannot read would silently be trained on a wrong objective.
-    head, expected = OutputHead.of(one.model), one.model.config.get_text_config().vocab_size
-    rows, device = shape_of(head)[0], head.weight.device
-    if rows != expected:
-        raise ValueError(
-            f"The head of the {one.called} has {rows} rows, but its config says vocab_size={expected}: resize with "
-            "`model.resize_token_embeddings(n)`, which changes both, or repair the config."
+    with explaining(one, "read eight tokens", _OTHER_MODEL):
+        head, expected = OutputHead.of(one.model), one.model.config.get_text_config().vocab_size
+        rows, device = shape_of(head)[0], head.weight.device
+        if rows != expected:
+            raise ValueError(
+                f"The head of the {one.called} has {rows} rows, but its config says vocab_size={expected}: resize with "
+                "`model.resize_token_embeddings(n)`, which changes both, or repair the config."
+            )
+        ids_BL = torch.arange(8, device=device).mul(rows // 8)[None]  # spread over the vocabulary
+        hidden_BLH, own_BLV = one.evaluate(
+            lambda: (one.run(hidden_states, ids_BL, torch.ones_like(ids_BL)), one.run(_own_logits, ids_BL))
         )
-    ids_BL = torch.arange(8, device=device).mul(rows // 8)[None]  # spread over the vocabulary
-    hidden_BLH, own_BLV = one.evaluate(
-        lambda: (one.run(hidden_states, ids_BL, torch.ones_like(ids_BL)), one.run(_own_logits, ids_BL))
-    )
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_head(one.model) as head:
-        return own_BLV.to(device), logits_of(hidden_BLH.to(device), head)
-
-
-def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
-    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits
-    return logits_BLV
-
-
-def _same_logits(one: Probed, both: tuple[Tensor, Tensor]) -> str:
-    head, (own_BLV, actual_BLV) = OutputHead.of(one.model), both
-    expected_BLV = own_BLV.float()
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_head(one.model) as whole:
+            expected_BLV, actual_BLV = own_BLV.to(device).float(), logits_of(hidden_BLH.to(device), whole)
     if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
         raise ValueError(
             f"{one} gives all {expected_BLV.size(-1)} tokens the same logit for any input: its head is zeroed, or its "
@@ -241,37 +226,37 @@ def _same_logits(one: Probed, both: tuple[Tensor, Tensor]) -> str:
     )
 
 
-HEAD: Probe[Probed] = Probe(
-    "head",
-    _both_logits,
-    _same_logits,
-    cannot="read eight tokens",
-    remedy="Its forward must accept `input_ids` and `attention_mask` alone, also with its adapter: use another model, "
-    "or list `target_modules` by name.",
-    errors=CANNOT_RUN,
-)
+def _own_logits(model: CausalLM, input_ids_BL: Tensor) -> Tensor:
+    logits_BLV: Tensor = model(input_ids=input_ids_BL, use_cache=False).logits
+    return logits_BLV
+
+
+HEAD: Probe[Probed] = Probe("head", _rebuilt_logits)
 
 
 # ---- Gradients: a student runs in training mode, in which some families differ, and they reach its layers ------------
 
 
-def _trained_states(one: Probed) -> Tensor | None:
-    """[1, 5, H], states of five completion tokens in training mode; `None` of a sharded student, after a pass."""
-    device, step = OutputHead.of(one.model).weight.device, shape_of(OutputHead.of(one.model))[0] // 8
+def _gradients(one: Probed) -> str:
+    head = OutputHead.of(one.model)
+    device, step = head.weight.device, shape_of(head)[0] // 8
     row = Rollout.of([[0, step, 2 * step]], [[step * place for place in range(3, 8)]], device)
     # Of a sharded student no gradient is probed: a graph without a backward pass disturbs hooks of shards.
     whole = not any(map(is_split, one.model.parameters()))
+    remedy = "In eval mode it can: use another model as the student, or this one as a teacher."
     # Dropout advances the random state.
-    with preserved_mode(one.model), preserved_rng(device), torch.set_grad_enabled(whole), catch_warnings():
+    with (
+        explaining(one, "read eight tokens in training mode", remedy, (ValueError, *CANNOT_RUN)),
+        preserved_mode(one.model),
+        preserved_rng(device),
+        torch.set_grad_enabled(whole),
+        catch_warnings(),
+    ):
         if not whole:  # without gradients, as is meant here
             filterwarnings("ignore", "None of the inputs have requires_grad=True")
         one.model.train()
         hidden_BCH: Tensor = one.run(completion_hidden, row)
-    return hidden_BCH if whole else None
-
-
-def _reach_weights(one: Probed, hidden_BCH: Tensor | None) -> str:
-    if hidden_BCH is None:
+    if not whole:
         return "Runs in training mode."
     of_head = {id(parameter) for parameter in one.model.get_output_embeddings().parameters()}
     weights = one.model.named_parameters()
@@ -304,27 +289,24 @@ def _reached(hidden_BCH: Tensor) -> set[int]:
     return found
 
 
-GRADIENTS: Probe[Probed] = Probe(
-    "gradients",
-    _trained_states,
-    _reach_weights,
-    cannot="read eight tokens in training mode",
-    remedy="In eval mode it can: use another model as the student, or this one as a teacher.",
-    errors=(ValueError, *CANNOT_RUN),
-)
+GRADIENTS: Probe[Probed] = Probe("gradients", _gradients)
 
 
 # ---- Padding and packing: which rows a model computes in one pass as it would compute each alone ---------------------
 
 
-def _found_reading(one: Probed) -> Reading:
+def _padding(one: Probed) -> str:
     # In `transformers`, padding changes the output of some families: learned positions that count it, convolutions and
     # recurrences that read it, rotary frequencies that depend on the longest row. An unaffected family costs two small
     # passes. Borders are tested by position ids beyond them, which a model that takes none cannot be given.
     takes_positions = "position_ids" in inspect.signature(backbone_of(one.model).forward).parameters
     borders = _borders(one.model) if takes_positions else set()
     one.reading = _read_with(one, partial(prove_reading, borders=borders, called=one.called))
-    return one.reading
+    whole = one.reading.padded_up_to == math.inf
+    return "Rows share a batch." if whole else "Rows are read by length, without padding."
+
+
+PADDING: Probe[Probed] = Probe("padding", _padding)
 
 
 def _read_with(one: Probed, probe: Callable[[Read, int, torch.device], Any]) -> Any:
@@ -348,15 +330,7 @@ def _borders(model: CausalLM) -> set[int]:
     return {border for border in stated if border and border < (context_of(model) or 0)}
 
 
-def _described_reading(one: Probed, reading: Reading) -> str:
-    return "Rows share a batch." if reading.padded_up_to == math.inf else "Rows are read by length, without padding."
-
-
-PADDING: Probe[Probed] = Probe("padding", _found_reading, _described_reading)
-
-
-def _packing_gap(one: Probed) -> float | None:
-    """How far packed rows change each other, which five small passes measure."""
+def _packing(one: Probed) -> str:
     reason = _beyond_probe(one.model)
     if one.reading.padded_up_to != math.inf:
         reason = f"cannot read rows as one, it reads them {one.reading}"
@@ -364,8 +338,15 @@ def _packing_gap(one: Probed) -> float | None:
         raise ValueError(f"`padding_free=True`: the {one.called} {reason}: leave the option out.")
     # It depends on architecture and kernels: convolutions and recurrences continue from row to row, and attention needs
     # restarting positions to separate rows.
-    gap: float | None = _read_with(one, gap_of_packing)
-    return gap
+    cannot = "read without an attention mask, as `padding_free=True` has it"
+    with explaining(one, cannot, "Leave the option out."):
+        gap = _read_with(one, gap_of_packing)
+    if gap is not None:
+        raise ValueError(
+            f"`padding_free=True`: the {one.called} lets rows that are read as one change each other: the hidden state "
+            f"of a token is off by {gap:.2g} of its norm. Leave the option out."
+        )
+    return "Rows are read as one."
 
 
 def _beyond_probe(model: CausalLM) -> str | None:
@@ -379,20 +360,4 @@ def _beyond_probe(model: CausalLM) -> str | None:
     return None
 
 
-def _no_gap(one: Probed, gap: float | None) -> str:
-    if gap is not None:
-        raise ValueError(
-            f"`padding_free=True`: the {one.called} lets rows that are read as one change each other: the hidden state "
-            f"of a token is off by {gap:.2g} of its norm. Leave the option out."
-        )
-    return "Rows are read as one."
-
-
-PACKING: Probe[Probed] = Probe(
-    "packing",
-    _packing_gap,
-    _no_gap,
-    cannot="read without an attention mask, as `padding_free=True` has it",
-    remedy="Leave the option out.",
-    errors=CANNOT_RUN,
-)
+PACKING: Probe[Probed] = Probe("packing", _packing)

@@ -6,7 +6,6 @@ After `add_tokens` or `add_special_tokens` a tokenizer has such tokens until the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -27,18 +26,13 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
             "`processing_class` is None, and the student is an object that was not loaded from a path: pass its "
             "tokenizer as `processing_class`."
         )
-    trust = (
-        nullcontext()
-        if trust_remote_code
-        else naming_trust(f"The tokenizer of the student ({path})", "trust_remote_code", tokenizer_of=path)
-    )
     options = {
         "revision": loading.get("revision") if isinstance(student, str) else None,
         "truncation_side": "left",
         "padding_side": "left",
         "trust_remote_code": trust_remote_code,
     }
-    with trust:
+    with naming_trust(f"The tokenizer of the student ({path})", "trust_remote_code", options, path):
         try:
             return AutoProcessor.from_pretrained(path, **options)
         except (ImportError, OSError) as error:  # of an image processor, which text does not need
@@ -55,7 +49,10 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
 def has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:
     """Whether a path or model id has tokenizer files, without which `AutoTokenizer` builds an empty tokenizer."""
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))
+    try:
+        return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))
+    except (OSError, ValueError):  # neither a folder nor the form of a model id
+        return False
 
 
 def text_tokenizer(processing_class: Any) -> Any:

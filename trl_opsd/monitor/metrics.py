@@ -217,18 +217,8 @@ def evaluated_names(datasets: Any, rewards: Collection[str]) -> tuple[list[str],
 
 
 _OF_LOSS = ("divergence/", "entropy/", "agreement/", "pull/", "importance/", "time/", "tokens")
-_TAKEN = {
+TAKEN = {
     *("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"),
     *(name for name in METRICS if name.startswith(_OF_LOSS)),
 }
 """Names that are logged elsewhere, which would overwrite a recorded number or be overwritten."""
-
-
-def recorded(name: str, value: Any) -> float:
-    """A number to log under a name; `ValueError` if it is not one number or the name is taken."""
-    if name in _TAKEN:
-        raise ValueError(f"`record({name!r}, ...)`: something else is logged under that name, so choose another.")
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"`record({name!r}, {value!r})`: expected one number.") from error

@@ -120,8 +120,6 @@ def set_group_timeout(time: timedelta) -> None:
     transformers passes `ddp_timeout` to the first group, but not on a CPU. A group that a library creates later, such
     as DeepSpeed's, has torch's default: 10 minutes with NCCL, less than a rollout may take, and 30 with gloo.
     """
-    if not distributed.is_initialized():
-        return
     for group in c10d._world.pg_map:  # torch has no public list of all groups
         for backend in _backends(group):
             if backend.options._timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout):
@@ -142,13 +140,13 @@ _STDERR = 2
 
 
 class Watchdog:
-    """Reports phases that exceed `seconds` (`None` for no limit), excluding phases nested inside them.
+    """Reports phases that exceed `seconds`, excluding phases nested inside them.
 
     The stacks are printed by a thread that does not need the GIL, so they appear even if a library hangs while holding
     it; only the line that names the phase is missing then.
     """
 
-    def __init__(self, seconds: float | None, rank: int) -> None:
+    def __init__(self, seconds: float, rank: int) -> None:
         self._seconds, self._rank = seconds, rank
         self._phases: list[str] = []
         self._notice: Timer | None = None
@@ -156,33 +154,30 @@ class Watchdog:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Watches the body as the phase of this name."""
-        if self._seconds is None:
-            yield
-            return
         self._phases.append(phase)
-        self._watch(self._seconds)
+        self._watch()
         try:
             yield
         finally:
             self._phases.pop()  # the outer phase has its time limit again from the start
-            self._watch(self._seconds)
+            self._watch()
 
-    def _watch(self, seconds: float) -> None:
+    def _watch(self) -> None:
         """Restarts the timer for the innermost phase, or stops it if there is none."""
         if self._notice is not None:
             self._notice.cancel()
             self._notice = None
             faulthandler.cancel_dump_traceback_later()
         if self._phases:
-            self._notice = Timer(seconds, self._print_notice, [self._phases[-1], seconds])
+            self._notice = Timer(self._seconds, self._print_notice, [self._phases[-1]])
             self._notice.daemon = True
             self._notice.start()
-            faulthandler.dump_traceback_later(seconds + _STACKS_DELAY, file=_STDERR)
+            faulthandler.dump_traceback_later(self._seconds + _STACKS_DELAY, file=_STDERR)
 
-    def _print_notice(self, phase: str, seconds: float) -> None:
+    def _print_notice(self, phase: str) -> None:
         print(
-            f"Rank {self._rank} has been in phase {phase!r} for {seconds:g} seconds (`phase_timeout`). It continues; "
-            "the stacks of its threads:",
+            f"Rank {self._rank} has been in phase {phase!r} for {self._seconds:g} seconds (`phase_timeout`). It "
+            "continues; the stacks of its threads:",
             file=sys.__stderr__,
             flush=True,
         )

@@ -18,8 +18,9 @@ _TELLING = 8
 def checked_completions(returned: Any, host: Host, prompt_ids: list[list[int]], name: str) -> list[list[int]]:
     """One completion for each prompt, validated against the limits and cut after its first end token."""
     completions = [cut_after_end(ids, host.eos_token_ids) for ids in rows_of(returned, len(prompt_ids), name)]
+    limits = host.limits
     for prompt, completion in zip(prompt_ids, completions, strict=True):
-        host.limits.check_completion(prompt, completion, name)
+        limits.check_completion(prompt, completion, name)
     return completions
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     """
 
     tells_logprobs = True
+    of_student: ClassVar[Mapping[str, Any]] = {}
+    """What it takes from the student's own generation config: nothing."""
 
     def __init__(self, args: OPSDConfig) -> None:
         self.args = args

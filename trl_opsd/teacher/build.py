@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
@@ -17,13 +16,12 @@ from trl_opsd._compat.peft import CausalLM, is_peft, without_adapter
 from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
-from trl_opsd.http.urls import server_urls
 from trl_opsd.models.backbone import Run
-from trl_opsd.models.checks import naming_trust, whole_checkpoint, whole_on
+from trl_opsd.models.checks import whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import Samples
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.checks import TeacherLike, check_own, deadline, location
+from trl_opsd.teacher.checks import TeacherLike, check_own, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
@@ -38,12 +36,7 @@ _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
 """Placement by `teacher_offload`."""
 
 
-def build_teacher(
-    teacher_model: TeacherLike,
-    args: OPSDConfig,
-    device: torch.device,
-    progress: bool = False,
-) -> Teacher:
+def build_teacher(teacher_model: TeacherLike, args: OPSDConfig) -> Teacher:
     """A frozen teacher from a path or a model, placed as `args.teacher_offload` says; a [`Teacher`] stays as it is."""
     if isinstance(teacher_model, Teacher):
         if args.teacher_offload != "none":
@@ -54,13 +47,13 @@ def build_teacher(
         check_own(teacher_model)
         return teacher_model
     if isinstance(teacher_model, str):
-        teacher_model = _loaded(teacher_model, args, device)
+        teacher_model = _loaded(teacher_model, args)
     elif in_zero3_model(teacher_model):
         raise ValueError(
             "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
             "path, so that it is loaded as `teacher_offload` says, or load it before the config is built."
         )
-    return _frozen(teacher_model, args, device, progress)
+    return _frozen(teacher_model, args)
 
 
 def build_teachers(
@@ -69,33 +62,26 @@ def build_teachers(
     run: Run,
     reading: Callable[[], Reading],
     args: OPSDConfig,
-    device: torch.device,
     handed_in: Samples | None = None,
-    progress: bool = False,
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself."""
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     origin = Origin(student, handed_in) if args.teacher_model_kind == "base" and handed_in is not None else None
-    urls = server_urls("teacher_server_url", args.teacher_server_url)
+    urls = servers(args)
     teachers: dict[str, Teacher] = {}
     average: Average | None = None
     for name, model in models.items():
         if model is None:
-            teachers[name], average = build_own_teacher(student, run, reading, args, device, progress)
+            teachers[name], average = _build_own(student, run, reading, args)
         elif name in urls:
-            teachers[name] = _served(model, urls[name], args, device, progress)
+            teachers[name] = served(model, urls[name], args)
         else:
-            teachers[name] = build_teacher(model, args, device, progress)
+            teachers[name] = build_teacher(model, args)
     return Teachers(teachers, average, origin)
 
 
-def build_own_teacher(
-    student: CausalLM,
-    run: Run,
-    reading: Callable[[], Reading],
-    args: OPSDConfig,
-    device: torch.device,
-    progress: bool = False,
+def _build_own(
+    student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig
 ) -> tuple[Teacher, Average | None]:
     """The student in another state as its teacher (`args.teacher_model_kind`), and its moving average if any."""
     kind = args.teacher_model_kind
@@ -104,11 +90,16 @@ def build_own_teacher(
             f"`teacher_offload={args.teacher_offload!r}` has nothing to move: with `teacher_model_kind={kind!r}` this "
             "student teaches with its own weights. Leave `teacher_offload='none'`."
         )
-    own = partial(OwnTeacher, student, run, reading=reading, cache_device=args.teacher_cache_device, progress=progress)
+    own = partial(
+        OwnTeacher, student, run, reading=reading, cache_device=args.teacher_cache_device, progress=_progress(args)
+    )
     if kind == "live":
         return own(nullcontext), None
     if kind == "base" and is_peft(student):
         return own(partial(without_adapter, student)), None
+    averaged = partial(
+        Average, partial(trained_parameters, student), rate=args.teacher_update_rate, every=args.teacher_sync_steps
+    )
     # An average covers what is trained; everything else is the same in student and teacher.
     followed = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
     if is_peft(student):
@@ -119,65 +110,48 @@ def build_own_teacher(
             )
         adapter = {name: whole(parameter).clone() for name, parameter in followed.items()}
         # Random initialisation may differ between processes until DDP wraps the student.
-        broadcast_from_first(adapter, device)
-        average = _average(student, adapter, args)
+        broadcast_from_first(adapter, args.device)
+        average = averaged(adapter)
         return own(average.swapped_in, kept=adapter.values()), average
     copied = whole_copy(student)
-    broadcast_from_first(copied.state_dict(), device)
-    teacher = _frozen(copied, args, device, progress)
+    broadcast_from_first(copied.state_dict(), args.device)
+    teacher = _frozen(copied, args)
     if kind == "base":
         return teacher, None
     parameters = dict(teacher.model.named_parameters())
-    return teacher, _average(student, {name: parameters[name] for name in followed}, args)
+    return teacher, averaged({name: parameters[name] for name in followed})
 
 
-def _average(student: nn.Module, teacher: Mapping[str, Tensor], args: OPSDConfig) -> Average:
-    followed = partial(trained_parameters, student)
-    return Average(followed, teacher, rate=args.teacher_update_rate, every=args.teacher_sync_steps)
+def _progress(args: OPSDConfig) -> bool:
+    return args.process_index == 0 and not args.disable_tqdm
 
 
-def _frozen(model: CausalLM, args: OPSDConfig, device: torch.device, progress: bool) -> FrozenTeacher:
+def _frozen(model: CausalLM, args: OPSDConfig) -> FrozenTeacher:
     _check_movable(model, args.teacher_offload)
-    placement = _PLACEMENTS[args.teacher_offload](model, device)
+    placement = _PLACEMENTS[args.teacher_offload](model, args.device)
     return FrozenTeacher(
         placement,
         cache_device=args.teacher_cache_device,
-        progress=progress,
+        progress=_progress(args),
         padding_free=args.padding_free,
         pad_to_multiple_of=args.pad_to_multiple_of,
     )
 
 
-def _served(path: str, urls: Sequence[str], args: OPSDConfig, device: torch.device, progress: bool) -> Teacher:
+def served(path: str, urls: Sequence[str], args: OPSDConfig) -> Teacher:
+    """A teacher behind servers, which all processes have found to be one."""
     from trl_opsd.teacher.served import ServedTeacher  # needs aiohttp, which may be absent where no server is used
 
-    place = location(args)
-    teacher = ServedTeacher(
-        path,
-        urls,
-        device,
-        deadline=deadline(args),
-        timeout=args.teacher_server_timeout,
-        trust_remote_code=place.pop("trust_remote_code", False),
-        place=place,
-        cache_device=args.teacher_cache_device,
-        progress=progress,
-    )
+    seconds = deadline(args), args.teacher_server_timeout
+    keeping = args.teacher_cache_device, _progress(args)
+    teacher = ServedTeacher(path, urls, args.device, *seconds, location(args), *keeping)
     teacher.compare_processes()
     return teacher
 
 
-def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedModel:
+def _loaded(path: str, args: OPSDConfig) -> PreTrainedModel:
     """Loads a teacher from a path directly to its placement."""
-    kwargs = {
-        "dtype": None,
-        "revision": args.teacher_model_revision,
-        "trust_remote_code": args.teacher_trust_remote_code,
-        "use_safetensors": True,
-        **(args.teacher_model_init_kwargs or {}),
-    }
-    if kwargs["revision"] is None:
-        del kwargs["revision"]
+    kwargs = {"dtype": None, "use_safetensors": True, **teacher_loading(args)}
     config = None
     if args.teacher_offload != "none":
         kwargs["device_map"] = None
@@ -185,14 +159,13 @@ def _loaded(path: str, args: OPSDConfig, device: torch.device) -> PreTrainedMode
         theirs = AutoConfig.from_pretrained(path, **location(args))
         _check_movable(theirs, args.teacher_offload)
         if args.teacher_offload == "zero3":
-            dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None)
-            config = reader_config(dtype or theirs.dtype or torch.float32, theirs.get_text_config().hidden_size, device)
+            dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None) or theirs.dtype or torch.float32
+            config = reader_config(dtype, theirs.get_text_config().hidden_size, args.device)
     elif args.distributed_state.distributed_type != DistributedType.NO:
-        kwargs["device_map"] = {"": device}
+        kwargs["device_map"] = {"": args.device}
     else:
-        kwargs = {**whole_on(device), **kwargs}
-    trust = naming_trust(f"`teacher_model={path!r}`", "teacher_trust_remote_code")
-    with loading(config), trust, whole_checkpoint("teacher_model"):
+        kwargs = {**whole_on(args.device), **kwargs}
+    with loading(config), whole_checkpoint("teacher_model"):
         model: PreTrainedModel = create_model_from_path(path, **kwargs)
     if config is not None:
         recompute_buffers(model)

@@ -24,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import backbone_of, hidden_states
-from trl_opsd.models.checks import naming_trust
+from trl_opsd.models.checks import place_of
 from trl_opsd.models.probes import HEAD, Probed
 from trl_opsd.models.weights import as_saved
 from trl_opsd.teacher.offloaded import layer_list
@@ -119,17 +119,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class CheckpointHead:
     """The head and the final norm of a causal language model that is not loaded."""
 
-    def __init__(self, path: str, place: Mapping[str, Any], trust_remote_code: bool) -> None:
-        # `place` has options such as `revision`. Of a sharded checkpoint on the Hub only the index and the files with
-        # these tensors are downloaded.
-        self._path, self._files = path, _Tensors(path, place)
+    def __init__(self, path: str, options: Mapping[str, Any] | None = None) -> None:
+        # `options` are such as `revision`. Of a sharded checkpoint on the Hub only the index and the files with these
+        # tensors are downloaded.
+        options = options or {}
+        self._path, self._files = path, _Tensors(path, place_of(options))
         # The architecture, built from the config without weights, shows which tensors of the checkpoint are needed.
-        with naming_trust(f"`teacher_model={path!r}`", "teacher_trust_remote_code"):
-            self.config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **place)
-            with loading(None), torch.device("meta"):
-                self._model: CausalLM = AutoModelForCausalLM.from_config(
-                    self.config, trust_remote_code=trust_remote_code
-                ).eval()
+        self.config = AutoConfig.from_pretrained(path, **options)
+        trust = bool(options.get("trust_remote_code"))
+        with loading(None), torch.device("meta"):
+            self._model: CausalLM = AutoModelForCausalLM.from_config(self.config, trust_remote_code=trust).eval()
         self.vocabulary, self.width = OutputHead.of(self._model).weight.shape
         self.norm = self._read_norm()  # None if the model ends with no known norm
         self.dtype = self._read(OutputHead.of(self._model).weight).dtype  # as stored
@@ -209,9 +208,7 @@ class _Tensors:
         )
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._file(self._file_of[name])
-        if file is None:
-            raise ValueError(f"The checkpoint {self._checkpoint!r} lists a file {self._file_of[name]!r}, but lacks it.")
+        file = cached_file(self._checkpoint, self._file_of[name], **self._place)
         with safe_open(file, "pt") as tensors:
             return tensors.get_tensor(name)
 

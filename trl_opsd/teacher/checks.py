@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
@@ -15,39 +14,47 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.tokenization import check_token_maps
 from trl_opsd.http.urls import ONLY, server_urls
-from trl_opsd.models.checks import naming_trust
+from trl_opsd.models.checks import PLACE_OPTIONS, naming_trust, place_of
 from trl_opsd.models.tokenizers import has_tokenizer
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.types import OutputHead
 
-LOCATION_OPTIONS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+logger = get_logger(__name__)
+
+TeacherLike: TypeAlias = str | PreTrainedModel | Teacher
+"""A path or model id, a model, or a teacher of the user's own."""
+LOCATION_OPTIONS = (*PLACE_OPTIONS, "trust_remote_code")
 """Options for loading a model that also apply to its config and tokenizer."""
+_OPTION = "teacher_server_url"
+
+
+def teacher_loading(args: OPSDConfig) -> dict[str, Any]:
+    """The options that say how teachers are loaded."""
+    revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
+    trust = {"trust_remote_code": args.teacher_trust_remote_code}
+    return {**revision, **trust, **(args.teacher_model_init_kwargs or {})}
 
 
 def location(args: OPSDConfig) -> dict[str, Any]:
-    """Those of these options that are set for teachers."""
-    asked = {
-        "revision": args.teacher_model_revision,
-        "trust_remote_code": args.teacher_trust_remote_code,
-        **(args.teacher_model_init_kwargs or {}),
-    }
-    return {name: asked[name] for name in LOCATION_OPTIONS if asked.get(name) is not None}
+    """Those of them that also apply to config and tokenizer."""
+    return {name: one for name, one in teacher_loading(args).items() if name in LOCATION_OPTIONS and one is not None}
 
 
-_OPTION = "teacher_server_url"
+def servers(args: OPSDConfig) -> dict[str, tuple[str, ...]]:
+    """The addresses of each teacher's servers by its name."""
+    return server_urls(_OPTION, args.teacher_server_url)
 
 
 def deadline(args: OPSDConfig) -> float:
     """Seconds that each teacher behind servers has for a batch."""
     # Teachers score one after the other, and other processes wait meanwhile, for at most `ddp_timeout`.
-    return 0.9 * args.ddp_timeout / max(len(server_urls(_OPTION, args.teacher_server_url)), 1)
+    return 0.9 * args.ddp_timeout / max(len(servers(args)), 1)
 
 
 def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
     """Refuses servers without a teacher, teachers behind servers that are no paths, and options that have no effect."""
-    urls = server_urls(_OPTION, args.teacher_server_url)
-    if not urls:
+    if not (urls := servers(args)):
         return
     if args.teacher_model_kind is not None:
         raise ValueError(
@@ -66,19 +73,14 @@ def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
                 f"`{_OPTION}` says that a server has the teacher, but {called} is a {type(teachers[name]).__name__}: "
                 "pass the path or model id of its checkpoint, from which its head is read; or leave the server out."
             )
-    if set(urls) == set(teachers):
-        _check_loading(args)
-
-
-def _check_loading(args: OPSDConfig) -> None:
-    """Refuses options about a teacher's layers, where all teachers are behind servers."""
+    if set(urls) != set(teachers):
+        return
     if args.teacher_offload != "none":
         raise ValueError(
             f"`teacher_offload={args.teacher_offload!r}` with `{_OPTION}`: the server has the teacher's layers, and "
             "the head is on the device: leave it at 'none'."
         )
-    others = [name for name in args.teacher_model_init_kwargs or {} if name not in LOCATION_OPTIONS]
-    if others:
+    if others := [name for name in args.teacher_model_init_kwargs or {} if name not in LOCATION_OPTIONS]:
         raise ValueError(
             f"`teacher_model_init_kwargs` has {others[0]!r} with `{_OPTION}`: the server has loaded the teacher: "
             "remove it, and start the server with what you want, for instance `--dtype`."
@@ -87,18 +89,10 @@ def _check_loading(args: OPSDConfig) -> None:
 
 def check_up(args: OPSDConfig) -> None:
     """Waits until all servers of teachers are up; a `ValueError` if one is not in time."""
-    if not (served := server_urls(_OPTION, args.teacher_server_url)):
-        return
-    from trl_opsd.teacher.replicas import Replicas  # needs aiohttp, which may be absent where no server is used
+    for urls in servers(args).values():
+        from trl_opsd.teacher.replicas import Replicas  # needs aiohttp, which may be absent where no server is used
 
-    for urls in served.values():
         Replicas(urls, deadline(args), args.teacher_server_timeout)
-
-
-logger = get_logger(__name__)
-
-TeacherLike: TypeAlias = str | PreTrainedModel | Teacher
-"""A path or model id, a model, or a teacher of the user's own."""
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
@@ -180,18 +174,10 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
 
 def share_memory(teacher: Any, student: CausalLM) -> bool:
     """Whether training the student would change the teacher, or freezing the teacher freeze the student."""
-    # By address too, as two modules may hold views of one tensor.
-    theirs = {place for one in _models(teacher) for place in _places(one)}
-    return bool(theirs) and isinstance(student, nn.Module) and not theirs.isdisjoint(_places(student))
-
-
-def _models(teacher: Any) -> Iterator[nn.Module]:
-    """The models inside a teacher, which may hold other teachers."""
-    if isinstance(teacher, nn.Module):
-        yield teacher
-    elif isinstance(teacher, Teacher):
-        for one in vars(teacher).values():
-            yield from _models(one)
+    if isinstance(teacher, Teacher):  # it may hold models, and other teachers
+        return any(share_memory(one, student) for one in vars(teacher).values())
+    both = isinstance(teacher, nn.Module) and isinstance(student, nn.Module)
+    return both and not _places(teacher).isdisjoint(_places(student))
 
 
 def _places(model: nn.Module) -> set[tuple[str, int]]:
@@ -229,12 +215,13 @@ def check_tokenizers(
         )
     # Without a given tokenizer, the one at the teacher's path or where the object was loaded from is compared.
     for name, teacher in teachers.items():
-        theirs = given.get(name) if isinstance(given, Mapping) else given
-        source = None
+        theirs, source = given.get(name) if isinstance(given, Mapping) else given, None
         if theirs is None and isinstance(teacher, str):
             theirs = _tokenizer_beside(teacher, args)
-        elif theirs is None and (source := _source(teacher)):
-            theirs = _tokenizer_kept(source, name, args)
+        elif theirs is None:
+            model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
+            if isinstance(model, nn.Module) and (source := get_config_model_id(without_peft(model).config)):
+                theirs = _tokenizer_kept(source, name, args)
         if theirs is not None:
             check_token_maps(tokenizer, theirs, name, source)
 
@@ -242,29 +229,18 @@ def check_tokenizers(
 def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer at the path or model id that a teacher will be loaded from, or `None` if there is none."""
     options = location(args)
-    if not has_tokenizer(path, {name: value for name, value in options.items() if name != "trust_remote_code"}):
+    if not has_tokenizer(path, place_of(options)):
         logger.warning(f"{path} has no tokenizer; the student's is assumed.")
         return None
-    code = naming_trust(f"The tokenizer of the teacher ({path})", "teacher_trust_remote_code", tokenizer_of=path)
-    with nullcontext() if options.get("trust_remote_code") else code:
+    with naming_trust(f"The tokenizer of the teacher ({path})", "teacher_trust_remote_code", options, path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **options)
     return tokenizer
-
-
-def _source(teacher: Any) -> str | None:
-    """The path or model id that a teacher object was loaded from, if known."""
-    model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
-    return get_config_model_id(without_peft(model).config) if isinstance(model, nn.Module) else None
 
 
 def _tokenizer_kept(source: str, name: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer that a loaded teacher was saved with, if it can be loaded without the network."""
     here = {"local_files_only": True}
-    try:
-        found = has_tokenizer(source, here)
-    except (OSError, ValueError):  # neither a folder nor the form of a model id
-        found = False
-    if not found:
+    if not has_tokenizer(source, here):
         return None
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

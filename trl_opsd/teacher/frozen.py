@@ -131,11 +131,12 @@ def score_groups(
     progress: bool = False,
     reading: Reading = PADDED,
 ) -> TeacherTargets:
-    """The last hidden states at the positions that predict the completion tokens that may count, kept by row."""
+    """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
+
+    The rows have [`~types.Rollout.ended`], so that no state is computed that is not needed.
+    """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
-    # Tokens after a row's last that counts need no state.
-    rollout = rollout.ended()
     with torch.no_grad():
         for rows in bar:
             keeper.put(rows, run(completion_hidden, rollout.select(rows).cut().to(device), reading))
@@ -147,25 +148,13 @@ def score_groups(
 
 def pass_groups(
     model: CausalLM,
-    rollout: Rollout,
-    reading: Reading = PADDED,
-    pass_bytes: int = PASS_BYTES,
-    few: bool = False,
-) -> list[list[int]]:
-    """The rows of each pass, within `pass_bytes`; `few` says that each pass copies or gathers the weights again."""
-    lengths = [one.total for one in rollout.ended().measured()]
-    return length_groups(model, lengths, rollout.prompt_ids.device, reading, pass_bytes, few)
-
-
-def length_groups(
-    model: CausalLM,
     lengths: Sequence[int],
     device: torch.device,
     reading: Reading = PADDED,
     pass_bytes: int = PASS_BYTES,
     few: bool = False,
 ) -> list[list[int]]:
-    """[`pass_groups`] from the rows' numbers of tokens."""
+    """The rows of each pass, within `pass_bytes`; `few` says that each pass copies or gathers the weights again."""
     if not reading.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # one pass per row, as processes must run equally many
     kind = "cpu" if device.type == "cpu" else "accelerator"
@@ -274,9 +263,10 @@ class FrozenTeacher(Teacher):
             yield self.model
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        groups = pass_groups(self.model, rollout, self.reading, self._pass_bytes, self.placement.passes_cost)
+        rollout, device = rollout.ended(), self.placement.device
+        lengths = [one.total for one in rollout.measured()]
+        groups = pass_groups(self.model, lengths, device, self.reading, self._pass_bytes, self.placement.passes_cost)
         passes = self.placement.passes_to_run(len(groups))
-        device = self.placement.device
         with preserved_mode(self.model), self.placement.reading(passes) as run:
             if self.model.training:  # the caller may have set it to training mode since
                 self.model.eval()

@@ -136,7 +136,8 @@ class Prefetcher:
         try:
             yield [self.keep(nbytes) for nbytes in sizes]
         finally:
-            self._finish()
+            if self._stream is not None:  # before buffers are freed, or masters changed
+                self._stream.synchronize()
             self.held_bytes -= sum(sizes)
 
     def fetch(self, block: HostBlock, buffer: Tensor) -> torch.Event | None:
@@ -155,11 +156,6 @@ class Prefetcher:
         """Makes work queued from now on wait for a copy and those before it."""
         if copy is not None:
             torch.accelerator.current_stream(self.device).wait_event(copy)
-
-    def _finish(self) -> None:
-        """Blocks until all copies are complete, so that buffers can be freed and masters changed."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 def _host_memory(owner: object, nbytes: int, device: torch.device) -> Tensor:
@@ -184,11 +180,18 @@ class Offloaded(Placement):
         self._layers = [layer for layer, _ in parts.layers]
         self._blocks = [HostBlock(own, device) for _, own in parts.layers]
         self._rest = HostBlock([*parts.embedding, *parts.rest], device)
-        self._head = HeadOnDevice(model, parts.head, self.prefetcher)
+        # A copy of the head stays on the device, because the loss needs it after the teacher is offloaded.
+        self._head = HostBlock(parts.head, device)
+        self._head_there = self.prefetcher.keep(self._head.nbytes)
+        self._copy(self._head, self._head_there)
 
     @property
     def head(self) -> OutputHead:
-        return self._head.head
+        weight, *bias = self._head.views(self._head_there)
+        return replace(OutputHead.of(self.model), weight=weight, bias=bias[0] if bias else None)
+
+    def _copy(self, block: HostBlock, buffer: Tensor) -> None:
+        self.prefetcher.wait(self.prefetcher.fetch(block, buffer))
 
     @abstractmethod
     def buffer_sizes(self, layers: list[int]) -> list[int]:
@@ -197,21 +200,24 @@ class Offloaded(Placement):
     @contextmanager
     def reading(self, passes: int) -> Iterator[Run]:
         sizes = [self._rest.nbytes, *self.buffer_sizes([block.nbytes for block in self._blocks])]
-        with self.prefetcher.borrow(sizes) as (rest, *buffers), self._head.in_use():
-            # What belongs to no layer is needed from the first operation on.
-            self.prefetcher.wait(self.prefetcher.fetch(self._rest, rest))
-            self._rest.point_to(rest)
-            prefetch = _LayerPrefetch(self._blocks, buffers, self.prefetcher, visits=passes * len(self._blocks))
-            hooks = [
-                layer.register_forward_pre_hook(lambda *_, number=number: prefetch.enter(number))
-                for number, layer in enumerate(self._layers)
-            ]
+        hooks: list[Any] = []
+        with self.prefetcher.borrow(sizes) as (rest, *buffers):
             try:
+                # The head is refreshed for each scoring, so that it fits the hidden states even if the masters changed
+                # in between. What belongs to no layer is needed from the first operation on.
+                for block, buffer in ((self._head, self._head_there), (self._rest, rest)):
+                    self._copy(block, buffer)
+                    block.point_to(buffer)
+                prefetch = _LayerPrefetch(self._blocks, buffers, self.prefetcher, visits=passes * len(self._blocks))
+                hooks += [
+                    layer.register_forward_pre_hook(lambda *_, number=number: prefetch.enter(number))
+                    for number, layer in enumerate(self._layers)
+                ]
                 yield partial(call, self.model)
             finally:
                 for hook in hooks:
                     hook.remove()
-                for block in (*self._blocks, self._rest):
+                for block in (*self._blocks, self._rest, self._head):
                     block.restore()
 
 
@@ -260,33 +266,6 @@ class _LayerPrefetch:
         self._holds[place] = layer
         self._copies[place] = self._prefetcher.fetch(self._blocks[layer], self._buffers[place])
         self._blocks[layer].point_to(self._buffers[place])
-
-
-class HeadOnDevice:
-    """A copy of a head that stays on the device, because the loss needs it after the teacher is offloaded."""
-
-    def __init__(self, model: CausalLM, tensors: list[Tensor], prefetcher: Prefetcher) -> None:
-        self._model, self._prefetcher = model, prefetcher
-        self._block = HostBlock(tensors, prefetcher.device)
-        self._buffer = prefetcher.keep(self._block.nbytes)
-        prefetcher.wait(prefetcher.fetch(self._block, self._buffer))
-
-    @property
-    def head(self) -> OutputHead:
-        """The model's head, with the weight and bias of the copy."""
-        weight, *bias = self._block.views(self._buffer)
-        return replace(OutputHead.of(self._model), weight=weight, bias=bias[0] if bias else None)
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Refreshes the copy and points the model's head to it."""
-        try:
-            # Refreshed for each scoring, so that it fits the hidden states even if the masters changed in between.
-            self._prefetcher.wait(self._prefetcher.fetch(self._block, self._buffer))
-            self._block.point_to(self._buffer)
-            yield
-        finally:
-            self._block.restore()
 
 
 class Streamed(Offloaded):

@@ -1,10 +1,9 @@
 """The servers of one teacher, by vLLM's pooling API: the least busy scores the next row, one that fails is dropped.
 
-L tokens of a row · M states of an answer · H hidden width
 Requests hold token ids, never text. A row is one request, and is sent again to another server where one is slow or
 fails, since scoring it changes nothing.
 
-L tokens of a row · H hidden width
+L tokens of a row · M states of an answer · H hidden width
 """
 
 from __future__ import annotations
@@ -54,10 +53,6 @@ class Expected:
     norm: FinalNorm | None
     """The norm that made the states; `None` if unknown."""
 
-    def max_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Byte limit of an answer: vLLM answers preempted rows more than once."""
-        return 4 * tokens * self.width * dtype.itemsize + MIB
-
     def states(self, asked: str, content: bytearray, tokens: int, dtype: torch.dtype) -> Tensor:
         """The states of a row, [L, H], in the memory of the answer; raises `WrongStatesError` for others."""
         # Each number is checked, in about 1 ns. `asked` is the beginning of messages.
@@ -66,7 +61,7 @@ class Expected:
             last = f" Is it only the last one? Start the server with `{START}`." if len(content) <= row_bytes else ""
             raise WrongStatesError(
                 f"{asked} answered {len(content)} bytes for {tokens} tokens, expected {tokens * row_bytes}: {tokens} "
-                f"states of {self.width} numbers in {_word(dtype)}.{last} It has to serve {self.path!r}."
+                f"states of {self.width} numbers in {word(dtype)}.{last} It has to serve {self.path!r}."
             )
         states_MH = torch.frombuffer(content, dtype=dtype).view(-1, self.width)
         # More states than tokens are accepted where the surplus repeats the row's beginning.
@@ -133,7 +128,8 @@ def _repeats(extra_KH: Tensor, states_LH: Tensor) -> bool:
     return True
 
 
-def _word(dtype: torch.dtype) -> str:
+def word(dtype: torch.dtype) -> str:
+    """The name of a dtype in options and requests."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -203,13 +199,7 @@ class Replica:
         await self._http.until_up(seconds)
         response = await self._http.request("GET", "/v1/models")
         _check_status(response)
-        try:
-            self.model = response.parse(_Models).data[0]
-        except ServerError as error:
-            raise ServerError(
-                f"{response.request} did not list a model, as a vLLM server does: is it one, and the right port? It "
-                f"answered {response.text[:200]!r}."
-            ) from error
+        self.model = response.parse(_Models).data[0]
 
     async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
         """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary."""
@@ -219,10 +209,10 @@ class Replica:
             "task": "token_embed",
             "use_activation": False,  # else they are normalised to length 1
             "encoding_format": "bytes_only",  # "bytes" describes them in a header, which gets too long
-            "embed_dtype": str(dtype).removeprefix("torch."),
+            "embed_dtype": word(dtype),
             "endianness": sys.byteorder,
         }
-        limit = expected.max_bytes(len(ids), dtype)
+        limit = 4 * len(ids) * expected.width * dtype.itemsize + MIB  # vLLM answers preempted rows more than once
         response = await self._http.request("POST", "/pooling", json=body, max_bytes=limit, seconds=seconds)
         _check_status(response)
         # In a thread, because checking a long row would block the other requests of this loop.

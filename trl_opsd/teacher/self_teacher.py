@@ -109,16 +109,14 @@ class Average(TrainerCallback):
         if any(is_split(student[name]) for name in self._teacher):
             own = {name: whole(student[name]) for name in self._teacher}
             write(student, self._teacher)
-            try:
-                yield
-            finally:
-                write(self._student(), own)
+            restore = lambda: write(self._student(), own)  # noqa: E731
         else:
             self._swap()
-            try:
-                yield
-            finally:
-                self._swap()
+            restore = self._swap
+        try:
+            yield
+        finally:
+            restore()
 
     @property
     def copies(self) -> dict[str, Tensor]:
@@ -215,11 +213,12 @@ class OwnTeacher(Teacher):
             yield self.model
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        device = rollout.completion_ids.device
+        rollout, device = rollout.ended(), rollout.completion_ids.device
         with preserved_mode(self.model):
             self.model.eval()
             # A sharded student's forward is collective, so all processes run the same number of passes.
-            groups = pass_groups(self.model, rollout, self.reading, few=is_split_model(self.model))
+            lengths = [one.total for one in rollout.measured()]
+            groups = pass_groups(self.model, lengths, device, self.reading, few=is_split_model(self.model))
             passes = max_over_processes(len(groups), device)
             with self._as_teacher():
                 return score_groups(

@@ -21,7 +21,7 @@ from trl_opsd.http.client import warn_in_main
 from trl_opsd.models.backbone import check_no_holes, shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
-from trl_opsd.teacher.replicas import Expected, Replicas, WrongStatesError, are_same, distance
+from trl_opsd.teacher.replicas import Expected, Replicas, WrongStatesError, are_same, distance, word
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import Keeper
 
@@ -38,31 +38,6 @@ class _Row(NamedTuple):
     """Index of the state that predicts the first completion token."""
 
 
-class _Reached(NamedTuple):
-    """What a process found at its servers."""
-
-    urls: tuple[str, ...]
-    states: Tensor
-    """[L, H], float32, of the row that all processes sent."""
-    dtype: torch.dtype
-    """The dtype they were computed in."""
-    context: int | None
-    """Maximum tokens of a row including its last, which is not sent; `None` where there is no limit."""
-
-    def check_same(self, process: int, first: _Reached) -> None:
-        """Raises `WrongStatesError` unless both are of the same teacher."""
-        is_shape = self.states.shape == first.states.shape
-        if is_shape and self.dtype == first.dtype and are_same(self.states, first.states):
-            return
-        apart = f"{distance(self.states, first.states):.2g} times their length apart, " if is_shape else ""
-        raise WrongStatesError(
-            f"The teacher's servers of process 0 ({', '.join(first.urls)}) and of process {process} "
-            f"({', '.join(self.urls)}) return different states for the same tokens, {apart}in {_word(first.dtype)} and "
-            f"{_word(self.dtype)}: start all with one checkpoint, revision and `--dtype`; 127.0.0.1 is another server "
-            "on each machine."
-        )
-
-
 class ServedTeacher(Teacher):
     """A frozen causal language model behind `vllm serve` (task `token_embed`) or `python -m trl_opsd.teacher.serve`."""
 
@@ -73,17 +48,16 @@ class ServedTeacher(Teacher):
         device: torch.device,
         deadline: float,
         timeout: float = 0.0,
-        place: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
+        options: Mapping[str, Any] | None = None,
         cache_device: str = "auto",
         progress: bool = False,
     ) -> None:
-        # `path` is the checkpoint, from which config, output head and final norm are loaded; `place` has options such
-        # as `revision`. `deadline` limits a batch over all attempts, `timeout` the wait for servers at the start.
+        # `path` is the checkpoint, from which config, output head and final norm are loaded; `options` are such as
+        # `revision`. `deadline` limits a batch over all attempts, `timeout` the wait for servers at the start.
         self._path, self._urls = path, tuple(urls)
         self._cache_device, self._progress = cache_device, progress
         self._replicas = Replicas(urls, deadline, timeout)
-        checkpoint = CheckpointHead(path, place or {}, trust_remote_code)
+        checkpoint = CheckpointHead(path, options)
         self.config = checkpoint.config
         self._context = _smallest(
             getattr(self.config.get_text_config(), "max_position_embeddings", None),
@@ -96,7 +70,7 @@ class ServedTeacher(Teacher):
         self._warn(checkpoint)
 
     def __str__(self) -> str:
-        dtype = _word(self._replicas.dtype)
+        dtype = word(self._replicas.dtype)
         rows, width = shape_of(self._head)
         return (
             f"{self._path!r} behind {' and '.join(self._urls)}, which send {width * self._replicas.dtype.itemsize} "
@@ -116,11 +90,20 @@ class ServedTeacher(Teacher):
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
         # Processes may reach different servers under the same address.
-        own = _Reached(self._urls, self._probe, self._replicas.dtype, self._context)
-        found = [_Reached(*one) for one in gather_object([tuple(own)])]
-        for process, one in enumerate(found):
-            one.check_same(process, found[0])
-        self._context = _smallest(*(one.context for one in found))
+        found = gather_object([(self._urls, self._probe, self._replicas.dtype, self._context)])
+        urls, states, dtype, _ = found[0]
+        for process, (their_urls, their_states, their_dtype, _) in enumerate(found):
+            is_shape = their_states.shape == states.shape
+            if is_shape and their_dtype == dtype and are_same(their_states, states):
+                continue
+            apart = f"{distance(their_states, states):.2g} times their length apart, " if is_shape else ""
+            raise WrongStatesError(
+                f"The teacher's servers of process 0 ({', '.join(urls)}) and of process {process} "
+                f"({', '.join(their_urls)}) return different states for the same tokens, {apart}in {word(dtype)} and "
+                f"{word(their_dtype)}: start all with one checkpoint, revision and `--dtype`; 127.0.0.1 is another "
+                "server on each machine."
+            )
+        self._context = _smallest(*(context for *_, context in found))
 
     def expect(self, rollout: Rollout) -> None:
         width = shape_of(self._head)[1] * self._replicas.dtype.itemsize
@@ -209,13 +192,9 @@ class ServedTeacher(Teacher):
         if self._replicas.dtype != stored:
             warn_in_main(
                 f"The teacher's server computes in {self._replicas.dtype} and the checkpoint is in {stored}: start it "
-                f"with `--dtype {_word(stored)}` if that is not meant."
+                f"with `--dtype {word(stored)}` if that is not meant."
             )
 
 
 def _smallest(*limits: int | None) -> int | None:
     return min((one for one in limits if one is not None), default=None)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

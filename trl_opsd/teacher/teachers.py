@@ -5,17 +5,16 @@ B rows · C completion tokens · n tokens of one completion · H hidden width
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from trl_opsd.models.backbone import gathered_head, shape_of
+from trl_opsd.models.backbone import shape_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.self_teacher import Average, Origin
@@ -26,25 +25,19 @@ logger = get_logger(__name__)
 
 
 @final
-class Teachers(Mapping[str, Teacher]):
+class Teachers(dict[str, Teacher]):
     """The teachers by name, with the average behind an `"ema"` teacher and the check of a `"base"` one."""
 
     def __init__(
         self, by_name: Mapping[str, Teacher], average: Average | None = None, origin: Origin | None = None
     ) -> None:
-        self._by_name = dict(by_name)
+        super().__init__(by_name)
         self.average = average
         self._origin = origin
-        self._unproved = {name for name, one in by_name.items() if not _is_ours(one)}
-
-    def __getitem__(self, name: str) -> Teacher:
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
+        # The teachers of this package align their targets.
+        self._unproved = {
+            name for name, one in by_name.items() if not type(one).targets.__module__.startswith(str(__package__))
+        }
 
     @property
     def only(self) -> Teacher | None:
@@ -52,24 +45,9 @@ class Teachers(Mapping[str, Teacher]):
         return next(iter(self.values())) if len(self) == 1 else None
 
     @property
-    def models(self) -> dict[str, Any]:
-        """The model of each, `None` for a teacher that is not a model."""
-        return {name: getattr(teacher, "model", None) for name, teacher in self.items()}
-
-    @property
     def heads(self) -> list[OutputHead]:
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]
-
-    @property
-    def vocabularies(self) -> dict[str, int]:
-        """The vocabulary size of each: the rows of its head."""
-        return {name: shape_of(teacher.head)[0] for name, teacher in self.items()}
-
-    @property
-    def contexts(self) -> dict[str, int | None]:
-        """The context length of each in tokens; `None` where there is no limit."""
-        return {name: teacher.context for name, teacher in self.items()}
 
     def targets(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
         """The targets of each row from its teacher in `names`."""
@@ -111,13 +89,6 @@ class Teachers(Mapping[str, Teacher]):
         for teacher in self.values():
             teacher.forget_expected()
 
-    @contextmanager
-    def whole_heads(self) -> Iterator[list[OutputHead]]:
-        """The heads, gathered where ZeRO-3 has sharded one. Enter it after the student's, as both may share one."""
-        heads = self.heads
-        with gathered_head(*heads):
-            yield heads
-
     def check(self) -> None:
         """Raises `ValueError` if a teacher has changed since the start. Collective."""
         if self._origin is not None:
@@ -132,11 +103,6 @@ class Teachers(Mapping[str, Teacher]):
         """Loads the teachers' state from a checkpoint folder."""
         if self.average is not None:
             self.average.load(folder)
-
-
-def _is_ours(teacher: Teacher) -> bool:
-    """Whether a teacher scores with this package's code."""
-    return str(type(teacher).targets.__module__).startswith(str(__package__))
 
 
 def _scored(teacher: Teacher, rollout: Rollout) -> TeacherTargets:

@@ -343,7 +343,7 @@ def _versions() -> str:
 
 def _of(role: str, probe: Probe[Probed], *needs: str) -> Probe[Pair]:
     """A probe of a trainer's start, made of one model of a pair."""
-    return Probe(f"{role}'s {probe.name}", lambda pair: probe(pair.probed[role]), needs=needs)
+    return Probe(f"{role}'s {probe.name}", lambda pair: probe.run(pair.probed[role]), needs=needs)
 
 
 _BOTH = ("student's head", "teacher's head", "student's padding", "teacher's padding")

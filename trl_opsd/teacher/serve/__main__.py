@@ -9,10 +9,11 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, HfArgumentParser
+from transformers.hf_argparser import HfArg
 from transformers.utils import CONFIG_NAME, cached_file, extract_commit_hash
 
 from trl_opsd._compat.server import web
@@ -35,47 +36,32 @@ OFFLOADS = ("none", "cpu", "stream")
 class ServeOptions:
     """What is served, to whom, and how much of it at once."""
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata={"help": f"Address to listen on. Any other than loopback needs a token, in {TEACHER_TOKEN}."},
+    host: str = HfArg(
+        default="127.0.0.1", help=f"Address to listen on. Any other than loopback needs a token, in {TEACHER_TOKEN}."
     )
-    port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one and prints it."})
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "'auto', the dtype of the checkpoint, or 'float32', 'bfloat16', 'float16'."},
-    )
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a model from the Hub."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run Python code that comes with the model: read it first."}
-    )
-    offload: str = field(
+    port: int = HfArg(default=8000, help="Port to listen on; 0 takes a free one and prints it.")
+    dtype: str = HfArg(default="auto", help="'auto', the dtype of the checkpoint, or 'float32', 'bfloat16', 'float16'.")
+    revision: str | None = HfArg(default=None, help="Branch, tag or commit of a model from the Hub.")
+    trust_remote_code: bool = HfArg(default=False, help="Run Python code that comes with the model: read it first.")
+    offload: str = HfArg(
         default="none",
-        metadata={
-            "help": "Where the weights are kept: 'none', on the device; 'cpu', in host memory, copied to the device "
-            "while requests are read; 'stream', in host memory, copied layer by layer, for a model larger than the "
-            "device."
-        },
+        help="Where the weights are kept: 'none', on the device; 'cpu', in host memory, copied to the device while "
+        "requests are read; 'stream', in host memory, copied layer by layer, for a model larger than the device.",
     )
-    padding_free: bool = field(
-        default=False,
-        metadata={"help": "Read the rows of a pass as one, without padding, if the model keeps them apart."},
+    padding_free: bool = HfArg(
+        default=False, help="Read the rows of a pass as one, without padding, if the model keeps them apart."
     )
-    served_model_name: str | None = field(
-        default=None, metadata={"help": "What requests call the model; its path or id if not given."}
+    served_model_name: str | None = HfArg(
+        default=None, help="What requests call the model; its path or id if not given."
     )
-    max_model_len: int | None = field(
-        default=None, metadata={"help": "Most tokens of a row; the model's context if not given."}
+    max_model_len: int | None = HfArg(default=None, help="Most tokens of a row; the model's context if not given.")
+    max_request_tokens: int | None = HfArg(
+        default=None, help="Most tokens of all rows of a request; 16384 or `max_model_len` if not given."
     )
-    max_request_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Most tokens of all rows of a request; 16384 or `max_model_len` if not given."},
-    )
-    max_waiting_tokens: int = field(
+    max_waiting_tokens: int = HfArg(
         default=2**20,
-        metadata={
-            "help": "Most tokens that may wait, be read or be sent at once; beyond it requests are answered 503. Each "
-            "can take two bytes, or four in float32, times the hidden width, in host memory."
-        },
+        help="Most tokens that may wait, be read or be sent at once; beyond it requests are answered 503. Each can "
+        "take two bytes, or four in float32, times the hidden width, in host memory.",
     )
 
     def __post_init__(self) -> None:
@@ -169,9 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             token = options.token()
             # The address is taken before the model is loaded, so that a port in use is noticed at once.
             with bound(options.host, options.port) as listener:
-                context = check_model(path, options)
+                check_model(path, options)
                 teacher = load(path, options)
-                return asyncio.run(_serve(teacher, facts(path, options, teacher, context), options, token, listener))
+                return asyncio.run(_serve(teacher, facts(path, options, teacher), options, token, listener))
         except (ValueError, OSError) as error:
             raise ValueError(
                 re.sub("|".join(map(re.escape, _NAMES)), lambda found: _NAMES[found[0]], str(error))
@@ -180,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
 
 
-def check_model(path: str, options: ServeOptions) -> int | None:
-    """Refuses a model that its config shows to be unfit or too short; returns its context, `None` if it states none."""
+def check_model(path: str, options: ServeOptions) -> None:
+    """Refuses a model that its config shows to be unfit or too short."""
     loading = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     language_config(path, "MODEL", loading, "teacher_trust_remote_code")
     config = AutoConfig.from_pretrained(path, **{name: value for name, value in loading.items() if value})
@@ -191,7 +177,6 @@ def check_model(path: str, options: ServeOptions) -> int | None:
             f"`max_model_len={options.max_model_len}` is more than the {context} tokens of the model's context: lower "
             "it, or leave it out."
         )
-    return context
 
 
 def load(path: str, options: ServeOptions) -> FrozenTeacher:
@@ -205,14 +190,14 @@ def load(path: str, options: ServeOptions) -> FrozenTeacher:
         teacher_model_init_kwargs={"dtype": options.dtype},
         padding_free=options.padding_free,
     )
-    teacher = build_teacher(path, args, args.device)
+    teacher = build_teacher(path, args)
     assert isinstance(teacher, FrozenTeacher), "it is built from a path"
     return teacher
 
 
-def facts(path: str, options: ServeOptions, teacher: FrozenTeacher, context: int | None) -> Served:
+def facts(path: str, options: ServeOptions, teacher: FrozenTeacher) -> Served:
     """What clients are told of the model; dtype and width are measured."""
-    length = options.max_model_len or context or _UNLIMITED
+    length = options.max_model_len or teacher.context or _UNLIMITED
     with torch.no_grad(), teacher.placement.reading(1) as run:
         (states,) = run(
             row_states, [torch.zeros(1, dtype=torch.long, device=teacher.placement.device)], teacher.reading

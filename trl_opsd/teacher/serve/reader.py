@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import hidden_states
 from trl_opsd.models.padding import Reading
-from trl_opsd.teacher.frozen import FrozenTeacher, Resident, length_groups
+from trl_opsd.teacher.frozen import FrozenTeacher, Resident, pass_groups
 
 Groups = Callable[[Sequence[int]], list[list[int]]]
 """Splits rows of these lengths into passes, each a list of row numbers."""
@@ -196,10 +196,10 @@ class Reader(threading.Thread):
 
     def __init__(self, teacher: FrozenTeacher, most_tokens: int, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name="trl_opsd teacher", daemon=True)
-        self._teacher, self._loop = teacher, loop  # states and errors are handed to this event loop
+        self._teacher, self._loop = teacher, loop  # futures and requests belong to the thread of this event loop
         placement = teacher.placement
         groups = partial(
-            length_groups, teacher.model, device=placement.device, reading=teacher.reading, few=placement.passes_cost
+            pass_groups, teacher.model, device=placement.device, reading=teacher.reading, few=placement.passes_cost
         )
         self.waiting = Waiting(groups, most_tokens, _GATHER_SECONDS[isinstance(placement, Resident)])
         self.counts = Counts()
@@ -232,9 +232,10 @@ class Reader(threading.Thread):
         for (asked, row), states in zip(taken, found, strict=True):
             if states is None:
                 dtype = str(asked.dtype).removeprefix("torch.")
-                self._hand(asked.fail, NoStates(f"The teacher's states of row {row} are not finite in {dtype}"))
+                error = NoStates(f"The teacher's states of row {row} are not finite in {dtype}")
+                self._loop.call_soon_threadsafe(asked.fail, error)
             else:
-                self._hand(asked.put, row, states)
+                self._loop.call_soon_threadsafe(asked.put, row, states)
 
     def _fail(self, taken: Sequence[tuple[Asked, int]], error: Exception) -> None:
         longest = max((len(asked.rows[row]) for asked, row in taken), default=0)
@@ -243,11 +244,7 @@ class Reader(threading.Thread):
             self.failure = why
         logger.error(f"A pass of {len(taken)} rows of up to {longest} tokens failed.", exc_info=error)
         for asked, _ in taken:
-            self._hand(asked.fail, NoStates(f"The teacher could not read this, {why}"))
-
-    def _hand(self, method: Any, *values: Any) -> None:
-        # Futures and requests belong to the event loop's thread.
-        self._loop.call_soon_threadsafe(method, *values)
+            self._loop.call_soon_threadsafe(asked.fail, NoStates(f"The teacher could not read this, {why}"))
 
 
 def _on_host(states_LH: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -16,46 +16,29 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from reprlib import repr as shown
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from trl_opsd._compat import strict_json
-from trl_opsd._compat.server import web
+from trl_opsd._compat.server import pydantic, web
+from trl_opsd.http.client import Schema, first_error
 from trl_opsd.http.urls import TEACHER_TOKEN, is_loopback
 from trl_opsd.teacher.serve.reader import Asked, Closed, Full, NoStates, Reader
 
-TASK = "token_embed"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ENCODINGS = ("float", "base64", "bytes_only")
-_ENDIANNESS = ("native", "little", "big")
-_FIELDS = ("model", "input", "task", "use_activation", "encoding_format", "embed_dtype", "endianness")
-_IGNORED = ("add_special_tokens", "cache_salt", "priority", "request_id", "user")
-"""vLLM's fields that do not change the answer to a row of token ids."""
 _KINDS = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 """vLLM's names of errors, where they differ from HTTP's."""
+_HEADERS = ("Allow", "Connection", "Retry-After", "WWW-Authenticate")
+"""Headers of errors that are sent."""
 _SLICE = 3 << 17
 """Numbers per piece of an answer; divisible by 3, so that base64 can be encoded piece by piece."""
-
-
-class Refusal(Exception):
-    """A request is answered with an error status; the message says what was got, what is expected, and what to do."""
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.headers = status, message, dict(headers or {})
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error as vLLM formats it."""
-        kind = _KINDS.get(self.status, HTTPStatus(self.status).phrase)
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.status}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,135 +76,105 @@ class Served:
         return {"object": "list", "data": [one]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A validated request."""
+class Request(Schema):
+    """A request, with vLLM's fields; of those that do not change the answer to token ids any value is accepted."""
 
-    rows: list[Tensor]
-    """[L] each, token ids."""
-    encoding: str
-    dtype: torch.dtype
-    swapped: bool
-    """Whether numbers are sent in the byte order that is not this machine's."""
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    input: Annotated[list[Annotated[list[int], pydantic.Field(min_length=1), pydantic.FailFast()]], pydantic.FailFast()]
+    """Token ids of each row, or of one row."""
+    model: str | None = None
+    task: Literal["token_embed"] | None = None
+    use_activation: bool = True
+    """vLLM's default, which normalises states; the loss could not be computed from those."""
+    encoding_format: Literal["float", "base64", "bytes_only"] = "float"
+    embed_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    endianness: Literal["native", "little", "big"] = "native"
+    add_special_tokens: Any = None
+    cache_salt: Any = None
+    priority: Any = None
+    request_id: Any = None
+    user: Any = None
+
+    @pydantic.field_validator("input", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        is_one = isinstance(given, list) and not any(isinstance(one, list) for one in given)
+        return [given] if is_one else given
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the answer: as with vLLM, numbers in JSON are not rounded."""
+        return torch.float32 if self.encoding_format == "float" else DTYPES[self.embed_dtype]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.input))
 
 
-def parse(content: bytes, served: Served) -> Wanted:
-    """Validates the body of a request, of which nothing is trusted; raises `Refusal`."""
+def parse(content: bytes, served: Served) -> Request:
+    """Validates the body of a request, of which nothing is trusted; raises aiohttp's errors."""
     try:
-        asked = strict_json.loads(content)
+        asked = Request.model_validate(strict_json.loads(content))
+    except pydantic.ValidationError as errors:
+        found = first_error(errors)
+        hint = " Send token ids, [17, 4] or [[17, 4], [3]]: this server has no tokenizer."
+        raise web.HTTPBadRequest(text=f"{found}.{hint if found.startswith('input') else ''}") from None
     except ValueError as error:
-        raise Refusal(400, f"The request is not JSON: {str(error)[:200]}.") from None
-    if not isinstance(asked, dict):
-        raise Refusal(400, f"The request is {_kind(asked)}: expected a JSON object.")
-    if unknown := sorted(set(asked) - {*_FIELDS, *_IGNORED}):
-        raise Refusal(400, f"Field {shown(unknown[0])} is not supported here: known are {', '.join(_FIELDS)}.")
-    if (name := asked.get("model")) and name != served.name:
-        raise Refusal(404, f"The model {shown(name)} does not exist: this server has {served.name!r}.")
-    if asked.get("task", TASK) not in (None, TASK):
-        raise Refusal(400, f"Unsupported task: {shown(asked['task'])}. Supported tasks: ({TASK!r},)")
-    # vLLM's default normalises states, from which the loss could not be computed.
-    if asked.get("use_activation") is not False:
-        raise Refusal(400, "Send `use_activation: false`: states are answered as they are, never normalised.")
-    encoding = _one_of(asked, "encoding_format", _ENCODINGS)
-    endianness = _one_of(asked, "endianness", _ENDIANNESS)
-    dtype = DTYPES[_one_of(asked, "embed_dtype", tuple(DTYPES))]
-    return Wanted(
-        rows=_rows(asked.get("input"), served),
-        encoding=encoding,
-        dtype=torch.float32 if encoding == "float" else dtype,  # as with vLLM, numbers in JSON are not rounded
-        swapped=endianness not in ("native", sys.byteorder),
-    )
-
-
-def _one_of(asked: Mapping[str, Any], field: str, allowed: tuple[str, ...]) -> str:
-    value: Any = asked.get(field, allowed[0])
-    if value not in allowed:
-        raise Refusal(400, f"`{field}` is {shown(value)}: expected one of {', '.join(map(repr, allowed))}.")
-    return str(value)
-
-
-def _rows(given: Any, served: Served) -> list[Tensor]:
-    if not isinstance(given, list) or any(isinstance(one, str) for one in given):
-        raise Refusal(
-            400,
-            f"`input` is {_kind(given)}: expected token ids, [17, 4] or [[17, 4], [3]]. This server has no tokenizer: "
-            "tokenize text first.",
-        )
-    rows = given if any(isinstance(one, list) for one in given) else [given]
-    for number, row in enumerate(rows):
-        if not isinstance(row, list):
-            raise Refusal(400, f"Row {number} of `input` is {_kind(row)}: expected a list of token ids.")
-        if not row:
-            raise Refusal(400, f"Row {number} of `input` is empty: a prompt has at least one token.")
+        raise web.HTTPBadRequest(text=f"The request is not JSON: {str(error)[:200]}.") from None
+    if asked.model and asked.model != served.name:
+        known = f"this server has {served.name!r}"
+        raise web.HTTPNotFound(text=f"The model {shown(asked.model)} does not exist: {known}.")
+    if asked.use_activation:
+        never = "states are answered as they are, never normalised"
+        raise web.HTTPBadRequest(text=f"Send `use_activation: false`: {never}.")
+    for number, row in enumerate(asked.input):
         if len(row) > served.max_model_len:
-            raise Refusal(
-                400,
-                f"Row {number} of `input` has {len(row)} tokens, longer than the maximum model length of "
-                f"{served.max_model_len}.",
+            raise web.HTTPBadRequest(
+                text=f"Row {number} of `input` has {len(row)} tokens, longer than the maximum model length of "
+                f"{served.max_model_len}."
             )
-        for one in row:
-            if type(one) is not int:
-                raise Refusal(400, f"Row {number} of `input` contains {shown(one)}: expected token ids, integers.")
+        for one in (min(row), max(row)):
             if not 0 <= one < served.vocabulary:
-                raise Refusal(
-                    400, f"Token id {shown(one)} is out of vocabulary: expected 0 to {served.vocabulary - 1}."
-                )
-    if (tokens := sum(map(len, rows))) > served.max_request_tokens:
-        raise Refusal(
-            413,
-            f"The rows of `input` have {tokens} tokens together, the limit of a request is "
+                last = served.vocabulary - 1
+                raise web.HTTPBadRequest(text=f"Token id {shown(one)} is out of vocabulary: expected 0 to {last}.")
+    if asked.tokens > served.max_request_tokens:
+        raise web.HTTPRequestEntityTooLarge(
+            served.max_request_tokens,
+            asked.tokens,
+            text=f"The rows of `input` have {asked.tokens} tokens together, the limit of a request is "
             f"{served.max_request_tokens}: send fewer at once, for instance each on its own.",
         )
-    return [torch.tensor(row) for row in rows]
+    return asked
 
 
-def _kind(value: Any) -> str:
-    """The kind of a JSON value, for messages."""
-    if isinstance(value, list):
-        return "a list with text in it"
-    names = {dict: "an object", str: "text", bool: "a boolean", type(None): "missing or null"}
-    return names.get(type(value), "a number")
-
-
-def content_type(wanted: Wanted) -> str:
-    """The media type of the answer."""
-    return "application/octet-stream" if wanted.encoding == "bytes_only" else "application/json"
-
-
-def content_length(wanted: Wanted, width: int) -> int | None:
-    """Bytes of the answer, where they are known before it is encoded."""
-    if wanted.encoding != "bytes_only":
-        return None
-    return sum(map(len, wanted.rows)) * width * wanted.dtype.itemsize
-
-
-def parts(wanted: Wanted, served: Served, states: Sequence[Tensor]) -> Iterator[Any]:
-    """The answer piece by piece, so that it never exists twice; `states` are [L, H] per row, in the wanted dtype."""
-    if wanted.encoding == "bytes_only":
+def parts(asked: Request, served: Served, states: Sequence[Tensor]) -> Iterator[Any]:
+    """The answer piece by piece, so that it never exists twice; `states` are [L, H] per row, in the dtype asked for."""
+    if asked.encoding_format == "bytes_only":
         for states_LH in states:
-            yield from _slices(states_LH, wanted.swapped)
+            yield from _slices(states_LH, asked)
         return
     head = {"id": f"pool-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": served.name}
     yield (json.dumps(head)[:-1] + ', "data": [').encode()
     for number, states_LH in enumerate(states):
         yield f'{", " * bool(number)}{{"index": {number}, "object": "pooling", "data": '.encode()
-        yield from _as_text(states_LH, wanted) if wanted.encoding == "base64" else _as_numbers(states_LH)
+        yield from _as_text(states_LH, asked) if asked.encoding_format == "base64" else _as_numbers(states_LH)
         yield b"}"
-    tokens = sum(map(len, wanted.rows))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+    usage = {"prompt_tokens": asked.tokens, "total_tokens": asked.tokens, "completion_tokens": 0}
     yield f'], "usage": {json.dumps(usage)}}}'.encode()
 
 
-def _slices(states_LH: Tensor, swapped: bool) -> Iterator[memoryview]:
+def _slices(states_LH: Tensor, asked: Request) -> Iterator[memoryview]:
+    swapped = asked.endianness not in ("native", sys.byteorder)
     numbers = states_LH.flatten().view(torch.uint8).numpy().view(f"u{states_LH.element_size()}")
     for start in range(0, len(numbers), _SLICE):
         piece = numbers[start : start + _SLICE]
         yield (piece.byteswap() if swapped else piece).view("u1").data
 
 
-def _as_text(states_LH: Tensor, wanted: Wanted) -> Iterator[bytes]:
+def _as_text(states_LH: Tensor, asked: Request) -> Iterator[bytes]:
     yield b'"'
-    for piece in _slices(states_LH, wanted.swapped):
+    for piece in _slices(states_LH, asked):
         yield base64.b64encode(piece)
     yield b'"'
 
@@ -250,18 +203,14 @@ class TeacherServer:
         self._token = _digest(token) if token else None
         self.requests = self.refused = 0
 
-    def application(self) -> web.Application:
-        """The routes and the middleware."""
-        made = web.Application(middlewares=[self._guard], client_max_size=self._served.max_body_bytes)
-        made.router.add_get(_OPEN, self._health)
-        made.router.add_get("/v1/models", self._models)
-        made.router.add_post("/pooling", self._pooling)
-        return made
-
     def runner(self, shutdown_seconds: float) -> web.AppRunner:
-        """Runs the application; a request whose client has gone is cancelled."""
+        """Runs the routes; a request whose client has gone is cancelled."""
+        routes = web.Application(middlewares=[self._guard], client_max_size=self._served.max_body_bytes)
+        routes.router.add_get(_OPEN, self._health)
+        routes.router.add_get("/v1/models", self._models)
+        routes.router.add_post("/pooling", self._pooling)
         return web.AppRunner(
-            self.application(),
+            routes,
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
@@ -277,16 +226,15 @@ class TeacherServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._check_sender(request)
-            answer = await handler(request)
-        except Refusal as refusal:
-            self.refused += 1
-            logger.debug("%s: %s", refusal.status, refusal.message)
-            return web.json_response(refusal.body, status=refusal.status, headers=refusal.headers)
+            return await handler(request)
         except web.HTTPException as error:
             self.refused += 1
-            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            return web.json_response(Refusal(error.status, error.reason).body, status=error.status, headers=allowed)
-        return answer
+            logger.debug("%s: %s", error.status, error.text)
+            # As vLLM formats it.
+            kind = _KINDS.get(error.status, HTTPStatus(error.status).phrase)
+            body = {"error": {"message": error.text, "type": kind, "param": None, "code": error.status}}
+            kept = {name: error.headers[name] for name in _HEADERS if name in error.headers}
+            return web.json_response(body, status=error.status, headers=kept)
 
     def _check_sender(self, request: web.Request) -> None:
         if request.path == _OPEN:
@@ -298,18 +246,17 @@ class TeacherServer:
             except ValueError:
                 host = ""
             if not is_loopback(host):
-                raise Refusal(
-                    403, f"Without a token only loopback is answered; start the server with {TEACHER_TOKEN} set."
-                )
+                needed = f"start the server with {TEACHER_TOKEN} set"
+                raise web.HTTPForbidden(text=f"Without a token only loopback is answered; {needed}.")
             return
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(_digest(given), self._token):
             message = f"This server needs its token: set {TEACHER_TOKEN} where the request is made."
-            raise Refusal(401, message, {"WWW-Authenticate": "Bearer"})
+            raise web.HTTPUnauthorized(text=message, headers={"WWW-Authenticate": "Bearer"})
 
     async def _health(self, request: web.Request) -> web.Response:
         if self._reader.failure is not None or not self._reader.is_alive():
-            raise Refusal(503, f"The latest pass failed, {self._reader.failure}.")
+            raise web.HTTPServiceUnavailable(text=f"The latest pass failed, {self._reader.failure}.")
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -317,18 +264,20 @@ class TeacherServer:
 
     async def _pooling(self, request: web.Request) -> web.StreamResponse:
         wanted = parse(await self._body(request), self._served)
-        asked = Asked(wanted.rows, wanted.dtype, asyncio.get_running_loop().create_future())
+        rows = [torch.tensor(row) for row in wanted.input]
+        asked = Asked(rows, wanted.dtype, asyncio.get_running_loop().create_future())
         try:
             self._reader.waiting.join(asked)
         except Full as full:
-            raise Refusal(503, f"The server is busy: {full}.", {"Retry-After": str(self._seconds_to_wait())}) from None
+            later = {"Retry-After": str(self._seconds_to_wait())}
+            raise web.HTTPServiceUnavailable(text=f"The server is busy: {full}.", headers=later) from None
         except Closed:
             raise _ends() from None
         try:
             states = await asked.answer
             answer = await self._send(request, wanted, states)
         except NoStates as error:
-            raise Refusal(500, f"{error}.") from None
+            raise web.HTTPInternalServerError(text=f"{error}.") from None
         except Closed:
             raise _ends() from None
         finally:
@@ -338,19 +287,23 @@ class TeacherServer:
 
     async def _body(self, request: web.Request) -> bytes:
         if request.content_type != "application/json":
-            raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
+            raise web.HTTPBadRequest(text="Unsupported Media Type: Only 'application/json' is allowed")
         if "Content-Encoding" in request.headers:
             # A small compressed body could expand without bound.
-            raise Refusal(415, "The request is compressed: send it as it is.")
+            raise web.HTTPUnsupportedMediaType(text="The request is compressed: send it as it is.")
         try:
             async with asyncio.timeout(self._patience):
                 return await request.read()
         except TimeoutError:
-            raise Refusal(408, f"The request did not arrive within {self._patience:g} seconds.") from None
+            message = f"The request did not arrive within {self._patience:g} seconds."
+            raise web.HTTPRequestTimeout(text=message) from None
 
-    async def _send(self, request: web.Request, wanted: Wanted, states: list[Any]) -> web.StreamResponse:
-        answer = web.StreamResponse(headers={"Content-Type": content_type(wanted)})
-        answer.content_length = content_length(wanted, self._served.width)
+    async def _send(self, request: web.Request, wanted: Request, states: list[Any]) -> web.StreamResponse:
+        is_bytes = wanted.encoding_format == "bytes_only"
+        kind = "application/octet-stream" if is_bytes else "application/json"
+        answer = web.StreamResponse(headers={"Content-Type": kind})
+        if is_bytes:
+            answer.content_length = wanted.tokens * self._served.width * wanted.dtype.itemsize
         try:
             await answer.prepare(request)
             for part in parts(wanted, self._served, states):
@@ -370,8 +323,9 @@ class TeacherServer:
         return min(max(math.ceil(self._reader.waiting.tokens / 2 / rate) if rate else 1, 1), 60)
 
 
-def _ends() -> Refusal:
-    return Refusal(503, "The server ends: ask another one, or later.", {"Connection": "close"})
+def _ends() -> web.HTTPException:
+    closing = {"Connection": "close"}
+    return web.HTTPServiceUnavailable(text="The server ends: ask another one, or later.", headers=closing)
 
 
 def _digest(token: str) -> bytes:

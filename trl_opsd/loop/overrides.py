@@ -1,26 +1,14 @@
-"""The trainer as the objects of its loop see it, and what a user's subclass of it overrides."""
+"""What a user's subclass of the trainer overrides, and what it may not."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
 from trl_opsd._compat.trl import DistillationTrainer
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.prompts import Request, Row
-from trl_opsd.data.readers import Readers
-from trl_opsd.host import Host
-from trl_opsd.models.padding import Reading
-from trl_opsd.types import Rollout, TeacherTargets
-
-if TYPE_CHECKING:
-    from trl_opsd.loop.teaching import Teaching
-    from trl_opsd.models.shared_rows import RowGroup
 
 VERBS = ("complete", "teach", "weigh", "compare")
 """What a user's subclass may override."""
@@ -30,53 +18,6 @@ _PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_los
 
 _NOT_CALLED = ("_generate", "_generate_single_turn")
 """Methods that generate a whole batch; with `overlap="step"` they are called for the log only, after the last row."""
-
-
-class TrainerHost(Host, Protocol):
-    """The trainer, as the objects of its loop see it: what a subclass may override is called here, never around it."""
-
-    model_wrapped: Any
-    optimizer: Any
-    lr_scheduler: Any
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-    generation_kwargs: dict[str, Any]
-    chat_template_kwargs: dict[str, Any]
-    tools: Any
-    divergence: Any
-    temperature: float
-    train_dataset: Any
-    eval_dataset: Any
-    dropped_prompts: Counter[str]
-    base_samples: Any
-    row_group: RowGroup | None
-    teaching: Teaching
-
-    @property
-    def readers(self) -> Readers: ...
-    @property
-    def reading_to_learn(self) -> Reading: ...
-    @property
-    def batch_name(self) -> str: ...
-    @property
-    def teacher_names(self) -> tuple[str, ...]: ...
-    @property
-    def temperatures(self) -> tuple[float, float]: ...
-
-    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]: ...
-    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets: ...
-    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor: ...
-
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]: ...
-    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]: ...
-    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]: ...
-    def in_student(self, function: Callable[..., Any], *args: Any) -> Any: ...
-    def prove_student(self) -> None: ...
-    def footprint(self, phase: str) -> dict[str, int]: ...
-    def add_callback(self, callback: Any) -> None: ...
-
-
-# ---- What a subclass overrides ------------------------------------------------------------------------------------
 
 
 def of_package(method: Any) -> bool:

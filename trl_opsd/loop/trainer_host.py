@@ -1,0 +1,60 @@
+"""The trainer as the objects of its loop see it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from trl_opsd.data.prompts import Request, Row
+from trl_opsd.host import Host
+from trl_opsd.models.padding import Reading
+from trl_opsd.types import Rollout, TeacherTargets
+
+if TYPE_CHECKING:
+    from trl_opsd.loop.teaching import Teaching
+    from trl_opsd.models.shared_rows import RowGroup
+
+
+class TrainerHost(Host, Protocol):
+    """The trainer, as the objects of its loop see it: what a subclass may override is called here, never around it."""
+
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    chat_template_kwargs: dict[str, Any]
+    tools: Any
+    divergence: Any
+    temperature: float
+    train_dataset: Any
+    eval_dataset: Any
+    dropped_prompts: Counter[str]
+    base_samples: Any
+    row_group: RowGroup | None
+    teaching: Teaching
+    log_completions: bool
+    reads_solutions: bool
+
+    @property
+    def reading_to_learn(self) -> Reading: ...
+    @property
+    def temperatures(self) -> tuple[float, float]: ...
+
+    def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]: ...
+    def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]: ...
+
+    def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]: ...
+    def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets: ...
+    def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor: ...
+
+    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]: ...
+    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]: ...
+    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]: ...
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any: ...
+    def gather_distinct_rows(self, rows: Tensor) -> Tensor: ...
+    def explain_memory(self, error: Exception, phase: str) -> None: ...
+    def add_callback(self, callback: Any) -> None: ...
