@@ -272,9 +272,7 @@ _PORT = from_to(1, 65535)
 ASSIGN = "assign `trainer.divergence`"
 
 TRLS: Mapping[str, Option] = {
-    "model_init_kwargs": Option(),
-    "trust_remote_code": Option(),
-    "disable_dropout": Option(),
+    **dict.fromkeys(("model_init_kwargs", "trust_remote_code", "disable_dropout", "use_vllm"), Option()),
     "teacher_model_name_or_path": Option(may_differ=True),
     "teacher_model_revision": Option(needs=(LOADED,)),
     "teacher_model_init_kwargs": Option(needs=(OTHER_TEACHER,)),
@@ -297,7 +295,6 @@ TRLS: Mapping[str, Option] = {
     "num_completions_to_print": Option(at_least(0) | None, (LOGS,)),
     "log_unique_prompts": Option(needs=(LOGS,), also="wandb_log_unique_prompts"),
     "ds3_gather_for_generation": Option(read=LIVE),
-    "use_vllm": Option(),
     "vllm_mode": Option(one_of("colocate", "server"), (VLLM,)),
     "vllm_enable_sleep_mode": Option(needs=(VLLM,)),
     "vllm_structured_outputs_regex": Option(needs=(VLLM,), resumed=True),
@@ -316,17 +313,9 @@ TRLS: Mapping[str, Option] = {
 TRANSFORMERS: Mapping[str, Option] = {
     "output_dir": Option(may_differ=True, read=LIVE),
     "report_to": Option(may_differ=True),
-    "bf16": Option(),
-    "fp16": Option(),
     "use_cpu": Option(also="no_cuda"),
-    "full_determinism": Option(),
-    "enable_jit_checkpoint": Option(),
-    "neftune_noise_alpha": Option(),
-    "torch_compile": Option(),
-    "accelerator_config": Option(),
-    "deepspeed": Option(),
-    "fsdp": Option(),
-    "fsdp_config": Option(),
+    **dict.fromkeys(("bf16", "fp16", "full_determinism", "torch_compile", "neftune_noise_alpha"), Option()),
+    **dict.fromkeys(("accelerator_config", "deepspeed", "fsdp", "fsdp_config", "enable_jit_checkpoint"), Option()),
     "ddp_timeout": Option(integer(1), read=LIVE),
     # rows and steps
     "per_device_train_batch_size": Option(integer(1), resumed=True, also="batch_size per_gpu_train_batch_size"),
