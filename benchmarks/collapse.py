@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -94,9 +95,9 @@ class Said(logging.Handler):
         self.signs: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        _, found, sign = record.getMessage().partition("shows a collapse: ")
-        if found:
-            self.signs.append(sign.partition(",")[0])
+        start, _, sign = record.getMessage().partition(": ")
+        if start.startswith("Sign of a collapse"):
+            self.signs.append(re.split(r" \(|,", sign)[0])
 
 
 def watched(task: str, seed: int, steps: int, options: dict[str, Any]) -> tuple[list[float], list[str]]:

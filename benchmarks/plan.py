@@ -117,7 +117,7 @@ def compared(*case: object) -> dict[str, tuple[int, int]]:
 
 def main() -> None:
     """Prints a row for each case."""
-    print("| training: rows x (prompt + completion) | rollout | teacher reads | student learns |\n|---|---|---|---|")
+    print("| training: rows x (prompt + completion) | rollout | scoring | training |\n|---|---|---|---|")
     for case in CASES:
         cells = [f"{plan / 1e6:.0f} / {peak / 1e6:.0f} = {plan / peak:.2f}" for plan, peak in compared(*case).values()]
         sharding, teacher, rows, prompt, length, checkpointing = case

@@ -24,7 +24,7 @@ def check_one_traceback(printed: str, ended: float, first: int) -> None:
     assert [line for line in of_ranks if "Traceback" in line] == [f"[rank{first}]: Traceback (most recent call last):"]
     assert all(line.startswith(f"[rank{first}]") for line in of_ranks)
     # None if the agent ended the other process before that one noticed.
-    assert printed.count(f"Rank {1 - first} ends with rank {first}, which failed first; see there.") <= 1
+    assert printed.count(f"Rank {1 - first} ends because rank {first} failed first; see its error.") <= 1
     assert "Connection closed" not in printed
     if raised := re.search(r"^RAISES ([\d.]+)", printed, re.MULTILINE):
         seconds = ended - float(raised[1])

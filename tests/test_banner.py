@@ -65,7 +65,7 @@ def test_mixed_precision_and_frozen_weights_are_named(make_trainer):
     trained = [one for one in trainer.model.parameters() if one.requires_grad]
     found = parts(trainer)["student"]
     assert found.startswith("Qwen2ForCausalLM with an adapter, ")
-    assert f"of which {megabytes(trained)} in float32 are trained" in found
+    assert f"{megabytes(trained)} in float32 trainable" in found
     assert found.endswith("; computes in bf16")
 
 
@@ -85,15 +85,15 @@ def test_placement_of_the_teacher_is_named(make_trainer, offload, where):
     ("kind", "adapter", "starts", "ends"),
     [
         ("base", True, "the student without its adapter: ", "no weights of its own"),
-        ("base", False, "the student as it was passed: Qwen2ForCausalLM, ", "on cpu"),
+        ("base", False, "the initial student: Qwen2ForCausalLM, ", "on cpu"),
         (
             "ema",
             True,
-            "the student's moving average (0.05 of the way each 1 steps): 0.02 MB in float32 in place of the student's",
+            "moving average of the student (update rate 0.05, every 1 steps): 0.02 MB in float32",
             "student's",
         ),
-        ("ema", False, "the student's moving average (0.05 of the way each 1 steps): Qwen2ForCausalLM, ", "on cpu"),
-        ("live", False, "the student as it is: ", "no weights of its own"),
+        ("ema", False, "moving average of the student (update rate 0.05, every 1 steps): Qwen2ForCausalLM, ", "on cpu"),
+        ("live", False, "the current student: ", "no weights of its own"),
     ],
 )
 def test_a_student_that_teaches_itself_is_named(make_trainer, kind, adapter, starts, ends):
@@ -109,7 +109,7 @@ def test_a_student_that_teaches_itself_is_named(make_trainer, kind, adapter, sta
     assert found.endswith(ends)
 
 
-@pytest.mark.filterwarnings("ignore:.*of the student's trained weights would not move")
+@pytest.mark.filterwarnings("ignore:.*of the student's trainable weights would not change")
 def test_an_average_beside_its_teacher_is_named(make_trainer):
     found = parts(
         make_trainer(
@@ -175,7 +175,7 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
 def test_a_prompt_function_may_read_any_column_and_its_first_prompt_is_shown(make_trainer, capsys):
     trainer = make_trainer(teacher_prompt_fn=lambda row, completion: f"{row['prompt']} Is it {completion}?")
     found = parts(trainer)
-    assert found["teacher's prompt"] == "what `teacher_prompt_fn` returns, shown after the first step"
+    assert found["teacher's prompt"] == "from `teacher_prompt_fn`, shown after the first step"
     assert "unused columns" not in found
     trainer.train()
     made = parts(trainer)["teacher's prompt"]
@@ -246,8 +246,8 @@ def test_epochs_become_steps_once_a_training_has_begun(make_trainer, capsys):
 def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     given = {"per_device_train_batch_size": 4, "num_generations": 2, "gradient_accumulation_steps": 3}
     trainer = make_trainer(**given)
-    left = "which each epoch leaves out 2: they do not fill a step of 6 prompts"
-    assert parts(trainer)["rows"] == f"8 in train_dataset, of {left}"
+    left = "2 dropped per epoch: they do not fill a step of 6 prompts"
+    assert parts(trainer)["rows"] == f"8 in train_dataset, {left}"
     assert len(set(trainer._get_train_sampler(trainer.train_dataset))) == 8 - 2
     assert parts(make_trainer(**given, train_dataset=tiny.rows(6)))["rows"] == "6 in train_dataset"
     assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
@@ -280,7 +280,7 @@ class TestBanner:
         make_trainer(save_strategy="steps", save_steps=1, max_steps=2).train()
         capsys.readouterr()
         make_trainer(max_steps=3).train(resume_from_checkpoint=True)
-        assert "accumulation steps; 2 are done" in " ".join(capsys.readouterr().out.split())
+        assert "accumulation steps; 2 done" in " ".join(capsys.readouterr().out.split())
 
     def test_a_stream_is_read_only_when_a_training_begins(self, make_trainer, capsys):
         reads = []
@@ -292,7 +292,7 @@ class TestBanner:
 
         trainer = make_trainer(train_dataset=IterableDataset.from_generator(rows))
         reads.clear()  # construction looks at a stream's columns
-        assert parts(trainer)["prompts"] == "shown when a training begins"
+        assert parts(trainer)["prompts"] == "shown when training starts"
         assert parts(trainer)["rows"] == "train_dataset, a stream"
         assert not reads
         trainer.train()
@@ -302,7 +302,7 @@ class TestBanner:
     def test_a_stream_without_rows_is_refused_when_a_training_begins(self, make_trainer):
         trainer = make_trainer(train_dataset=IterableDataset.from_generator(lambda: iter([])))
         assert parts(trainer)["rows"] == "train_dataset, a stream"
-        with pytest.raises(ValueError, match="`train_dataset` is a stream without rows, or all of them are too long"):
+        with pytest.raises(ValueError, match="`train_dataset` is an empty stream, or all its rows were dropped"):
             trainer.train()
 
 

@@ -18,7 +18,7 @@ from trl_opsd import FixedRollout, OPSDConfig, fingerprint
 from trl_opsd.losses import ForwardKL
 from trl_opsd.options.table import check_same_options, shared_options
 
-LATE = "when the trainer was built, where it was read"
+LATE = "when the trainer was built, and its new value"
 
 
 # ---- Between config and trainer -------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ LATE = "when the trainer was built, where it was read"
         ({"temperature": -1.0}, "`temperature=-1.0`: expected a finite number above 0"),
         ({"learning_rate": float("nan")}, "`learning_rate=nan`"),
         ({"teacher_offload": "disk"}, "`teacher_offload='disk'`: expected one of"),
-        ({"divergence": ForwardKL}, "is a class: pass an object"),
+        ({"divergence": ForwardKL}, "is a class: pass an instance"),
         ({"model_init_kwargs": "{bad"}, "is not JSON"),
         ({"label_smoothing_factor": 0.1}, "has no effect"),
     ],
@@ -116,17 +116,17 @@ class Counting(FixedRollout):
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("max_completion_length", 5, "build the trainer with that value"),
-        ("temperature", 2.0, "build the trainer with that value"),
+        ("max_completion_length", 5, "build a trainer with that value"),
+        ("temperature", 2.0, "build a trainer with that value"),
         ("beta", 0.0, "assign `trainer.divergence`"),
         ("divergence", "forward_kl", "assign `trainer.divergence`"),
-        ("generation_kwargs", {"num_beams": 2}, "build the trainer"),
-        ("teacher_prompt_template", "{privileged_context}{prompt}", "build the trainer"),
-        ("per_device_train_batch_size", 4, "build the trainer"),
-        ("bf16", True, "build the trainer"),
-        ("phase_timeout", 1.0, "build the trainer"),
-        ("report_to", ["tensorboard"], "build the trainer"),
-        ("report", True, "build the trainer"),
+        ("generation_kwargs", {"num_beams": 2}, "build a trainer"),
+        ("teacher_prompt_template", "{privileged_context}{prompt}", "build a trainer"),
+        ("per_device_train_batch_size", 4, "build a trainer"),
+        ("bf16", True, "build a trainer"),
+        ("phase_timeout", 1.0, "build a trainer"),
+        ("report_to", ["tensorboard"], "build a trainer"),
+        ("report", True, "build a trainer"),
     ],
 )
 def test_option_changed_after_construction_is_refused(make_trainer, name, value, remedy):
@@ -143,7 +143,7 @@ def test_a_change_in_the_middle_of_a_training_is_refused_before_the_next_rollout
             args.max_completion_length += 8
 
     trainer = make_trainer(callbacks=[Longer()])
-    with pytest.raises(ValueError, match=r"`args.max_completion_length` was 24 .* is 32 now"):
+    with pytest.raises(ValueError, match=r"`args.max_completion_length` was read as 24 .* new value 32"):
         trainer.train()
     assert trainer.state.global_step == 1
 
@@ -209,7 +209,9 @@ class Changing(TrainerCallback):
 )
 def test_option_read_at_train_cannot_change_within_it(make_trainer, name, value, event):
     trainer = make_trainer(callbacks=[Changing(name, value, event)], gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=rf"`args\.{name}` was .* when the training began, .* change it between two"):
+    with pytest.raises(
+        ValueError, match=rf"`args\.{name}` was read as .* when the training began, .* change it between two"
+    ):
         trainer.train()
     assert trainer.state.global_step == (1 if event == "on_step_end" else 0)
 
@@ -228,13 +230,13 @@ def test_accumulation_may_be_changed_between_two_trainings(make_trainer):
     trainer.train()
     assert trainer.rollout.asked == [2, 6]
     trainer.args.gradient_accumulation_steps = 5
-    with pytest.raises(ValueError, match="has 8 rows, but one generation batch takes 10"):
+    with pytest.raises(ValueError, match="has 8 rows, but one generation batch needs 10"):
         trainer.train()
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"learning_rate": 0.0}, "no weight would change"), ({"max_steps": 0}, "means that it is not set")],
+    [({"learning_rate": 0.0}, "no weight would change"), ({"max_steps": 0}, "means unset")],
 )
 def test_zero_rate_or_steps_set_later_are_refused_at_train(make_trainer, change, said):
     trainer = make_trainer()

@@ -64,7 +64,7 @@ def test_both_names_of_gradient_checkpointing_are_one_option(tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"beta": 0.02}, "`beta=0.02` is close to an end"),
+        ({"beta": 0.02}, "`beta=0.02` is close to 0 or 1"),
         ({"beta": 0.97}, "generalised JSD and its gradient vanish"),
         ({"divergence": "forward_kl", "beta": 0.5}, "`beta=0.5` is ignored"),
         ({"divergence": "total_variation", "beta": 0.5}, "`beta=0.5` is ignored"),
@@ -292,7 +292,7 @@ def test_fsdp_that_shards_nothing_is_warned_about(make_trainer, monkeypatch, cap
     assert "FSDP" not in caplog.text
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     make_trainer()
-    assert "nothing is sharded, this is plain data parallelism" in caplog.text
+    assert "nothing is sharded, and this is plain data parallelism" in caplog.text
 
 
 @pytest.mark.parametrize(

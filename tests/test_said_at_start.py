@@ -69,8 +69,8 @@ def test_option_without_effect_warns(make_trainer, caplog, options, said):
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("tools", "pass the functions as the trainer's argument `tools`, the same for all rows"),
-        ("chat_template_kwargs", "set the option `chat_template_kwargs`, the same for all rows; or remove"),
+        ("tools", "pass the functions as the trainer's argument `tools` for all rows"),
+        ("chat_template_kwargs", "set the option `chat_template_kwargs`, which applies to all rows; or remove"),
         ("completion", "with `lmbda=1` the student generates every completion; set `lmbda` below 1"),
     ],
 )
@@ -79,7 +79,7 @@ def test_unread_column_of_other_trainers_warns(make_trainer, caplog, name, inste
     make_trainer(train_dataset=rows)
     make_trainer(train_dataset=None, eval_dataset={"some": rows})
     for where in ("train_dataset", "eval_dataset['some']"):
-        assert caplog.text.count(f"The column {name!r} of {where} is not read: {instead}") == 1
+        assert caplog.text.count(f"The column {name!r} of {where} is not used: {instead}") == 1
     caplog.clear()
     if name == "completion":  # which each of these may read
         make_trainer(train_dataset=rows, lmbda=0.5)
@@ -87,7 +87,7 @@ def test_unread_column_of_other_trainers_warns(make_trainer, caplog, name, inste
     make_trainer(train_dataset=rows.rename_column(name, "mine"))
     conversation = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
     make_trainer(train_dataset=Dataset.from_list([{"messages": conversation}] * 8))
-    assert "is not read" not in caplog.text
+    assert "is not used" not in caplog.text
 
 
 def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, caplog):
@@ -95,17 +95,17 @@ def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, 
     student.generation_config.update(do_sample=True, temperature=0.7, top_p=0.8, repetition_penalty=1.1, min_p=0.1)
     trainer = make_trainer(model=student, top_p=0.8)
     trainer.rollout = HFRollout()
-    said = "has temperature=0.7, repetition_penalty=1.1, and the student generates with temperature=1.0, repetition_"
-    assert caplog.text.count(f"The generation config of the student {said}penalty=1.0, as the options") == 1
-    assert caplog.text.count("The generation config") == 1
+    theirs, ours = "temperature=0.7, repetition_penalty=1.1", "temperature=1.0, repetition_penalty=1.0"
+    assert caplog.text.count(f"generation config has {theirs}, but the trainer's options take precedence: {ours}.") == 1
+    assert caplog.text.count("generation config has") == 1
     make_trainer()
-    assert caplog.text.count("The generation config") == 1
+    assert caplog.text.count("generation config has") == 1
 
 
 @pytest.mark.parametrize(("warmup_steps", "is_said"), [(5, True), (4, False)])
 def test_warmup_longer_than_the_epochs_warns_at_train(make_trainer, caplog, warmup_steps, is_said):
     make_trainer(warmup_steps=warmup_steps, max_steps=-1, num_train_epochs=1, lr_scheduler_type="linear").train()
-    said = "`warmup_steps=5`, but the training has 4 steps: it ends before the rate reaches `learning_rate=0.0001`"
+    said = "`warmup_steps=5`, but training has 4 steps and ends before reaching `learning_rate=0.0001`"
     assert (said in caplog.text) is is_said
 
 
@@ -125,7 +125,7 @@ def test_unlogged_metric_for_best_model_warns(make_trainer, caplog, metric, seve
     rows = {"easy": tiny.rows(2), "hard": tiny.rows(2)} if several else tiny.rows(2)
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "max_steps": 1}
     trainer = make_trainer(metric_for_best_model=metric, eval_dataset=rows, **options)
-    assert (f"Did you mean '{close}" in caplog.text) if close else ("no evaluation logs" not in caplog.text)
+    assert (f"Did you mean '{close}" in caplog.text) if close else ("evaluations do not log" not in caplog.text)
     if close:
         with pytest.raises(KeyError, match="not found in the evaluation metrics"):
             trainer.train()
@@ -276,7 +276,9 @@ def test_optimizer_of_some_parameters_warns(make_trainer, caplog):
         model=student, optimizers=(torch.optim.AdamW(student.lm_head.parameters(), lr=1e-2), None), max_steps=1
     )
     total = len(before)
-    assert f"steps 1 of the {total} trained parameters of the student; 'model.embed_tokens.weight'" in caplog.text
+    assert (
+        f"1 of the student's {total} trainable parameters; the first one it leaves out is 'model.embed" in caplog.text
+    )
     trainer.train()
     moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
     assert moved == {"lm_head.weight"}
@@ -285,7 +287,7 @@ def test_optimizer_of_some_parameters_warns(make_trainer, caplog):
 def test_optimizer_of_all_trained_parameters_does_not_warn(make_trainer, caplog):
     student = get_peft_model(tiny.qwen2(), LoraConfig(target_modules=["q_proj"]))
     make_trainer(model=student, optimizers=(torch.optim.AdamW(student.parameters(), lr=1e-2), None))
-    assert "stays as it is" not in caplog.text
+    assert "leaves out" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -336,11 +338,11 @@ def test_an_evaluation_without_rows_is_refused_before_loading(make_trainer):
 def test_an_evaluation_of_no_rows_is_refused(make_trainer):
     trainer = make_trainer()
     for run in (trainer.evaluate, trainer.predict):
-        with pytest.raises(ValueError, match="the dataset has no rows: pass one that has some"):
+        with pytest.raises(ValueError, match="the dataset is empty: pass one with rows"):
             run(tiny.rows(0))
 
 
 def test_teacher_text_beside_student_messages_warns(make_trainer, caplog):
     rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
     make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
-    assert "The prompts are text for the teacher and messages for the student" in caplog.text
+    assert "The prompts are text for the teacher but messages for the student" in caplog.text

@@ -85,7 +85,7 @@ def test_an_unrecorded_prompt_is_named_in_the_error():
 
 @pytest.mark.parametrize(("given", "kind"), [([[1, 2]], "list"), ({"2+2=": "4"}, "str"), ("2+2=", "str"), ([], "list")])
 def test_recorded_completions_have_to_be_token_ids_by_prompt(given, kind):
-    with pytest.raises(TypeError, match=f"got a {kind} where token ids of a prompt belong"):
+    with pytest.raises(TypeError, match=f"got a {kind} instead of a prompt's token ids"):
         FixedRollout(given)
 
 

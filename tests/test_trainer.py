@@ -28,7 +28,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_training_without_a_train_dataset_is_refused(make_trainer):
     trainer = make_trainer(train_dataset=None, eval_dataset=tiny.rows(2))
     assert "eval_loss" in trainer.evaluate()
-    with pytest.raises(ValueError, match="without a `train_dataset`: this trainer was built to evaluate"):
+    with pytest.raises(ValueError, match="without a `train_dataset`: this trainer was built only to evaluate"):
         trainer.train()
 
 
@@ -185,7 +185,7 @@ class TestRollout:
         ("written", "message"),
         [
             ([5] * 300, "Careless wrote 300 tokens after a prompt of"),
-            ([5, 259], "What Careless wrote has the token id 259"),
+            ([5, 259], "A completion of Careless contains the token id 259"),
         ],
     )
     def test_a_completion_that_no_model_can_read_is_an_error(self, make_trainer, written, message):
@@ -392,7 +392,7 @@ def test_an_evaluation_does_not_read_the_rows_of_the_one_before(make_trainer):
 def test_a_student_that_adds_a_loss_of_its_own_is_refused(make_trainer, tmp_path, config, how):
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path / "student")
-    with pytest.raises(ValueError, match=r"asks the student to add a .*loss .* in its own forward"):
+    with pytest.raises(ValueError, match=r"makes the student's own forward add a .*loss .*"):
         make_trainer(model=str(tmp_path / "student"), **how)
 
 
@@ -401,5 +401,5 @@ def test_a_mixture_of_experts_that_adds_no_loss_is_trained(make_trainer):
     student.config.output_router_logits, student.config.router_aux_loss_coef = True, 0.0
     make_trainer(model=student).train()
     student.config.router_aux_loss_coef = 0.1
-    with pytest.raises(ValueError, match="`output_router_logits=True` asks the student"):
+    with pytest.raises(ValueError, match="`output_router_logits=True` makes the student"):
         make_trainer(model=student)

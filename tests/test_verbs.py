@@ -44,7 +44,7 @@ class Free(OPSDTrainer):
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (Misspelt, "`Misspelt.wiegh` is called by nothing, did you mean `weigh`"),
+        (Misspelt, "`Misspelt.wiegh` is never called; did you mean `weigh`"),
         (Short, r"`Short.weigh` is called as `\(rollout, rows, targets\)`: too many positional arguments"),
         (Long, r"`Long.complete` is called as `\(prompt_ids\)`: missing a required argument: 'step'"),
     ],
@@ -77,7 +77,7 @@ def test_recording_a_non_number_is_refused(make_trainer, value):
 
 @pytest.mark.parametrize("name", ["loss", "divergence/mean", "learning_rate", "time/complete"])
 def test_recording_under_a_taken_name_is_refused(make_trainer, name):
-    with pytest.raises(ValueError, match=f"`record\\('{name}', ...\\)`: something else is logged under that name"):
+    with pytest.raises(ValueError, match=f"`record\\('{name}', ...\\)`: this name is already used in the log"):
         make_trainer().record(name, 1.0)
 
 
@@ -88,4 +88,4 @@ def test_an_evaluation_without_a_token_has_no_loss(make_trainer, caplog):
 
     metrics = make_trainer(Nothing, eval_dataset=tiny.rows()).evaluate()
     assert math.isnan(metrics["eval_loss"])
-    assert "No token counted in this evaluation, so `eval_loss` is not known" in caplog.text
+    assert "This evaluation had no token in the loss, so `eval_loss` is unknown" in caplog.text

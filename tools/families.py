@@ -246,10 +246,10 @@ def isolated(call: Callable[[], str]) -> str:
 REASONS = {
     "in training mode": "in training mode it takes rows of one length only",
     "does not compute its logits as": "its head does more than a product with its weight",
-    "when more tokens follow": "a token's state depends on tokens after it",
-    "a second time": "it draws random numbers while it reads",
+    "if more tokens follow": "a token's state depends on tokens after it",
+    "in a second forward pass": "it draws random numbers while it reads",
     "by PEFT": 'PEFT does not allow "all-linear"',
-    "cannot read eight tokens": "its forward fails on text alone",
+    "cannot run on eight tokens": "its forward fails on text alone",
     "has no output embeddings": "it has no output embeddings",
 }
 """Short reasons for the table, by a part of the error message."""

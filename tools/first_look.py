@@ -57,7 +57,7 @@ def told(family: str, trial: str) -> str:
     found = json.loads(done.stdout)
     if trial == "plan":
         parts = found["phases"]
-        sizes = {"activations": parts["student learns"]["activations"], "KV cache": parts["rollout"]["KV cache"]}
+        sizes = {"activations": parts["training"]["activations"], "KV cache": parts["rollout"]["KV cache"]}
         return ", ".join(f"{name} {size / 1e3:.0f} kB" for name, size in sizes.items())
     odd = [f"{one['name']} {one['verdict']}: {one['said'][:160]}" for one in found["checks"] if one["verdict"] != "ok"]
     return "; ".join([found["verdict"], *odd])

@@ -31,7 +31,7 @@ _PROMPT = 600
 _OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
 _BY_FUNCTION = "`teacher_prompt_fn`"
-_KINDS = {"base": "the student as it was passed", "ema": "the student's moving average", "live": "the student as it is"}
+_KINDS = {"base": "the initial student", "ema": "moving average of the student", "live": "the current student"}
 """What each `teacher_model_kind` is."""
 
 
@@ -104,7 +104,7 @@ class Described:
     def _student(self) -> str:
         model, precision = self.trainer.model, self.trainer.accelerator.mixed_precision
         trained = [one for one in model.parameters() if one.requires_grad]
-        part = "" if len(trained) == len(list(model.parameters())) else f", of which {sizes(trained)} are trained"
+        part = "" if len(trained) == len(list(model.parameters())) else f", {sizes(trained)} trainable"
         return f"{described(model)}{part}{'' if precision == 'no' else f'; computes in {precision}'}"
 
     def _kind(self, kind: str) -> str:
@@ -113,7 +113,9 @@ class Described:
             return "the student without its adapter"
         args = self.trainer.args
         often = (
-            f" ({args.teacher_update_rate:g} of the way each {args.teacher_sync_steps} steps)" if kind == "ema" else ""
+            f" (update rate {args.teacher_update_rate:g}, every {args.teacher_sync_steps} steps)"
+            if kind == "ema"
+            else ""
         )
         return f"{_KINDS[kind]}{often}"
 
@@ -124,7 +126,7 @@ class Described:
         what = f"{rows} prompts" if number == 1 else f"{rows // number} prompts x {number} completions"
         batch = "{} each: {} per device x {} processes x {} accumulation steps".format(what, *factors)
         if state.max_steps > 0:  # known once a training has begun
-            return f"{state.max_steps} of {batch}" + (f"; {state.global_step} are done" if state.global_step else "")
+            return f"{state.max_steps} of {batch}" + (f"; {state.global_step} done" if state.global_step else "")
         return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"
 
     def _completions(self) -> str:
@@ -165,16 +167,16 @@ class Described:
         is_stream = not isinstance(dataset, Dataset)
         step = prompts_of_step(trainer.args)
         left = 0 if is_stream or dataset is not trainer.train_dataset else len(dataset) % step
-        more = f", of which each epoch leaves out {left}: they do not fill a step of {step} prompts" if left else ""
+        more = f", {left} dropped per epoch: they do not fill a step of {step} prompts" if left else ""
         yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}{more}"
         if unread := self._unread(dataset):
             yield "unused columns", ", ".join(unread)
         if is_stream and not reads_stream:
-            yield "prompts", "shown when a training begins"
+            yield "prompts", "shown when training starts"
             return
         row = next(iter(dataset), None)
         if row is None:
-            raise ValueError(f"`{where}` is a stream without rows, or all of them are too long and were dropped.")
+            raise ValueError(f"`{where}` is an empty stream, or all its rows were dropped because they are too long.")
         readers, made = trainer.teaching.readers, trainer.teaching.first_made
         request = readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(readers.student, request)

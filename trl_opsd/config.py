@@ -298,7 +298,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         is_new = "_checked" in there and name not in there and not hasattr(type(self), name)
         if is_new and (why := without_meaning(name, type(self), {*there, *dir(type(self))})):
             raise AttributeError(
-                f"`args.{name} = {value!r}` would have no effect: {why}. An attribute of your own needs another name.",
+                f"`args.{name} = {value!r}` would have no effect: {why}. Use another name for your own attribute.",
                 name=name,
                 obj=self,
             )

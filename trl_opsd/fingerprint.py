@@ -196,23 +196,23 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
     """
     path = Path(folder) / FILE
     if not path.parent.is_dir():
-        raise ValueError(
-            f"`resume_from_checkpoint={str(folder)!r}`: there is no such folder: pass the path of a checkpoint."
-        )
+        raise ValueError(f"`resume_from_checkpoint={str(folder)!r}`: no such folder: pass the path of a checkpoint.")
     if not path.is_file():
         logger.warning(
-            f"{folder} has no {FILE}, because another trainer wrote it or `save_only_model=True` was set: whether this "
-            "run has the same objective and the same order of rows could not be checked."
+            f"{folder} has no {FILE}, because another trainer saved it or `save_only_model=True` was set: the "
+            "objective and the order of rows could not be compared with this run's."
         )
         return
     try:
         then = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:  # not JSON, or not an object
-        raise ValueError(f"{path} cannot be read ({error}): the checkpoint is damaged; resume from another.") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}): the checkpoint is corrupted; resume from another."
+        ) from error
     differing = _differing(then, now)
     if refused := {name: line for name, line in differing.items() if name not in accepted}:
         raise ValueError(
-            f"This run would not continue the one that wrote {folder}; these differ:\n"
+            f"This run differs from the one that saved {folder}:\n"
             + "\n".join(refused.values())
             + f"\nRestore them, or accept the changes with `resume_with_changes={sorted(differing)}`."
         )
@@ -235,7 +235,7 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
 def _compared(name: str, then: Any, now: Any) -> tuple[Any, Any]:
     """Both values; of nested ones, only the shared keys that differ; of rows digested in another way, their number."""
     if name == "train_dataset" and DIGEST not in str(then) and DIGEST in str(now):
-        logger.warning("The checkpoint has an older digest of the rows, so that only their number could be compared.")
+        logger.warning("The checkpoint has an older digest of the rows, so only their number was compared.")
         return str(then).partition(",")[0], str(now).partition(",")[0]
     if name == "functions" and isinstance(then, dict) and isinstance(now, dict):
         parts = [part for part in sorted({*then, *now}) if not _is_same_code(then.get(part), now.get(part))]

@@ -390,16 +390,14 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
         self.restore_launch()
         if self._dealer.is_dealt:
-            raise ValueError(
-                "`trainer.teacher_model` was assigned within an optimizer step: do it before or after one."
-            )
+            raise ValueError("`trainer.teacher_model` was assigned within an optimizer step: assign it between steps.")
         self.teaching.replace_teacher(teacher_model)
 
     def replace_dataset(self, name: str, dataset: Any) -> None:
         """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
         self.restore_launch()
         if self.is_in_train and name == "train_dataset":
-            raise ValueError("`trainer.train_dataset` was assigned within a training: assign it between two.")
+            raise ValueError("`trainer.train_dataset` was assigned during training: assign it before or after.")
         given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         self.teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
 

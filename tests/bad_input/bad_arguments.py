@@ -101,7 +101,7 @@ CLASSES = [
     untouched(
         "wrong kind",
         "a wrapped model",
-        "`model` is a DataParallel around a model: pass the model itself",
+        "`model` is a DataParallel around a model: pass the unwrapped model",
         TypeError,
         model=torch.nn.DataParallel(torch.nn.Linear(1, 1)),
     ),
@@ -120,7 +120,11 @@ CLASSES = [
     ),
     placed("options for the teacher", "`teacher_model` is a OPSDConfig: expected a path", "student", OPTIONS),
     placed(
-        "rows for the options", "`args` is a Dataset: .* third, after the teacher", "student", "teacher", tiny.rows()
+        "rows for the options",
+        "`args` is a Dataset: .* third argument, after the teacher",
+        "student",
+        "teacher",
+        tiny.rows(),
     ),
     untouched(
         "wrong order",
@@ -135,16 +139,16 @@ NOTHING_LEARNED = [
     Case(
         "nothing would be learned",
         "rate 0",
-        "rate is 0 in each of the 3 steps",
+        "rate is 0 in all 3 steps",
         lambda lab: lab.make(learning_rate=0.0).train(),
     ),
     untouched("nothing would be learned", "no epochs", "would end after 0 steps", num_train_epochs=0, max_steps=-1),
-    untouched("nothing would be learned", "no steps", "`max_steps=0` means that it is not set", max_steps=0),
-    Case("nothing would be learned", "a schedule of rate 0", "rate is 0 in each of the 3 steps", schedule_of_rate_0),
+    untouched("nothing would be learned", "no steps", "`max_steps=0` means unset", max_steps=0),
+    Case("nothing would be learned", "a schedule of rate 0", "rate is 0 in all 3 steps", schedule_of_rate_0),
     Case(
         "nothing would be learned",
         "a warmup as long as the training",
-        "rate is 0 in each of the 1 steps.*Set fewer `warmup_steps`",
+        "rate is 0 in all 1 steps.*Set fewer `warmup_steps`",
         lambda lab: lab.make(max_steps=1, warmup_steps=1, lr_scheduler_type="linear").train(),
     ),
     Case("nothing would be learned", "a frozen student", "The student is frozen: .*`model.requires_grad_", frozen),
@@ -152,13 +156,13 @@ NOTHING_LEARNED = [
     Case(
         "optimizer of another model",
         "a stranger",
-        "has no trained parameter of the student",
+        "has no trainable parameter of the student",
         optimizer_of_another_model,
     ),
     Case(
         "optimizer of another model",
         "made by a method",
-        "has no trained parameter of the student",
+        "has no trainable parameter of the student",
         lambda lab: lab.make(cls=StepsAnother).train(),
     ),
     Case("optimizer of another model", "before the adapter", "before the adapter", optimizer_from_before_the_adapter),
@@ -209,7 +213,7 @@ OTHERS = [
     Case(
         "divergence assigned",
         "a class",
-        "is a class: pass an object",
+        "is a class: pass an instance",
         divergence_assigned(type(OPTIONS.build_divergence())),
     ),
     Case("divergence assigned", "unknown", "Did you mean 'forward_kl'", divergence_assigned("forwardkl")),
@@ -238,7 +242,7 @@ PACKAGES = [
     absent("GaLore", "`optim='galore_adamw'`", f"{_OPTIMIZERS}galore_torch_available", optim="galore_adamw"),
     absent(
         "what draws a report",
-        "`report=True`: `pip install vl-convert-python`",
+        "`report=True` needs vl-convert-python .*: `pip install vl-convert-python`",
         "trl_opsd.arguments.rules.find_spec",
         report=True,
     ),

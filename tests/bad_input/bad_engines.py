@@ -83,7 +83,7 @@ def without_a_checkpoint(path: str) -> Case:
         student.name_or_path = path
         lab.make(model=student, use_vllm=True, rollout=None)
 
-    message = rf"`name_or_path` '{path}', from .* does not load: .*save_pretrained\(folder\)"
+    message = rf"`name_or_path` '{path}', from .* cannot be loaded: .*save_pretrained\(folder\)"
     return Case("vLLM and a student without a checkpoint", path or "no path", message, provoke, needs_vllm=True)
 
 
@@ -94,12 +94,14 @@ def sglang(value: str, message: str, **options: Any) -> Case:
 
 
 SGLANG = [
-    sglang("an unknown option", "is not an option of .* SGLang: it has temp", generation_kwargs={"num_beams": 2}),
+    sglang(
+        "an unknown option", "is not an option of .* SGLang: expected one of temp", generation_kwargs={"num_beams": 2}
+    ),
     sglang(
         "no end tokens", "ignores 'stop_token_ids' as well", generation_kwargs={"ignore_eos": True, "stop_token_ids": 5}
     ),
     sglang("no JSON", "cannot be sent to SGLang", generation_kwargs={"logit_bias": {"5": float("inf")}}),
-    sglang("range", r"`repetition_penalty=2.5`: SGLang takes numbers up to 2.0", repetition_penalty=2.5),
+    sglang("range", r"`repetition_penalty=2.5`: SGLang supports values up to 2.0", repetition_penalty=2.5),
     sglang("absent", r"No SGLang server at http://127.0.0.1:9 after `sglang_server_timeout=0`"),
 ]
 
@@ -107,7 +109,7 @@ CASES: list[Case] = [
     *SGLANG,
     option("ds3_gather_for_generation", "remove it", use_vllm=True, ds3_gather_for_generation=False),
     option("ds3_gather_for_generation", "with `sglang_server_url`", **URL, ds3_gather_for_generation=False),
-    option("at least", "two engines cannot generate the same completions", **URL, use_vllm=True),
+    option("at least", "only one engine can generate", **URL, use_vllm=True),
     option("at least", "a scheme, a host and a port", sglang_server_url="127.0.0.1:30000"),
     option("at least", "a scheme, a host and a port", sglang_server_url="http://127.0.0.1:x"),
     option("at least", "`sglang_server_timeout=-1.0`", sglang_server_timeout=-1.0),
@@ -128,10 +130,10 @@ CASES: list[Case] = [
     generation(
         "generation kwargs: unknown",
         "presence_penality",
-        "vLLM refuses a generation option: .*presence_penality",
+        "vLLM rejects a generation option: .*presence_penality",
         generation_kwargs={"presence_penality": 1.0},
     ),
-    generation("temperature", "3.0", "vLLM refuses a generation option: temperature must be in", temperature=3.0),
+    generation("temperature", "3.0", "vLLM rejects a generation option: temperature must be in", temperature=3.0),
     option("at least", "Did you mean 'adapter'", vllm_weight_sync="adaptor"),
     option("at least", "expected one of 'every', 'first', 'never'", vllm_sync_check="always"),
     option("at least", r"a number in \(0, 1\]", vllm_gpu_memory_utilization=1.5),

@@ -140,7 +140,7 @@ def lacking(role: str, where: str = "", **options: Any) -> Case:
         lab.make(**{role: str(lab.folder / "torn"), **options})
 
     weights = r"model\.layers\.1\.mlp\." + (
-        r"up_proj\.weight \[8, 48\] for \[96, 48\]\. They"
+        r"up_proj\.weight \[8, 48\] instead of \[96, 48\]\. They"
         if where
         else r"down_proj\.weight, .*gate.*, .*up_proj\.weight\. They"
     )
@@ -208,7 +208,7 @@ def no_tokenizer_beside_the_student(made: Callable[[], PreTrainedModel]) -> Call
     return provoke
 
 
-NO_TEACHER = r"There is no teacher: .* or `teacher_model_kind='base'`"
+NO_TEACHER = r"There is no teacher: .* for self-distillation, `teacher_model_kind='base'`"
 NO_END = "The tokenizer has no end-of-sequence token"
 
 MISSING = [
@@ -289,7 +289,7 @@ UNFIT = [
         Case(
             "tokenizer mismatch",
             f"the one in the folder of {name}",
-            r"id 3 is .* The teacher's was read from .*teacher, .* pass its tokenizer as `teacher_processing_class`",
+            r"id 3 is .* The teacher's was loaded from .*teacher, .* pass it as `teacher_processing_class`",
             permuted_where_the_teacher_was_loaded_from(form),
         )
         for name, form in {
@@ -307,7 +307,7 @@ UNFIT = [
     Case(
         "token ids beyond the embedding",
         "of both models",
-        "but the models know 200 ids",
+        "but the models have 200 ids",
         lambda lab: lab.make(model=tiny.qwen2(vocab_size=200), teacher_model=tiny.qwen2(48, 1, vocab_size=200)),
     ),
 ]
@@ -331,7 +331,7 @@ TOKENIZERS = [
         Case(
             "no tokenizer",
             made.__name__,
-            r"The tokenizer \(.*student\) has no tokens but special ones, .* save the model's tokenizer there, or",
+            r"The tokenizer \(.*student\) has only special tokens, .* save the model's tokenizer there, or",
             no_tokenizer_beside_the_student(made),
         )
         for made in (tiny.qwen2, tiny.gemma2, tiny.gpt2)
@@ -343,7 +343,7 @@ OTHERS = [
     untouched(
         "at least",
         "an empty name for a teacher",
-        "`teacher_model` has an empty name: expected one that the column 'teacher' of each row may contain",
+        "`teacher_model` has an empty name: expected a name that the column 'teacher' can contain",
         teacher_model={"one": "teacher", "": "teacher"},
     ),
     untouched(
@@ -378,11 +378,11 @@ OTHERS = [
         TypeError,
         before_loading=True,
     ),
-    Case("at least", "4 bits on a CPU", "repacked for inference by the first rollout", packed_for_inference),
+    Case("at least", "4 bits on a CPU", "the first rollout repacks its weights for inference", packed_for_inference),
     Case(
         "at least",
         "how to load a teacher that is loaded",
-        "`teacher_model` is given as an object",
+        "`teacher_model` is an object",
         lambda lab: lab.make(teacher_model_init_kwargs={"dtype": "float32"}),
     ),
 ]

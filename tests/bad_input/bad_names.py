@@ -27,10 +27,12 @@ def unknown_argument(message: str, name: str) -> Case:
 CASES: list[Case] = [
     unknown("has no option 'generate_from_teacher': it is called `seq_kd`", generate_from_teacher=True),
     unknown("it is called `num_generations`", rollout_n=8),
-    unknown("is used for one optimizer step; `num_generations` is the completions", num_iterations=2),
+    unknown("is used for one optimizer step; `num_generations` sets the completions", num_iterations=2),
     unknown("it is called `max_completion_length`; docs/migration.md", max_new_tokens=128),
-    unknown("each token of a completion counts alike", loss_type="grpo"),
-    unknown("'success_reward_threshold': docs/reference.md lists all, docs/migration.md", success_reward_threshold=1.0),
+    unknown("all tokens of a completion have the same weight", loss_type="grpo"),
+    unknown(
+        "'success_reward_threshold': see docs/reference.md for all, docs/migration.md", success_reward_threshold=1.0
+    ),
     unknown("`overlong_prompts='drop'` drops", max_prompt_length=512),
     unknown("prompts are never cut", max_length=512),
     unknown("`per_device_train_batch_size` x processes x", generation_batch_size=8),
@@ -57,7 +59,7 @@ CASES: list[Case] = [
     unknown("did you mean 'teacher_model_revision'", teacher_revision="main"),
     unknown("did you mean 'teacher_sync_steps'", teacher_sync_step=2),
     unknown("has no option 'learing_rate': did you mean 'learning_rate'", learing_rate=1e-5),
-    unknown("has no option 'zzz': docs/reference.md lists all", zzz=1),
+    unknown("has no option 'zzz': see docs/reference.md for all", zzz=1),
     unknown("'max_tokens': .*\n`OPSDConfig` has no option 'lr': it is called", max_tokens=1, lr=1),
     unknown_argument("has no argument 'tokenizer': it is the argument `processing_class`", "tokenizer"),
     unknown_argument("'reward_model': it is the argument `reward_funcs`", "reward_model"),

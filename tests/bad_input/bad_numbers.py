@@ -59,7 +59,7 @@ GENERATIONS = [
     ),
     option(
         "generations",
-        "`num_generations=2` with .*: decoding is greedy, so that all completions of a prompt are the same",
+        "`num_generations=2` with .*: decoding is greedy, so all completions of a prompt would be identical",
         num_generations=2,
         generation_kwargs={"do_sample": False},
     ),
@@ -83,7 +83,7 @@ TEXTS = [
     option("a word for a number", "`temperature='hot'`: expected a number", temperature="hot"),
     option("a word for a number", "`max_steps='all'`: expected an integer", max_steps="all"),
     *(
-        option("malformed JSON", rf"`{name}={re.escape(repr(text))}` is not JSON .* in double quotes", **{name: text})
+        option("malformed JSON", rf"`{name}={re.escape(repr(text))}` is not JSON .* into double quotes", **{name: text})
         for name, text in [
             ("model_init_kwargs", "{bad"),
             ("teacher_model_init_kwargs", "{'dtype': 'float32'}"),

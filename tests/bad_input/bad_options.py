@@ -60,7 +60,7 @@ RANGES = [
     *(
         option(
             "divergence",
-            rf"^`generation_kwargs={{{name!r}: .*`.* with a divergence of sampled tokens",
+            rf"^`generation_kwargs={{{name!r}: .*`.* with 'sampled_reverse_kl'",
             divergence="sampled_reverse_kl",
             generation_kwargs={name: value},
             **engine,
@@ -80,14 +80,16 @@ RANGES = [
     *(
         option(
             "divergence",
-            rf"`{name}={value}` with a divergence of sampled tokens",
+            rf"`{name}={value}` with 'sampled_reverse_kl'",
             divergence="sampled_reverse_kl",
             generation_kwargs={name: value},
         )
         for name, value in [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("repetition_penalty", 1.1)]
     ),
-    option("divergence", "with TopKTeacher\\(.*, which is no sum over entries", top_k_teacher=4, kl_clip=0.05),
-    option("divergence", "with Own\\(\\), which is no sum over entries", kl_clip=0.05, divergence=Own()),
+    option(
+        "divergence", "with TopKTeacher\\(.*, which is not a sum over vocabulary entries", top_k_teacher=4, kl_clip=0.05
+    ),
+    option("divergence", "with Own\\(\\), which is not a sum over vocabulary entries", kl_clip=0.05, divergence=Own()),
     option("divergence", r"`position_discount=0.0`: expected a number in \(0, 1\]", position_discount=0.0),
     option("divergence", "`token_selection='top'`: expected one of None, 'prefix', 'random'", token_selection="top"),
     option("divergence", r"`token_fraction=0.0`: expected a number in \(0, 1\]", token_fraction=0.0),
@@ -106,8 +108,16 @@ GENERATION_KWARGS = [
     option("generation kwargs: number of sequences", RESULT, generation_kwargs={"best_of": 2}, use_vllm=True),
     option("generation kwargs: return type", RESULT, generation_kwargs={"return_dict_in_generate": True}),
     option("generation kwargs: overriding", "TRL always sets it to True", generation_kwargs={"disable_compile": False}),
-    option("generation kwargs: end tokens", "expected a token id, or a list", generation_kwargs={"eos_token_id": None}),
-    option("generation kwargs: end tokens", "expected a token id, or a list", generation_kwargs={"eos_token_id": "x"}),
+    option(
+        "generation kwargs: end tokens",
+        "expected a token id that ends a completion, or a list",
+        generation_kwargs={"eos_token_id": None},
+    ),
+    option(
+        "generation kwargs: end tokens",
+        "expected a token id that ends a completion, or a list",
+        generation_kwargs={"eos_token_id": "x"},
+    ),
     option("generation kwargs: end tokens", "expected a token id", generation_kwargs={"eos_token_id": [2, -1]}),
     option(
         "generation kwargs: end tokens",
@@ -125,17 +135,17 @@ GENERATION_KWARGS = [
 TWICE = [
     option(
         "at least",
-        r"`dtype='float32'` and `model_init_kwargs=\{'torch_dtype': 'bfloat16'\}` are two values",
+        r"`dtype='float32'` and `model_init_kwargs=\{'torch_dtype': 'bfloat16'\}` set the same option to two values",
         model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"},
     ),
     option(
         "at least",
-        r"`dtype='float32'` and `teacher_model_init_kwargs=\{'torch_dtype': 'bfloat16'\}` are two",
+        r"`dtype='float32'` and `teacher_model_init_kwargs=\{'torch_dtype': 'bfloat16'\}` set the same option",
         teacher_model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"},
     ),
     option(
         "at least",
-        r"`teacher_model_revision='a'` and `teacher_model_init_kwargs=\{'revision': 'b'\}` are two",
+        r"`teacher_model_revision='a'` and `teacher_model_init_kwargs=\{'revision': 'b'\}` set the same option",
         teacher_model_revision="a",
         teacher_model_init_kwargs={"revision": "b"},
     ),
@@ -161,21 +171,25 @@ NAMES = [
 
 WITHOUT_EFFECT = [
     option("auto_find_batch_size", "set `per_device_train_batch_size`", auto_find_batch_size=True),
-    option("torch_compile", r"`rollout=HFRollout\(compile=True\)` compiles decoding", torch_compile=True),
+    option("torch_compile", r"to compile decoding, pass `rollout=HFRollout\(compile=True\)`", torch_compile=True),
     option("label_smoothing_factor", "there are no labels", label_smoothing_factor=0.1),
-    option("train_sampling_strategy", "is not known before it is generated", train_sampling_strategy="group_by_length"),
+    option(
+        "train_sampling_strategy",
+        "completion lengths are unknown before generation",
+        train_sampling_strategy="group_by_length",
+    ),
     option("train_sampling_strategy", "`shuffle_dataset=False` keeps the order", train_sampling_strategy="sequential"),
 ]
 
 OTHERS = [
     option("at least", "`collapse_guard='halt'`: expected one of None, 'warn', 'stop'", collapse_guard="halt"),
-    option("at least", "batches overtake each other", dataloader_in_order=False, dataloader_num_workers=2),
+    option("at least", "would reorder batches", dataloader_in_order=False, dataloader_num_workers=2),
     option(
         "at least",
         "`overlong_prompts='truncate'`: expected one of 'error', 'drop'",
         overlong_prompts="truncate",
     ),
-    option("at least", "it looks for text, but a rollout is token ids", generation_kwargs={"stop_strings": ["\n"]}),
+    option("at least", "it matches text, but a rollout is token ids", generation_kwargs={"stop_strings": ["\n"]}),
     option(
         "at least",
         "it decodes one row at a time, but a rollout is a batch",

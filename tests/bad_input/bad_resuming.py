@@ -38,7 +38,7 @@ def torn_fingerprint(text: str) -> Case:
         (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
         lab.make().train(resume_from_checkpoint=str(checkpoint))
 
-    return Case("resume path torn", f"fingerprint {text!r}", "the checkpoint is damaged", provoke)
+    return Case("resume path torn", f"fingerprint {text!r}", "the checkpoint is corrupted", provoke)
 
 
 def another(name: str, line: str, changed: Callable[[], dict[str, Any]]) -> Case:
@@ -48,7 +48,7 @@ def another(name: str, line: str, changed: Callable[[], dict[str, Any]]) -> Case
         checkpoint = lab.checkpoint()
         lab.make(**changed()).train(resume_from_checkpoint=str(checkpoint))
 
-    message = rf"would not continue the one that wrote .*; these differ:\n  {line}.*\nRestore them"
+    message = rf"differs from the one that saved .*:\n  {line}.*\nRestore them"
     return Case("resume path with another fingerprint", name, message, provoke)
 
 
@@ -93,7 +93,7 @@ def another_with_an_adapter(name: str, line: str, **changed: Any) -> Case:
         lab.make_trainer(**given(), save_strategy="steps", save_steps=1, max_steps=1).train()
         lab.make(**given(**changed)).train(resume_from_checkpoint=str(lab.folder / "checkpoint-1"))
 
-    message = rf"would not continue the one that wrote .*; these differ:\n  {line}.*\nRestore them"
+    message = rf"differs from the one that saved .*:\n  {line}.*\nRestore them"
     return Case("resume path with another fingerprint", name, message, provoke)
 
 
@@ -189,7 +189,7 @@ CASES: list[Case] = [
     Case(
         "resume path missing",
         "a folder of checkpoints",
-        r"is no checkpoint, but contains some\. The newest complete checkpoint there is .*checkpoint-1",
+        r"is not a checkpoint, but contains checkpoints\. The newest complete checkpoint there is .*checkpoint-1",
         lambda lab: lab.make().train(resume_from_checkpoint=str(lab.checkpoint().parent)),
     ),
     missing("no folder", lambda lab: "no/where", "There is no checkpoint no/where"),

@@ -83,41 +83,41 @@ DATASETS = [
     trained_on(
         "dataset empty",
         "no rows",
-        "has 0 rows, but one generation batch takes 2",
+        "has 0 rows, but one generation batch needs 2",
         Dataset.from_dict({"prompt": []}),
         before_loading=True,
     ),
     Case(
         "dataset empty",
         "no rows to evaluate on",
-        "`eval_dataset` has no rows",
+        "`eval_dataset` is empty",
         lambda lab: lab.make(eval_dataset=Dataset.from_dict({"prompt": []})),
         before_loading=True,
     ),
     trained_on(
         "dataset too small",
         "one row",
-        r"1 rows, but one generation batch takes 2 = 2 per device x 1 processes x 1 accumulation",
+        r"1 rows, but one generation batch needs 2 = 2 per device x 1 processes x 1 accumulation",
         prompts("a"),
         before_loading=True,
     ),
     untouched(
         "dataset too small",
         "one row, for a student that is a model",
-        "1 rows, but one generation batch takes 2",
+        "1 rows, but one generation batch needs 2",
         train_dataset=prompts("a"),
     ),
     untouched(
         "at least",
         "a stream without `max_steps`",
-        "`train_dataset` is a stream, whose length is not known: set `max_steps`",
+        "`train_dataset` is a stream of unknown length: set `max_steps`",
         train_dataset=prompts("a", "b").to_iterable_dataset(),
         max_steps=-1,
     ),
     Case(
         "dataset too small",
         "a stream that ends before a batch is full",
-        "ended before it filled one generation batch of 2 = 2 per device x 1 processes x 1 accumulation",
+        "ended before filling one generation batch of 2 = 2 per device x 1 processes x 1 accumulation",
         lambda lab: lab.make(train_dataset=prompts("a").to_iterable_dataset()).train(),
     ),
     trained_on(
@@ -188,7 +188,7 @@ DATASETS = [
         trained_on(
             "misspelt column",
             name,
-            rf"train_dataset has a column '{name}', which is not read; did you mean '{meant}'\?",
+            rf"train_dataset has an unknown column '{name}'; did you mean '{meant}'\?",
             tiny.rows().add_column(name, ["x"] * 8),
             before_loading=True,
         )
@@ -268,10 +268,10 @@ ROWS = [
         for name, message, conversation in [
             (
                 "the user's",
-                "The conversation in row 1 of train_dataset ends with a message of the user.*leave out",
+                "The conversation in row 1 of train_dataset ends with a message of the user.*remove what follows",
                 GOOD,
             ),
-            ("nothing before it", "in row 1 of train_dataset has nothing before the answer", [ANSWER]),
+            ("nothing before it", "in row 1 of train_dataset has no message before the answer", [ANSWER]),
             ("two answers", r"row 1 of train_dataset ends with .* the assistant.*\[:-1\]", [*GOOD, ANSWER, ANSWER]),
             ("empty", "The conversation in row 1 of train_dataset is a list without messages", []),
         ]
@@ -322,13 +322,13 @@ ROWS = [
     trained_on(
         "rows of mixed kinds",
         "at construction",
-        "row 1 of train_dataset is messages, those before it are text",
+        "row 1 of train_dataset is messages, but earlier ones are text",
         mixed(),
     ),
     Case(
         "rows of mixed kinds",
         "one after the other",
-        "The second is messages, those before it are text",
+        "The second is messages, but earlier ones are text",
         lambda lab: common_kind([Prompt.of("a", "The first"), Prompt.of(GOOD, "The second")]),
         before_loading=True,
     ),
@@ -356,13 +356,13 @@ ROWS = [
     trained_on(
         "tokens that the tokenizer adds",
         "an end after text",
-        r"in row 0 of train_dataset is text, after which the tokenizer writes '<\|im_end\|>'.* `add_eos_token=False`",
+        r"in row 0 of train_dataset is text, to which the tokenizer appends '<\|im_end\|>'.* `add_eos_token=False`",
         prompts("a", "b"),
         processing_class=adding(add_eos_token=True),
     ),
     streamed(
         "tokens that the tokenizer adds",
-        "row 0 of the batch of step 1 is text, after which the tokenizer writes",
+        "row 0 of the batch of step 1 is text, to which the tokenizer appends",
         {"prompt": "a"},
         processing_class=adding(add_eos_token=True),
     ),
@@ -407,10 +407,10 @@ class Asynchronous:
 PROMPT_FUNCTIONS = [
     ("text", "{prompt}", "is a str: expected a function of two arguments"),
     ("a class", Asynchronous, "is the class Asynchronous: expected a function of two"),
-    ("one argument", lambda row: "a", "takes other arguments .*: expected a function of two arguments, the row"),
-    ("three arguments", lambda row, completion, ids: "a", "takes other arguments .*missing"),
-    ("by keyword only", lambda *, row, completion: "a", "takes other arguments"),
-    ("asynchronous", asynchronous, "is asynchronous, and nothing would await it"),
+    ("one argument", lambda row: "a", "has another signature .*: expected a function of two arguments, the row"),
+    ("three arguments", lambda row, completion, ids: "a", "has another signature .*missing"),
+    ("by keyword only", lambda *, row, completion: "a", "has another signature"),
+    ("asynchronous", asynchronous, "is asynchronous, but would not be awaited"),
     ("an asynchronous object", Asynchronous(), "is asynchronous"),
 ]
 
@@ -422,7 +422,7 @@ TEMPLATES = [
     trained_on(
         "chat template arguments",
         "misspelt, for the teacher",
-        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* never reads: did you mean 'add_.*prompt'",
+        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* does not use: did you mean 'add_.*pt'",
         prompts(GOOD, GOOD),
         teacher_chat_template_kwargs={"add_generation_promt": False},
         before_loading=True,
@@ -430,7 +430,7 @@ TEMPLATES = [
     trained_on(
         "chat template arguments",
         "of the trainer",
-        "`chat_template_kwargs` sets 'add_generation_prompt', which the trainer sets itself: remove it",
+        "`chat_template_kwargs` sets 'add_generation_prompt', which is set by the trainer: remove it",
         prompts(GOOD, GOOD),
         chat_template_kwargs={"add_generation_prompt": False},
         before_loading=True,
@@ -438,7 +438,7 @@ TEMPLATES = [
     trained_on(
         "chat template arguments",
         "of another template",
-        "`teacher_chat_template_kwargs` sets 'enable_thinking', which .* never reads: remove it, or use a template",
+        "`teacher_chat_template_kwargs` sets 'enable_thinking', which .* does not use: remove it, or use a template",
         prompts(GOOD, GOOD),
         teacher_chat_template_kwargs={"enable_thinking": False},
         before_loading=True,

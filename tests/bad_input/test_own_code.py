@@ -27,7 +27,7 @@ class MineTokenizer(PreTrainedTokenizerFast):
 """
 TRUST = {"model": "trust_remote_code", "teacher_model": "teacher_trust_remote_code"}
 OTHER = {"model": "teacher_trust_remote_code", "teacher_model": "trust_remote_code"}
-ADVICE = "comes with Python code of its own.* set `{}=True` in `OPSDConfig`, which covers {} alone"
+ADVICE = "comes with its own Python code.* set `{}=True` in `OPSDConfig`, which applies only to {}"
 EXPECTED = {
     "model": ADVICE.format(TRUST["model"], "the student"),
     "teacher_model": ADVICE.format(TRUST["teacher_model"], "teachers"),

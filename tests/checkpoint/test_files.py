@@ -159,7 +159,7 @@ def test_transformers_checkpoint_is_accepted_only_by_path(tmp_path):
     (folder / "trainer_state.json").write_text("{}")
     found, [remark] = checkpoint_to_resume(str(folder), tmp_path)
     assert found == folder
-    assert "whether it is complete cannot be checked" in remark
+    assert "it cannot be checked for completeness" in remark
     how = re.escape(f"pass its path, `resume_from_checkpoint={str(folder)!r}`.")
     with pytest.raises(ValueError, match=f"There is no complete checkpoint in .* has no {MANIFEST}.* {how}"):
         checkpoint_to_resume(True, tmp_path)
@@ -255,7 +255,7 @@ def test_foreign_files_among_unfinished_checkpoints_are_kept(tmp_path):
 
 def test_file_in_place_of_unfinished_folder_is_refused(tmp_path):
     (tmp_path / UNFINISHED).write_text("keep me")
-    with pytest.raises(ValueError, match="_unfinished is a file: expected a folder of our own"):
+    with pytest.raises(ValueError, match="_unfinished is a file: expected a folder that this trainer created"):
         begin(tmp_path)
 
 
@@ -407,7 +407,7 @@ def test_full_disk_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
 def test_checkpoint_of_another_kind_of_launch_is_refused(tmp_path, written, deepspeed, fsdp):
     (tmp_path / written).mkdir()
     fits = {"global_step4": deepspeed, "optimizer_0": fsdp, "optimizer.pt": not (deepspeed or fsdp)}[written]
-    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="resume under the launch that wrote it"):
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="resume with the original launch"):
         check_launch(tmp_path, deepspeed, fsdp)
 
 
@@ -416,8 +416,8 @@ def test_checkpoint_of_another_kind_of_launch_is_refused(tmp_path, written, deep
     [
         (False, (True, True), (True, False), None),
         (True, (True, False), (True, True), None),
-        (False, (True, False), (True, False), "Processes 1 do not see what process 0 writes"),
-        (True, (True, True), (True, True), "All machines see the same"),
+        (False, (True, False), (True, False), "Processes 1 do not see the files that process 0 writes"),
+        (True, (True, True), (True, True), "All machines share"),
         (True, (True, True), (True, False), None),
     ],
     ids=["one disk", "a disk each", "a disk each, not said", "one disk, said to be two", "one machine"],

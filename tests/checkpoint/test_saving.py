@@ -163,7 +163,7 @@ def test_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path, 
             with pytest.raises(OSError, match=os.strerror(fault)) as raised:
                 trainer._save_checkpoint(trainer.model, None)
         assert raised.value.__notes__ == [
-            f"{tmp_path / 'checkpoint-2'} was not finished; earlier checkpoints are unchanged."
+            f"{tmp_path / 'checkpoint-2'} is incomplete; earlier checkpoints are unchanged."
         ]
         assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
         assert names(tmp_path) == {"checkpoint-1", UNFINISHED}
@@ -188,7 +188,7 @@ def test_error_ends_with_checkpoint_to_resume_from(make_trainer, tmp_path, steps
     if left is None:
         assert notes == [], "nothing was learned"
     elif left:
-        assert notes[-1].startswith(f"To go on from {tmp_path / left}, the newest checkpoint")
+        assert notes[-1].startswith(f"To resume from {tmp_path / left}, the newest checkpoint")
     else:
         assert notes[-1].startswith(f"{tmp_path} has no checkpoint of this run")
 

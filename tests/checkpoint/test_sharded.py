@@ -125,7 +125,7 @@ def test_kill_under_zero3_loses_no_checkpoint_and_new_processes_resume(run, make
 def test_checkpoint_of_two_processes_is_refused_by_one(run, tmp_path):
     alone = trainer(tmp_path, "full")
     with pytest.raises(
-        ValueError, match=r"world_size: 2 in the checkpoint, 1 now|was written under DeepSpeed, and this launch|FSDP"
+        ValueError, match=r"world_size: 2 in the checkpoint, 1 now|was saved under DeepSpeed, but this launch|FSDP"
     ):
         alone.train(resume_from_checkpoint=str(run.folder / "full" / "checkpoint-3"))
     assert alone.loads == 0

@@ -98,7 +98,7 @@ def test_the_peak_of_each_phase_of_a_training_is_predicted_within_15_percent(cas
     """`benchmarks/plan.py` has more of them. Measured in processes of their own, by their resident memory."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     found = importlib.import_module("plan").compared(*case)
-    assert list(found) == ["rollout", "teacher reads", "student learns"]
+    assert list(found) == ["rollout", "scoring", "training"]
     for phase, (predicted, measured) in found.items():
         assert predicted == pytest.approx(measured, rel=0.15), (phase, found)
         assert measured > 400e6
@@ -124,12 +124,12 @@ def test_memory_grows_with_the_load_and_shrinks_with_devices():
         sizes = [peak(replace(small, gpus=gpus), sharding) for gpus in (1, 2, 8)]
         for fewer, many in pairwise(sizes):
             assert all(many[phase] <= fewer[phase] for phase in many)
-    of_teacher = [peak(small, kept=kept)["student learns"] for kept in ("none", "stream")]
+    of_teacher = [peak(small, kept=kept)["training"] for kept in ("none", "stream")]
     assert of_teacher[0] - of_teacher[1] == 2 * (teacher.parameters - teacher.head)
-    streamed = phases(student, teacher, small, Choice("single", "stream", 1), lambda *_: 0)["teacher reads"]
+    streamed = phases(student, teacher, small, Choice("single", "stream", 1), lambda *_: 0)["scoring"]
     on_device = teacher.head + teacher.embeddings + 2 * teacher.layer
-    assert streamed["teacher while it reads"] == 2 * on_device, "head, input embeddings, two layers"
-    assert peak(replace(small, lora=16))["student learns"] < peak(small)["student learns"]
+    assert streamed["active teacher"] == 2 * on_device, "head, input embeddings, two layers"
+    assert peak(replace(small, lora=16))["training"] < peak(small)["training"]
 
 
 @pytest.mark.quick
@@ -182,7 +182,7 @@ def test_phases_add_up_to_sums_by_hand(name):
 
 def test_zero3_divides_weights_gradients_and_optimizer():
     student, teacher, load = of("7b"), of("7b"), replace(LOAD, gpus=8, batch=1, prompt=16, length=16)
-    parts = phases(student, teacher, load, Choice("zero3", "zero3", 1), a_gigabyte)["student learns"]
+    parts = phases(student, teacher, load, Choice("zero3", "zero3", 1), a_gigabyte)["training"]
     count = student.parameters
     assert [parts[name] for name in ("weights", "gradients", "optimizer")] == [count // 4, count // 2, 12 * count // 8]
 
@@ -210,7 +210,7 @@ def test_ddp_holds_a_second_copy_of_the_gradients_in_every_phase():
         given = replace(load, lora=rank)
         found = phases(student, student, given, Choice("ddp", "itself", 1), a_gigabyte)
         assert [parts["gradient buckets"] for parts in found.values()] == [4 * trained] * 3
-        assert found["student learns"]["gradients"] == 4 * trained
+        assert found["training"]["gradients"] == 4 * trained
 
 
 def test_best_placement_is_the_first_that_fits():
@@ -228,8 +228,8 @@ def test_base_model_as_teacher_takes_no_memory():
     student, load = of("7b"), replace(LOAD, batch=2, lora=16)
     (plan,) = considered(student, student, load, 80e9, None, shares_weights=True, activations=a_gigabyte)
     assert (plan.choice.teacher, plan.fits) == ("itself", True)
-    learns = plan.phases["student learns"]
-    assert learns["teacher between readings"] == plan.phases["teacher reads"]["teacher while it reads"] == 0
+    learns = plan.phases["training"]
+    assert learns["idle teacher"] == plan.phases["scoring"]["active teacher"] == 0
     trained = 16 * student.linear
     assert learns["weights"] == 2 * student.parameters + 4 * trained
     assert learns["optimizer"] == 8 * trained
@@ -241,9 +241,9 @@ def test_seconds_follow_the_rates():
     usual, slow = Rates(), Rates(flops=40e12, memory=200e9, link=0.32e9)
     found, slower = (seconds(*shapes, LOAD, choice, rates) for rates in (usual, slow))
     assert found["rollout"] > 512 * 2 * shapes[0].parameters / usual.memory, "each token reads all weights"
-    for phase in ("rollout", "student learns"):
+    for phase in ("rollout", "training"):
         assert slower[phase] == pytest.approx(10 * found[phase])
-    assert slower["teacher reads"] == pytest.approx(2 * shapes[1].parameters / slow.link), "the link is the bottleneck"
+    assert slower["scoring"] == pytest.approx(2 * shapes[1].parameters / slow.link), "the link is the bottleneck"
 
 
 @pytest.mark.quick
@@ -255,10 +255,10 @@ def test_seconds_follow_the_rates():
 def test_printed_options_are_read_by_train(planned, arguments, tmp_path):
     done = planned(*arguments, "--batch", 2, "--prompt", 64, "--length", 64)
     assert done.exit_code == 0, done.output
-    table, _, told = done.stdout.partition("\nFits, with micro-batches of 256 tokens; ")
+    table, _, told = done.stdout.partition("\nFits with micro-batches of 256 tokens; ")
     assert max(map(len, table.splitlines())) <= 80
     first, text, *rest = told.split("\n\n")
-    command, written = first.rpartition("run.yaml: ")[2], yaml.safe_load(text)
+    command, written = first.rpartition(", then run ")[2], yaml.safe_load(text)
     if "--gpus" in arguments:
         assert command == "trl-opsd train --config run.yaml --accelerate_config ddp --num_processes 8"
         assert yaml.safe_load(rest[1]) == {**yaml.safe_load(packaged("ddp")), "num_processes": 8}
@@ -296,7 +296,7 @@ def test_an_engine_takes_its_share_in_every_phase_unless_it_sleeps(lora, resting
         share = int(one.engine_share * 80e9)
         assert held == ([share, 0, 0] if one.choice.sleeps else [share] * 3)
         other = without[one.choice.sharding, one.choice.teacher]
-        learns, alone = one.phases["student learns"], other.phases["student learns"]
+        learns, alone = one.phases["training"], other.phases["training"]
         assert sum(learns.values()) == sum(alone.values()) + held[2]
         assert "KV cache" not in one.phases["rollout"]
         assert one.host - other.host == (resting * student.parameters if one.choice.sleeps else 0)
@@ -319,7 +319,7 @@ def test_placement_that_does_not_fit_names_its_largest_part(planned):
     done = planned(*_SHORT, "--gpu-memory", 8, **given)
     assert done.exit_code == 1
     said = " ".join(done.stdout.split())
-    assert "Does not fit, in any placement. In the phase `student learns` one device would hold" in said
+    assert "Does not fit in any placement. The phase `training` needs" in said
     assert "the largest part is `optimizer` with 12.4 GB." in said
     found = json.loads(planned(*_SHORT, "--gpu-memory", 8, "--json", **given).stdout)
     assert (found["fits"], found["reason"] is not None) == (False, True)
@@ -349,8 +349,8 @@ def test_other_families_are_planned(family, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path), *load])
     assert done.exit_code == 0, done.output
     parts = json.loads(done.stdout)["phases"]
-    assert parts["student learns"]["weights"] == 4 * sum(one.numel() for one in model.parameters())
-    assert 0 < parts["student learns"]["activations"] < 1e8
+    assert parts["training"]["weights"] == 4 * sum(one.numel() for one in model.parameters())
+    assert 0 < parts["training"]["activations"] < 1e8
     with torch.no_grad():
         cache = model.eval()(input_ids=torch.arange(3, 35)[None], use_cache=True)
     kept = getattr(cache, CACHE, None)
@@ -380,7 +380,7 @@ def test_rows_beyond_the_context_of_either_model_are_bad_usage(tmp_path):
         models = [str(tmp_path / name) for name in "ab"]
         done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "49", "--no-bf16"])
         assert done.exit_code == 2
-        assert f"are 65 tokens, and the {role}'s context has 64" in done.stderr
+        assert f"are 65 tokens, but the {role}'s context has 64" in done.stderr
     done = CliRunner().invoke(app, ["plan", *models, "--prompt", "16", "--length", "48", "--no-bf16"])
     assert done.exit_code == 0, done.output
 

@@ -29,7 +29,7 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-PHASES = {"complete": "rollout", "teach": "teacher reads"}
+PHASES = {"complete": "rollout", "teach": "scoring"}
 """Of a step, by their names in the plan; what is in none is the learning of the student."""
 
 
@@ -53,7 +53,7 @@ class Measured(OPSDTrainer):
             with super().phase(name):
                 yield
             return
-        self.taken("student learns")
+        self.taken("training")
         with super().phase(name):
             yield
         self.taken(PHASES[name])
@@ -83,7 +83,7 @@ def peaks(folder: str, student: str, teacher: str, offload: str, *numbers: str) 
         processing_class=tiny.tokenizer(),
     )
     trainer.train()
-    trainer.taken("student learns")
+    trainer.taken("training")
     assert trainer.state.log_history[0]["completions/mean_length"] > 0.9 * length
     return trainer.peaks
 

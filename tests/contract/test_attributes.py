@@ -66,7 +66,7 @@ def test_assigning_a_fixed_attribute_raises_with_advice(make_trainer):
             setattr(trainer, name, "another")
         assert str(caught.value).endswith(f"Instead, {advice}.")
         assert getattr(trainer, name) == before
-    with pytest.raises(AttributeError, match=r"the engine is behind `trainer\.rollout`"):
+    with pytest.raises(AttributeError, match=r"use `trainer\.rollout`"):
         _ = trainer.vllm_generation
 
 
@@ -129,7 +129,7 @@ def test_assigned_teacher_is_checked(make_trainer, tmp_path):
         (None, "`trainer.teacher_model = None`"),
         (trainer.model, "`teacher_model` and `model` are the same object"),
         ("no/where", r"`teacher_model='no/where'` is neither"),
-        ({"a": tiny.qwen2(), "b": tiny.qwen2()}, "stands for one teacher"),
+        ({"a": tiny.qwen2(), "b": tiny.qwen2()}, "holds a single teacher"),
         (tiny.qwen2(48, vocab_size=200), "The head of the teacher has 200 rows"),
         (tiny.qwen2(48, max_position_embeddings=8), "context"),
     ):
@@ -184,8 +184,8 @@ def test_rollouts_follow_an_assignment_to_the_generation_config_as_in_trl(make_t
     ("name", "value", "message"),
     [
         ("eos_token_id", 5, r"set `model\.generation_config\.eos_token_id` before"),
-        ("num_return_sequences", 2, "one completion for each prompt"),
-        ("max_new_tokens", 100, "expected an integer from 1 to `max_completion_length`, which is 24"),
+        ("num_return_sequences", 2, "one completion per prompt"),
+        ("max_new_tokens", 100, "expected an integer from 1 to `max_completion_length=24`"),
         ("max_new_tokens", None, "expected an integer from 1"),
     ],
 )
@@ -200,7 +200,7 @@ def test_an_engine_follows_no_assignment_to_the_generation_config(make_trainer, 
     trainer = make_trainer(rollout=Mirrored(tiny.config(tmp_path)), max_completion_length=16)
     completions(trainer)
     trainer.generation_config.temperature = 0.5
-    with pytest.raises(ValueError, match=r"temperature = 0\.5` cannot be followed: an engine has the options of `OPSD"):
+    with pytest.raises(ValueError, match=r"temperature = 0\.5` is not supported: an engine uses the options of `OPSD"):
         completions(trainer)
 
 

@@ -169,7 +169,7 @@ def privileged() -> Dataset:
 def test_a_batch_by_hand_needs_rows_where_the_teacher_reads_more(make_trainer):
     trainer = make_trainer(train_dataset=privileged())
     with pytest.raises(
-        ValueError, match=r"without its dataset rows, but what the teacher reads depends on those.*rows'\]"
+        ValueError, match=r"without its dataset rows, from which the teacher's prompts are made.*rows'\]"
     ):
         trainer.compute_loss(trainer.model, by_hand())
     rows = privileged().to_list()[:2]

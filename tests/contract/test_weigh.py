@@ -104,7 +104,7 @@ def test_zero_weights_leave_the_student_unchanged(make_trainer):
         (lambda rollout: None, TypeError, "a NoneType: expected a tensor of floats"),
         (lambda rollout: rollout.weights[:, :-1], ValueError, r"of shape \(2, 2\): expected \(2, 3\)"),
         (lambda rollout: -rollout.weights, ValueError, "weights from -1 to"),
-        (lambda rollout: rollout.weights / 0, ValueError, "expected finite ones"),
+        (lambda rollout: rollout.weights / 0, ValueError, "expected finite weights"),
         (lambda rollout: rollout.weights + 1, ValueError, r"token \d of row \d, which is padding"),
     ],
 )

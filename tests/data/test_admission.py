@@ -118,7 +118,7 @@ def test_errors_of_the_chat_template_name_the_row(make):
     )
     dataset = chats(2000, row_1500=chat("a", system="b"))
     with pytest.raises(
-        ValueError, match=r"The prompt in row 1500 of train_dataset: the chat template .* No system role"
+        ValueError, match=r"The prompt in row 1500 of train_dataset: the tokenizer's chat template .* No system role"
     ):
         make(dataset, processing_class=words)
 
@@ -142,4 +142,4 @@ def test_checkpoints_with_an_older_digest_compare_the_number_of_rows(make_traine
             trainer.teaching.check_fingerprint(str(file.parent))
         return
     trainer.teaching.check_fingerprint(str(file.parent))
-    assert "only their number could be compared" in caplog.text
+    assert "only their number was compared" in caplog.text

@@ -43,7 +43,7 @@ def test_messages_get_what_the_chat_template_writes_and_nothing_else(make_traine
     assert words.decode(ids) == f"{start and START[0]}<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-TEXT = "are text, which is read as it is: no chat template is applied"
+TEXT = "are text, so no chat template is applied"
 
 
 def warnings(caplog) -> list[str]:
@@ -70,9 +70,7 @@ def test_intended_text_does_not_warn(make_trainer, caplog):
 def test_unread_chat_template_argument_warns(make_trainer, caplog):
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]] * 4})
     make_trainer(train_dataset=rows, chat_template_kwargs={"enable_thinking": False})
-    assert (
-        "`chat_template_kwargs` sets 'enable_thinking', which the chat template of the tokenizer never" in caplog.text
-    )
+    assert "`chat_template_kwargs` sets 'enable_thinking', which the tokenizer's chat template does not" in caplog.text
 
 
 def test_arguments_that_any_template_may_read_are_found():
@@ -145,19 +143,19 @@ TALK = [
 @pytest.mark.parametrize(
     ("template", "talk", "message"),
     [
-        (CHAT.replace("one.content", "one.text") + ASKED, TALK[1:2], "1 of 1, of the role 'user'"),
-        (DROPS, TALK[1:2], "1 of 1, of the role 'user'"),
-        (DROPS, TALK[:2], "2 of 2, of the role 'user'"),
-        (CHAT.replace("in messages", "in messages[1:]") + ASKED, TALK[:2], "1 of 2, of the role 'system'"),
-        (CHAT.replace("in messages", "in messages[-1:]") + ASKED, [*TALK[1:3], TALK[1]], "1 of 3, of the role 'user'"),
-        (OF_STUDENT, TALK[:2], "2 of 2, of the role 'user'"),
-        (OF_TEACHER, TALK[:2], "2 of 2, of the role 'user'"),
+        (CHAT.replace("one.content", "one.text") + ASKED, TALK[1:2], "1 of 1 .role 'user'"),
+        (DROPS, TALK[1:2], "1 of 1 .role 'user'"),
+        (DROPS, TALK[:2], "2 of 2 .role 'user'"),
+        (CHAT.replace("in messages", "in messages[1:]") + ASKED, TALK[:2], "1 of 2 .role 'system'"),
+        (CHAT.replace("in messages", "in messages[-1:]") + ASKED, [*TALK[1:3], TALK[1]], "1 of 3 .role 'user'"),
+        (OF_STUDENT, TALK[:2], "2 of 2 .role 'user'"),
+        (OF_TEACHER, TALK[:2], "2 of 2 .role 'user'"),
     ],
 )
 def test_a_template_that_leaves_a_message_out_is_refused(make_trainer, template, talk, message):
     rows = Dataset.from_list([{"prompt": talk}] * 2)
     with pytest.raises(
-        ValueError, match=f"The prompt in row 0 of train_dataset: the chat .* leaves out message {message}"
+        ValueError, match=f"The prompt in row 0 of train_dataset: the tokenizer's chat .* drops message {message}"
     ):
         make_trainer(
             train_dataset=rows,
@@ -175,9 +173,7 @@ def test_a_template_may_shorten_answers(make_trainer, caplog):
 
 
 PARTS = [{"type": "text", "text": "hi"}]
-PRINTED = (
-    r"The prompt in row 0 of train_dataset has content in parts, .*as Python prints them: give each content as text"
-)
+PRINTED = r"The prompt in row 0 of train_dataset has content in parts, .*as a Python list: give each content as text"
 
 
 @pytest.mark.before_loading
@@ -195,8 +191,8 @@ def in_a_stream(rows: Dataset, **columns) -> IterableDataset:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (CHAT + ASKED, "content in parts, .*as Python prints them"),
-        (CHAT.replace("{{ one.content }}", "{{ '' + one.content }}"), "template of the tokenizer refuses it: can only"),
+        (CHAT + ASKED, "content in parts, .*as a Python list"),
+        (CHAT.replace("{{ one.content }}", "{{ '' + one.content }}"), "tokenizer's chat template rejects it: can only"),
     ],
 )
 def test_content_parts_of_a_stream_are_refused_when_drawn(make_trainer, template, message):
@@ -220,7 +216,7 @@ def test_content_parts_that_a_template_reads_are_accepted(make_trainer):
     assert trainer.processing_class.decode(trainer.tokenize([trainer.train_dataset[0]["prompt"]])[0]) == "hi"
 
 
-ENDED = "after which a model has nothing to answer"
+ENDED = "so there is nothing left to generate"
 
 
 @pytest.mark.parametrize(
@@ -253,5 +249,5 @@ def test_teacher_prompt_that_ends_with_an_end_token_warns(make_trainer, caplog, 
     else:
         make_trainer(train_dataset=rows.to_iterable_dataset(), max_steps=1, **joined).train()
     where = "the batch of step 1" if stream else "train_dataset"
-    assert f"{name} in row 0 of {where} ends with '<|im_end|>', {ENDED}" in caplog.text
+    assert f"{name} in row 0 of {where} ends with the end token '<|im_end|>', {ENDED}" in caplog.text
     assert caplog.text.count(ENDED) == 1

@@ -71,7 +71,7 @@ def test_sharded_student_counts_each_row_once(read, folder, strategy):
 
 @pytest.mark.parametrize("what", ["order", "split", "stream's order", "stream split"])
 def test_processes_with_different_rows_are_refused(read, what):
-    said = "read different rows from the stream" if "stream" in what else "is another dataset in process 1"
+    said = "got different rows from the stream" if "stream" in what else "differs between process 1"
     assert said in read[0]["refused"][what]
     assert "Shuffle" in read[0]["refused"][what]
 

@@ -130,7 +130,7 @@ def test_resuming_a_finished_run_trains_no_step(tmp_path, caplog, options, raise
     assert (again.witness.written, again.witness.weights) == ([], [])
     assert result.global_step == again.state.global_step == again.state.max_steps == done
     assert all(map(torch.equal, again.model.parameters(), run.model.parameters())), "also where the best is another"
-    assert f"checkpoint-{done} is of step {done} of {done}" in caplog.text
+    assert f"checkpoint-{done}is at step {done} of {done}" in caplog.text
     assert "train_loss" not in result.metrics | again.state.log_history[-1]
     assert files() == saved
     if raised is not None:
@@ -178,5 +178,5 @@ def test_settings_that_a_checkpoint_overwrites_are_logged(tmp_path, caplog, whol
     run = trainer(tmp_path, "full", **{"max_steps": 2, "eval_strategy": "no", **options})
     run.train(resume_from_checkpoint=str(whole["full"][0] / "checkpoint-1"))
     assert run.optimizer.param_groups[0]["lr"] == 1e-2
-    assert ("The optimizer goes on as in" in caplog.text) is (said is not None)
+    assert ("The optimizer keeps the settings of" in caplog.text) is (said is not None)
     assert (said or "") in caplog.text

@@ -40,7 +40,7 @@ def lines(printed, start):
         ("row", "ValueError: The prompt in row 1 of train_dataset is empty"),
         ("own script", "FileNotFoundError: .*nowhere.json"),
         ("one process", "RuntimeError: only here"),
-        ("train.py, model", "ValueError: There is no student: name it with"),
+        ("train.py, model", "ValueError: No student: pass"),
     ],
 )
 def test_an_error_before_training_is_printed_once(pairs, name, error):
@@ -56,7 +56,7 @@ def test_rank_of_a_single_failure_is_reported(pairs):
 
 def test_command_prints_an_error_once_in_one_sentence(pairs):
     pair = pairs["trl-opsd train"]
-    assert len(lines(pair["err"], "trl-opsd train: error: There is no student")) == 1
+    assert len(lines(pair["err"], "trl-opsd train: error: No student")) == 1
     assert lines(pair["err"], r"Traceback|Rank \d ends") == []
     assert set(pair["statuses"].values()) == {2}
 

@@ -99,7 +99,7 @@ def test_each_of_several_teachers_reads_its_own_rows(disk, options, tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("written", ["math", "{}", '["a"]'])
 def test_teachers_without_names_are_refused(refused, written):
-    assert f"`teacher_models={written!r}`: expected names and paths" in refused("--teacher_models", written)
+    assert f"`teacher_models={written!r}`: expected a mapping of names to paths" in refused("--teacher_models", written)
 
 
 @pytest.mark.quick
@@ -127,10 +127,10 @@ def test_a_learning_rate_from_a_file_is_a_number(config, written):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((), "There is no student: name it with `--model_name_or_path`; .* `--task arithmetic`"),
-        (("teacher", "dataset"), "There is no student"),
+        ((), "No student: pass `--model_name_or_path`; .* `--task arithmetic`"),
+        (("teacher", "dataset"), "No student"),
         (("student", "dataset"), "There is no teacher"),
-        (("student", "teacher"), "There is no dataset: name one with `--dataset_name`"),
+        (("student", "teacher"), "No dataset: pass `--dataset_name`"),
     ],
     ids=lambda given: " and ".join(given) or "nothing" if isinstance(given, tuple) else "",
 )
@@ -161,7 +161,10 @@ COMMAND_LINE = {
     "two files": (["--config", "a", "--config=b"], "--config is given 2 times"),
     "no file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: [Errno 2] No such file"),
     "JSON": (["--model_init_kwargs", "{bad"], "`model_init_kwargs='{bad'` is not JSON"),
-    "JSON in single quotes": (["--teacher_model_init_kwargs", "{'dtype': 1}"], "put names and texts in double quotes"),
+    "JSON in single quotes": (
+        ["--teacher_model_init_kwargs", "{'dtype': 1}"],
+        "put names and strings into double quotes",
+    ),
     "JSON of a list": (["--model_init_kwargs", "[1]"], "`model_init_kwargs='[1]'`: expected a dict of options"),
     "a split that is not there": (
         ["--dataset_train_split", "train_"],
@@ -173,13 +176,13 @@ COMMAND_LINE = {
     ),
     "a dtype given twice": (
         ["--dtype", "bfloat16", "--model_init_kwargs", '{"torch_dtype": "float32"}'],
-        "`dtype='bfloat16'` and `model_init_kwargs={'dtype': 'float32'}` are two values for one thing",
+        "`dtype='bfloat16'` and `model_init_kwargs={'dtype': 'float32'}` set the same option to two values",
     ),
     "an attention of the teacher given twice": (
         ["--teacher_attn_implementation", "sdpa", "--teacher_model_init_kwargs", '{"attn_implementation": "eager"}'],
         "`teacher_attn_implementation='sdpa'` and `teacher_model_init_kwargs={'attn_implementation': 'eager'}` are two",
     ),
-    "a task and a dataset": (["--task", "arithmetic"], "`task='arithmetic'` has a dataset of its own"),
+    "a task and a dataset": (["--task", "arithmetic"], "`task='arithmetic'` comes with its own dataset"),
 }
 
 
@@ -242,7 +245,7 @@ def test_an_adapter_is_refused_with_advice_that_works(models, disk, options, ref
         base = AutoModelForCausalLM.from_pretrained(getattr(disk, role))
         get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(path)
         option = "--model_name_or_path" if role == "student" else "--teacher_model_name_or_path"
-        assert f"save the two as one model, `{advice}` with its tokenizer" in refused(*given, option, path)
+        assert f"save both as one model, `{advice}` with its tokenizer" in refused(*given, option, path)
         eval(advice, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "path": path, "folder": folder})
         tiny.tokenizer().save_pretrained(folder)
         merged += [option, folder]
@@ -250,7 +253,7 @@ def test_an_adapter_is_refused_with_advice_that_works(models, disk, options, ref
 
 
 def test_file_format_as_dataset_name_is_refused(models, refused):
-    assert "`dataset_name='json'` is a format" in refused(*models, "--dataset_name", "json")
+    assert "`dataset_name='json'` is a file format" in refused(*models, "--dataset_name", "json")
 
 
 def test_mixture_is_loaded_and_split_as_in_trl(config, disk, options, caplog):
@@ -273,14 +276,14 @@ VOID = {
         ["--dataset_test_split", "validation"],
         "`dataset_test_split='validation'`, because `eval_strategy` is",
     ),
-    "buffers": (["--ignore_bias_buffers"], "`ignore_bias_buffers=True`, because this trainer has no use for it"),
+    "buffers": (["--ignore_bias_buffers"], "`ignore_bias_buffers=True`, because this trainer does not use it"),
     "a teacher": (
         ["--teacher_model_kind", "base", "--teacher_dtype", "bfloat16", "--teacher_attn_implementation", "eager"],
         "`teacher_dtype='bfloat16'`, because the student is its own teacher; `teacher_attn_implementation='eager'`, ",
     ),
     "a dataset": (
         ["--task", "arithmetic", "--dataset_config", "main", "--test_split_size", "0.1"],
-        "`dataset_config='main'`, because the task has a dataset of its own; `test_split_size=0.1`, because the task",
+        "`dataset_config='main'`, because the task comes with its own dataset; `test_split_size=0.1`, because the task",
     ),
 }
 
@@ -378,5 +381,5 @@ def test_weights_under_an_adapter_take_half_the_memory_unless_a_dtype_is_set(mod
 
 
 def test_rate_too_small_for_a_bfloat16_student_warns(models, disk, options):
-    with pytest.warns(UserWarning, match="98% of the student's trained weights would not move .*`dtype='float32'`"):
+    with pytest.warns(UserWarning, match="98% of the student's trainable weights would not change .*`dtype='float32'`"):
         train.main([*models, "--dataset_name", disk.data, *options, "--dtype", "auto", "--learning_rate", "1e-6"])

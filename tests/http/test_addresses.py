@@ -27,6 +27,6 @@ def test_a_token_is_sent_as_it_is_or_refused(monkeypatch):
     assert token_header(ROLLOUT_TOKEN) == {"Authorization": "Bearer s3cret"}
     for wrong in ("two words", "line\n", "schlüssel"):
         monkeypatch.setenv(ROLLOUT_TOKEN, wrong)
-        with pytest.raises(ValueError, match=f"{ROLLOUT_TOKEN} has spaces, line ends") as error:
+        with pytest.raises(ValueError, match=f"{ROLLOUT_TOKEN} contains spaces, line breaks") as error:
             token_header(ROLLOUT_TOKEN)
         assert wrong not in str(error.value)

@@ -21,7 +21,7 @@ def test_valid_json_is_read_as_by_the_standard_library():
         ('{"a":' * 100_000, "nested too deeply"),
         ("[NaN]", "contains NaN"),
         ("-Infinity", "contains -Infinity"),
-        ('{"a": 1, "a": 2}', "has the key 'a' twice"),
+        ('{"a": 1, "a": 2}', "contains the key 'a' twice"),
         ("", "Expecting value"),
         (b"\xff\xfe\xfa", "decode"),
         ("9" * 5000, "digits"),

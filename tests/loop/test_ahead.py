@@ -226,7 +226,7 @@ def own_complete(make_trainer):
 REFUSED = {
     "transformers": (
         lambda make: make(overlap="ahead", rollout=HFRollout()),
-        "HFRollout writes in the trainer's own process",
+        "HFRollout generates in the trainer's process",
     ),
     "tools": (lambda make: built(make, overlap="ahead", processing_class=calling_tools(), tools=[tiny.add]), "`tools`"),
     "complete": (own_complete, "`Own.complete`"),

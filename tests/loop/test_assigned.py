@@ -107,7 +107,7 @@ def test_assigned_datasets_are_checked_like_arguments(built, rows, error, said):
 
 
 def test_too_few_rows_or_none_to_evaluate_are_refused(built, make_trainer):
-    with pytest.raises(ValueError, match="has 2 rows, but one generation batch takes 4"):
+    with pytest.raises(ValueError, match="has 2 rows, but one generation batch needs 4"):
         built.train_dataset = tiny.rows(2)
     trainer = make_trainer(eval_strategy="steps", eval_dataset=tiny.rows(2))
     with pytest.raises(ValueError, match="`eval_strategy='steps'` without an `eval_dataset`"):
@@ -177,9 +177,9 @@ def test_trainers_that_share_a_rollout_use_their_own_students(make_trainer):
     ("name", "value", "words"),
     [
         ("max_prompt_length", 5, "prompts are never cut"),
-        ("num_generations", 4, "was read at construction"),
-        ("num_iterations", 4, "a completion is used for one optimizer step"),
-        ("teacher_prompt_template", "{prompt}", "was read at construction: build the trainer with that value"),
+        ("num_generations", 4, "is read at construction"),
+        ("num_iterations", 4, "each completion is used for one optimizer step"),
+        ("teacher_prompt_template", "{prompt}", "is read at construction: build a trainer with that value"),
         ("generation_config", None, "assign to its attributes"),
         ("phase", "warmup", "it is a method"),
         ("padded", 0.5, "it is a method"),

@@ -193,9 +193,11 @@ def gpt_neo(width: int = 32, seed: int = 0) -> torch.nn.Module:
     return tiny.model(config, seed)
 
 
-@pytest.mark.parametrize(("make", "message"), [(llama4, "attention_chunk_size=32"), (gpt_neo, "mask of its context")])
+@pytest.mark.parametrize(
+    ("make", "message"), [(llama4, "attention_chunk_size=32"), (gpt_neo, "mask of the size of its context")]
+)
 def test_packing_refuses_chunked_and_local_attention(make, message):
-    with pytest.raises(ValueError, match=rf"`padding_free=True`: the student .*{message}.*leave the option out"):
+    with pytest.raises(ValueError, match=rf"`padding_free=True`: the student .*{message}.*remove the option"):
         Probed(make(), "student").prove(PACKING)
 
 
@@ -207,7 +209,7 @@ def test_packing_proof_sees_leaking_rows_in_every_dtype(dtype):
         for parameter in leaking.parameters():
             if parameter.ndim == 2:
                 parameter.copy_(torch.randn_like(parameter) / parameter.size(1) ** 0.5)
-    with pytest.raises(ValueError, match="lets rows that are read as one change each other"):
+    with pytest.raises(ValueError, match="concatenated rows change each other"):
         Probed(leaking.to(dtype), "student").prove(PACKING)
 
 
@@ -215,14 +217,16 @@ def test_packing_proof_sees_leaking_rows_in_every_dtype(dtype):
 def test_packing_refuses_models_whose_rows_leak(make_trainer, role):
     models = {"model": tiny.qwen2(), "teacher_model": tiny.qwen2(48, 1)}
     models["model" if role == "student" else "teacher_model"] = mamba()
-    with pytest.raises(ValueError, match=rf"`padding_free=True`: the {role} \(MambaForCausalLM\) .* Leave the option"):
+    with pytest.raises(
+        ValueError, match=rf"`padding_free=True`: in the {role} \(MambaForCausalLM\) .* Remove the option"
+    ):
         make_trainer(**models, padding_free=True)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"padding_free": True, "pad_to_multiple_of": 8}, "no row is padded then"),
+        ({"padding_free": True, "pad_to_multiple_of": 8}, "concatenated rows are not padded"),
         ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch"),
         ({"max_tokens_per_microbatch": 9, "optim": "lomo"}, "which steps in each backward pass"),
     ],
@@ -313,7 +317,7 @@ def test_sharded_model_reading_row_by_row_makes_one_pass_per_row(monkeypatch, ma
     monkeypatch.setattr(dealing, "is_split_model", lambda _: True)
     trainer = make_trainer(max_tokens_per_microbatch=20)
     trainer.reading = Reading(0)
-    with pytest.raises(ValueError, match="every process has to have equally many rows"):
+    with pytest.raises(ValueError, match="every process needs the same number of rows"):
         trainer._dealer._groups([3, 4])
 
 

@@ -124,7 +124,7 @@ def test_jit_checkpoints_outside_the_main_thread_are_refused(make_trainer):
 
     trainer, [error] = trained(enable_jit_checkpoint=True)
     assert isinstance(error, ValueError)
-    assert "`train` was called in the thread 'worker': Python handles signals in the main thread only" in str(error)
+    assert "`train` was called in the thread 'worker': Python handles signals only in the main thread" in str(error)
     assert trainer.state.global_step == 0
     trainer, errors = trained()
     assert (trainer.state.global_step, errors) == (1, [])
@@ -134,6 +134,6 @@ def test_jit_checkpoints_outside_the_main_thread_are_refused(make_trainer):
 def test_resetting_an_attribute_missing_from_trl_is_an_error(make_trainer, name):
     trainer = make_trainer(max_steps=1)
     vars(trainer)[f"{name}_renamed"] = vars(trainer).pop(name)
-    with pytest.raises(AttributeError, match=rf"Trainer has no `{name}`: this package was not tested"):
+    with pytest.raises(AttributeError, match=rf"Trainer has no `{name}`: trl_opsd was not tested"):
         trainer.train()
     assert name not in vars(trainer)

@@ -52,8 +52,8 @@ def test_the_card_links_models_of_the_hub(make_trainer):
 def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     card = card_of(make_trainer(model=tiny.llama()))
-    assert "a fine-tuned version of a `LlamaForCausalLM` that has no name." in card.text
-    assert "- Teacher: a `Qwen2ForCausalLM` that has no name\n" in card.text
+    assert "a fine-tuned version of an unnamed `LlamaForCausalLM`." in card.text
+    assert "- Teacher: an unnamed `Qwen2ForCausalLM`\n" in card.text
     tiny.qwen2(32).save_pretrained(tmp_path / "small")
     tiny.qwen2(48, seed=1).save_pretrained(tmp_path / "large")
     adapter = LoraConfig(r=4, target_modules="all-linear")
@@ -79,10 +79,10 @@ def test_the_card_knows_a_model_in_the_cache_of_the_hub(make_trainer):
 @pytest.mark.parametrize(
     ("kind", "lora", "said"),
     [
-        ("base", True, "the model itself as it was before training, without its adapter"),
-        ("base", False, "the model itself as it was before training"),
+        ("base", True, "the model itself before training, without its adapter"),
+        ("base", False, "the model itself before training"),
         ("ema", True, "an exponential moving average of the model itself (`teacher_update_rate=0.05`)"),
-        ("live", False, "the model itself as it is at each step"),
+        ("live", False, "the current model itself"),
     ],
 )
 def test_the_card_of_a_student_that_teaches_itself_cites_opsd(make_trainer, kind, lora, said):
@@ -93,7 +93,7 @@ def test_the_card_of_a_student_that_teaches_itself_cites_opsd(make_trainer, kind
         peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
     )
     card = card_of(trainer)
-    assert f"- Teacher: {said}, which read context that the student did not\n" in card.text
+    assert f"- Teacher: {said}, given context that the student did not see\n" in card.text
     assert OPSD in card.text
     assert "Zhao" in card.text
     assert "Agarwal" not in card.text
@@ -120,7 +120,7 @@ def test_the_card_lists_several_teachers(make_trainer):
         train_dataset=tiny.rows().add_column("teacher", ["maths", "prose"] * 4),
     )
     card = card_of(trainer)
-    assert "- Teacher `maths`: a `Qwen2ForCausalLM` that has no name\n- Teacher `prose`: a `Own`\n" in card.text
+    assert "- Teacher `maths`: an unnamed `Qwen2ForCausalLM`\n- Teacher `prose`: a `Own`\n" in card.text
 
 
 def test_saving_a_checkpoint_writes_the_card_beside_it(make_trainer, tmp_path):
@@ -128,7 +128,7 @@ def test_saving_a_checkpoint_writes_the_card_beside_it(make_trainer, tmp_path):
     card = ModelCard.load(tmp_path / "README.md")
     assert f"# Model Card for {tmp_path.name}\n" in card.text
     assert "- Objective: `GeneralizedJSD(beta=0.5)` at temperature 1," in card.text
-    assert "- Steps: 1 of 2 prompts each: 2 per device x 1 processes x 1 accumulation steps; 1 are done" in card.text
+    assert "- Steps: 1 of 2 prompts each: 2 per device x 1 processes x 1 accumulation steps; 1 done" in card.text
 
 
 def brief(completions, **_):

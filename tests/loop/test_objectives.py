@@ -172,13 +172,13 @@ class TestPolicyGradient:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"kl_clip": 0.05}, r"with SampledReverseKL\(.*, which is no sum over entries"),
-            ({"top_p": 0.9}, "`top_p=0.9` with a divergence of sampled tokens"),
+            ({"kl_clip": 0.05}, r"with SampledReverseKL\(.*, which is not a sum over vocabulary entries"),
+            ({"top_p": 0.9}, "`top_p=0.9` with 'sampled_reverse_kl'"),
             ({"top_k": 20}, "`top_k=20` with"),
             ({"min_p": 0.1}, "`min_p=0.1` with"),
             ({"repetition_penalty": 1.1}, "`repetition_penalty=1.1` with"),
             ({"lmbda": 0.5}, "`lmbda=0.5` with"),
-            ({"student_temperature": 0.5}, "`student_temperature=0.5` with a divergence of sampled tokens"),
+            ({"student_temperature": 0.5}, "`student_temperature=0.5` with 'sampled_reverse_kl'"),
         ],
     )
     def test_other_sampling_distributions_are_refused(self, tmp_path, make_trainer, options, said):

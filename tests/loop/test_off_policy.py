@@ -137,11 +137,11 @@ def test_dataset_completions_are_cut_like_rollouts(make_trainer):
 
 
 REFUSED = [
-    (tiny.rows(), "learns from a column 'completion', but train_dataset has only", ValueError),
+    (tiny.rows(), "trains on a column 'completion', but train_dataset has only", ValueError),
     (tiny.rows(2).add_column("completion", ["a", None]), "in row 1 of train_dataset is None", TypeError),
     (tiny.rows(2).add_column("completion", ["a", ""]), "in row 1 of train_dataset is empty", ValueError),
     (tiny.rows(2).add_column("completion", CHAT[:2]), "is messages, but the prompt is text", ValueError),
-    (Dataset.from_dict({"prompt": CHAT, "completion": CHAT}), "is not one message of the assistant", ValueError),
+    (Dataset.from_dict({"prompt": CHAT, "completion": CHAT}), "expected a single message of the assistant", ValueError),
 ]
 
 
@@ -158,7 +158,7 @@ def test_a_template_that_rewrites_the_prompt_is_refused(make_trainer):
     words.chat_template = tiny.CHAT_TEMPLATE.replace(
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}"
     )
-    with pytest.raises(ValueError, match=r"does not begin with what the student reads before it, '.*<think>' at its"):
+    with pytest.raises(ValueError, match=r"does not start with the student's prompt, which ends with '.*<think>'"):
         trained(make_trainer, "messages", lmbda=0.0, processing_class=words)
 
 
@@ -172,7 +172,7 @@ def test_template_that_drops_part_of_an_answer_warns_once(make_trainer, caplog):
     for given in (rows("messages"), dataset):
         caplog.clear()
         trainer = trained(make_trainer, lmbda=0.0, train_dataset=given, processing_class=words)
-        said.append([record.message for record in caplog.records if "changes answers" in record.message])
+        said.append([record.message for record in caplog.records if "the dataset's answers" in record.message])
     assert [len(messages) for messages in said] == [0, 1]
     assert all("because" not in WORDS.decode(ids) for _, _, ids in trainer.taught)
 
@@ -208,7 +208,7 @@ def test_unknown_token_id_names_its_row(make_trainer):
     words = tiny.tokenizer()
     words.add_tokens(["<new>"])
     dataset = tiny.rows().add_column("completion", ["<new>", *GIVEN[1:]])
-    with pytest.raises(ValueError, match=r"The completion in row .* has the token id"):
+    with pytest.raises(ValueError, match=r"The completion in row .* contains the token id"):
         trained(make_trainer, train_dataset=dataset, processing_class=words, lmbda=0.0)
 
 

@@ -532,10 +532,10 @@ def test_overlap_refuses_overridden_whole_batch_methods(make_trainer, cls, name)
         ({"overlap": "steps"}, "overlap"),
         ({"overlap": "step", "optim": "adalomo"}, "steps in each backward pass"),
         ({"max_tokens_per_microbatch": 9, "optim": "galore_adamw_layerwise"}, "steps in each backward pass"),
-        ({"overlap": "step", "use_vllm": True, "vllm_mode": "colocate"}, "whose engine generates in the trainer's own"),
+        ({"overlap": "step", "use_vllm": True, "vllm_mode": "colocate"}, "whose engine runs in the trainer's"),
         (
             {"overlap": "step", "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
-            "and sleeps while that trains",
+            "and sleeps during training",
         ),
     ],
 )
@@ -567,8 +567,8 @@ def test_deepspeed_settings_without_a_mendable_gradient_are_found(config, settin
 @pytest.mark.parametrize(
     ("cls", "rollout", "message"),
     [
-        (OPSDTrainer, None, "FixedRollout writes in the trainer's own process"),
-        (Completes, Apart, "`Completes.complete` returns when all rows are written"),
+        (OPSDTrainer, None, "FixedRollout generates in the trainer's process"),
+        (Completes, Apart, "`Completes.complete` returns only after all rows are generated"),
     ],
 )
 def test_overlap_without_effect_warns_and_trains_as_without(make_trainer, caplog, cls, rollout, message):

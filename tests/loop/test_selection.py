@@ -286,7 +286,7 @@ class Rewrapped(OPSDTrainer):
 
 def test_own_code_that_undoes_selection_is_reported(make_trainer, caplog):
     trainer = make_trainer(Outside, token_selection="prefix", **ONE_STEP)
-    with pytest.raises(ValueError, match=r"or is left out by `token_selection`: multiply"):
+    with pytest.raises(ValueError, match=r"or is excluded by `token_selection`: multiply"):
         trainer.train()
     for copies in (True, False):
         caplog.clear()

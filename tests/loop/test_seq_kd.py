@@ -93,7 +93,7 @@ def test_each_of_several_teachers_writes_its_rows(make_trainer):
 def test_plain_generate_warns_for_student_and_teacher(make_trainer, caplog):
     slow = {**GREEDY, "generation_kwargs": {"use_cache": False}}
     make_trainer(**slow, lmbda=0.5).train()
-    assert [caplog.text.count(f"Completions of the {who} come from plain") for who in ("student", "teacher")] == [1, 1]
+    assert [caplog.text.count(f"Completions of the {who} use plain") for who in ("student", "teacher")] == [1, 1]
 
 
 def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
@@ -134,9 +134,11 @@ def test_generation_config_of_the_teacher_is_followed_with_a_warning(make_traine
     trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_model=teacher)
     said = [record.message for record in caplog.records if "`seq_kd=True`: the teacher" in record.message]
     assert len(said) == 2
-    assert f"writes with {{'suppress_tokens': {sorted(set(first.values()))}}} of its own generation config" in said[0]
+    assert (
+        f"generates with {{'suppress_tokens': {sorted(set(first.values()))}}} from its own generation config" in said[0]
+    )
     ends = WORDS.eos_token_id
-    assert f"ends with {sorted([ends, 9])}, the student with [{ends}], and after [9] its completions go on" in said[1]
+    assert f"ends with {sorted([ends, 9])}, the student with [{ends}], so its completions continue after [9]" in said[1]
     assert f"`generation_kwargs={{'eos_token_id': {sorted([ends, 9])}}}`" in said[1]
     trainer.train()
     assert all(not set(ids) & set(first.values()) for *_, ids in trainer.taught)
@@ -146,7 +148,7 @@ def test_errors_of_a_writing_teacher_name_it(make_trainer):
     trainer = make_trainer(**GREEDY, lmbda=0.0)
     with torch.no_grad():
         trainer.teacher_model.lm_head.weight.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match=r"^The logits of the teacher for token 1 of row 0 hold NaN"):
+    with pytest.raises(FloatingPointError, match=r"^The logits of the teacher for token 1 of row 0 are NaN"):
         trainer.train()
     broken = tiny.qwen2(48, seed=1)
     broken.generation_config.stop_strings = ["x"]
@@ -192,5 +194,5 @@ def test_seq_kd_refuses_conflicting_options_before_loading(make_trainer, options
 
 def test_seq_kd_refuses_a_teacher_that_is_no_model(make_trainer):
     teacher = make_trainer().teacher
-    with pytest.raises(ValueError, match="`seq_kd=True`: the teacher, a Scorer, cannot write completions"):
+    with pytest.raises(ValueError, match="`seq_kd=True`: the teacher, a Scorer, cannot generate completions"):
         make_trainer(**GREEDY, lmbda=0.5, teacher_model=Scorer(teacher))

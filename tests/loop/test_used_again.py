@@ -51,7 +51,7 @@ def test_each_trainer_keeps_its_own_precision(make_trainer):
 def test_another_model_cannot_be_assigned(make_trainer):
     trainer = make_trainer()
     trainer.model = tiny.qwen2(seed=5)
-    with pytest.raises(ValueError, match=r"`trainer.model` was assigned .*: build another trainer"):
+    with pytest.raises(ValueError, match=r"`trainer.model` was assigned .*: build a new trainer"):
         trainer.train()
 
 
@@ -84,16 +84,16 @@ def test_assigned_optimizer_is_checked_like_an_argument(make_trainer, caplog):
     trainer.create_optimizer()
     trainer.train()
     trainer.optimizer = sgd(tiny.qwen2().parameters(), 1.0)
-    with pytest.raises(ValueError, match="has no trained parameter of the student"):
+    with pytest.raises(ValueError, match="has no trainable parameter of the student"):
         trainer.train()
     trainer.optimizer = sgd(trainer.model.parameters(), 0.0)
-    with pytest.raises(ValueError, match="The learning rate is 0 in each of the 1 steps"):
+    with pytest.raises(ValueError, match="The learning rate is 0 in all 1 steps"):
         trainer.train()
     trainer.optimizer = sgd(trainer.model.lm_head.parameters(), 1.0)
     trainer.args.learning_rate = 0.5  # not read by an optimizer that was assigned
     before = {name: one.clone() for name, one in trainer.model.named_parameters()}
     trainer.train()
-    assert "The optimizer steps 1 of the" in caplog.text
+    assert "The optimizer updates 1 of the" in caplog.text
     moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
     assert moved == {"lm_head.weight"}
 
@@ -138,7 +138,9 @@ def test_student_with_a_leftover_adapter_is_refused_until_unloaded(make_trainer,
     trainer = build(student, lora())
     trainer.train()
     for again in (lora(), None):
-        with pytest.raises(ValueError, match=r"`model` still has the adapter .*`model = trainer\.model\.unload\(\)`"):
+        with pytest.raises(
+            ValueError, match=r"`model` still contains the adapter .*`model = trainer\.model\.unload\(\)`"
+        ):
             build(student, again)
     further = build(trainer.model, None)
     assert further.model is trainer.model
@@ -153,7 +155,7 @@ def test_teacher_with_a_leftover_adapter_warns(make_trainer, caplog):
     model = tiny.qwen2(48, seed=1)
     first = make_trainer(model=model, peft_config=lora())
     trainer = make_trainer(teacher_model=model)
-    assert caplog.text.count("still has the adapter of an earlier trainer in its layers, and teaches with it") == 1
+    assert caplog.text.count("still contains the adapter of an earlier trainer and teaches with it") == 1
     trainer.teacher_model = tiny.qwen2(48, seed=2)
     trainer.teacher_model = model
     assert caplog.text.count("and teaches with it") == 2
@@ -196,8 +198,8 @@ def test_parameters_missing_from_the_optimizer_warn_at_each_training(make_traine
     trainer.train()
     trainer.model.requires_grad_(True)
     trainer.train()
-    assert "The optimizer steps 27 of the 27" not in caplog.text
-    assert "The optimizer steps 1 of the 27 trained parameters" in caplog.text
+    assert "The optimizer updates 27 of the 27" not in caplog.text
+    assert "The optimizer updates 1 of the student's 27 trainable parameters" in caplog.text
 
 
 def test_ended_schedule_is_refused(make_trainer):
@@ -206,15 +208,15 @@ def test_ended_schedule_is_refused(make_trainer):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 2))
     trainer = make_trainer(model=student, optimizers=(optimizer, schedule), max_steps=2)
     trainer.train()
-    with pytest.raises(ValueError, match="The scheduler has ended, and its rate is 0"):
+    with pytest.raises(ValueError, match="The scheduler has ended at a learning rate of 0"):
         trainer.train()
 
 
 def test_new_run_beside_checkpoints_of_another_warns(make_trainer, tmp_path, caplog):
     make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
-    assert "A new run begins" not in caplog.text
+    assert "Starting a new run" not in caplog.text
     make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
-    assert "checkpoint-1 is there, of an earlier one" in caplog.text
+    assert "checkpoint-1 is left from an earlier one" in caplog.text
 
 
 def test_a_teacher_that_was_put_into_training_mode_reads_without_dropout(make_trainer):

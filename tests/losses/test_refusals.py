@@ -43,7 +43,7 @@ def with_head(side, **changes):
         ),
         (
             lambda s, t: (s, replace(t, hidden=torch.zeros(6, 8))),
-            r"teacher hidden states have shape \[6, 8\], expected \[N, H\], and 7 tokens",
+            r"teacher hidden states have shape \[6, 8\], expected \[N, H\] with 7 tokens",
         ),
         (
             lambda s, t: (replace(s, hidden=torch.zeros(2, 3, 5)), t),
@@ -76,11 +76,11 @@ def test_an_invalid_vocabulary_size_is_refused(make_pair, compute, vocabulary):
     [
         (
             lambda mine, theirs: (mine - theirs).sum(),
-            r"returned shape \[\]: expected one divergence for each row, \[3\]",
+            r"returned shape \[\]: expected one divergence per row, \[3\]",
         ),
         (lambda mine, theirs: mine - theirs, r"returned shape \[3, 7\]"),
         (lambda mine, theirs: 0.0, "returned a float"),
-        (lambda mine, theirs: (mine - theirs).sum(-1).detach(), "is not a differentiable function"),
+        (lambda mine, theirs: (mine - theirs).sum(-1).detach(), "is not differentiable"),
     ],
 )
 def test_a_custom_divergence_returns_one_differentiable_number_per_row(value, message):
@@ -155,14 +155,14 @@ class HalfARoot(Divergence):
     [
         (
             WrongSign,
-            r"`WrongSign.value_and_gradient`.*, gradients differ by \S+ at token id \d+, where",
+            r"`WrongSign.value_and_gradient`.*: gradients differ by \S+ at token id \d+, where",
         ),
-        (OneWrongEntry, r"`OneWrongEntry.value_and_gradient`.*, gradients differ by \S+ at token id 3, where"),
+        (OneWrongEntry, r"`OneWrongEntry.value_and_gradient`.*: gradients differ by \S+ at token id 3, where"),
         (
             OnlyValue,
-            "`OnlyValue.value_and_gradient`, that of `ReverseKL`, does not belong to `OnlyValue.value`, values differ",
+            "`OnlyValue.value_and_gradient`, that of `ReverseKL`, does not match `OnlyValue.value`: values differ",
         ),
-        (OverTheBatch, "`OverTheBatch.value` of a token depends on the other tokens, values differ by"),
+        (OverTheBatch, "`OverTheBatch.value` of a token depends on other tokens .values differ by"),
         (HalfARoot, "The gradient of `HalfARoot.value` is NaN or infinite"),
     ],
 )
@@ -220,7 +220,7 @@ def test_sound_divergences_pass_the_checks(vocabulary):
 
 
 def test_a_random_divergence_is_compared_with_its_definition():
-    with pytest.raises(ValueError, match=r"^`NoisyWrongSign.value_and_gradient` does not belong to"):
+    with pytest.raises(ValueError, match=r"^`NoisyWrongSign.value_and_gradient` does not match"):
         prove_divergence(NoisyWrongSign(), 7, torch.device("cpu"))
 
 
@@ -231,8 +231,11 @@ def test_a_random_divergence_is_compared_with_its_definition():
         (lambda mine, theirs: -reverse_kl(mine, theirs), r"^`Mine.value` is negative, -"),
         (lambda mine, theirs: (mine.exp().detach() * (mine - theirs)).sum(-1), r"^The gradient of `Mine.value` is 0 "),
         (lambda mine, theirs: reverse_kl(mine, theirs).clamp(max=0) + 1, r"^The gradient of `Mine.value` is 0 "),
-        (lambda mine, theirs: 9 + (mine.exp() * mine).sum(-1), r"^The gradient of .* whatever the teacher says"),
-        (lambda mine, theirs: 9 + (mine.exp() * mine - theirs).sum(-1), r"^The gradient of .* whatever the teacher"),
+        (lambda mine, theirs: 9 + (mine.exp() * mine).sum(-1), r"^The gradient of .* does not depend on the teacher"),
+        (
+            lambda mine, theirs: 9 + (mine.exp() * mine - theirs).sum(-1),
+            r"^The gradient of .* does not depend on the teacher",
+        ),
     ],
     ids=["negative", "cancelled", "bounded", "no teacher", "a constant teacher"],
 )

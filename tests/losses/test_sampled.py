@@ -168,7 +168,7 @@ class TestFirstChoices:
 @pytest.mark.parametrize(
     ("of", "message"),
     [
-        (None, "SampledReverseKL reads sampled tokens: pass `sampled="),
+        (None, "SampledReverseKL needs sampled tokens: pass `sampled="),
         (Sampled(torch.zeros(6, dtype=torch.int64)), r"sampled ids have shape \[6\], expected \[7\]"),
         (Sampled(torch.full((7,), 37)), "index 37 is out of bounds"),
         (Sampled(torch.full((7,), -100)), "index -100 is out of bounds"),
@@ -183,12 +183,12 @@ def test_mismatched_sampled_tokens_are_refused(make_pair, compute, of, message):
 
 
 def test_the_policy_gradient_is_not_clipped_by_entries(make_pair):
-    with pytest.raises(ValueError, match=r"with SampledReverseKL\(.*\), which is no sum over entries"):
+    with pytest.raises(ValueError, match=r"with SampledReverseKL\(.*\), which is not a sum over vocabulary entries"):
         streamed_divergence(*make_pair(), SampledReverseKL(), kl_clip=0.05, sampled=sampled(7, 37))
 
 
 def test_the_policy_gradient_has_no_value_of_distributions(make_pair):
-    with pytest.raises(ValueError, match=r"no value for two distributions alone.*use ReverseKL\(\)"):
+    with pytest.raises(ValueError, match=r"only for a sampled token.*use ReverseKL\(\)"):
         SampledReverseKL().value(torch.zeros(1, 3), torch.zeros(1, 3))
 
 

@@ -182,7 +182,7 @@ class TestClip:
             streamed_divergence(*make_pair(), ForwardKL(), kl_clip=clip)
 
     def test_a_custom_divergence_is_not_clipped(self, make_pair):
-        with pytest.raises(ValueError, match=r"with OwnKL\(.*\), which is no sum over entries"):
+        with pytest.raises(ValueError, match=r"with OwnKL\(.*\), which is not a sum over vocabulary entries"):
             streamed_divergence(*make_pair(), OwnKL(0.2), kl_clip=0.05)
 
 

@@ -88,8 +88,8 @@ class Own(Divergence):
     ("of", "k", "message"),
     [
         (ForwardKL(), 0, "top_k_teacher is 0, expected a number of tokens, at least 1"),
-        (SampledReverseKL(), 4, "top_k_teacher is 4 with SampledReverseKL, which is not computed from entries"),
-        (Own(), 4, "top_k_teacher is 4 with Own, which is not computed from entries: choose"),
+        (SampledReverseKL(), 4, "top_k_teacher is 4 with SampledReverseKL, which is not a sum over vocabulary entries"),
+        (Own(), 4, "top_k_teacher is 4 with Own, which is not a sum over vocabulary entries: use"),
     ],
 )
 def test_top_k_of_divergences_without_buckets_is_refused(of, k, message):
@@ -98,5 +98,7 @@ def test_top_k_of_divergences_without_buckets_is_refused(of, k, message):
 
 
 def test_a_bucket_is_not_clipped(make_pair):
-    with pytest.raises(ValueError, match=r"TopKTeacher\(of=ForwardKL\(\), k=3\), which is no sum over entries"):
+    with pytest.raises(
+        ValueError, match=r"TopKTeacher\(of=ForwardKL\(\), k=3\), which is not a sum over vocabulary entries"
+    ):
         streamed_divergence(*make_pair(), TopKTeacher(ForwardKL(), 3), kl_clip=0.05)

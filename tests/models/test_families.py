@@ -39,9 +39,13 @@ def verdict():
         ("recurrent_gemma", "student", "exact"),
         pytest.param("recurrent_gemma", "rollout", "exact", marks=pytest.mark.long),
         pytest.param("xlstm", "rollout", "exact", marks=pytest.mark.long),
-        ("reformer", "student", "refused: ValueError: The student (ReformerModelWithLMHead) cannot read eight tokens"),
+        (
+            "reformer",
+            "student",
+            "refused: ValueError: The student (ReformerModelWithLMHead) cannot run on eight tokens",
+        ),
         ("bert", "teacher", "refused: ValueError: The teacher (BertLMHeadModel) does not compute its logits as"),
-        ("phimoe", "LoRA", "refused: ValueError: The student (PeftModel) cannot read eight tokens, AttributeError"),
+        ("phimoe", "LoRA", "refused: ValueError: The student (PeftModel) cannot run on eight tokens, AttributeError"),
     ],
 )
 def test_each_family_is_exact_or_refused_with_the_reason(verdict, family, role, expected):
@@ -68,8 +72,8 @@ def test_the_table_counts_every_verdict_and_shortens_reasons(monkeypatch):
     page = document(
         {
             "sound": {"student": "exact 1e-05", "teacher": "exact 0e+00"},
-            "apart": {"student": "exact 1e-05 (rows of one length together)", "teacher": "exact 0e+00"},
-            "odd": {"student": "refused: ValueError: it is read a second time", "teacher": "WRONG 0.3"},
+            "apart": {"student": "exact 1e-05 (rows of the same length together)", "teacher": "exact 0e+00"},
+            "odd": {"student": "refused: ValueError: in a second forward pass", "teacher": "WRONG 0.3"},
             "absent": {"student": "not built: ImportError", "teacher": "not built: ImportError"},
         },
         ["student", "teacher"],

@@ -82,9 +82,9 @@ class TestProof:
     @pytest.mark.parametrize(
         ("read", "message"),
         [
-            (draws, r"The student \(X\) changes the hidden state of a token by \d.* when it is read a second time"),
-            (looks_ahead, r"The student \(X\) changes the hidden state of a token by \d.* when more tokens follow"),
-            (mixes_rows, r"when more tokens follow"),
+            (draws, r"The student \(X\) changes the hidden state of a token by \d.* in a second forward pass"),
+            (looks_ahead, r"The student \(X\) changes the hidden state of a token by \d.* if more tokens follow"),
+            (mixes_rows, r"if more tokens follow"),
         ],
     )
     def test_a_model_that_no_batching_makes_exact_is_refused_with_the_difference(self, read, message):
@@ -240,5 +240,5 @@ class TestTrainer:
     def test_a_student_with_a_random_forward_pass_is_refused(self, make_trainer):
         student = tiny.qwen2()
         student.model.norm.register_forward_hook(lambda module, args, output: output + torch.randn_like(output))
-        with pytest.raises(ValueError, match=r"The student .* does not compute its logits|read a second time"):
+        with pytest.raises(ValueError, match=r"The student .* does not compute its logits|in a second forward pass"):
             make_trainer(model=student)

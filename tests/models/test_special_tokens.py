@@ -45,7 +45,7 @@ def test_a_padding_token_outside_the_vocabulary_changes_no_number(make_trainer, 
     assert "padding token" not in caplog.text
     padded, trainer = run(make_trainer, grown(pad_token="[PAD]"), **given)
     assert padded == expected
-    assert caplog.text.count("The padding token '[PAD]' has the id 259, but the student knows 259 ids") == 1
+    assert caplog.text.count("The padding token '[PAD]' has the id 259, but the student has 259 ids") == 1
     assert trainer.model.config.pad_token_id == trainer.model.generation_config.pad_token_id == plain.eos_token_id
 
 
@@ -63,7 +63,7 @@ def test_special_tokens_saved_with_the_student_are_checked(make_trainer, tmp_pat
     assert {len(ids) for ids in trainer.complete(trainer.tokenize(tiny.PROMPTS))}
 
     grown(eos_token="[END]").save_pretrained(tmp_path / "student")
-    with pytest.raises(ValueError, match=r"The end token '\[END\]' has the id 259, but the student knows 259 ids"):
+    with pytest.raises(ValueError, match=r"The end token '\[END\]' has the id 259, but the student has 259 ids"):
         make_trainer(model=str(tmp_path / "student"), processing_class=None)
 
 
@@ -86,7 +86,9 @@ def test_a_chat_template_with_unknown_tokens_is_refused(make_trainer):
     words = grown(additional_special_tokens=["<|turn|>"])
     words.chat_template = "<|turn|>" + tiny.CHAT_TEMPLATE
     rows = tiny.rows().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    with pytest.raises(ValueError, match=r"row 0 .*has the token id 259, but the models know 259 ids.*resize_token"):
+    with pytest.raises(
+        ValueError, match=r"row 0 .*contains the token id 259, but the models have 259 ids.*resize_token"
+    ):
         make_trainer(processing_class=words, train_dataset=rows)
     make_trainer(processing_class=words, rollout=HFRollout(), max_completion_length=4, max_steps=1).train()
 

@@ -16,7 +16,9 @@ def test_a_student_that_fails_only_in_training_mode_is_refused(make_trainer):
             raise ValueError("256 tokens or none")
 
     student.model.layers[0].register_forward_pre_hook(fails)
-    with pytest.raises(ValueError, match=r"cannot read eight tokens in training mode, ValueError: 256 tokens or none"):
+    with pytest.raises(
+        ValueError, match=r"cannot run on eight tokens in training mode, ValueError: 256 tokens or none"
+    ):
         make_trainer(model=student)
 
 

@@ -65,7 +65,7 @@ def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeyp
     if phase == "compare":
         expected["tiles of logits, at most"] = 100 * 259 * 8
     first, *lines, advice = note.splitlines()
-    assert first == f"Out of memory in phase '{phase}', which by its shapes holds at least:"
+    assert first == f"Out of memory in phase '{phase}', which needs at least (computed from shapes):"
     assert [line.strip() for line in lines] == [f"{size / 1e6:.3f} MB  {name}" for name, size in expected.items()]
     assert advice == f"Options that reduce it: {ADVICE[phase]}."
 

@@ -287,7 +287,7 @@ def test_predict_with_prediction_loss_only_returns_no_texts(make_trainer):
 
 
 def test_predict_of_several_datasets_is_refused(make_trainer):
-    with pytest.raises(TypeError, match=r"`test_dataset` is a dict: .* call `predict` once for each"):
+    with pytest.raises(TypeError, match=r"`test_dataset` is a dict: .* call `predict` once per dataset"):
         make_trainer().predict({"a": tiny.rows(2)})
 
 

@@ -323,14 +323,14 @@ def test_the_loss_hardly_depends_on_the_dtype_of_the_teacher(make_trainer, dtype
 @pytest.mark.refusal
 @pytest.mark.before_loading
 def test_float16_without_a_loss_scaler_is_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"`fp16=True` .* on a CPU, where there is no loss scaler"):
+    with pytest.raises(ValueError, match=r"`fp16=True` .* on a CPU, which has no float16 loss scaler"):
         make_trainer(fp16=True)
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("bf16", [False, True])
 def test_trained_float16_weights_are_refused(make_trainer, bf16):
-    with pytest.raises(ValueError, match=r"\d+ trained parameters of the student are float16"):
+    with pytest.raises(ValueError, match=r"\d+ trainable parameters of the student are float16"):
         make_trainer(model=tiny.qwen2().half(), bf16=bf16)
 
 
@@ -343,7 +343,7 @@ def test_an_adapter_on_float16_weights_learns(make_trainer):
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
-LOST = r"(\d+)% of the student's trained weights would not move by a step of .*, the learning rate: they are bfloat16"
+LOST = r"(\d+)% of the student's trainable weights would not change in a step of .*, the learning rate: in bfloat16"
 
 
 @pytest.mark.quick
@@ -438,5 +438,5 @@ def test_lost_updates_of_a_quantised_student_have_their_own_advice():
     """TRL keeps it in bfloat16."""
     student = tiny.qwen2().bfloat16()
     student.is_quantized = True
-    with pytest.warns(UserWarning, match=r"is kept in it: raise the rate, or do not quantise\."):
+    with pytest.warns(UserWarning, match=r"has this dtype: raise the learning rate, or do not quantise\."):
         warn_of_lost_updates(student, launched(), 1e-6)

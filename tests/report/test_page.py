@@ -145,7 +145,7 @@ def test_recorded_samples_round_trip_and_damaged_line_is_named(tmp_path):
     assert len(recorded_in(tmp_path)) == 4
     for wrong in ('{"step": 1}', '{"step": "1", "split": "a", "samples": []}', "[]", "null", "{", '"x"'):
         file.write_text(f"{wrong}\n{whole}")
-        with pytest.raises(ValueError, match=r"Line 1 of .*samples\.jsonl is not what a run has recorded"):
+        with pytest.raises(ValueError, match=r"Line 1 of .*samples\.jsonl is not a valid recording of a run"):
             recorded_in(tmp_path)
 
 
@@ -154,9 +154,9 @@ def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
         return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
     empty = asked(tmp_path)
-    assert (empty.exit_code, "there is no log and no sample yet" in empty.output) == (2, True)
+    assert (empty.exit_code, "no log or sample yet" in empty.output) == (2, True)
     missing = asked(tmp_path / "nowhere")
-    assert (missing.exit_code, "there is no such folder" in missing.output) == (2, True)
+    assert (missing.exit_code, "no such folder" in missing.output) == (2, True)
 
     run = tmp_path / "run"
     trainer = make_trainer(output_dir=str(run), max_steps=2, logging_steps=1, save_strategy="steps", save_steps=1)

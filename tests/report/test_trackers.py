@@ -143,7 +143,7 @@ def test_trackio_without_traces_only_loses_the_traces(make_tracked, trackio, tmp
     trainer = make_tracked("trackio")
     trainer.train()
     assert trainer.state.global_step == 3
-    assert caplog.text.count("samples are no traces of trackio") == 1
+    assert caplog.text.count("samples cannot be sent to trackio") == 1
     assert len(recorded_in(tmp_path)) == 5
     assert (tmp_path / "report.html").exists()
     assert trackio.SQLiteStorage.get_logs(project, "one")

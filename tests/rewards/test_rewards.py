@@ -218,7 +218,7 @@ def test_reward_weight_0_calls_no_function_in_training(make_trainer, caplog):
     trainer = trained(make_trainer, reward_funcs=fails, reward_weight=0.0)
     assert not [name for row in trainer.state.log_history for name in row if "reward" in name]
     assert {pull for *_, pull in trainer.taught} == {None}
-    assert "`reward_funcs` are called in evaluations only, and this training has none" in caplog.text
+    assert "`reward_funcs` are called only in evaluations, and this training has none" in caplog.text
 
 
 def test_dataset_completions_get_no_reward_and_are_no_baseline(make_trainer):
@@ -561,7 +561,7 @@ REFUSED = [
     ({"reward_weight": 1.0, **EIGHT}, ValueError, "without rewards: pass `reward_funcs`"),
     ({"reward_weight": 1.0, "reward_funcs": length}, ValueError, "`num_generations` to 2 or more"),
     ({"reward_weight": -1.0}, ValueError, "`reward_weight=-1.0`: expected a finite number of at least 0"),
-    ({"reward_weight": 1.0, "lmbda": 0.0, **EIGHT}, ValueError, "rewards are for what the student generates"),
+    ({"reward_weight": 1.0, "lmbda": 0.0, **EIGHT}, ValueError, "rewards apply to completions of the student"),
     ({"reward_weight": 1.0, "overlap": "step", **EIGHT}, ValueError, "before the other completions of its prompt"),
     ({"reward_funcs": length, "reward_weights": [1, 2]}, ValueError, "`reward_weights` has 2 numbers"),
     ({"reward_weights": 3}, ValueError, "`reward_weights=3`: expected a list"),
@@ -600,11 +600,11 @@ def test_wrong_reward_arguments_are_refused_before_loading(make_trainer, given, 
 
 def test_reward_model_without_a_single_output_is_refused(make_trainer, tmp_path):
     tiny.qwen2(32).save_pretrained(tmp_path / "causal")
-    with pytest.raises(ValueError, match="is a Qwen2ForCausalLM, whose weights have no head"):
+    with pytest.raises(ValueError, match="is a Qwen2ForCausalLM without a head"):
         make_trainer(reward_funcs=str(tmp_path / "causal"))
     config = Qwen2Config(**{**tiny.qwen2(32).config.to_dict(), "num_labels": 2})
     two = AutoModelForSequenceClassification.from_config(config)
-    with pytest.raises(ValueError, match="gives 2 numbers for a text"):
+    with pytest.raises(ValueError, match="gives 2 numbers per text"):
         make_trainer(reward_funcs=two)
 
 
@@ -627,6 +627,6 @@ def test_a_metric_of_rewards_may_choose_the_best_model_where_there_are_rewards(m
     best = {"metric_for_best_model": "eval_reward", "eval_strategy": "steps", "eval_dataset": rows(2)}
     make_trainer(reward_funcs=length, **best)
     make_trainer(reward_funcs=length, **{**best, "metric_for_best_model": "rewards/length/mean"})
-    assert "no evaluation logs" not in caplog.text
+    assert "evaluations do not log" not in caplog.text
     make_trainer(**best)
-    assert "no evaluation logs 'eval_reward' by itself" in caplog.text
+    assert "evaluations do not log 'eval_reward' by default" in caplog.text

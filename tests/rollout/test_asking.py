@@ -125,7 +125,7 @@ def test_a_failed_row_cancels_the_others(server, fault):
         server.status = 503
     if fault != "late":
         server.end(1)
-    message = {"refused": "answered 503", "late": "within 0.5 seconds"}
+    message = {"refused": "returned 503", "late": "within 0.5 seconds"}
     with pytest.raises(ServerError, match=message[fault]) as error:
         next(rows)
     until(lambda: server.given_up >= {0, 2, 3})

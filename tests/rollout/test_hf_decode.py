@@ -301,7 +301,7 @@ class TestProblems:
         model = tiny.qwen2().eval()
         with torch.no_grad():
             model.get_output_embeddings().weight[17] = math.nan
-        with pytest.raises(FloatingPointError, match="token 1 of row 0 hold NaN"):
+        with pytest.raises(FloatingPointError, match="token 1 of row 0 are NaN"):
             ragged(model, prompts(), options(do_sample=do_sample, top_k=0))
 
     @pytest.mark.parametrize(

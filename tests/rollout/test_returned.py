@@ -46,7 +46,7 @@ def test_ids_of_other_libraries_are_converted_to_int(make_trainer, row):
 
 
 WRONG: list[tuple[Any, str]] = [
-    (None, "Own returned None: `complete` must return a list with one completion for each prompt"),
+    (None, "Own returned None: `complete` must return a list with one completion per prompt"),
     (torch.zeros(2, 4, dtype=torch.int64), r"Own returned a Tensor of shape \(2, 4\): .*without padding"),
     (np.zeros((2, 4), dtype=np.int64), r"Own returned a ndarray of shape \(2, 4\)"),
     ({0: [7], 1: [8]}, "Own returned a dict"),
@@ -68,10 +68,10 @@ WRONG: list[tuple[Any, str]] = [
     ([[7], torch.tensor([True])], r"for prompt 1 a bool \(True\) among"),
     ([[7], [np.bool_(True)]], r"for prompt 1 a bool.* among"),
     ([[7], [torch.tensor(True)]], r"for prompt 1 a Tensor of shape \(\) among"),
-    ([[7], [-1]], "What Own wrote has the token id -1: expected ids from 0 on, and no padding"),
-    ([[7], torch.tensor([8, -100])], "What Own wrote has the token id -100"),
-    ([[7], [259]], "What Own wrote has the token id 259, but the models know 259 ids"),
-    ([[7], [2**70]], "What Own wrote has the token id 1180591620717411303424"),
+    ([[7], [-1]], "A completion of Own contains the token id -1: expected ids of at least 0, without padding"),
+    ([[7], torch.tensor([8, -100])], "A completion of Own contains the token id -100"),
+    ([[7], [259]], "A completion of Own contains the token id 259, but the models have 259 ids"),
+    ([[7], [2**70]], "A completion of Own contains the token id 1180591620717411303424"),
 ]
 
 
@@ -110,14 +110,14 @@ def test_rows_of_a_stream_are_checked_as_they_come(make_trainer):
         ([(0, [7], 1)], "Own yielded a tuple: expected a row"),
         ([(0.0, [7])], r"Own yielded a float \(0.0\) as the row: expected the number of a prompt"),
         ([(True, [7])], r"Own yielded a bool \(True\) as the row"),
-        ([(2, [7])], "Own yielded row 2 for 2 prompts: expected each row from 0 on once"),
+        ([(2, [7])], "Own yielded row 2 for 2 prompts: expected each row once, starting from 0"),
         ([(-1, [7])], "Own yielded row -1 for 2 prompts"),
         ([(0, [7]), (0, [7])], "Own yielded row 0 a second time"),
         ([(1, [7])], "Own yielded 1 completions for 2 prompts, none for row 0"),
         ([(1, [8.0])], r"Own yielded for prompt 1 a float \(8.0\) among the tokens"),
         ([(1, None)], "Own yielded for prompt 1 None: expected a list of token ids"),
-        ([(1, [259])], "What Own wrote has the token id 259"),
-        ([(1, [7] * 25)], "Own wrote 25 tokens, but `max_completion_length=24`"),
+        ([(1, [259])], "A completion of Own contains the token id 259"),
+        ([(1, [7] * 25)], "Own generated 25 tokens, but `max_completion_length=24`"),
     ],
 )
 def test_invalid_rows_of_a_stream_are_refused(make_trainer, stream, message):
@@ -178,7 +178,7 @@ class OwnComplete(OPSDTrainer):
         return self.rollout.answer(self.rollout, prompt_ids)
 
 
-REPEATED = "begins with its whole prompt, which would be learned as part of it"
+REPEATED = "starts with its whole prompt, which would be trained on"
 
 
 def whole(pad: int) -> Any:
@@ -198,7 +198,7 @@ def test_completions_that_begin_with_their_prompts_warn(make_trainer, caplog, cl
     student.generation_config.eos_token_id = [2, end]
     make_trainer(cls, model=student, rollout=Answering(whole(pad=0)), max_completion_length=48).train()
     name = "OwnComplete.complete" if cls is OwnComplete else "Answering"
-    assert caplog.text.count(f"Every completion that {name} returned {REPEATED}") == 1
+    assert caplog.text.count(f"Every completion returned by {name} {REPEATED}") == 1
 
 
 @pytest.mark.parametrize(
@@ -225,13 +225,13 @@ def test_short_repeated_prompts_do_not_warn(make_trainer, caplog):
 def test_a_completion_over_the_limit_is_refused(make_trainer, cls):
     make_trainer(cls, rollout=Answering(lambda _, prompts: [[7] * 24 for _ in prompts])).train()
     trainer = make_trainer(cls, rollout=Answering(lambda _, prompts: [[7] * 25 for _ in prompts]))
-    with pytest.raises(ValueError, match="wrote 25 tokens, but `max_completion_length=24`: let it write at most"):
+    with pytest.raises(ValueError, match="generated 25 tokens, but `max_completion_length=24`: limit it to that"):
         trainer.train()
 
 
 @pytest.mark.parametrize("written", [[[7]], [[7], [8.0]], [[7], [259]], None])
 def test_completions_of_a_subclass_are_checked(make_trainer, written):
-    with pytest.raises(ValueError, match=r"OwnComplete\.complete (returned|wrote)"):
+    with pytest.raises(ValueError, match=r"OwnComplete\.complete (returned|contains)"):
         make_trainer(OwnComplete, rollout=Answering(lambda *_: written)).train()
 
 

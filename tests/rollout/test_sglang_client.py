@@ -163,7 +163,7 @@ def test_a_configuration_that_cannot_work_is_refused(server, told, kind, message
 
 def test_another_kind_of_server_is_refused(server):
     server.answers["/server_info"] = (404, {"detail": "Not Found"})
-    with pytest.raises(ServerError, match=r"/server_info, answered 404: .*Not Found"):
+    with pytest.raises(ServerError, match=r"/server_info returned 404: .*Not Found"):
         connected(server)
 
 
@@ -194,7 +194,7 @@ def test_rows_are_asked_for_in_one_request_and_each_has_its_own_options(server, 
 def test_a_prompt_that_fills_the_context_is_not_sent(server, client, caplog):
     rows = [([1] * 20, {"max_tokens": 2}), ROW]
     assert [row.completion_ids for row in client.write(rows)] == [[], [9] * 4]
-    assert "1 prompts of a batch have more than 19 tokens" in caplog.text
+    assert "1 prompts of a batch exceed 19 tokens" in caplog.text
     assert [(number, len(row.completion_ids)) for number, row in client.write_each(rows)] == [
         (0, 0),
         (1, 4),
@@ -222,32 +222,35 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda rows: [], "answered 0 rows to 1 prompts"),
-        (lambda rows: rows * 2, "answered 2 rows to 1 prompts"),
-        (lambda rows: {"error": "no"}, "answered content=.*: Input should be a valid array"),
+        (lambda rows: [], "returned 0 rows for 1 prompts"),
+        (lambda rows: rows * 2, "returned 2 rows for 1 prompts"),
+        (lambda rows: {"error": "no"}, "returned content=.*: Input should be a valid array"),
         (lambda rows: b"<html>", "Invalid JSON"),
-        (lambda rows: ["x"], "answered 0='x': Input should be an object"),
+        (lambda rows: ["x"], "returned 0='x': Input should be an object"),
         (
             lambda rows: [{**rows[0], "output_ids": [9, 9, 9, -1]}],
             r"0.output_ids.3=-1: Input should be greater than or equal to 0",
         ),
         (lambda rows: [{**rows[0], "meta_info": None}], "meta_info=None"),
-        (told(prompt_tokens=2), "read 2 tokens of a prompt of 3"),
+        (told(prompt_tokens=2), "counted 2 tokens in a prompt of 3"),
         (told(finish_reason={"type": "abort", "message": "out of memory"}), "out of memory.*expected 4 tokens"),
-        (ended({"type": "length", "length": 2}, [9, 9]), "wrote 2 tokens and .*expected 4 tokens"),
-        (ended({"type": "length", "length": 5}, [9] * 5), "wrote 5 tokens"),
-        (ended({"type": "stop", "matched": 2}, [9, 9]), "wrote 2 tokens and .*'matched': 2"),
+        (ended({"type": "length", "length": 2}, [9, 9]), "generated 2 tokens and .*expected 4 tokens"),
+        (ended({"type": "length", "length": 5}, [9] * 5), "generated 5 tokens"),
+        (ended({"type": "stop", "matched": 2}, [9, 9]), "generated 2 tokens and .*'matched': 2"),
         (ended({"type": "stop", "matched": "NaN happened"}, [9, 0]), "NaN happened"),
-        (ended({"type": "stop", "matched": 3}, [9, 3]), r"token 3, an end token of the model .*student are \[2\]"),
-        (ended({"type": "stop", "matched": 2}, []), "wrote 0 tokens"),
-        (told(output_token_logprobs=[[-0.5, 9, None]] * 3), "log-probabilities .*a finite one of each of 4"),
-        (told(output_token_logprobs=[[-0.5, 8, None]] * 4), "a finite one of each of 4"),
-        (told(output_token_logprobs=[[None, 9, None]] * 4), "a finite one of each of 4"),
+        (
+            ended({"type": "stop", "matched": 3}, [9, 3]),
+            r"token 3, an end token of its own model; the student's are \[2\]",
+        ),
+        (ended({"type": "stop", "matched": 2}, []), "generated 0 tokens"),
+        (told(output_token_logprobs=[[-0.5, 9, None]] * 3), "log-probabilities .*a finite one for each of 4"),
+        (told(output_token_logprobs=[[-0.5, 8, None]] * 4), "a finite one for each of 4"),
+        (told(output_token_logprobs=[[None, 9, None]] * 4), "a finite one for each of 4"),
         (told(output_token_logprobs=None), "log-probabilities None"),
-        (told(input_token_logprobs=[[None, 5, None], [-1, 6, None]]), "a finite one of each of 2"),
-        (told(input_token_logprobs=[[None, 5, None], [None, 6, None], [-1, 7, None]]), "a finite one of each of 2"),
+        (told(input_token_logprobs=[[None, 5, None], [-1, 6, None]]), "a finite one for each of 2"),
+        (told(input_token_logprobs=[[None, 5, None], [None, 6, None], [-1, 7, None]]), "a finite one for each of 2"),
         (told(weight_version="other"), r"with the weights \['other', 'run-1'\]"),
-        (told(weight_versions=[{"version": "older"}, {"version": "newer"}]), "something else has sent it weights"),
+        (told(weight_versions=[{"version": "older"}, {"version": "newer"}]), "another program sent it weights"),
     ],
 )
 def test_an_answer_to_another_request_is_refused(server, client, ask, spoil, message):
@@ -299,11 +302,11 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
 @pytest.mark.parametrize(
     ("path", "answer", "message"),
     [
-        ("/begin_weight_update", (400, {"success": False, "message": "already open"}), "answered 400: .*already open"),
+        ("/begin_weight_update", (400, {"success": False, "message": "already open"}), "returned 400: .*already open"),
         ("/update_weights_from_distributed", (400, {"success": False, "message": "no session"}), "no session"),
-        ("/update_weights_from_distributed", (200, {"success": False, "message": "shape"}), "answered .*shape"),
-        ("/end_weight_update", (200, {}), "/end_weight_update, answered {}"),
-        ("/update_weight_version", (500, b"oops"), "answered 500: oops"),
+        ("/update_weights_from_distributed", (200, {"success": False, "message": "shape"}), "returned .*shape"),
+        ("/end_weight_update", (200, {}), "/end_weight_update returned {}"),
+        ("/update_weight_version", (500, b"oops"), "returned 500: oops"),
     ],
 )
 def test_a_failed_update_is_an_error_at_once_and_none_follows(server, client, monkeypatch, path, answer, message):
@@ -317,7 +320,7 @@ def test_a_failed_update_is_an_error_at_once_and_none_follows(server, client, mo
     assert time.monotonic() - began < DEADLINE, "the group is not waited for"
     assert client.version is None
     del server.answers[path]
-    with pytest.raises(ServerError, match=r"is not connected .* after an update has failed"):
+    with pytest.raises(ServerError, match=r"is disconnected.* because an update failed"):
         client.update(weights())
 
 
@@ -327,10 +330,10 @@ def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch)
     monkeypatch.setattr(weight_group, "MEET_SECONDS", 1.0)
     monkeypatch.setattr(sglang, "MEET_SECONDS", 1.0)
     server.answers["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
-    with pytest.raises(ServerError, match=r"answered 400: .*no such backend"):
+    with pytest.raises(ServerError, match=r"returned 400: .*no such backend"):
         client.connect(torch.device("cpu"))
     server.answers["/init_weights_update_group"] = (200, {"success": True, "message": ""})
-    with pytest.raises(ServerError, match=r"did not come to 127.0.0.1 port \d+ of this machine"):
+    with pytest.raises(ServerError, match=r"did not connect to 127.0.0.1 port \d+ of this machine"):
         client.connect(torch.device("cpu"))
 
 

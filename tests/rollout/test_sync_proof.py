@@ -98,5 +98,5 @@ def test_an_engine_without_comparable_log_probabilities_is_refused(proof, lackin
     complete = proof._engine._row
     proof._engine._row = lambda prompt, length: replace(complete(prompt, length), **lacking)
     proof.take_prompts(PROMPTS)
-    with pytest.raises(SyncError, match=f"an engine answered a probe of 64 tokens with .*{found}"):
+    with pytest.raises(SyncError, match=f"an engine returned for a probe of 64 tokens .*{found}"):
         proof.check()

@@ -153,7 +153,7 @@ def test_answers_to_other_prompts_are_an_error(make, monkeypatch):
     write = engine.write
     monkeypatch.setattr(engine, "write", lambda ids, options: write(ids[::-1], options), raising=False)
 
-    with pytest.raises(RuntimeError, match=r"For row 0 .* vLLM answered another prompt"):
+    with pytest.raises(RuntimeError, match=r"For row 0 .* vLLM returned another prompt"):
         trainer.complete(prompts)
 
 

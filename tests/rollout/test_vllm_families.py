@@ -108,11 +108,11 @@ def test_an_adapter_on_layers_vllm_does_not_support_is_merged(make, shape, layer
 @pytest.mark.parametrize(
     ("family", "layer", "why"),
     [
-        ("glm4", "mlp.gate_up_proj", "in parts, as gate_proj and up_proj"),
+        ("glm4", "mlp.gate_up_proj", "split into gate_proj and up_proj"),
         ("glm4", "mlp.down_proj", None),
         ("phi3", "mlp.gate_up_proj", None),
         ("llama", "mlp.gate_proj", None),
-        ("gpt2", "attn.c_attn", "takes no adapters"),
+        ("gpt2", "attn.c_attn", "does not support LoRA"),
         ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts with Triton"),
     ],
 )

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.vllm
         ({"vllm_max_model_length": 16}, "leaves no room for a prompt"),
         (
             {"vllm_mode": "server", "vllm_server_port": 9, "vllm_server_timeout": 999},
-            "on the device 'cpu': weights .* from a CUDA device alone. Set `vllm_mode='colocate'`",
+            "on the device 'cpu': weights .* needs a CUDA device. Set `vllm_mode='colocate'`",
         ),
         ({"vllm_tensor_parallel_size": 2}, "set it to 1"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
@@ -68,7 +68,7 @@ def test_a_quantized_checkpoint_of_an_unquantized_student_is_refused(make, tmp_p
     model = student(tmp_path / "student")
     config = tmp_path / "student" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match="is quantized, and vLLM would build a quantized model"):
+    with pytest.raises(ValueError, match="is quantized, so vLLM would build a quantized model"):
         make(model=model)
 
 
@@ -77,7 +77,7 @@ def test_an_adapter_that_is_not_lora_is_refused(make):
     from peft import IA3Config
 
     config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
-    with pytest.raises(ValueError, match="supports LoRA on linear layers and embeddings only"):
+    with pytest.raises(ValueError, match="supports only LoRA on linear layers and embeddings"):
         make(peft_config=config)
 
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 class TestVLLM(Alike):
     client, sender, sends = VLLMServerClient, vllm_server._Sender, "_post"
-    taken = "is not connected .* or another trainer of this process has connected over `vllm_group_port="
+    taken = "is disconnected.* or another trainer in this process connected through `vllm_group_port="
 
 
 def test_a_nearly_full_context_shortens_no_other_row(serve):
@@ -40,7 +40,7 @@ def test_a_port_in_use_is_refused(make, server, monkeypatch):
     tcp_transfer.use(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"`vllm_group_port={port}`, where .* cannot be listened on"):
+        with pytest.raises(ValueError, match=rf"`vllm_group_port={port}`, to which the vLLM server connects"):
             make(tied=True, **{**server, "vllm_group_port": port})
 
 
@@ -65,7 +65,7 @@ def test_options_reach_a_server(serve, monkeypatch):
 
     write = VLLMServerClient.write
     monkeypatch.setattr(VLLMServerClient, "write", lambda self, rows: write(self, backwards(rows)))
-    with pytest.raises(RuntimeError, match=r"For row 0 .* the vLLM server answered another prompt"):
+    with pytest.raises(RuntimeError, match=r"For row 0 .* the vLLM server returned another prompt"):
         trainer.complete(prompts)
     monkeypatch.undo()
 
@@ -150,9 +150,7 @@ def test_weights_end_a_stream_so_that_no_row_has_two_states(serve):
     assert dict(trainer.rollout.stream(prompts, 0)) == dict(enumerate(by_hf(trainer, prompts)))
     assert gap(trainer) <= 1e-4, "the prefix cache was reset, although rows had been under way"
     for stream, rows in ((left, len(prompts)), (taken, len(prompts) + 1)):
-        with pytest.raises(
-            RuntimeError, match=rf"{len(prompts)} of {rows} rows were given up, because the vLLM server"
-        ):
+        with pytest.raises(RuntimeError, match=rf"{len(prompts)} of {rows} rows were dropped, because the vLLM server"):
             list(stream)
 
 
@@ -165,14 +163,14 @@ def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
     trainer = serve(top_k=1)
     write_each = VLLMServerClient.write_each
     monkeypatch.setattr(VLLMServerClient, "write_each", lambda self, rows: write_each(self, backwards(rows)))
-    with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server answered another prompt"):
+    with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server returned another prompt"):
         list(trainer.rollout.stream(trainer.tokenize(tiny.PROMPTS), 0))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"vllm_weight_sync": "adapter"}, "a server takes whole weights only: use 'auto'"),
+        ({"vllm_weight_sync": "adapter"}, "a server accepts only full weights: use 'auto'"),
         ({"vllm_enable_sleep_mode": True}, "does not sleep: set it to False"),
         ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of a vLLM server"),
         ({"generation_kwargs": {"logprobs": 2}}, "the trainer sets this option: remove it"),

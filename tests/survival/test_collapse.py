@@ -32,12 +32,12 @@ def followed(*later: Figures, first: Figures = START) -> Course:
         (
             {"divergence": 1.9},
             "divergence",
-            "is 1.9 nats per token, and was 0.3 in the first step, 0.3 in the first 10",
+            "is 1.9 nats per token (first step: 0.3, first 10: 0.3)",
         ),
         ({"divergence": -1.9}, "divergence", "is -1.9 nats per token"),
-        ({"student_entropy": 0.04}, "entropy", "is 0.04 nats, and was 0.8; the teacher's is 0.5 there"),
-        ({"length": 1.1, "divergence": 0.25}, "length", "have 1.1 tokens, and had 200"),
-        ({"repeated": 0.6, "length": 512.0}, "repetition", "60% of the completions end in a repetition, and 2% did"),
+        ({"student_entropy": 0.04}, "entropy", "is 0.04 nats, down from 0.8, while the teacher's is 0.5"),
+        ({"length": 1.1, "divergence": 0.25}, "length", "have 1.1 tokens, down from 200"),
+        ({"repeated": 0.6, "length": 512.0}, "repetition", "60% of the completions end in a repetition, up from 2%"),
     ],
 )
 def test_each_sign_of_collapse_is_named(now, sign, said):
@@ -144,7 +144,7 @@ COLLAPSES = {
     "train_dataset": tiny.rows(1),
     "per_device_train_batch_size": 1,
 }
-SIGN = "Step 20 shows a collapse: the student's entropy is "
+SIGN = "Sign of a collapse at step 20: the student's entropy is "
 """At the first step at which there are 10 and 10."""
 
 

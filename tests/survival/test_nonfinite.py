@@ -87,7 +87,7 @@ def test_more_consecutive_skipped_steps_than_limit_are_an_error(make_trainer, st
     trainer = make_trainer(nonfinite="skip", nonfinite_skip_limit=1)
     watching = poison(trainer, "gradient", steps)
     if fails:
-        with pytest.raises(FloatingPointError, match=r"2 optimizer steps in a row .* `nonfinite_skip_limit=1`: the"):
+        with pytest.raises(FloatingPointError, match=r"2 consecutive optimizer steps .* `nonfinite_skip_limit=1`: the"):
             trainer.train()
         assert faults.same(watching.before[2], watching.now())
     else:
@@ -163,7 +163,7 @@ class TestScaledLoss:
     def test_gradient_that_no_loss_scale_makes_finite_is_an_error(self, make_trainer, monkeypatch):
         trainer = self.scaling(make_trainer, monkeypatch, scale=1.0, nonfinite_skip_limit=2)
         watching = poison(trainer, "gradient", (1, 2, 3))
-        with pytest.raises(FloatingPointError, match="3 optimizer steps in a row"):
+        with pytest.raises(FloatingPointError, match="3 consecutive optimizer steps"):
             trainer.train()
         assert faults.same(watching.before[1], watching.now())
 

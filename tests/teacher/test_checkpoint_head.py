@@ -153,5 +153,5 @@ def test_a_checkpoint_without_its_head_is_refused(name, tmp_path):
 @pytest.mark.refusal
 def test_a_checkpoint_that_is_not_in_safetensors_is_refused(tmp_path):
     tiny.qwen2(64).config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has neither 'model.safetensors' nor .* pass a checkpoint in safetensors"):
+    with pytest.raises(ValueError, match=r"has neither 'model.safetensors' nor .* pass a safetensors checkpoint"):
         CheckpointHead(str(tmp_path))

@@ -32,7 +32,7 @@ CASES = [
     (
         lambda model: model.lm_head.weight.zero_(),
         ValueError,
-        "gives all 259 tokens the same probability",
+        "gives all 259 tokens the same logit",
     ),
     (lambda model: model.model.norm.weight.zero_(), ValueError, "The teacher has the same hidden state at all"),
     pytest.param(
@@ -87,7 +87,7 @@ def test_evaluation_refuses_a_broken_teacher(make_trainer):
     trainer = make_trainer(eval_dataset=tiny.rows())
     with torch.no_grad():
         trainer.teacher.model.lm_head.weight.zero_()
-    with pytest.raises(ValueError, match="same probability"):
+    with pytest.raises(ValueError, match="same logit"):
         trainer.evaluate()
 
 
@@ -110,5 +110,5 @@ def test_a_zeroed_teacher_is_refused_at_a_higher_temperature(make_trainer):
     trainer = make_trainer(eval_dataset=tiny.rows(), temperature=2.0)
     with torch.no_grad():
         trainer.teacher.model.lm_head.weight.zero_()
-    with pytest.raises(ValueError, match="same probability"):
+    with pytest.raises(ValueError, match="same logit"):
         trainer.evaluate()

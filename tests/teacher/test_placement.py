@@ -453,7 +453,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("teacher", "offload", "message"),
         [
-            (_Own, "cpu", "cannot move a _Own, which places its own"),
+            (_Own, "cpu", "cannot move a _Own, which manages its own"),
             (_no_layers, "stream", "does not keep its layers in a `torch.nn.ModuleList`"),
             (_device_map, "cpu", "loaded with a device map ({'': 'cpu'})"),
             (_device_map, "stream", "loaded with a device map ({'': 'cpu'})"),
@@ -503,16 +503,18 @@ class TestRefusals:
         args._n_gpu = 2  # as without a launcher
         args.max_steps = 1
         make_trainer(args=args).train()
-        assert "2 accelerators are visible, but this one process trains on cpu alone" in caplog.text
+        assert "2 accelerators are visible, but this single process trains only on cpu" in caplog.text
 
     @pytest.mark.refusal
     def test_models_without_values_are_refused(self, make_trainer, tmp_path):
         with init_empty_weights():
             empty = AutoModelForCausalLM.from_config(tiny.qwen2(48, 1).config)
-        with pytest.raises(ValueError, match=r"of the teacher .* is not in memory .* it cannot be used"):
+        with pytest.raises(ValueError, match=r"of the teacher .* is not in memory .* load it with `from_pretrained`"):
             make_trainer(teacher_model=empty)
         for student in (empty, _on_disk(tiny.qwen2(), ["model.layers.0"], tmp_path / "disk")):
-            with pytest.raises(ValueError, match=r"of the student .* is not in memory .* it cannot be used"):
+            with pytest.raises(
+                ValueError, match=r"of the student .* is not in memory .* load it with `from_pretrained`"
+            ):
                 make_trainer(model=student)
 
     @pytest.mark.refusal

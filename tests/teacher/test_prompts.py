@@ -211,7 +211,7 @@ def test_invalid_teacher_prompts_are_named_at_construction(tmp_path, row, error,
 
 @pytest.mark.refusal
 def test_both_teacher_columns_at_once_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has both a 'teacher_prompt' and a 'privileged_context'"):
+    with pytest.raises(ValueError, match="has both 'teacher_prompt' and 'privileged_context'"):
         make(tmp_path, [{"teacher_prompt": "a", "privileged_context": "b"}] * 2)
 
 
@@ -225,7 +225,7 @@ def test_a_wrong_value_is_not_shown_in_the_error(tmp_path):
 @pytest.mark.refusal
 def test_a_context_without_a_user_message_to_join_is_refused(tmp_path):
     trainer = make(tmp_path, [{}, {}])
-    with pytest.raises(ValueError, match="row 7 has no user message for `teacher_prompt_template` to add"):
+    with pytest.raises(ValueError, match="row 7 has no user message to which `teacher_prompt_template` could add"):
         trainer.readers.intake.read(
             {"prompt": [{"role": "system", "content": "a"}], "privileged_context": "b"}, "row 7"
         )
@@ -252,7 +252,7 @@ def test_rows_too_long_for_the_teacher_alone_are_dropped_on_request(tmp_path):
         (
             "x" * 255,
             ValueError,
-            "have to read 255 tokens of its prompt and 2 of the completion in row 0",
+            "input for row 0 of the batch of step 1 has 255 prompt tokens and 2 completion tokens",
         ),
     ],
 )
@@ -278,7 +278,7 @@ def test_removing_columns_that_a_function_may_need_is_refused(tmp_path):
 
 @pytest.mark.refusal
 def test_template_arguments_for_a_teacher_that_reads_text_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no effect: what the teacher reads is text"):
+    with pytest.raises(ValueError, match="has no effect, because the teacher's prompts are text"):
         make(tmp_path, [{}, {}], teacher_chat_template_kwargs={"enable_thinking": True})
 
 
@@ -288,7 +288,7 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
     trainer = make(tmp_path, [{"privileged_context": "x"}] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
     trainer.rollout = FixedRollout({tuple([40] * 60): [50] * 10})
     with pytest.raises(
-        ValueError, match=r"read 60 tokens of its prompt and 10 of the completion in row 0 .* context is 64 tokens"
+        ValueError, match=r"for row 0 .* has 60 prompt tokens and 10 completion tokens, but its context is 64 tokens"
     ):
         trainer._generate_and_score_completions([{"prompt": trainer.processing_class.decode([40] * 60)}])
 
@@ -303,7 +303,7 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
     ],
 )
 def test_a_teacher_prompt_that_is_too_long_is_named(tmp_path, row, message):
-    with pytest.raises(ValueError, match=rf"{message}; .* more than the context of the teacher, 64 tokens"):
+    with pytest.raises(ValueError, match=rf"{message}; .* exceeds the context of the teacher \(64 tokens\)"):
         make(tmp_path, [row] * 2, teacher=tiny.qwen2(48, 1, max_position_embeddings=64))
 
 
@@ -313,7 +313,7 @@ def test_an_error_of_the_prompt_function_names_its_row(tmp_path):
         trainer.train()
     (note,) = raised.value.__notes__
     assert note.startswith(
-        "`teacher_prompt_fn` raised this for row 0 of the batch of step 1, which has the columns ['answer', "
+        "`teacher_prompt_fn` raised this for row 0 of the batch of step 1, with the columns ['answer', "
     )
 
 
@@ -336,11 +336,11 @@ def test_a_stream_is_checked_row_by_row(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{prompt}", r"has \['prompt'\] in braces: expected text with"),
-        ("{privileged_context}", r"has \['privileged_context'\] in braces"),
-        ("{prompt} {privileged_context} {hint}", r"has \['hint', .*\] in braces"),
-        ("{prompt} {privileged_context", "expected text with `{prompt}`"),
-        ("{prompt.__class__} {prompt} {privileged_context}", "in braces"),
+        ("{prompt}", r"has the placeholders \['prompt'\]: expected text with exactly"),
+        ("{privileged_context}", r"has the placeholders \['privileged_context'\]"),
+        ("{prompt} {privileged_context} {hint}", r"has the placeholders \['hint', .*\]"),
+        ("{prompt} {privileged_context", r"is no template .*: expected text with exactly `{prompt}`"),
+        ("{prompt.__class__} {prompt} {privileged_context}", "has the placeholders"),
         (7, "expected text with"),
     ],
 )

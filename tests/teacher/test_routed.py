@@ -96,7 +96,7 @@ def test_batches_with_rows_of_one_teacher_only_are_trained_on(make_trainer):
     ("name", "message"),
     [
         ("maths", r"row 3 of train_dataset names the teacher 'maths': expected one of \['math', 'prose'\]"),
-        (None, "row 3 of train_dataset names no teacher in the column 'teacher'"),
+        (None, "row 3 of train_dataset has no teacher name in the column 'teacher'"),
     ],
 )
 def test_an_unknown_teacher_name_is_refused_before_loading(make_trainer, tmp_path, name, message):

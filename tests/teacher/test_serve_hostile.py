@@ -56,7 +56,7 @@ HOSTILE = {
     "fraction": (body(input=[1.0]), 400, "input.0.0=1.0: Input should be a valid integer"),
     "null_id": (body(input=[[None]]), 400, "input.0.0=None: Input should be a valid integer"),
     "overlong": (body(input=[1] * 33), 400, "33 tokens, longer than the maximum model length of 32"),
-    "too_many": (body(input=[[1] * 20] * 4), 413, "80 tokens together, the limit of a request is 64"),
+    "too_many": (body(input=[[1] * 20] * 4), 413, "80 tokens in total, but a request is limited to 64"),
     "not_json": (b"{", 400, "not JSON"),
     "no_content": (b"", 400, "not JSON"),
     "nan": (b'{"input": [NaN]}', 400, "contains NaN"),
@@ -65,7 +65,7 @@ HOSTILE = {
     "nested": (b"[" * 60_000, 400, "nested too deeply"),
     "not_text": (b"\xff\xfe\x00", 400, "not JSON"),
     "list": (b"[1]", 400, r"content=\[1\]: Input should be a valid dictionary"),
-    "other_model": (body(model="b/teacher"), 404, "'b/teacher' does not exist: this server has 'a/teacher'"),
+    "other_model": (body(model="b/teacher"), 404, "'b/teacher' does not exist: this server serves 'a/teacher'"),
     "odd_model": (body(model={"a": ["b"] * 999}), 400, "Input should be a valid string"),
     "task": (body(task="embed"), 400, "task='embed': Input should be 'token_embed'"),
     "odd_task": (body(task=[["x"]]), 400, "Input should be 'token_embed'"),
@@ -163,7 +163,7 @@ class TestLimits:
             refused = server.post(body(input=[5] * 41))
             assert refused.status == 503
             assert 1 <= int(refused.headers["Retry-After"]) <= 60
-            assert "60 tokens wait here, with the 41 of this request it would be more than 100" in refused.message()
+            assert "60 tokens are queued; with the 41 of this request they would exceed 100" in refused.message()
             second = pool.submit(server.states, [[5] * 40])
             server.teacher.placement.gate.set()
             assert len(first.result(60)[0]) == 60
@@ -214,7 +214,7 @@ class TestLimits:
                 opener = threading.Timer(0.5, placement.gate.set)
                 opener.start()
             assert late.result(10).status == 503
-            assert "The server ends" in late.result(10).message()
+            assert "The server is shutting down" in late.result(10).message()
             assert begun.result(10).status == 200
             assert len(begun.result(10).content) == 250 * 48 * 4
 
@@ -257,8 +257,8 @@ class TestFailures:
         with running(tiny.qwen2(48, 1), Poisoned) as server:
             answer = server.post(body(input=[token, 5, 5]))
             assert answer.status == 500
-            assert answer.message() == f"The teacher could not read this, {reason}"
-            assert "A pass of 1 rows of up to 3 tokens failed." in caplog.text
+            assert answer.message() == f"The teacher failed on this request, {reason}"
+            assert "A forward pass over 1 rows of up to 3 tokens failed." in caplog.text
             assert server.send("GET", "/health").status == health
             assert len(server.states([[5, 6]])[0]) == 2
             assert server.send("GET", "/health").status == 200

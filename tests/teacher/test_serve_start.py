@@ -68,7 +68,7 @@ class TestRefusals:
             (["--max_waiting_tokens", "-1"], "`max_waiting_tokens=-1`: expected an integer of at least 1"),
             (
                 ["--max-request-tokens", "9", "--max-waiting-tokens", "8"],
-                "`max_request_tokens=9` is more than `max_waiting_tokens=8`",
+                "`max_request_tokens=9` exceeds `max_waiting_tokens=8`",
             ),
             (["--served-model-name", " "], "`served_model_name` is empty"),
             (["--token", "x"], "--token"),
@@ -102,38 +102,38 @@ class TestRefusals:
     def test_other_hosts_need_a_token(self, capsys, without_weights, monkeypatch):
         for host in ("0.0.0.0", "::", "192.0.2.1", "gpu7.lab"):
             said = self.refused(capsys, without_weights, "--host", host)
-            assert f"`host='{host}'` can be reached from other machines, and {TOKEN} is not set" in said
+            assert f"`host='{host}'` is reachable from other machines, but {TOKEN} is not set" in said
             assert f"export {TOKEN}=$(openssl rand -hex 32)" in said
         monkeypatch.setenv(TOKEN, "s3cret")
         assert "192.0.2.1" in (said := self.refused(capsys, without_weights, "--host", "192.0.2.1"))
-        assert "cannot be listened on" in said
+        assert "Cannot listen on" in said
         for token in ("two words", "line\n", "schlüssel"):
             monkeypatch.setenv(TOKEN, token)
             said = self.refused(capsys, without_weights)
-            assert f"{TOKEN} has spaces, line ends or characters beyond ASCII" in said
+            assert f"{TOKEN} contains spaces, line breaks or non-ASCII characters" in said
             assert token not in said
 
     def test_options_that_do_not_fit_the_models_config_are_refused(self, capsys, without_weights, tmp_path):
         port = ("--port", "0")
         said = self.refused(capsys, tmp_path / "nowhere", *port)
-        assert re.search(r"`MODEL='.*nowhere'` is neither a folder with a `config.json` nor a model", said)
+        assert re.search(r"`MODEL='.*nowhere'` is neither a folder with a `config.json` nor an accessible model", said)
         said = self.refused(capsys, without_weights, *port, "--max-model-len", "257")
-        assert "`max_model_len=257` is more than the 256 tokens of the model's context" in said
+        assert "`max_model_len=257` exceeds the model's context of 256 tokens" in said
         changed(without_weights, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
         said = self.refused(capsys, without_weights, *port, "--offload", "stream")
         assert "`offload='stream'` with a quantised teacher" in said
         assert "teacher_offload" not in said
         changed(without_weights, auto_map={"AutoConfig": "code.Config"}, model_type="own")
         said = self.refused(capsys, without_weights, *port)
-        assert "which is run only if you allow it: read that code, then set `trust_remote_code=True` here." in said
+        assert "which runs only if you allow it: read that code, then set `trust_remote_code=True` here." in said
         changed(without_weights, auto_map={}, model_type="bart", is_encoder_decoder=True)
         assert "does not generate text token by token" in self.refused(capsys, without_weights, *port)
 
     def test_a_port_in_use_is_refused(self, capsys, without_weights):
         with socket.create_server(("127.0.0.1", 0)) as taken:
             said = self.refused(capsys, without_weights, "--port", str(taken.getsockname()[1]))
-        assert "cannot be listened on" in said
-        assert "choose another port, 0 for any free one" in said
+        assert "Cannot listen on" in said
+        assert "choose another port (0 for a free one)" in said
 
 
 def test_weights_are_read_from_safetensors_only(capsys, tmp_path):
@@ -188,7 +188,7 @@ def test_the_server_command_starts_answers_and_ends_on_sigterm(tmp_path):
             assert not (getattr(one, "status", 0) == 200 and len(one.content) != 60 * 250 * 48 * 4)
         said, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
-        assert re.search(r"Ended after \d+ requests, \d+ tokens", said)
+        assert re.search(r"Stopped after \d+ requests, \d+ tokens", said)
         assert "Traceback" not in errors
     finally:
         process.kill()

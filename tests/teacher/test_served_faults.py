@@ -76,24 +76,24 @@ def test_an_error_of_a_prefetched_row_is_raised_by_targets(served, checkpoint):
     with pretended(checkpoint[1], hang_up, faulty_from=2) as server:
         teacher = served(server)
         teacher.expect(rows())
-        with pytest.raises(ServerError, match=r"No server of the teacher is left.*\n.*/pooling, failed"):
+        with pytest.raises(ServerError, match=r"All of the teacher's servers have failed.*\n.*/pooling failed"):
             teacher.targets(rows())
 
 
 FAULTS = {
-    "dies": (hang_up, "failed, see its log"),
-    "garbage": (lambda _, states: b"\x00\x01garbage", "answered 9 bytes for"),
-    "too few": (lambda _, states: states[1:], "It has to serve|return one for each token"),
-    "last only": (lambda _, states: states[-1:], "Is it only the last one"),
-    "strange extra": (lambda _, states: torch.cat([states.flip(0), states]), "return one for each token"),
+    "dies": (hang_up, "see its log"),
+    "garbage": (lambda _, states: b"\x00\x01garbage", "returned 9 bytes for"),
+    "too few": (lambda _, states: states[1:], "It must serve|expected one per token"),
+    "last only": (lambda _, states: states[-1:], "Was only the last token pooled"),
+    "strange extra": (lambda _, states: torch.cat([states.flip(0), states]), "expected one per token"),
     "nan": (lambda _, states: states.index_fill(0, torch.tensor([1]), float("nan")), "NaN or infinite states, at 1 of"),
     "normalised": (lambda _, states: states / states.norm(dim=-1, keepdim=True), "normalised to length 1"),
-    "scaled": (lambda _, states: states * 1.05, "final norm of .* cannot have made"),
-    "another model": (None, "final norm of .* cannot have made"),
-    "redirect": (lambda *_: (302, b"", {"Location": "http://example.com"}), "answered 302"),
-    "gone": (lambda *_: (404, b"{}", {}), "as a server that generates"),
-    "oversize": (lambda *_: b"0" * 10_000_000, "answered more than 1 MiB"),
-    "compressed": (lambda *_: (200, b"x", {"Content-Encoding": "gzip"}), "answered 1 bytes for"),
+    "scaled": (lambda _, states: states * 1.05, "cannot come from the final norm of"),
+    "another model": (None, "cannot come from the final norm of"),
+    "redirect": (lambda *_: (302, b"", {"Location": "http://example.com"}), "returned 302"),
+    "gone": (lambda *_: (404, b"{}", {}), "it generates, or is not a vLLM server"),
+    "oversize": (lambda *_: b"0" * 10_000_000, "returned more than 1 MiB"),
+    "compressed": (lambda *_: (200, b"x", {"Content-Encoding": "gzip"}), "returned 1 bytes for"),
 }  # fmt: skip
 
 
@@ -107,16 +107,16 @@ def test_a_faulty_server_is_dropped_within_a_batch(served, checkpoint, other, na
         left_out: list[str] = []
         while not left_out:  # three failures, at different times
             check_equal(teacher, checkpoint[1], rows(24))
-            left_out = [record.message for record in caplog.records if "is asked no more" in record.message]
+            left_out = [record.message for record in caplog.records if "is no longer used" in record.message]
         assert len(left_out) == 1
-        assert f"{bad.url} is asked no more; {good.url} read its rows" in left_out[0]
+        assert f"{bad.url} is no longer used; its rows go to {good.url}" in left_out[0]
         asked = len(bad.asked)
         check_equal(teacher, checkpoint[1], rows(24, seed=1))
         assert len(bad.asked) == asked
 
     with pretended(checkpoint[1], fault, faulty_from=2) as bad:
         teacher = served(bad)
-        with pytest.raises(ServerError, match=f"(?s)No server of the teacher is left.*{bad.url}.*({said})"):
+        with pytest.raises(ServerError, match=f"(?s)All of the teacher's servers have failed.*{bad.url}.*({said})"):
             teacher.targets(rows())
 
 
@@ -143,7 +143,7 @@ def test_one_wrong_number_or_token_is_found_at_any_place(dtype):
     assert torch.equal(checked(expected, states), states)
     assert torch.equal(checked(without_norm, 1e3 * states), 1e3 * states)
     for token in (0, 1, 16, 31, 32, 36):
-        with pytest.raises(WrongStatesError, match=r"root mean square of .* to 1\.0[45]"):
+        with pytest.raises(WrongStatesError, match=r"root mean square is .* to 1\.0[45]"):
             checked(expected, torch.where(torch.arange(tokens)[:, None] == token, 1.05, 1.0).to(dtype) * states)
         for channel, value in ((0, torch.nan), (width // 2, torch.inf), (width - 1, -torch.inf)):
             wrong = states.clone()
@@ -205,7 +205,7 @@ def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, check
 
 
 AT_START = {
-    "generates": ({"fault": lambda *_: (404, b'{"detail":"Not Found"}', {})}, ServerError, "a server that generates"),
+    "generates": ({"fault": lambda *_: (404, b'{"detail":"Not Found"}', {})}, ServerError, "it generates, or is not"),
     "other task": (
         {"fault": lambda *_: (400, b'{"error":{"message":"Try switching the model\'s pooling_task"}}', {})},
         ServerError,
@@ -251,7 +251,7 @@ def test_states_are_sent_in_the_servers_dtype(served, checkpoint, caplog):
     half.bfloat16()
     with pretended(half) as server:
         teacher = served(server)
-        assert "computes in torch.bfloat16 and the checkpoint is in torch.float32" in caplog.text
+        assert "computes in torch.bfloat16 but the checkpoint is in torch.float32" in caplog.text
         check_equal(teacher, half, rows())
         assert {row.hidden.dtype for row in teacher.targets(rows()).rows} == {torch.bfloat16}
         assert teacher.head.weight.dtype == torch.bfloat16
@@ -262,7 +262,7 @@ def test_a_different_model_name_warns_and_the_token_is_sent(served, checkpoint, 
     monkeypatch.setenv("TRL_OPSD_TEACHER_TOKEN", "secret")
     with pretended(checkpoint[1], models={"data": [{"id": "a teacher", "root": "/x/Other-7B"}]}) as server:
         teacher = served(server)
-        assert "says that it serves '/x/Other-7B'" in caplog.text
+        assert "reports that it serves '/x/Other-7B'" in caplog.text
         assert server.tokens == {"Bearer secret"}
         assert teacher.context == 256, "of the checkpoint"
         assert "secret" not in caplog.text + str(teacher)

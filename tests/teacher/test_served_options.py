@@ -37,14 +37,17 @@ def test_addresses_are_read_as_text_lists_and_by_name(tmp_path, given, expected)
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("127.0.0.1:8000", "`teacher_server_url='127.0.0.1:8000'`: expected an address as `http://127.0.0.1:8000`"),
+        (
+            "127.0.0.1:8000",
+            "`teacher_server_url='127.0.0.1:8000'`: expected an address such as `http://127.0.0.1:8000`",
+        ),
         ("ftp://host", "expected an address"),
         ("http://", "expected an address"),
         ("http://host:port", "expected an address"),
         ("http://host:8000?a=b", "expected an address"),
         (f"{URL}/v1", "ends in '/v1', which is added"),
         (f"{URL}/pooling/", "ends in '/pooling', which is added"),
-        (f"{URL},{URL}/", "names a server twice"),
+        (f"{URL},{URL}/", "contains a server twice"),
         ("", "expected an address"),
         ([], "expected the address of a server, or a list"),
         (8000, "expected the address of a server, or a list"),
@@ -59,7 +62,7 @@ def test_invalid_addresses_are_refused(tmp_path, given, said):
 
 @pytest.mark.refusal
 def test_a_password_in_an_address_is_refused_and_not_quoted(tmp_path):
-    with pytest.raises(ValueError, match="has a user or a password in it") as error:
+    with pytest.raises(ValueError, match="contains a user or a password") as error:
         OPSDConfig(str(tmp_path), teacher_server_url="http://me:s3cret@host:8000", use_cpu=True)
     assert "s3cret" not in str(error.value)
 

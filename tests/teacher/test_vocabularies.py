@@ -54,7 +54,9 @@ def test_a_sampled_id_beyond_the_shared_vocabulary_is_refused(make_trainer):
             return [[5, tiny.VOCABULARY]] * len(prompt_ids)
 
     trainer = make_trainer(model=padded(tiny.qwen2(32, 0)), rollout=Careless())
-    with pytest.raises(ValueError, match="Careless wrote has the token id 259, but the models know 259 ids"):
+    with pytest.raises(
+        ValueError, match="A completion of Careless contains the token id 259, but the models have 259 ids"
+    ):
         trainer.train()
 
 
@@ -97,7 +99,7 @@ def test_a_teacher_tokenizer_with_custom_code_warns_and_is_not_compared(make_tra
     described |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
     (tmp_path / "teacher" / "tokenizer_config.json").write_text(json.dumps(described))
     make_trainer(teacher_model=loaded_from(tmp_path / "teacher"))
-    assert "its tokenizer is not compared with the student's" in caplog.text
+    assert "is not compared with the student's" in caplog.text
 
 
 @pytest.mark.refusal

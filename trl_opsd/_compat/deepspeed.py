@@ -238,9 +238,9 @@ def check_builds() -> None:
     several_nodes = os.environ.get("LOCAL_WORLD_SIZE", world) != world
     for lock, age in unheld_locks():
         message = (
-            f"{lock} is {age:.0f} seconds old, the lock of a build of DeepSpeed's that no process of this machine is "
-            "at: it was killed, or another machine builds in the same folder. A run waits for it without end or "
-            "message: delete the file, unless another machine is at it."
+            f"{lock}, the lock of a DeepSpeed build, is {age:.0f} seconds old, and no process on this machine holds "
+            "it: the build was killed, or runs on another machine. A run would wait for it forever, without a message: "
+            "delete the file, unless another machine is building."
         )
         if age > LONGEST_BUILD or not several_nodes:
             raise RuntimeError(message)

@@ -187,8 +187,8 @@ def _tuned_layers(model: CausalLM) -> dict[str, Any]:
     for name, layer in tuned.items():
         if not isinstance(layer, Linear | Embedding | ParamWrapper):
             raise ValueError(
-                f"The adapter of {_plain(name)} is a {type(layer).__name__}; vLLM supports LoRA on linear layers and "
-                "embeddings only: use a `LoraConfig`, or set `use_vllm=False`."
+                f"The adapter of {_plain(name)} is a {type(layer).__name__}; vLLM supports only LoRA on linear layers "
+                "and embeddings: use a `LoraConfig`, or set `use_vllm=False`."
             )
     return tuned
 

@@ -23,5 +23,5 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(named) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in named if names.count(name) > 1)
-        raise ValueError(f"it has the key {twice[:80]!r} twice")
+        raise ValueError(f"it contains the key {twice[:80]!r} twice")
     return named

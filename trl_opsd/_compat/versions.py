@@ -63,8 +63,8 @@ def warn_of_outside() -> None:
     """Warns once about libraries outside their bounds."""
     if found := outside(installed()):
         logger.warning(
-            f"Older or newer than what trl_opsd was tested with: {', '.join(found)}. Install the expected versions: "
-            "this package uses private parts of its neighbours, which may have changed."
+            f"Not tested with trl_opsd: {', '.join(found)}. Install the expected versions: trl_opsd uses private parts "
+            "of these libraries, which may have changed."
         )
 
 
@@ -88,8 +88,8 @@ def set_known(owner: Any, **values: Any) -> None:
     lacking = [name for name in values if not hasattr(owner, name)]
     if lacking:
         raise AttributeError(
-            f"{type(owner).__name__} has no {', '.join(f'`{name}`' for name in lacking)}: this package was not tested "
-            "with the installed version of its library. Install one of the versions in setup.cfg.",
+            f"{type(owner).__name__} has no {', '.join(f'`{name}`' for name in lacking)}: trl_opsd was not tested with "
+            "the installed version of this library. Install a version that setup.cfg allows.",
             name=lacking[0],
             obj=owner,
         )

@@ -58,16 +58,16 @@ def _check_no_foreign_adapter(student: Any, teachers: Mapping[str, Any]) -> None
     # only what is left would be trained.
     if isinstance(student, nn.Module) and has_foreign_adapter(student):
         raise ValueError(
-            "`model` still has the adapter of an earlier trainer in its layers, where PEFT puts it: take it out, "
-            "`model = trainer.model.unload()` with that trainer (`merge_and_unload()` to keep what it has learned), or "
-            "load the model again; to train that adapter further, pass `trainer.model` without a `peft_config`."
+            "`model` still contains the adapter of an earlier trainer, which PEFT added to its layers: remove it with "
+            "`model = trainer.model.unload()` of that trainer (`merge_and_unload()` keeps what it learned), or reload "
+            "the model; to train that adapter further, pass `trainer.model` without a `peft_config`."
         )
     for teacher in teachers.values():
         if isinstance(teacher, nn.Module) and has_foreign_adapter(teacher):
             logger.warning(
-                f"The teacher, a {type(teacher).__name__}, still has the adapter of an earlier trainer in its layers, "
-                "and teaches with it: if that is not meant, call that trainer's `trainer.model.unload()`, or load it "
-                "again."
+                f"The teacher, a {type(teacher).__name__}, still contains the adapter of an earlier trainer and "
+                "teaches with it: if this is not intended, call `trainer.model.unload()` of that trainer, or reload "
+                "the teacher."
             )
 
 
@@ -83,8 +83,8 @@ def check_other_teacher(
     """Checks a teacher that is to replace the one the trainer was built with, before it is loaded."""
     if len(names) > 1 or isinstance(teacher_model, Mapping):
         raise ValueError(
-            f"`trainer.teacher_model` stands for one teacher, and {len(names)} are there ({', '.join(names)}): pass "
-            "several, as a dict, when the trainer is built."
+            f"`trainer.teacher_model` holds a single teacher, but there are {len(names)} ({', '.join(names)}): pass "
+            "several teachers to the constructor, as a dict."
         )
     if teacher_model is None:
         raise ValueError("`trainer.teacher_model = None`: a trainer needs a teacher; assign another model or path.")
@@ -122,9 +122,9 @@ def warn_of_same_model(
         return False
     for teacher in same:
         logger.warning(
-            f"The teacher and the student are the same model, {teacher!r}, and read the same prompts: the divergence "
-            "is 0 and stays 0, so nothing is learned. Pass another teacher, or a column 'privileged_context' that only "
-            "the teacher reads."
+            f"Teacher and student are the same model, {teacher!r}, with the same prompts: the divergence is 0 and "
+            "stays 0, so nothing is learned. Pass another teacher, or a column 'privileged_context' that only the "
+            "teacher sees."
         )
     return bool(same)
 
@@ -248,19 +248,19 @@ def check_datasets(
         if where == "train_dataset":
             check_train_size(dataset, args)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
-            raise ValueError(f"`{where}` has no rows: add some, or leave it out.")
+            raise ValueError(f"`{where}` is empty: add rows, or remove it.")
 
 
 def check_completions(dataset: AnyDataset | None, tools: Any, from_dataset: bool) -> None:
     """Checks the completions that `lmbda` below 1 learns from, as far as they can be read ahead."""
     if tools:
-        raise ValueError("`lmbda` below 1 with `tools`: a completion of the dataset calls none: set `lmbda=1`.")
+        raise ValueError("`lmbda` below 1 with `tools`: completions in the dataset make no tool calls: set `lmbda=1`.")
     if dataset is None or not from_dataset:
         return
     columns = columns_of(dataset)
     if columns is not None and COMPLETION not in columns:
         raise ValueError(
-            f"`lmbda` below 1 learns from a column 'completion', but train_dataset has only {columns}: add one, or set "
+            f"`lmbda` below 1 trains on a column 'completion', but train_dataset has only {columns}: add it, or set "
             "`lmbda=1`."
         )
     if isinstance(dataset, Dataset) and not has_transform(dataset):
@@ -279,11 +279,11 @@ def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:
     """Refuses a dataset that does not fill one generation batch, and a stream without `max_steps`."""
     if isinstance(dataset, IterableDataset) and args.max_steps <= 0:
         raise ValueError(
-            f"`max_steps={args.max_steps}`: `train_dataset` is a stream, whose length is not known: set `max_steps` to "
-            "the number of optimizer steps."
+            f"`max_steps={args.max_steps}`: `train_dataset` is a stream of unknown length: set `max_steps` to the "
+            "number of optimizer steps."
         )
     if isinstance(dataset, Dataset) and len(dataset) < prompts_of_step(args):
         raise ValueError(
-            f"train_dataset has {len(dataset)} rows, but one generation batch takes {batch_in_words(args)}, and rows "
-            "that do not fill one are dropped, so there would be 0 steps: add rows, or lower one of those numbers."
+            f"train_dataset has {len(dataset)} rows, but one generation batch needs {batch_in_words(args)}, and "
+            "incomplete batches are dropped, so there would be 0 steps: add rows, or lower one of those numbers."
         )

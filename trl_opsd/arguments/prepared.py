@@ -204,14 +204,14 @@ def _check_kinds(model: Any, optimizers: Any, peft_config: Any) -> None:
     kind = type(model).__name__
     is_compiled = kind == "OptimizedModule"  # of `torch.compile`; importing its module takes seconds
     if is_compiled or isinstance(model, nn.DataParallel | DistributedDataParallel):
-        raise TypeError(f"`model` is a {kind} around a model: pass the model itself; the launch wraps it as it needs.")
+        raise TypeError(f"`model` is a {kind} around a model: pass the unwrapped model; the trainer wraps it.")
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"`model` is a {kind}: expected a path, a model id, a `PreTrainedModel` or a `PeftModel`.")
     is_pair = isinstance(optimizers, tuple | list) and len(optimizers) == 2
     if not is_pair or isinstance(optimizers[0], type | LRScheduler) or isinstance(optimizers[1], type | Optimizer):
         raise TypeError(
             "`optimizers`: expected a tuple of an optimizer and a scheduler, `(optimizer, None)` for the default "
-            "scheduler; `optim` in `OPSDConfig` takes the name of an optimizer."
+            "scheduler; to choose an optimizer by name, set `optim` in `OPSDConfig`."
         )
     if (task := getattr(peft_config, "task_type", None)) not in (None, "CAUSAL_LM"):
         raise ValueError(f"`peft_config.task_type` is {task}: the student is a causal language model, 'CAUSAL_LM'.")
@@ -224,7 +224,7 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         args = OPSDConfig(f"{name.split('/')[-1]}-OPSD")
     if not isinstance(args, OPSDConfig):
-        remedy = "; it comes third, after the teacher" if not isinstance(args, TrainingArguments) else ""
+        remedy = "; it is the third argument, after the teacher" if not isinstance(args, TrainingArguments) else ""
         raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`{remedy}.")
     args.check_again()
     warn_of_outside()

@@ -34,14 +34,13 @@ def _unusable_optimizer(now: Situation) -> str:
 LEARNING = (
     Rule(
         lambda now: now.max_steps == 0,
-        "`max_steps=0` means that it is not set, as -1 does, and training would last "
-        "`num_train_epochs={0.num_train_epochs}`: set the number of optimizer steps, or leave `train_dataset` out to "
-        "evaluate only.",
+        "`max_steps=0` means unset, like -1, so training would run for `num_train_epochs={0.num_train_epochs}`: set "
+        "the number of optimizer steps, or, to evaluate only, do not pass `train_dataset`.",
     ),
     Rule(
         lambda now: now.max_steps < 0 and now.num_train_epochs == 0,
-        "`num_train_epochs={0.num_train_epochs}`: training would end after 0 steps: set more, or `max_steps`; to "
-        "evaluate only, leave `train_dataset` out.",
+        "`num_train_epochs={0.num_train_epochs}`: training would end after 0 steps: set a larger number, or "
+        "`max_steps`; to evaluate only, do not pass `train_dataset`.",
     ),
     Rule(_unusable_optimizer, "`optim={0.optim.value!r}`{1}"),
 )
@@ -51,12 +50,12 @@ LEARNING = (
 EVALUATING = (
     Rule(
         lambda now: now.eval_strategy == "no" and (now.save_strategy == "best" or now.load_best_model_at_end),
-        "`save_strategy='best'` or `load_best_model_at_end=True` without evaluations, so that no model would be the "
-        "best: set `eval_strategy`, with an `eval_dataset`, or leave it out.",
+        "`save_strategy='best'` or `load_best_model_at_end=True` without evaluations, so there would be no best model: "
+        "set `eval_strategy` and pass an `eval_dataset`, or remove the option.",
     ),
     Rule(
         lambda now: now.eval_strategy != "no" and (now.eval_dataset is None or now.eval_dataset == {}),
-        "`eval_strategy={0.eval_strategy.value!r}` without an `eval_dataset`: pass one, or leave it out.",
+        "`eval_strategy={0.eval_strategy.value!r}` without an `eval_dataset`: pass one, or remove `eval_strategy`.",
     ),
 )
 """Of evaluations without rows, and a best model without evaluations."""
@@ -64,7 +63,8 @@ EVALUATING = (
 BUILDING = (
     Rule(
         lambda now: now.reward_weight and not now.rewards and now.train_dataset is not None,
-        "`reward_weight={0.reward_weight}` without rewards: pass `reward_funcs` to `OPSDTrainer`, or leave it out.",
+        "`reward_weight={0.reward_weight}` without rewards: pass `reward_funcs` to `OPSDTrainer`, or remove "
+        "`reward_weight`.",
     ),
     Rule(
         lambda now: (
@@ -73,21 +73,22 @@ BUILDING = (
             and len(now.reward_weights) != len(now.rewards)
             and (len(now.reward_weights), len(now.rewards))
         ),
-        "`reward_weights` has {1[0]} numbers, and `reward_funcs` {1[1]}: expected one for each.",
+        "`reward_weights` has {1[0]} numbers, but there are {1[1]} `reward_funcs`: expected one number for each.",
     ),
     *EVALUATING,
     Rule(
         lambda now: now.teacher_prompt_fn is not None and now.seq_kd,
-        "`teacher_prompt_fn` with `seq_kd=True`: it is called with a completion, which the teacher would have to "
-        "generate from its prompt: give a column 'teacher_prompt' or 'privileged_context' instead.",
+        "`teacher_prompt_fn` with `seq_kd=True`: the function needs a completion, but the teacher needs its prompt to "
+        "generate one: add a column 'teacher_prompt' or 'privileged_context' instead.",
     ),
     Rule(
         lambda now: now.teacher_prompt_fn is not None and now.remove_unused_columns,
-        "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: leave it at False.",
+        "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: set it to False.",
     ),
     Rule(
         lambda now: now.report and not find_spec("vl_convert"),
-        "`report=True`: `pip install vl-convert-python`, which draws the curves, or remove it.",
+        "`report=True` needs vl-convert-python to draw the curves: `pip install vl-convert-python`, or remove the "
+        "option.",
     ),
 )
 """Of a trainer."""
@@ -115,32 +116,32 @@ def _ignored_column(name: str, instead: str) -> Rule:
         having = (where for where, one in datasets.items() if name in (getattr(one, "column_names", None) or ()))
         return next(having, "")
 
-    return Rule(dataset_with_it, f"The column {name!r} of {{1}} is not read: {instead}; or remove the column.", True)
+    return Rule(dataset_with_it, f"The column {name!r} of {{1}} is not used: {instead}; or remove the column.", True)
 
 
 SURPRISES = (
     _ignored_column(
         "tools",
-        "pass the functions as the trainer's argument `tools`, the same for all rows, or put a row's own into its "
+        "pass the functions as the trainer's argument `tools` for all rows, or put those of a single row into its "
         "messages",
     ),
-    _ignored_column("chat_template_kwargs", "set the option `chat_template_kwargs`, the same for all rows"),
+    _ignored_column("chat_template_kwargs", "set the option `chat_template_kwargs`, which applies to all rows"),
     _ignored_column(
         COMPLETION,
         "with `lmbda=1` the student generates every completion; set `lmbda` below 1 to train on these too",
     ),
     Rule(
         _metric,
-        "`metric_for_best_model={0.metric_for_best_model!r}`: no evaluation logs {1[0]!r} by itself, and one without "
-        "it ends the training with an error. Did you mean {1[1]!r}?",
+        "`metric_for_best_model={0.metric_for_best_model!r}`: evaluations do not log {1[0]!r} by default, and training "
+        "fails if an evaluation lacks it. Did you mean {1[1]!r}?",
         warns=True,
     ),
     Rule(
         lambda now: (
             now.rewards and not now.reward_weight and now.train_dataset is not None and now.eval_strategy == "no"
         ),
-        "`reward_funcs` are called in evaluations only, and this training has none: set `reward_weight` above 0 to "
-        "train on rewards, or `eval_strategy` to have them reported.",
+        "`reward_funcs` are called only in evaluations, and this training has none: set `reward_weight` above 0 to "
+        "train on rewards, or `eval_strategy` to log them.",
         warns=True,
     ),
 )

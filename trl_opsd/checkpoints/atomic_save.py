@@ -51,14 +51,14 @@ def check_disk(args: TrainingArguments) -> None:
     if absent := [str(process) for process, sees_it, _ in found if not sees_it]:
         if not args.save_on_each_node:
             raise ValueError(
-                f"Processes {', '.join(absent)} do not see what process 0 writes to {args.output_dir}, so that no "
-                "checkpoint would be complete. Name a folder on a disk that all machines share, or set "
-                "`save_on_each_node=True`, with which each machine keeps its part and needs it to resume."
+                f"Processes {', '.join(absent)} do not see the files that process 0 writes to {args.output_dir}, so no "
+                "checkpoint would be complete. Use a folder on a disk that all machines share, or set "
+                "`save_on_each_node=True`: each machine then saves its part and needs it to resume."
             )
     elif sum(saves for *_, saves in found) > 1:
         raise ValueError(
-            f"All machines see the same {args.output_dir}, and with `save_on_each_node=True` each would write the same "
-            "files there. Leave the option out."
+            f"All machines share {args.output_dir}, and with `save_on_each_node=True` each would write the same files "
+            "there. Remove the option."
         )
 
 
@@ -91,7 +91,7 @@ def has_manifest(checkpoint: Path) -> bool:
 def problems(checkpoint: Path) -> list[str]:
     """Lists what is missing from a checkpoint or differs from its manifest; empty if it is complete."""
     if not has_manifest(checkpoint):
-        return [f"{MANIFEST} is missing, so it was torn or written by something else"]
+        return [f"{MANIFEST} is missing: it is incomplete or was written by another program"]
     try:
         entries = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
         expected = {name: int(entry["bytes"]) for name, entry in entries.items()}
@@ -153,8 +153,8 @@ def recover(run_dir: Path) -> None:
     unfinished = run_dir / UNFINISHED
     if unfinished.is_symlink() or (unfinished.exists() and not unfinished.is_dir()):
         raise ValueError(
-            f"{unfinished} is a {'symlink' if unfinished.is_symlink() else 'file'}: expected a folder of our own, in "
-            "which checkpoints are written and deleted. Remove it, or use another `output_dir`."
+            f"{unfinished} is a {'symlink' if unfinished.is_symlink() else 'file'}: expected a folder that this "
+            "trainer created for unfinished checkpoints. Remove it, or use another `output_dir`."
         )
     # A manifest is written last, so a folder without problems was complete when the process was killed.
     for _, folder in numbered(unfinished):
@@ -212,7 +212,7 @@ def _free_name(run_dir: Path, name: str) -> Path:
         free = run_dir / (f"replaced-{name}" + (f"-{number}" if number else ""))
         if not os.path.lexists(free):
             return free
-    raise ValueError(f"{run_dir} holds a thousand folders named replaced-{name}: remove them.")
+    raise ValueError(f"{run_dir} contains a thousand folders named replaced-{name}: remove them.")
 
 
 def _clear(unfinished: Path) -> None:

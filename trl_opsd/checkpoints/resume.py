@@ -30,9 +30,9 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
     if not folder.is_dir():
         raise ValueError(f"There is no checkpoint {folder}.{_alternative(folder.parent)} {_REMEDY}")
     if not (folder / _STATE).is_file() and newest_complete(folder)[0] is not None:
-        raise ValueError(f"{folder} is no checkpoint, but contains some.{_alternative(folder)} {_REMEDY}")
+        raise ValueError(f"{folder} is not a checkpoint, but contains checkpoints.{_alternative(folder)} {_REMEDY}")
     if _is_foreign(folder):
-        return folder, [f"Resuming from {folder}, which has no {MANIFEST}: whether it is complete cannot be checked."]
+        return folder, [f"Resuming from {folder}, which has no {MANIFEST}, so it cannot be checked for completeness."]
     if wrong := problems(folder):
         raise ValueError(f"{_listed({folder: wrong}).strip()}{_alternative(folder.parent)} {_REMEDY}")
     return folder, []
@@ -60,8 +60,8 @@ def check_launch(folder: Path, deepspeed: bool, fsdp: bool) -> None:
     if any(saved.values()) and not saved[now]:
         written = next(name for name, was in saved.items() if was)
         raise ValueError(
-            f"{folder} was written under {written}, and this launch is {now}, which would train on with a new "
-            "optimizer: resume under the launch that wrote it, or pass the folder as `model` and start a new run."
+            f"{folder} was saved under {written}, but this launch uses {now} and would continue with a new optimizer: "
+            "resume with the original launch, or pass the folder as `model` and start a new run."
         )
 
 
@@ -71,10 +71,10 @@ def remedy(run_dir: Path, step: int) -> str:
         return ""
     saved = [folder for number, folder in numbered(run_dir) if number <= step and has_manifest(folder)]
     if not saved:
-        return f"{run_dir} has no checkpoint of this run to resume from: `save_steps` says how often one is written."
+        return f"{run_dir} has no checkpoint of this run to resume from: `save_steps` sets how often one is saved."
     return (
-        f"To go on from {saved[-1]}, the newest checkpoint, train with `resume_from_checkpoint=True`, on a "
-        "command line `--resume_from_checkpoint true`."
+        f"To resume from {saved[-1]}, the newest checkpoint, pass `resume_from_checkpoint=True`, or on the command "
+        "line `--resume_from_checkpoint true`."
     )
 
 
@@ -98,8 +98,8 @@ def _listed(torn: dict[Path, list[str]]) -> str:
     said = "".join(f" {folder} is not complete: {shown(torn[folder])}." for folder in torn if folder not in foreign)
     if foreign:
         said += (
-            f" {foreign[0]} has no {MANIFEST}, since TRL and `transformers` write none, so whether it is complete "
-            f"cannot be checked: to resume from it, pass its path, `resume_from_checkpoint={str(foreign[0])!r}`."
+            f" {foreign[0]} has no {MANIFEST}, as checkpoints of TRL and `transformers`, so it cannot be checked for "
+            f"completeness: to resume from it, pass its path, `resume_from_checkpoint={str(foreign[0])!r}`."
         )
     return said
 
@@ -167,7 +167,7 @@ def check_rates(scheduler: Any, steps: int) -> None:
     if any(rate * factor(step) != 0 for step in range(steps) for rate, factor in pairs):
         return
     raise ValueError(
-        f"The learning rate is 0 in each of the {steps} steps, so no weight would change: the schedule begins at 0, as "
-        "a warmup does, and the training ends before it rises, or it multiplies by 0. Set fewer `warmup_steps` or more "
+        f"The learning rate is 0 in all {steps} steps, so no weight would change: the schedule starts at 0, as a "
+        "warmup does, and training ends before it rises, or it multiplies by 0. Set fewer `warmup_steps` or more "
         "steps, or pass another scheduler."
     )

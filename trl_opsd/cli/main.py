@@ -15,7 +15,7 @@ from trl_opsd.errors import explained
 
 
 def train(context: typer.Context) -> None:
-    """Train a student, with the options of OPSDConfig, from flags or YAML, in one process or several.
+    """Trains a student with the options of `OPSDConfig`, from flags or YAML, in one or more processes.
 
     `--accelerate_config zero3` launches it as `accelerate launch` would. `trl-opsd train --help` lists the options.
     """
@@ -26,27 +26,28 @@ def train(context: typer.Context) -> None:
 
 def doctor(
     student: Annotated[
-        str | None, typer.Argument(help="Folder or Hub id of the student; left out, that of `--config`.")
+        str | None, typer.Argument(help="Folder or Hub id of the student. Default: that of `--config`.")
     ] = None,
     teacher: Annotated[
-        str | None, typer.Argument(help="The same of the teacher; the student's, if it teaches itself.")
+        str | None, typer.Argument(help="Folder or Hub id of the teacher; the student's for self-distillation.")
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML file of `trl-opsd train`: says how to load the models, and is examined too."),
+        typer.Option(help="YAML file of `trl-opsd train`: sets how to load the models, and is checked too."),
     ] = None,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="Two small random layers in place of each model's own; heads stay as large.")
+        bool,
+        typer.Option("--tiny", help="Replace each model's layers by two small random ones; heads keep their size."),
     ] = False,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Start vLLM too, and compare what it writes.")] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Start vLLM too, and check its completions.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Examines whether a student can be distilled from a teacher, before that is paid for.
+    """Checks whether a student can be distilled from a teacher, before spending GPU time.
 
     Tokenizers and chat template; heads, padding and gradients of both models; the loss against its float64 reference;
-    precision; what engines write; settings and versions. Models are loaded in float32.
+    precision; generation; settings and versions. Models are loaded in float32.
 
-    Exit status: 0 if all checks passed or only warned, 1 if one failed, 2 if the models cannot be loaded.
+    Exit status: 0 if no check failed, 1 if one failed, 2 if the models cannot be loaded.
     """
     import sys
     from contextlib import redirect_stdout
@@ -65,12 +66,15 @@ def doctor(
         models = student or named[0], teacher or named[1]
         if None in models:
             why = f" {settings}" if isinstance(settings, ValueError) else ""
-            raise ValueError(f"expected STUDENT and TEACHER, or a --config FILE that names both.{why}")
+            raise ValueError(f"expected STUDENT and TEACHER, or a --config FILE that sets both.{why}")
         try:
             loading = settings.loading if isinstance(settings, Settings) else ({}, {})
             pair = load_pair(*models, tiny, loading)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
-            more = " Both are loaded in float32, 4 bytes a parameter; --tiny needs little." * is_out_of_memory(error)
+            more = (
+                " Both models are loaded in float32, 4 bytes per parameter; --tiny needs little memory."
+                * is_out_of_memory(error)
+            )
             raise ValueError(f"{error}{more}") from error
         with collected():  # what a trainer says of prompts that are not the user's
             findings = examine(pair, settings, vllm)
@@ -89,28 +93,28 @@ class Engine(StrEnum):
 def plan(
     student: Annotated[str, typer.Argument(help="Folder, config.json or Hub id of the student.")],
     teacher: Annotated[
-        str | None, typer.Argument(help="The same of the teacher; left out, the student teaches itself.")
+        str | None, typer.Argument(help="Folder, config.json or Hub id of the teacher. Default: self-distillation.")
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Devices.")] = 1,
-    gpu_memory: Annotated[float, typer.Option(min=0.001, help="Memory of each, in GB of 1e9 bytes.")] = 80.0,
-    host_memory: Annotated[float | None, typer.Option(min=0.001, help="Memory of the machine, in GB.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step on each device.")] = 8,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 512,
+    gpu_memory: Annotated[float, typer.Option(min=0.001, help="Memory of each device, in GB (1e9 bytes).")] = 80.0,
+    host_memory: Annotated[float | None, typer.Option(min=0.001, help="Host memory, in GB.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per optimizer step and device.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 512,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per completion.")] = 512,
     engine: Annotated[
-        Engine, typer.Option(help="What writes: transformers, vllm in the same process, or a vLLM server apart.")
+        Engine, typer.Option(help="What generates: transformers, vllm in the same process, or a separate vLLM server.")
     ] = Engine.transformers,
-    lora: Annotated[int | None, typer.Option(min=1, help="Rank of an adapter on all linear layers.")] = None,
-    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16; otherwise float32.")] = True,
+    lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank, on all linear layers.")] = None,
+    bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
-    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device reaches.")] = 400.0,
-    bandwidth: Annotated[float, typer.Option(min=0.001, help="GB/s that it reads of its memory.")] = 2000.0,
-    link: Annotated[float, typer.Option(min=0.001, help="GB/s from the machine's memory to a device.")] = 32.0,
+    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
+    bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
+    link: Annotated[float, typer.Option(min=0.001, help="Bandwidth from host to device, in GB/s.")] = 32.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
-    """Says whether a training fits, with which options, and what is too large, from the configs of both models.
+    """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
 
-    With AdamW. No weights are read. All numbers are estimates.
+    Assumes AdamW, and loads no weights.
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
@@ -123,7 +127,7 @@ def plan(
     for role, shape in zip(("student", "teacher"), shapes, strict=True):
         if shape.context is not None and prompt + length > shape.context:
             raise ValueError(
-                f"`--prompt {prompt}` and `--length {length}` are {prompt + length} tokens, and the {role}'s context "
+                f"`--prompt {prompt}` and `--length {length}` are {prompt + length} tokens, but the {role}'s context "
                 f"has {shape.context}: lower one of them."
             )
     load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9))
@@ -138,24 +142,26 @@ def plan(
     else:
         show(found, plans, asked)
         if found.fits and engine is Engine.transformers and best(search("vllm")).fits:
-            print("vLLM in the same process would fit, too: --engine vllm.")
+            print("vLLM in the same process would also fit: --engine vllm.")
     raise typer.Exit(0 if found.fits else 1)
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The `output_dir` of a training, or a checkpoint.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file; RUN_DIR/report.html.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Output file. Default: RUN_DIR/report.html.")
+    ] = None,
 ) -> None:
     """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
 
-    One HTML page without any request to elsewhere. Also of a run that goes on, or was killed.
+    One self-contained HTML page; also for a run that is in progress or was killed.
 
     Exit status: 0, or 2 if there is nothing to report.
     """
     from trl_opsd.report.page import write
 
     if not run.is_dir():
-        raise ValueError(f"{run}: there is no such folder")
+        raise ValueError(f"{run}: no such folder")
     try:
         typer.echo(str(write(run, to=output)))
     except ImportError as error:
@@ -186,7 +192,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="On-policy distillation for the Hugging Face ecosystem: train, and what belongs around it.",
+    help="On-policy distillation for the Hugging Face ecosystem: train, check, plan and report.",
 )
 
 
@@ -199,9 +205,11 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-    __: Annotated[bool, typer.Option(TRACEBACK, help="Print an error with its traceback; stands anywhere.")] = False,
+    __: Annotated[
+        bool, typer.Option(TRACEBACK, help="Print errors with a traceback; allowed at any position.")
+    ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Options before a command."""
 
 
 app.command(

@@ -31,7 +31,7 @@ def solutions_as_context(datasets: Any) -> Any:
         return type(datasets)({name: solutions_as_context(dataset) for name, dataset in datasets.items()})
     columns = (datasets.column_names or ()) if isinstance(datasets, Dataset | IterableDataset) else ()
     if _THEIRS in columns and not tells_more(columns):
-        logger.warning_once(f"The teacher reads the column '{_THEIRS}', as if it were called '{_OURS}'.")
+        logger.warning_once(f"The column '{_THEIRS}' is used as '{_OURS}'.")
         return datasets.rename_column(_THEIRS, _OURS)
     return datasets
 
@@ -48,8 +48,8 @@ def with_prompts(datasets: Any, where: str) -> Any:
         return datasets
     if "completion" in (datasets.column_names or ()):
         raise ValueError(
-            f"{where} has a column {_COLUMN!r} and a column 'completion', and no 'prompt': the answer at the end of a "
-            "conversation is its completion, so leave one of the two out, or add the prompts."
+            f"{where} has columns {_COLUMN!r} and 'completion', but no 'prompt': the last message of a conversation is "
+            "already its completion, so remove one of the two columns, or add the prompts."
         )
     given = {"with_indices": True, "remove_columns": [_COLUMN], "fn_kwargs": {"where": where}}
     if isinstance(datasets, IterableDataset):
@@ -76,16 +76,16 @@ def split(messages: Any, where: str) -> dict[str, Any]:
     """The prompt and the completion of a conversation, which must end with an answer of the assistant."""
     name = f"The conversation in {where}"
     if check_prompt(messages, name) == "text":
-        raise TypeError(f"{name} is text: expected a list of messages; call the column 'prompt' if it is one.")
+        raise TypeError(
+            f"{name} is text: expected a list of messages; if it is a prompt, rename the column to 'prompt'."
+        )
     if (role := messages[-1]["role"]) != "assistant":
         raise ValueError(
-            f"{name} ends with a message of the {role}, but in a column {_COLUMN!r} the last message is the answer of "
-            f"the assistant: leave out what comes after it, or call the column 'prompt' if the student is to answer."
+            f"{name} ends with a message of the {role}, but in a column {_COLUMN!r} the last message must be the "
+            "assistant's answer: remove what follows it, or rename the column to 'prompt' if the student should answer."
         )
     if len(messages) == 1:
-        raise ValueError(
-            f"{name} has nothing before the answer: give the model something to answer, or remove the row."
-        )
+        raise ValueError(f"{name} has no message before the answer: add a prompt, or remove the row.")
     return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
@@ -96,15 +96,13 @@ COMPLETION = "completion"
 def check_completion(row: Mapping[str, Any], where: str) -> None:
     """Refuses a row without a completion of the kind of its prompt: text, or one message of the assistant."""
     if COMPLETION not in row:
-        raise ValueError(
-            f"{where} has no column 'completion', which `lmbda` below 1 learns from: add one, or set `lmbda=1`."
-        )
+        raise ValueError(f"{where} has no column 'completion', which `lmbda` below 1 needs: add it, or set `lmbda=1`.")
     name = f"The completion in {where}"
     kind, of_prompt = check_prompt(row[COMPLETION], name), "text" if isinstance(row["prompt"], str) else "messages"
     if kind != of_prompt:
-        raise ValueError(f"{name} is {kind}, but the prompt is {of_prompt}: both have to be of one kind.")
+        raise ValueError(f"{name} is {kind}, but the prompt is {of_prompt}: expected the same kind for both.")
     if kind == "messages" and [one["role"] for one in row[COMPLETION]] != ["assistant"]:
-        raise ValueError(f"{name} is not one message of the assistant, which is what the student would write.")
+        raise ValueError(f"{name}: expected a single message of the assistant, as the student would generate.")
 
 
 def completion_ids(
@@ -133,14 +131,14 @@ def completion_ids(
             whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **template)
         except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             raise ValueError(
-                f"{where}: the chat template of the tokenizer refuses it with its completion: {error}."
+                f"{where}: the tokenizer's chat template rejects the prompt with its completion: {error}."
             ) from error
         # Off-policy rows are trained after the same prompt tokens as rollouts, so the template must not change them.
         if whole["input_ids"][: len(prompt_ids)] != prompt_ids:
             raise ValueError(
-                f"{where}: with its completion the chat template does not begin with what the student reads before it, "
-                f"{tokenizer.decode(prompt_ids[-8:])!r} at its end: write both as text, or set `chat_template_kwargs` "
-                "so that the template writes prompts alike."
+                f"{where}: rendered with its completion, the conversation does not start with the student's prompt, "
+                f"which ends with {tokenizer.decode(prompt_ids[-8:])!r}: give both as text, or set "
+                "`chat_template_kwargs` so that the chat template renders the prompt the same way in both."
             )
         ids = whole["input_ids"][len(prompt_ids) :]
         check_parts(completion, tokenizer.decode(ids), f"The completion in {where}")
@@ -152,9 +150,9 @@ def _warn_of_loss(answer: Any, text: str) -> None:
     """Warns once that a template changes answers; some templates strip reasoning."""
     if isinstance(answer, str) and answer.strip() not in text:
         logger.warning_once(
-            "The chat template of the tokenizer changes answers of the dataset, or leaves a part of them out, as some "
-            "do with what stands before '</think>': the student learns what the template writes. Write prompts and "
-            "completions as text if that is not meant."
+            "The tokenizer's chat template changes or drops parts of the dataset's answers, as some templates do with "
+            "the text before '</think>': the student learns the rendered answer. If this is not intended, give prompts "
+            "and completions as text."
         )
 
 

@@ -71,9 +71,9 @@ def check_alike(each: Sequence[dict[str, str]]) -> None:
         for name, rows in described.items():
             if rows != each[0].get(name):
                 raise ValueError(
-                    f"`{name}` is another dataset in process {process} ({rows}) than in process 0 "
-                    f"({each[0].get(name)}), so they would read shards of different data: give all processes the same "
-                    "rows in the same order. Shuffle with a seed, and do not split by process."
+                    f"`{name}` differs between process {process} ({rows}) and process 0 ({each[0].get(name)}): pass "
+                    "the same rows in the same order in all processes. Shuffle with a seed, and do not split by "
+                    "process."
                 )
 
 
@@ -231,7 +231,7 @@ def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:
                 np.save(file, counts)
             os.replace(file.name, path)  # atomic: another process may read it meanwhile
         except OSError as error:
-            logger.warning(f"The lengths of the prompts of {rows.where} are not kept for the next run: {error}.")
+            logger.warning(f"The prompt lengths of {rows.where} cannot be cached for the next run: {error}.")
     return counts
 
 
@@ -271,7 +271,7 @@ def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any],
 
     def stays(row: dict[str, Any]) -> bool:
         nonlocal mentioned
-        request = reader.of.intake.read(row, f"a row that {where} streams")
+        request = reader.of.intake.read(row, f"a row of the stream {where}")
         prompts = [reader.prompt_of(request)]
         reader.check_kind(prompts)
         if reader.limits_of(request).fits(len(reader.token_ids(prompts)[0])):
@@ -281,8 +281,8 @@ def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any],
         if count > mentioned and str(count).strip("0") == "1":  # the first, the tenth, ...; a row may be read again
             mentioned = count
             logger.warning(
-                f"{where} streams prompts that leave no room for a completion of `max_completion_length` tokens in the "
-                f"context; {count} so far {'was' if count == 1 else 'were'} dropped. `trainer.dropped_prompts` counts."
+                f"{where} streams prompts that leave no room in the context for a completion of "
+                f"`max_completion_length` tokens; dropped {count} so far (`trainer.dropped_prompts` has the count)."
             )
         return False
 

@@ -38,23 +38,23 @@ def check_columns(
         )
     if teachers and "teacher" not in names:
         raise ValueError(
-            f"There are several teachers, but {where} has no column 'teacher', only {names}: add one that names one of "
+            f"There are several teachers, but {where} has no column 'teacher', only {names}: add one with a name from "
             f"{sorted(teachers)} in each row."
         )
     for name in names if optional else ():
         (meant,) = get_close_matches(name, optional, n=1, cutoff=0.85) or [name]
         if meant not in names:
             raise ValueError(
-                f"{where} has a column {name!r}, which is not read; did you mean {meant!r}? Rename it, to {meant!r} or "
-                "to something less alike."
+                f"{where} has an unknown column {name!r}; did you mean {meant!r}? Rename it to {meant!r}, or to a less "
+                "similar name."
             )
 
 
 def refuse_images(column: str, where: str) -> NoReturn:
     """Raises `ValueError` for a column that has images in it."""
     raise ValueError(
-        f"{where} has a column {column!r} with images in it, but prompts with images are not supported yet: "
-        "remove the column, or use `trl.DistillationTrainer`, which reads them."
+        f"{where} has a column {column!r} with images in it, but prompts with images are not supported yet: remove the "
+        "column, or use `trl.DistillationTrainer`, which supports them."
     )
 
 
@@ -62,7 +62,7 @@ def check_prompt(prompt: Any, where: str) -> str:
     """Refuses a prompt that is empty or of another type (`TypeError`); returns its kind, `"text"` or `"messages"`."""
     if isinstance(prompt, str):
         if not prompt:
-            raise ValueError(f"{where} is empty: give the model something to answer, or remove the row.")
+            raise ValueError(f"{where} is empty: add a prompt, or remove the row.")
         return "text"
     if not isinstance(prompt, list):
         raise TypeError(
@@ -100,9 +100,9 @@ class Prompt:
         kind = check_prompt(value, where)
         if kind == "messages" and value[-1]["role"] == "assistant":
             raise ValueError(
-                f"{where} ends with a message of the assistant, but the next message is the student's own completion, "
-                "and the chat template would begin another turn: leave the answer out, `prompt = messages[:-1]`, "
-                "or call the column 'messages', which is split so."
+                f"{where} ends with a message of the assistant, but the assistant's answer is what the student "
+                "generates, and the chat template would start another turn: remove the answer, `prompt = "
+                "messages[:-1]`, or rename the column to 'messages', which is split that way."
             )
         return cls(value, kind, where)
 
@@ -113,8 +113,8 @@ def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | Non
         kind = kind or prompt.kind
         if prompt.kind != kind:
             raise ValueError(
-                f"{prompt.where} is {prompt.kind}, those before it are {kind}: all must be of one kind; turn the "
-                "texts into messages, or the messages into text."
+                f"{prompt.where} is {prompt.kind}, but earlier ones are {kind}: expected one kind for all; convert the "
+                "texts to messages, or the messages to text."
             )
     return kind
 
@@ -164,12 +164,13 @@ def check_template(option: str, template: Any) -> None:
     """Raises `ValueError` unless a template is `None`, or has both placeholders and nothing else in braces."""
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None}
+        found = f"has the placeholders {sorted(names)}"
     except (TypeError, ValueError) as error:
-        names = {str(error)}
+        names, found = set(), f"is no template ({error})"
     if template is not None and names != {"prompt", "privileged_context"}:
         raise ValueError(
-            f"`{option}={template!r}` has {sorted(names)} in braces: expected text with `{{prompt}}` and "
-            "`{privileged_context}`, and other braces doubled."
+            f"`{option}={template!r}` {found}: expected text with exactly `{{prompt}}` and `{{privileged_context}}`, "
+            "and all other braces doubled."
         )
 
 
@@ -180,11 +181,11 @@ def check_prompt_fn(function: Any) -> None:
         what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
         raise TypeError(f"`teacher_prompt_fn` is {what}: {expected}.")
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise TypeError(f"`teacher_prompt_fn` is asynchronous, and nothing would await it: {expected}.")
+        raise TypeError(f"`teacher_prompt_fn` is asynchronous, but would not be awaited: {expected}.")
     try:
         inspect.signature(function).bind({}, "")
     except TypeError as error:
-        raise TypeError(f"`teacher_prompt_fn` takes other arguments ({error}): {expected}.") from None
+        raise TypeError(f"`teacher_prompt_fn` has another signature ({error}): {expected}.") from None
     except ValueError:  # built-in functions may have no signature
         return
 
@@ -261,7 +262,9 @@ class Intake:
         name = row.get("teacher")
         if not isinstance(name, str) or name not in self.teachers:
             found = (
-                f"names the teacher {name!r}" if isinstance(name, str) else "names no teacher in the column 'teacher'"
+                f"names the teacher {name!r}"
+                if isinstance(name, str)
+                else "has no teacher name in the column 'teacher'"
             )
             raise ValueError(f"{where} {found}: expected one of {sorted(self.teachers)}.")
         return name
@@ -274,8 +277,8 @@ class Intake:
             return Prompt.of(row["teacher_prompt"], f"The teacher_prompt in {where}")
         if "teacher_prompt" in row:
             raise ValueError(
-                f"{where} has both a 'teacher_prompt' and a 'privileged_context', but the teacher reads only one of "
-                "them: remove the other column."
+                f"{where} has both 'teacher_prompt' and 'privileged_context', but the teacher uses only one: remove "
+                "the other column."
             )
         prompt = self._with_context(row["prompt"], row["privileged_context"], where)
         return Prompt.of(prompt, f"The teacher's prompt in {where}")
@@ -293,8 +296,8 @@ class Intake:
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]
         if not users:
             raise ValueError(
-                f"The prompt in {where} has no user message for `teacher_prompt_template` to add the privileged "
-                "context to: add one, or give a complete 'teacher_prompt' instead."
+                f"The prompt in {where} has no user message to which `teacher_prompt_template` could add the "
+                "privileged context: add one, or give a complete 'teacher_prompt' instead."
             )
         message = prompt[users[-1]]
         text = (self.template or TEMPLATE).format(prompt=_text_of(message), privileged_context=context)

@@ -48,19 +48,17 @@ class PromptLimits:
         if self.context is not None and self.completion >= self.context:
             raise ValueError(
                 f"`max_completion_length={self.completion}` leaves no room for a prompt in the context of "
-                f"{self.reader}, {self.context} tokens: lower it."
+                f"{self.reader} ({self.context} tokens): lower it."
             )
 
     def check(self, prompt_tokens: int, largest_id: int, where: str) -> None:
         """Raises `ValueError` when the prompt is empty, does not fit, or has a token id outside the vocabulary."""
         if not prompt_tokens:
-            raise ValueError(
-                f"{where} has no tokens after tokenization: give the model something to answer, or remove the row."
-            )
+            raise ValueError(f"{where} has no tokens after tokenization: add a prompt, or remove the row.")
         if not self.fits(prompt_tokens):
             raise ValueError(
-                f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} that is more than the "
-                f"context of {self.reader}, {self.context} tokens: shorten it, lower max_completion_length, or set "
+                f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} this exceeds the context "
+                f"of {self.reader} ({self.context} tokens): shorten it, lower max_completion_length, or set "
                 "overlong_prompts='drop'."
             )
         self.check_known(largest_id, where)
@@ -70,25 +68,25 @@ class PromptLimits:
         length = len(prompt_ids) + len(completion_ids)
         if self.context is not None and length > self.context:
             raise ValueError(
-                f"{backend} wrote {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the context is "
-                f"{self.context}: let it write at most max_completion_length={self.completion}."
+                f"{backend} generated {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the "
+                f"context is {self.context}: limit it to max_completion_length={self.completion}."
             )
         if len(completion_ids) > self.completion:
             raise ValueError(
-                f"{backend} wrote {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: let it "
-                "write at most that many, or raise the option."
+                f"{backend} generated {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: "
+                "limit it to that, or raise the option."
             )
-        where = f"What {backend} wrote"
+        where = f"A completion of {backend}"
         if (smallest := min(completion_ids, default=0)) < 0:
-            raise ValueError(f"{where} has the token id {smallest}: expected ids from 0 on, and no padding.")
+            raise ValueError(f"{where} contains the token id {smallest}: expected ids of at least 0, without padding.")
         self.check_known(max(completion_ids, default=0), where)
 
     def check_known(self, largest_id: int, where: str) -> None:
         """Raises `ValueError` when the largest token id of a text is outside the vocabulary."""
         if largest_id >= self.vocabulary:
             raise ValueError(
-                f"{where} has the token id {largest_id}, but the models know {self.vocabulary} ids: use the tokenizer "
-                "the student was trained with; after `tokenizer.add_tokens` both models grow by "
+                f"{where} contains the token id {largest_id}, but the models have {self.vocabulary} ids: use the "
+                "tokenizer the student was trained with; after `tokenizer.add_tokens`, resize both models with "
                 "`model.resize_token_embeddings(len(tokenizer))`."
             )
 
@@ -162,14 +160,14 @@ class Reader:
         kind = common_kind(prompts, kind)
         if kind == "messages" and not self.of.tokenizer.chat_template:
             raise ValueError(
-                f"{prompts[0].where} is messages, but the tokenizer has no chat template: set "
+                f"{prompts[0].where} is a list of messages, but the tokenizer has no chat template: set "
                 "`tokenizer.chat_template`, or give the prompts as text."
             )
         if kind == "text" and (added := added_at_end(self.of.tokenizer)):
             raise ValueError(
-                f"{prompts[0].where} is text, after which the tokenizer writes {added!r}, so that the completion would "
-                "come after an end: give messages, load the tokenizer with `add_eos_token=False`, or set "
-                "`tokenizer.backend_tokenizer.post_processor` to one that adds nothing at the end."
+                f"{prompts[0].where} is text, to which the tokenizer appends {added!r}, so the completion would follow "
+                "an end token: give messages, load the tokenizer with `add_eos_token=False`, or set "
+                "`tokenizer.backend_tokenizer.post_processor` to one that appends nothing."
             )
         return kind
 
@@ -178,15 +176,15 @@ class Reader:
         template = self.of.template if self.is_teachers else {}
         if template and prompts[0].kind == "text":
             raise ValueError(
-                f"`teacher_chat_template_kwargs={dict(template)!r}` has no effect: what the teacher reads is text: "
-                "give messages, or remove the option."
+                f"`teacher_chat_template_kwargs={dict(template)!r}` has no effect, because the teacher's prompts are "
+                "text: give messages, or remove the option."
             )
         try:
             found = self.of.tokenize([prompt.value for prompt in prompts], **template)
         except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             if len(prompts) > 1:  # one by one, to find the row
                 return [ids for prompt in prompts for ids in self.token_ids([prompt])]
-            raise ValueError(f"{prompts[0].where}: the chat template of the tokenizer refuses it: {error}.") from error
+            raise ValueError(f"{prompts[0].where}: the tokenizer's chat template rejects it: {error}.") from error
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where)
             if prompt.has_parts:
@@ -286,7 +284,8 @@ class Readers:
     ) -> list[list[int]] | None:
         """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
         # Where no row differs, the student's token ids are reused and nothing is tokenized again.
-        alike = self.are_alike(()) and all(request.of_teacher is request.student for request in requests)
+        alike = not self.template and self.intake.prompt_fn is None
+        alike = alike and all(request.of_teacher is request.student for request in requests)
         if not alike:
             reader = self.teacher
             prompts = [request.of_teacher for request in requests]
@@ -295,8 +294,8 @@ class Readers:
                 prompts = [self.intake.called(request, text) for request, text in zip(requests, texts, strict=True)]
             if reader.check_kind(prompts) == "text" and requests[0].student.kind == "messages":
                 logger.warning_once(
-                    "The prompts are text for the teacher and messages for the student: the teacher reads them without "
-                    "a chat template. If it is a chat model, give it messages, too."
+                    "The prompts are text for the teacher but messages for the student, so no chat template is applied "
+                    "to the teacher's. If the teacher is a chat model, give it messages, too."
                 )
             prompt_ids = reader.token_ids(prompts)
         self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
@@ -310,11 +309,10 @@ class Readers:
             limits = self.teacher_limits[request.teacher]
             if limits.context is not None and len(ids) + length > limits.context:
                 raise ValueError(
-                    f"The teacher would have to read {len(ids)} tokens of its prompt and {length} of the completion in "
-                    f"{request.where}, but its context is {limits.context} tokens: shorten its prompt, or the output "
-                    "of tools."
+                    f"The teacher's input for {request.where} has {len(ids)} prompt tokens and {length} completion "
+                    f"tokens, but its context is {limits.context} tokens: shorten its prompt, or the output of tools."
                 )
             # The completion is known by now, so no room has to be kept for it.
             replace(limits, completion=0).check(
-                len(ids), max(ids, default=0), f"What the teacher reads for {request.where}"
+                len(ids), max(ids, default=0), f"The teacher's input for {request.where}"
             )

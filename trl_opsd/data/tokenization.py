@@ -37,8 +37,8 @@ def check_token_maps(
     )
     more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     read = (
-        f" The teacher's was read from {source}, where it was loaded from: if that is not the one it uses, pass its "
-        "tokenizer as `teacher_processing_class`."
+        f" The teacher's was loaded from {source}, like the teacher: if it uses another one, pass it as "
+        "`teacher_processing_class`."
     )
     raise ValueError(
         f"The tokenizers of student and {role} differ: {listed}{more}. The loss compares the two distributions id by "
@@ -110,7 +110,7 @@ def added_at_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def check_template_arguments(tokenizer: PreTrainedTokenizerBase, option: str, names: Collection[str]) -> str | None:
     """Why chat template arguments have no effect, in words, or `None`; refuses arguments that the trainer sets."""
     if taken := sorted(_TAKEN & set(names)):
-        raise ValueError(f"`{option}` sets {taken[0]!r}, which the trainer sets itself: remove it.")
+        raise ValueError(f"`{option}` sets {taken[0]!r}, which is set by the trainer: remove it.")
     template = str(tokenizer.chat_template or "")  # a dict of several is searched as a whole
     # A word search rather than an analysis of the template: it errs on the side of silence.
     words = set(re.findall(r"[A-Za-z_]\w*", template))
@@ -118,16 +118,16 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, option: str, na
     if not template or not unread:
         return None
     near = get_close_matches(unread[0], words, n=1, cutoff=0.75)
-    hint = f"did you mean {near[0]!r}?" if near else "remove it, or use a template that reads it."
-    return f"`{option}` sets {unread[0]!r}, which the chat template of the tokenizer never reads: {hint}"
+    hint = f"did you mean {near[0]!r}?" if near else "remove it, or use a template that uses it."
+    return f"`{option}` sets {unread[0]!r}, which the tokenizer's chat template does not use: {hint}"
 
 
 def check_parts(messages: Sequence[Mapping[str, Any]], text: str, where: str) -> None:
     """Refuses content parts that a chat template wrote as Python prints a list: the prompt would be code."""
     if any(isinstance(one["content"], list) and str(one["content"]) in text for one in messages):
         raise ValueError(
-            f"{where} has content in parts, [{{'type': 'text', ...}}], which the chat template of the tokenizer writes "
-            "as Python prints them: give each content as text."
+            f"{where} has content in parts, [{{'type': 'text', ...}}], which the tokenizer's chat template renders as "
+            "a Python list: give each content as text."
         )
 
 
@@ -144,9 +144,9 @@ def check_that_all_is_read(messages: Sequence[Mapping[str, Any]], render: Callab
         for number, (one, word) in enumerate(zip(messages, words, strict=True), 1):
             if one["role"] != "assistant" and word not in text:
                 raise ValueError(
-                    f"{where}: the chat template of the tokenizer leaves out message {number} of {len(words)}, of the "
-                    f"role {one['role']!r}, so that no model reads it: use the template that the model was trained "
-                    "with, or remove messages that this one is not made for."
+                    f"{where}: the tokenizer's chat template drops message {number} of {len(words)} (role "
+                    f"{one['role']!r}), so no model would see it: use the template the model was trained with, or "
+                    "remove messages that this one does not support."
                 )
 
 
@@ -157,9 +157,8 @@ def warn_of_prompts(
     if all(isinstance(prompt, str) for prompt in prompts):
         if tokenizer.chat_template and not any(token in text for text in prompts for token in _special(tokenizer)):
             logger.warning(
-                f"The prompts of {where} are text, which is read as it is: no chat template is applied, although the "
-                "tokenizer has one. If the student is a chat model, give messages: "
-                "[{'role': 'user', 'content': '...'}]."
+                f"The prompts of {where} are text, so no chat template is applied, although the tokenizer has one. If "
+                "the student is a chat model, give messages: [{'role': 'user', 'content': '...'}]."
             )
         names = (f"The prompt in row {number} of {where}" for number in range(len(prompts)))
         warn_of_ended_text(tokenizer, dict(zip(names, prompts, strict=True)), render)
@@ -181,8 +180,8 @@ def warn_of_ended_text(
         text = prompt.rstrip()
         if found := next((end for end in ends if text.endswith(end) and text != end), None):
             logger.warning(
-                f"{name} ends with {found!r}, after which a model has nothing to answer: end it where the answer "
-                "begins, or give messages, which the chat template completes."
+                f"{name} ends with the end token {found!r}, so there is nothing left to generate: end it where the "
+                "answer begins, or give messages, to which the chat template adds the generation prompt."
             )
             return
 
@@ -193,9 +192,9 @@ def _warn_of_template(where: str, prompts: Sequence[Any], render: Callable[..., 
     before, _ = _around_answer(prompts[0], render)
     if before and render(prompts[0], add_generation_prompt=False) == render(prompts[0]):
         logger.warning(
-            f"The chat template of the tokenizer writes {before!r} before an answer, but not at the end of a prompt: "
-            "it ignores `add_generation_prompt`, so the student would have to begin with that. Use a template that "
-            "reads it."
+            f"The tokenizer's chat template renders {before!r} before an answer, but not at the end of a prompt: it "
+            "ignores `add_generation_prompt`, so the student would have to generate it. Use a template that supports "
+            "it."
         )
 
 

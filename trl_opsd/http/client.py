@@ -88,8 +88,8 @@ class Response:
         """Itself; a `ServerError` unless the status is 200."""
         if self.status != 200:
             if self.status in (401, 403):
-                hint = f" Set the environment variable `{self.token}` to its key."
-            raise ServerError(f"{self.request} answered {self.status}: {self.text[:500]}{hint}")
+                hint = f" Set the environment variable `{self.token}` to the server's key."
+            raise ServerError(f"{self.request} returned {self.status}: {self.text[:500]}{hint}")
         return self
 
     def parse(self, schema: type[Parsed]) -> Parsed:
@@ -177,7 +177,7 @@ class HTTPClient:
                     f"one {kind.start}, or correct {kind.address}."
                 )
             if not has_warned:
-                warn_in_main(f"No {kind.name} server at {self.url} yet, waiting for up to {seconds:g} seconds.")
+                warn_in_main(f"No {kind.name} server at {self.url} yet; waiting up to {seconds:g} seconds.")
                 has_warned = True
             await asyncio.sleep(min(2.0, max(seconds, 0.0)))
 
@@ -186,7 +186,7 @@ class HTTPClient:
             response = await self.request("GET", "/health", seconds=self._kind.health_seconds)
         except ServerError as error:
             return str(error)
-        return None if response.status == 200 else f"/health answers {response.status}, not 200"
+        return None if response.status == 200 else f"/health returned {response.status}, expected 200"
 
     async def request(
         self, method: str, path: str, *, seconds: float | None = None, max_bytes: int | None = None, **options: Any
@@ -196,16 +196,16 @@ class HTTPClient:
         A `ServerError` if it does not end within `seconds`, by default the client's deadline, or has too many bytes.
         """
         # The deadline covers name resolution, connecting, sending, headers and body.
-        request, within = f"{self._kind.subject}, asked for {self.url}{path},", seconds or self._deadline
+        request, within = f"{self._kind.subject} at {self.url}{path}", seconds or self._deadline
         try:
             return await self._send(request, method, path, within, max_bytes or _MAX_BYTES, options)
         except aiohttp.ConnectionTimeoutError:
-            raise ServerError(f"{request} took no connection within {_CONNECT_SECONDS:g} seconds") from None
+            raise ServerError(f"{request} accepted no connection within {_CONNECT_SECONDS:g} seconds") from None
         except TimeoutError as error:
             origin = "" if seconds else self._origin
-            raise ServerError(f"{request} did not answer within {within:g} seconds{origin}") from error
+            raise ServerError(f"{request} did not respond within {within:g} seconds{origin}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerError(f"{request} failed, see its log: {type(error).__name__}: {error}") from error
+            raise ServerError(f"{request} failed ({type(error).__name__}: {error}): see its log") from error
 
     async def _send(
         self, request: str, method: str, path: str, within: float, max_bytes: int, options: dict[str, Any]
@@ -229,8 +229,8 @@ class HTTPClient:
                 content += part
                 if len(content) > max_bytes:  # counted here: a header may state any length
                     raise ServerError(
-                        f"{request} answered more than {max_bytes / MIB:.0f} MiB, the limit for this request: no such "
-                        "server does that, check what is listening there."
+                        f"{request} returned more than {max_bytes / MIB:.0f} MiB, the limit for this request: check "
+                        "that the expected server is listening there."
                     )
             retry = response.headers.get("Retry-After", "")
             return Response(request, response.status, content, self._kind.token, retry)

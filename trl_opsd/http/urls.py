@@ -25,7 +25,9 @@ def server_urls(option: str, value: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, Mapping):
         return {ONLY: _urls(option, value)}
     if not value:
-        raise ValueError(f"`{option}` is an empty dict: name a teacher and its server, or leave it out.")
+        raise ValueError(
+            f"`{option}` is an empty dict: expected teacher names with the address of a server; or remove the option."
+        )
     return {name: _urls(f"{option}[{name!r}]", one) for name, one in value.items()}
 
 
@@ -45,23 +47,25 @@ def _urls(option: str, value: Any) -> tuple[str, ...]:
         raise ValueError(f"`{option}={value!r}`: expected the address of a server, or a list of several.")
     urls = tuple(_url(option, part.strip()) for part in parts)
     if len(set(urls)) < len(urls):
-        raise ValueError(f"`{option}={value!r}` names a server twice: leave one out.")
+        raise ValueError(f"`{option}={value!r}` contains a server twice: remove one.")
     return urls
 
 
 def _url(option: str, given: str) -> str:
     """The address without a trailing slash."""
-    expected = "expected an address as `http://127.0.0.1:8000`"
+    expected = "expected an address such as `http://127.0.0.1:8000`"
     if "@" in given:  # not quoted: it may hold a password
         raise ValueError(
-            f"`{option}` has a user or a password in it, which would be logged: {expected}; a token is read from the "
+            f"`{option}` contains a user or a password, which would be logged: {expected}; put a token into the "
             f"environment variable `{TEACHER_TOKEN}`."
         )
     if not is_origin(given):
         raise ValueError(f"`{option}={given!r}`: {expected}, with `http://` or `https://` and a host.")
     url = given.rstrip("/")
     if url.endswith(("/v1", "/pooling", "/models")):
-        raise ValueError(f"`{option}={given!r}` ends in {urlsplit(url).path!r}, which is added: {expected}.")
+        raise ValueError(
+            f"`{option}={given!r}` ends in {urlsplit(url).path!r}, which is added automatically: {expected}."
+        )
     return url
 
 
@@ -92,7 +96,7 @@ def token_in(variable: str) -> str | None:
     """The token (vLLM and SGLang: API key) in an environment variable; errors do not quote it."""
     token = os.environ.get(variable, "")
     if token and not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError(f"{variable} has spaces, line ends or characters beyond ASCII: expected `A-Za-z0-9_-`.")
+        raise ValueError(f"{variable} contains spaces, line breaks or non-ASCII characters: expected `A-Za-z0-9_-`.")
     return token or None
 
 

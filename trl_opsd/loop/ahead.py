@@ -92,18 +92,17 @@ class Ahead:
         others = torch.tensor([known != prompt_ids], device=host.accelerator.device)
         if host.accelerator.gather(others).any():
             raise ValueError(
-                "`overlap='ahead'`: the prompts of a step are not those that were read for it while the last one was "
-                f"learned. Does a method of {type(host).__name__} change rows? Do it in the dataset, or leave the "
-                "option out."
+                "`overlap='ahead'`: the prompts of a step differ from those prefetched for it. Does a method of "
+                f"{type(host).__name__} change rows? Change them in the dataset, or remove the option."
             )
         distance = self._distance()
         host.record("overlap/divergence", distance)
         if distance <= host.args.overlap_max_divergence:
             return completions
         logger.warning(
-            f"The last step has moved the student by {distance:.3g} nats per token, more than "
-            f"`overlap_max_divergence={host.args.overlap_max_divergence}`: the rows that were written before it are "
-            "written anew. If that happens often, lower the learning rate, or leave `overlap` out."
+            f"The last step moved the student by {distance:.3g} nats per token, more than "
+            f"`overlap_max_divergence={host.args.overlap_max_divergence}`: rows generated before it are regenerated. "
+            "If this happens often, lower the learning rate, or remove `overlap`."
         )
         return None
 

@@ -94,8 +94,8 @@ class Checkpoints:
         set_rates(self._trainer.lr_scheduler)
         if changed := not_taken(self._settings, settings_of(self._trainer.optimizer)):
             logger.warning(
-                f"The optimizer goes on as in {checkpoint}: {changed}. For other settings begin a new run with its "
-                "model: pass that to a trainer, and do not resume."
+                f"The optimizer keeps the settings of {checkpoint}: {changed}. To change them, start a new run from "
+                "its model: pass the checkpoint as `model`, and do not resume."
             )
 
     # ---- Writing ------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Checkpoints:
             if args.should_save:
                 publish(written, run_dir)
         except Exception as error:
-            error.add_note(f"{run_dir / name} was not finished; earlier checkpoints are unchanged.")
+            error.add_note(f"{run_dir / name} is incomplete; earlier checkpoints are unchanged.")
             raise
         finally:
             self.is_staging = False
@@ -160,8 +160,8 @@ class _StopOnSigterm(TrainerCallback):
         if here is not threading.main_thread():
             raise ValueError(
                 f"`enable_jit_checkpoint=True`, but `train` was called in the thread {here.name!r}: Python handles "
-                "signals in the main thread only, so a SIGTERM would end this run without a checkpoint. Call `train` "
-                "in the main thread, or set it to False."
+                "signals only in the main thread, so a SIGTERM would end this run without a checkpoint. Call `train` "
+                "in the main thread, or set the option to False."
             )
         self._received = self._stopping = False
         before = signal.signal(signal.SIGTERM, self._receive)
@@ -172,13 +172,13 @@ class _StopOnSigterm(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._is_time_to_stop():
-            logger.warning(f"SIGTERM: saving step {state.global_step} and stopping.")
+            logger.warning(f"SIGTERM: saving at step {state.global_step} and stopping.")
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # there may not be time for it
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not self._stopping and self._is_time_to_stop():
-            logger.warning(f"SIGTERM: step {state.global_step} has just been saved, stopping.")
+            logger.warning(f"SIGTERM: step {state.global_step} is already saved; stopping.")
             control.should_training_stop = True
 
     def on_epoch_end(

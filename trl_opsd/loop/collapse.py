@@ -66,13 +66,13 @@ class CollapseGuard(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         signs = self._end_step()
         for name in (one for one in signs if one not in self._warned):
-            logger.warning(f"Step {state.global_step} shows a collapse: {signs[name]}.")
+            logger.warning(f"Sign of a collapse at step {state.global_step}: {signs[name]}.")
             self._warned.add(name)
         if signs and self._stops:
             saves, best = args.save_strategy != "no", self._best()
             logger.warning(
-                f"`collapse_guard='stop'`: the training ends at step {state.global_step}"
-                f"{', which is saved; no checkpoint is deleted for it' if saves else ''}."
+                f"`collapse_guard='stop'`: training stops at step {state.global_step}"
+                f"{', which is saved; no older checkpoint is deleted' if saves else ''}."
                 f"{'' if best is None else f' The best checkpoint by evaluation is {best}.'}"
             )
             control.should_training_stop = self._has_stopped = True
@@ -181,38 +181,36 @@ class Course:
         now, before, at_once = (abs(one.divergence) for one in (last, first, very_first))
         if now > GROWN * max(before, SMALL) or (now >= LARGE and now > GROWN * at_once):
             found["divergence"] = (
-                f"the divergence is {last.divergence:.3g} nats per token, and was {very_first.divergence:.3g} in the "
-                f"first step, {first.divergence:.3g} in the first {COMPARED_STEPS}: the student moves away from its "
-                "teacher. Lower the learning rate, warm it up for longer, or use a bounded divergence"
+                f"the divergence is {last.divergence:.3g} nats per token (first step: {very_first.divergence:.3g}, "
+                f"first {COMPARED_STEPS}: {first.divergence:.3g}): the student moves away from its teacher. Lower the "
+                "learning rate, use a longer warmup, or a bounded divergence"
             )
         # Clipped entries are bounded from above only, so the divergence may be below 0.
         if clipped and last.divergence < BELOW:
             found["clip"] = (
-                f"the clipped divergence is {last.divergence:.3g} nats per token, and 0 is where the models agree: "
-                "beyond `kl_clip` an error costs nothing more, and the student gains by it in the entries below 0. "
-                "Raise `kl_clip` or leave it out, or use `divergence='jsd'`, none of whose entries is below 0"
+                f"the clipped divergence is {last.divergence:.3g} nats per token, but should be 0 at best: entries "
+                "above `kl_clip` cost no more, while negative entries still lower the loss. Raise or remove `kl_clip`, "
+                "or use `divergence='jsd'`, which has no negative entries"
             )
         # Not against its start alone: to become as certain as the teacher is the aim.
         begin = max(one.student_entropy for one in self._first)
         if last.student_entropy < FALLEN * min(begin, last.teacher_entropy):
             found["entropy"] = (
-                f"the student's entropy is {last.student_entropy:.2g} nats, and was {begin:.2g}; the teacher's is "
-                f"{last.teacher_entropy:.2g} there: the student is certain where its teacher is not. Lower the "
-                "learning rate, or use `divergence='forward_kl'`, which leaves out nothing that the teacher finds "
-                "likely"
+                f"the student's entropy is {last.student_entropy:.2g} nats, down from {begin:.2g}, while the teacher's "
+                f"is {last.teacher_entropy:.2g}: the student is certain where its teacher is not. Lower the learning "
+                "rate, or use `divergence='forward_kl'`, which is mode-covering"
             )
         shortest = min(max(1.0, min(EMPTY, FALLEN * first.length)), SHORTER * first.length)
         if last.length <= shortest and now >= STAYED * before:
             found["length"] = (
-                f"completions have {last.length:.3g} tokens, and had {first.length:.3g}, and the divergence has hardly "
-                "fallen: the student ends at once. Look at the end tokens and at what the teacher reads, or lower the "
-                "learning rate"
+                f"completions have {last.length:.3g} tokens, down from {first.length:.3g}, but the divergence has "
+                "hardly fallen: the student stops at once. Check the end tokens and the teacher's prompts, or lower "
+                "the learning rate"
             )
         if last.repeated >= REPEATED and first.repeated <= REPEATED / 2:
             found["repetition"] = (
-                f"{last.repeated:.0%} of the completions end in a repetition, and {first.repeated:.0%} did: where a "
-                "text repeats itself, the teacher only goes on with it. Lower the learning rate, "
-                "`max_completion_length` or `top_p`"
+                f"{last.repeated:.0%} of the completions end in a repetition, up from {first.repeated:.0%}: the "
+                "teacher only continues repetitive text. Lower the learning rate, `max_completion_length` or `top_p`"
             )
         return found
 

@@ -68,8 +68,9 @@ class Dealer:
         parts = self._of_call(rows, call)
         if len(parts) > 1:
             raise ValueError(
-                f"This call of `training_step` has {len(parts)} micro-batches, of which `_prepare_inputs` returns one "
-                "outside of ours: call `super().training_step`, or leave `max_tokens_per_microbatch` out."
+                f"This call of `training_step` has {len(parts)} micro-batches, but `_prepare_inputs` returns only one "
+                "when it is not called by the trainer's own method: call `super().training_step`, or remove "
+                "`max_tokens_per_microbatch`."
             )
         return parts[0]
 
@@ -162,8 +163,8 @@ class Dealer:
         # Processes with fewer rows would make fewer collective calls, and the others would wait forever.
         if is_split_model(self._host.accelerator.unwrap_model(self._host.model)):
             raise ValueError(
-                "`max_tokens_per_microbatch`: the student is split over the processes and reads one row at a time, so "
-                "that every process has to have equally many rows in a micro-batch: leave the option out."
+                "`max_tokens_per_microbatch`: the student is sharded and processes one row at a time, so every process "
+                "needs the same number of rows in a micro-batch: remove the option."
             )
 
 
@@ -205,7 +206,7 @@ def parts_to_learn(
     """
     if reading != PADDED:  # under ZeRO-3 that is known since the first completions
         raise ValueError(
-            "`sp_size`: padding changes what the student reads, so its rows cannot be divided: remove `sp_size`."
+            "`sp_size`: padding changes the student's hidden states, so its rows cannot be divided: remove `sp_size`."
         )
     rollout = Rollout.unpack(batch)
     check_no_holes(rollout.measured())

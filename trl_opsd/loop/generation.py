@@ -74,14 +74,14 @@ class Generation:
 
     def _check_generates_apart(self, rollout: RolloutBackend) -> None:
         if not rollout.writes_apart:
-            why = f"{type(rollout).__name__} writes in the trainer's own process: set `vllm_mode='server'`"
+            why = f"{type(rollout).__name__} generates in the trainer's process: set `vllm_mode='server'`"
         elif self._host.tools:
-            why = "rows with `tools` are written in turns"
+            why = "rows with `tools` are generated over several turns"
         elif self._is_overridden:
             why = f"it would not call `{type(self._host).__name__}.complete`"
         else:
             return
-        raise ValueError(f"`overlap='ahead'`: {why}; or leave `overlap` out.")
+        raise ValueError(f"`overlap='ahead'`: {why}; or remove `overlap`.")
 
     @property
     def streams(self) -> bool:
@@ -215,9 +215,9 @@ class Generation:
         padding = {host.processing_class.pad_token_id, *host.eos_token_ids}
         if not self._has_completed and begin_with_prompts(completions, prompt_ids, padding):
             logger.warning(
-                f"Every completion that {name} returned begins with its whole prompt, which would be learned as part "
-                "of it: return only what follows the prompt, `ids[len(prompt):]`. If the student itself repeats its "
-                "prompts, see how they end in what is printed when a training begins."
+                f"Every completion returned by {name} starts with its whole prompt, which would be trained on: return "
+                "only the tokens after the prompt, `ids[len(prompt):]`. If the student itself repeats its prompts, "
+                "check how they end in the summary printed when training starts."
             )
         self._has_completed = True
         return completions
@@ -253,7 +253,7 @@ class Generation:
         host.limits.check_known(max(ids, default=0), f"The completion in {row.where}")
         if unknown := set(ids) & set(host.placeholders):
             raise ValueError(
-                f"The completion in {row.where} has the token {tokenizer.decode([min(unknown)])!r}, which stands "
-                "for an image or the like and is never written: remove it, or the row."
+                f"The completion in {row.where} contains {tokenizer.decode([min(unknown)])!r}, a placeholder token "
+                "(for an image, for instance) that is never generated: remove it, or the row."
             )
         return ids

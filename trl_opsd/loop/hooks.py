@@ -93,8 +93,8 @@ class TrainerHooks(TrainerMembers):
         self.processor = processor
         if args.n_gpu > 1:
             logger.warning(
-                f"{args.n_gpu} accelerators are visible, but this one process trains on {args.device} alone: start "
-                "processes for all of them with `accelerate launch`, `torchrun` or `trl-opsd train`."
+                f"{args.n_gpu} accelerators are visible, but this single process trains only on {args.device}: to use "
+                "all, launch with `accelerate launch`, `torchrun` or `trl-opsd train`."
             )
             set_known(args, _n_gpu=1)  # transformers would copy the student to all, which TRL refuses
         # TRL would build an engine of its own, and its tool loop would use it.
@@ -157,13 +157,13 @@ class TrainerHooks(TrainerMembers):
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
             raise ValueError(
-                "The launch has `fsdp_version: 1`, which flattens the weights, so that the loss cannot read the output "
+                "The launch uses `fsdp_version: 1`, which flattens the weights, so the loss cannot access the output "
                 "head: set `fsdp_version: 2` in the accelerate file."
             )
         if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self._dist.is_fsdp:
             logger.warning(
-                "The launch asks for FSDP, which accelerate supports on accelerators only: nothing is sharded, this is "
-                "plain data parallelism."
+                "The launch requests FSDP, which accelerate supports only on accelerators: nothing is sharded, and "
+                "this is plain data parallelism."
             )
 
     # By transformers' constructor, before it sets `use_cache` in the student's config.
@@ -186,7 +186,7 @@ class TrainerHooks(TrainerMembers):
         """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
         if self.train_dataset is None:
             raise ValueError(
-                "`train` without a `train_dataset`: this trainer was built to evaluate; pass the rows to train on."
+                "`train` without a `train_dataset`: this trainer was built only to evaluate; pass a `train_dataset`."
             )
         check_can_learn(self.model)
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
@@ -511,7 +511,7 @@ class TrainerHooks(TrainerMembers):
         if not isinstance(test_dataset, Dataset | IterableDataset):
             raise TypeError(
                 f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
-                "`IterableDataset`; call `predict` once for each of several."
+                "`IterableDataset`; call `predict` once per dataset."
             )
         self.restore_launch()
         with self._generation.rollout.session():

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FIXED", "TrainerMembers"]
 
-_OPTION = "set it in `OPSDConfig` and build the trainer again"
-_SAMPLING = "assign to that of `trainer.generation_config`, or set it in `OPSDConfig` and build the trainer again"
-_NO_LABELS = "there are no labels to compute it from; override `compare` or `weigh`, and log numbers with `self.record`"
+_OPTION = "set it in `OPSDConfig` and build a new trainer"
+_SAMPLING = "assign to the attribute of `trainer.generation_config`, or set it in `OPSDConfig` and build a new trainer"
+_NO_LABELS = "there are no labels to compute it from; override `compare` or `weigh`, and log values with `self.record`"
 
 FIXED: Mapping[str, str] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ FIXED: Mapping[str, str] = MappingProxyType(
         "repetition_penalty": _SAMPLING,
         "generation_kwargs": "assign to the attributes of `trainer.generation_config`",
         "generation_config": "assign to its attributes",
-        "max_completion_length": f"{_OPTION}, or assign less to `trainer.generation_config.max_new_tokens`",
+        "max_completion_length": f"{_OPTION}, or assign a smaller value to `trainer.generation_config.max_new_tokens`",
         "eos_token_ids": "set `model.generation_config.eos_token_id` before the trainer is built",
         "tools": "pass `tools` when the trainer is built",
         "processing_class": "pass `processing_class` when the trainer is built",
@@ -102,8 +102,10 @@ class TrainerMembers(UpstreamFixes):
         if name in FIXED:
             now = getattr(self, name, None)
             same = value is now or value == now
-            return None if same else f"it is {_shown(now)} since the trainer was built. Instead, {FIXED[name]}."
-        another = "An attribute of your own needs another name."
+            return (
+                None if same else f"it was fixed at {_shown(now)} when the trainer was built. Instead, {FIXED[name]}."
+            )
+        another = "Use another name for your own attribute."
         if inspect.isroutine(getattr(type(self), name, None)) and not callable(value):
             return f"it is a method. {another}"
         if name in vars(self) or hasattr(type(self), name):
@@ -112,9 +114,9 @@ class TrainerMembers(UpstreamFixes):
         if name in options and value == getattr(self.args, name):
             return None  # a copy, in a subclass
         if name in self._read_once.values:
-            return f"it is an option that was read at construction: build the trainer with that value. {another}"
+            return f"it is an option that is read at construction: build a trainer with that value. {another}"
         if name in options:
-            return f"it is an option: assign to `trainer.args.{name}`, or build the trainer with that value. {another}"
+            return f"it is an option: assign to `trainer.args.{name}`, or build a trainer with that value. {another}"
         if name in TRAINER_ARGUMENTS:
             return f"it is an argument: pass `{name}` when the trainer is built. {another}"
         why = without_meaning(name, type(self.args), {*vars(self), *dir(type(self)), *options})
@@ -167,8 +169,8 @@ class TrainerMembers(UpstreamFixes):
     @property
     def vllm_generation(self) -> Any:
         raise AttributeError(
-            "`trainer.vllm_generation` is TRL's engine, which is not built here: with `use_vllm=True` the engine is "
-            "behind `trainer.rollout`, whose `sync_weights` and `close` are public.",
+            "`trainer.vllm_generation` is TRL's engine, which this trainer does not build: with `use_vllm=True`, use "
+            "`trainer.rollout` with its methods `sync_weights` and `close`.",
             name="vllm_generation",
             obj=self,
         )
@@ -199,7 +201,7 @@ class TrainerMembers(UpstreamFixes):
             ValueError: It is not one number, or the name is taken.
         """
         if name in TAKEN:
-            raise ValueError(f"`record({name!r}, ...)`: something else is logged under that name, so choose another.")
+            raise ValueError(f"`record({name!r}, ...)`: this name is already used in the log, so choose another.")
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -219,7 +221,7 @@ class TrainerMembers(UpstreamFixes):
         else:
             kind = ", data parallelism (DDP)" if number > 1 else ""
         if self.row_group is not None:
-            kind += f", {self.row_group.size} share each row in training"
+            kind += f", {self.row_group.size} per row in training"
         return f"{number}{kind}, on {self.accelerator.device.type}"
 
     # ---- Host: tokens -----------------------------------------------------------------------------------------------

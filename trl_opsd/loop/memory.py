@@ -26,15 +26,15 @@ _MESSAGES = (
 _NOTE_PREFIX = "Out of memory in phase "
 
 ADVICE = {
-    "start": "`vllm_gpu_memory_utilization` (vLLM's share of the device: more if its cache has no room, less if the "
-    "student has none), `vllm_max_model_length`, `vllm_enable_sleep_mode=True`, `teacher_offload`",
-    "complete": "`per_device_train_batch_size` x `gradient_accumulation_steps` (rows written together), "
+    "start": "`vllm_gpu_memory_utilization` (vLLM's share of the device: raise it if the cache does not fit, lower it "
+    "if the student does not), `vllm_max_model_length`, `vllm_enable_sleep_mode=True`, `teacher_offload`",
+    "complete": "`per_device_train_batch_size` x `gradient_accumulation_steps` (rows generated together), "
     "`max_completion_length`, `teacher_offload`, `use_vllm=True`",
     "sync": "`vllm_weight_sync='adapter'` with LoRA, `vllm_gpu_memory_utilization`, `vllm_enable_sleep_mode=True`",
-    "reward": "a smaller reward model, or one that is passed in bfloat16, `per_device_train_batch_size` x "
+    "reward": "a smaller reward model, or one in bfloat16, `per_device_train_batch_size` x "
     "`gradient_accumulation_steps` and `per_device_eval_batch_size` (completions scored), `max_completion_length`",
     "teach": "`teacher_offload='cpu'` or 'stream', `teacher_cache_device='cpu'`, `per_device_train_batch_size` x "
-    "`gradient_accumulation_steps` (rows read), `max_completion_length`",
+    "`gradient_accumulation_steps` (rows scored), `max_completion_length`",
     "compare": "`per_device_train_batch_size` (raise `gradient_accumulation_steps` instead), "
     f"`{CHECKPOINTING}=True`, `loss_chunk_tokens`, `teacher_offload`, `teacher_cache_device='cpu'`, LoRA",
     "step": "LoRA, `optim` with smaller states, `teacher_offload`, ZeRO or FSDP2",
@@ -61,7 +61,7 @@ def explain(error: Exception, phase: str, parts: Callable[[], Mapping[str, int]]
         with suppress(Exception):  # a note must not replace its error
             held = parts()
         known = [f"  {_shown(size):>9}  {name}" for name, size in held.items() if size]
-        lines = [f"{_NOTE_PREFIX}{phase!r}, which by its shapes holds at least:", *known, *_measured()]
+        lines = [f"{_NOTE_PREFIX}{phase!r}, which needs at least (computed from shapes):", *known, *_measured()]
         error.add_note("\n".join([*lines, f"Options that reduce it: {ADVICE[phase]}."]))
 
 

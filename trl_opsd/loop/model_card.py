@@ -37,9 +37,9 @@ SELF_DISTILLATION = {
 """The paper of a student that is its own teacher; TRL's is that of distillation from another model."""
 
 _SELF = {
-    "base": "the model itself as it was before training",
+    "base": "the model itself before training",
     "ema": "an exponential moving average of the model itself",
-    "live": "the model itself as it is at each step",
+    "live": "the current model itself",
 }
 """What each `teacher_model_kind` is; all of them read more than the student."""
 
@@ -101,7 +101,7 @@ def _teacher(trainer: DistillationTrainer, teacher: Any) -> str:
         text += ", without its adapter"
     if args.teacher_model_kind == "ema":
         text += f" (`teacher_update_rate={args.teacher_update_rate:g}`)"
-    return f"{text}, which read context that the student did not"
+    return f"{text}, given context that the student did not see"
 
 
 def _source(args: OPSDConfig) -> str:
@@ -132,7 +132,7 @@ def _shown(model: Any) -> str:
     if (known := _hub_id(path)) is not None:
         return f"[{known}](https://huggingface.co/{known})"
     kind = class_of(without_peft(model)).__name__
-    return f"`{Path(path).name}` (a local `{kind}`)" if path else f"a `{kind}` that has no name"
+    return f"`{Path(path).name}` (a local `{kind}`)" if path else f"an unnamed `{kind}`"
 
 
 def _hub_id(path: str) -> str | None:

@@ -69,7 +69,7 @@ class NonfiniteGuard:
         groups = getattr(self._trainer.optimizer, "param_groups", ())
         if any(group.get("maximize") for group in groups):
             logger.warning(
-                "The optimizer has `maximize=True`: it moves the student away from its teacher. Leave it out, unless "
+                "The optimizer has `maximize=True`, which moves the student away from its teacher. Remove it, unless "
                 "the divergence is negative."
             )
         with one_traceback():
@@ -144,13 +144,13 @@ class NonfiniteGuard:
         vocabulary = self._trainer.teaching.readers.student_limits.vocabulary
         if sums["tokens"] and vocabulary > 1 and sums["teacher_uniform"] >= sums["tokens"]:
             raise ValueError(
-                f"The teacher gives all {vocabulary} tokens the same probability, its logits are equal: its head is "
-                "zeroed or was not loaded; the student's weights are as they were before this step. Load it again."
+                f"The teacher gives all {vocabulary} tokens the same logit: its head is zeroed or was not loaded; "
+                "reload it. The student's weights are unchanged by this step."
             )
         if self.may_be_same and not self._trainer.args.pulls and agree(sums):
             logger.warning(
-                "The first divergence is 0: the teacher says the same as the student about every token, and nothing is "
-                "learned from it. Is it the same model, without context that only the teacher reads?"
+                "The first divergence is 0: teacher and student distributions are identical, so nothing is learned. Is "
+                "it the same model, without context that only the teacher sees?"
             )
         self.may_be_same = False
 
@@ -189,7 +189,7 @@ class NonfiniteGuard:
         else:
             self._skipped_in_a_row = 0
             if self._first_sums and norm is not None and (why := nothing_learned(self._first_sums, number)):
-                logger.warning(f"Nothing was learned from the first step: {why}.")
+                logger.warning(f"The first step taught nothing: {why}.")
         if not (is_deepspeed or scales_loss):
             if skips:
                 model.zero_grad()  # to None: an optimizer skips parameters without a gradient, weight decay included
@@ -203,9 +203,9 @@ class NonfiniteGuard:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row > (limit := self._trainer.args.nonfinite_skip_limit):
             raise NonFiniteError(
-                f"{self._skipped_in_a_row} optimizer steps in a row had a loss or a gradient that is NaN or infinite, "
-                f"and `nonfinite_skip_limit={limit}`: the student's weights are as they were before them. {RECORD} in "
-                "the output folder says on which side they arose; lower the learning rate, or go back to an earlier "
+                f"{self._skipped_in_a_row} consecutive optimizer steps had a NaN or infinite loss or gradient "
+                f"(`nonfinite_skip_limit={limit}`): the student's weights are unchanged since then. {RECORD} in the "
+                "output folder records where the values arose; lower the learning rate, or resume from an earlier "
                 "checkpoint."
             )
 
@@ -219,13 +219,13 @@ class NonfiniteGuard:
         settings = ", ".join(map(repr, blind))
         if self._trainer.args.nonfinite == "skip":
             raise ValueError(
-                f"`nonfinite='skip'` needs DeepSpeed to check gradients, and the value of {settings} disables that: "
-                "leave it at its default, with a ZeRO stage of at least 1, or set `nonfinite='raise'`, which then "
-                "checks the loss only."
+                f"`nonfinite='skip'` needs DeepSpeed to check gradients, but the value of {settings} disables that: "
+                "keep its default, with ZeRO stage 1 or above, or set `nonfinite='raise'`, which then checks only the "
+                "loss."
             )
         logger.warning(
-            f"DeepSpeed does not check gradients with this value of {settings}, so only the loss is checked before a "
-            "step."
+            f"DeepSpeed does not check gradients with this value of {settings}, so only the loss is checked before "
+            "each step."
         )
 
 
@@ -241,29 +241,29 @@ def _append(file: Path, line: str) -> None:
 _WHAT = {
     "weights": (
         "The weights of tokens are NaN or infinite",
-        "Look at what `weigh` or a method of your own has put into the batch as `loss_weights`.",
+        "Check the `loss_weights` that `weigh` or your own method has put into the batch.",
     ),
     "teacher": (
         "The teacher's logits are NaN or infinite",
-        "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. One of your own that "
-        "excludes tokens needs a finite floor, such as -1e4, in place of -inf.",
+        "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. If your own teacher "
+        "excludes tokens, use a finite value such as -1e4 instead of -inf.",
     ),
     "student": (
         "The student's logits are NaN or infinite",
-        "Lower the learning rate, or go back to an earlier checkpoint.",
+        "Lower the learning rate, or resume from an earlier checkpoint.",
     ),
     "divergence": (
-        "The divergence is infinite, because one model excludes a token the other expects,",
-        "Remove whatever masks logits in one of the two, or use another `divergence`.",
+        "The divergence is infinite, because one model gives probability 0 to a token that the other expects,",
+        "Remove the masking of logits in that model, or use another `divergence`.",
     ),
     "loss": (
         "The loss is NaN or infinite, although its sums (`LossParts.rows`) are finite,",
-        "Look at what `compare` returns as the `loss` of its `LossParts`.",
+        "Check the `loss` in the `LossParts` that `compare` returns.",
     ),
     "gradient": (
         "The loss is finite, but the student's gradient is NaN or infinite",
-        "Lower the learning rate, compute in another dtype (bfloat16 instead of float16), or suspect the device, if it "
-        "is always the same rank.",
+        "Lower the learning rate, compute in another dtype (bfloat16 instead of float16), or, if it is always the same "
+        "rank, check the device.",
     ),
 }
 """What is not finite by its side, and what to do."""
@@ -303,17 +303,19 @@ class Finding:
     def __str__(self) -> str:
         where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
         when = f"in an evaluation after step {self.step}" if self.evaluating else f"in step {self.step}"
-        unchanged = "" if self.evaluating else ": the student's weights are as they were before this step"
+        unchanged = "" if self.evaluating else ": the student's weights are unchanged by this step"
         what, remedy = _WHAT[self.side]
         if self.side == "divergence" and self.own_divergence is not None:
             what = f"`{self.own_divergence}`, or its gradient, is NaN or infinite for finite logits of both models,"
             remedy = (
-                f"Look in `{self.own_divergence}.value` for logarithms, roots and quotients, also in a branch that "
-                "`where` does not take."
+                f"Check logarithms, roots and quotients in `{self.own_divergence}.value`, also in the branch that "
+                "`where` does not select."
             )
         elif self.side in ("teacher", "student", "divergence") and self.temperature < _SMALL_TEMPERATURE:
             what = what.partition(", because")[0]
-            remedy = f"Logits are divided by a temperature of {self.temperature:g}, which may be all: raise it."
+            remedy = (
+                f"Logits are divided by a temperature of {self.temperature:g}, which may be the only cause: raise it."
+            )
         return f"{what} {when}{where}{unchanged}. {remedy}"
 
     def as_json(self) -> str:
@@ -348,8 +350,8 @@ def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | No
     """
     if not sums["weight"]:
         return (
-            "no token counts in its loss. All completions are empty or left out as truncated, or all weights from "
-            "`weigh` or in the masks are 0"
+            "it has no token in the loss. All completions are empty or excluded as truncated, or all weights (from "
+            "`weigh` or masks) are 0"
         )
     if gradient_norm != 0 or agree(sums):
         return None

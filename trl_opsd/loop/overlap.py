@@ -49,17 +49,16 @@ class Overlap:
         none = f"{option} has no effect"
         if not self._generation.streams:
             why = "tools are called" if host.tools else f"`{name}.complete` returns"
-            logger.warning(f"{none}: {why} when all rows are written.")
+            logger.warning(f"{none}: {why} only after all rows are generated.")
         elif not (rollout.writes_apart or host.teaching.begins_early):
             logger.warning(
-                f"{none}: {rollout} writes in the trainer's own process, so that nothing can be learned "
-                "meanwhile, and no teacher reads in another one. A vLLM server writes apart: `use_vllm=True` with "
-                "`vllm_mode='server'`."
+                f"{none}: {rollout} generates in the trainer's process, and no teacher runs in another one, so nothing "
+                "can overlap. Use a vLLM server: `use_vllm=True` with `vllm_mode='server'`."
             )
         elif rollout.writes_apart and args.teacher_offload in ("cpu", "stream"):
             logger.warning(
-                f"{option} with `teacher_offload={args.teacher_offload!r}`: the teacher's weights are copied to "
-                "the device for each micro-batch, and not once in a step: leave one of them out if that is slow."
+                f"{option} with `teacher_offload={args.teacher_offload!r}`: the teacher's weights are copied to the "
+                "device for each micro-batch instead of once per step: if this is slow, remove one of the two options."
             )
 
     @property

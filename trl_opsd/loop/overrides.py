@@ -38,7 +38,7 @@ def prepares_batches(trainer: DistillationTrainer) -> bool:
     if trainer.args.max_tokens_per_microbatch is not None:
         raise ValueError(
             f"`max_tokens_per_microbatch` with `{type(trainer).__name__}._prepare_inputs`, which returns one "
-            "micro-batch for each call: leave the option out, or override `weigh` or `compare` instead."
+            "micro-batch per call: remove the option, or override `weigh` or `compare` instead."
         )
     return True
 
@@ -60,9 +60,9 @@ def check_methods(trainer: type, args: OPSDConfig) -> None:
     for name in (*_PASSED_BY, *_NOT_CALLED) if args.overlap == "step" else ():
         if not of_package(getattr(trainer, name)):
             raise TypeError(
-                f"`overlap={args.overlap!r}` with `{trainer.__name__}.{name}`, which a batch passes as a whole, and "
-                "rows are learned before the last is written: override `weigh` or `compare` instead, or leave the "
-                "option out."
+                f"`overlap={args.overlap!r}` with `{trainer.__name__}.{name}`, which needs the whole batch, but rows "
+                "are trained on before the last is generated: override `weigh` or `compare` instead, or remove the "
+                "option."
             )
 
 
@@ -76,7 +76,7 @@ def check_verbs(trainer: type, base: type) -> None:
                 _check_signature(f"{one.__name__}.{name}", value, getattr(base, name))
             # A longer name, such as `complete_with_hints`, is a helper and no misspelling.
             elif (near := difflib.get_close_matches(name, VERBS, n=1, cutoff=0.8)) and not name.startswith(near[0]):
-                raise TypeError(f"`{one.__name__}.{name}` is called by nothing, did you mean `{near[0]}`.")
+                raise TypeError(f"`{one.__name__}.{name}` is never called; did you mean `{near[0]}`?")
 
 
 def _check_signature(name: str, given: Any, ours: Any) -> None:

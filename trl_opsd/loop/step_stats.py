@@ -295,8 +295,8 @@ class StepStats:
         weight = accounts.totals["weight"]
         if not weight:
             logger.warning(
-                f"No token counted in this evaluation, so `{prefix}_loss` is not known: all completions are empty, or "
-                "their weights are 0."
+                f"This evaluation had no token in the loss, so `{prefix}_loss` is unknown: all completions are empty, "
+                "or their weights are 0."
             )
         found = {
             **accounts.metrics(per_batch=False),

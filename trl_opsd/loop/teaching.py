@@ -192,9 +192,9 @@ class Teaching:
         """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
         if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self._host.train_dataset) or ()):
             raise ValueError(
-                "`compute_loss` was given a batch that no teacher has read, without its dataset rows, but what the "
-                "teacher reads depends on those: pass what `trainer._generate_and_score_completions(rows)` returns, or "
-                "put them into the batch, aligned with it, as `batch['rows']`."
+                "`compute_loss` got a batch without teacher targets and without its dataset rows, from which the "
+                "teacher's prompts are made: pass the result of `trainer._generate_and_score_completions(rows)`, or "
+                "add the rows, in the same order, as `batch['rows']`."
             )
         return [{"prompt": text} for text in self._host.processing_class.batch_decode(rollout.prompt_lists())]
 
@@ -213,7 +213,7 @@ class Teaching:
 
     def _for_teachers(self, rollout: Rollout, rows: Sequence[Row]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
-        requests = self.readers.read_batch(rows, self.batch_name)
+        requests = self.readers.intake.read_batch(rows, self.batch_name)
         decode = self._host.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
         if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:

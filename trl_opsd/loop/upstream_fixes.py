@@ -228,7 +228,7 @@ class UpstreamFixes(DistillationTrainer):
             # transformers keeps such a loader for the next dataset too (trainer.py:925), and its order goes on.
             options.update(dataloader_persistent_workers=False)
             if not len(dataset):
-                raise ValueError(f"{description}: the dataset has no rows: pass one that has some.")
+                raise ValueError(f"{description}: the dataset is empty: pass one with rows.")
             if number > 1:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
                 order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
                 dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
@@ -263,8 +263,8 @@ class UpstreamFixes(DistillationTrainer):
             left, _ = newest_complete(Path(self.args.output_dir))
             if left is not None:
                 logger.warning(
-                    f"A new run begins, but {left} is there, of an earlier one: `resume_from_checkpoint=True` goes on "
-                    "from whichever checkpoint has the highest number. Remove it, or choose another `output_dir`."
+                    f"Starting a new run, but {left} is left from an earlier one: `resume_from_checkpoint=True` "
+                    "resumes from the checkpoint with the highest number. Remove it, or choose another `output_dir`."
                 )
             return begin
         if self._streams.get("train") is not None and not self.args.ignore_data_skip:
@@ -277,8 +277,8 @@ class UpstreamFixes(DistillationTrainer):
         if not self._was_finished:
             return begin
         logger.warning(
-            f"No step is left to train: {resume_from_checkpoint} is of step {self.state.global_step} of {max_steps}. "
-            "To train on, raise `max_steps` or `num_train_epochs`."
+            f"No steps left: {resume_from_checkpoint} is at step {self.state.global_step} of {max_steps}. To continue "
+            "training, raise `max_steps` or `num_train_epochs`."
         )
         return num_train_epochs, 0  # no epoch is left for transformers' loop
 
@@ -294,8 +294,8 @@ class UpstreamFixes(DistillationTrainer):
         warmup = self.args.get_warmup_steps(num_training_steps)
         if given is None and warmup > num_training_steps:
             logger.warning(
-                f"`warmup_steps={self.args.warmup_steps:g}`, but the training has {num_training_steps} steps: it ends "
-                f"before the rate reaches `learning_rate={self.args.learning_rate}`. Set fewer; below 1, it is a share "
+                f"`warmup_steps={self.args.warmup_steps:g}`, but training has {num_training_steps} steps and ends "
+                f"before reaching `learning_rate={self.args.learning_rate}`. Set fewer; a value below 1 is a fraction "
                 "of all steps."
             )
         return scheduler
@@ -348,8 +348,8 @@ class UpstreamFixes(DistillationTrainer):
         optimizer, is_deepspeed = self.optimizer, self.is_deepspeed_enabled
         if self.model is not self._trained[0]:
             raise ValueError(
-                "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks have the "
-                "model it was built with: build another trainer."
+                "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks use the "
+                "original model: build a new trainer."
             )
         scheduler = None if self._created_lr_scheduler else self.lr_scheduler  # else it is made anew
         if optimizer is not None and not (is_deepspeed or self.is_fsdp_enabled):
@@ -357,7 +357,7 @@ class UpstreamFixes(DistillationTrainer):
             check_trainable(self.model, (optimizer, scheduler))
         if scheduler is not None and not any(scheduler.get_last_lr()) and scheduler.state_dict().get("last_epoch"):
             raise ValueError(
-                "The scheduler has ended, and its rate is 0, so that no weight would change: set `trainer.optimizer = "
+                "The scheduler has ended at a learning rate of 0, so no weight would change: set `trainer.optimizer = "
                 "trainer.lr_scheduler = None` for new ones, or assign a new scheduler."
             )
         if optimizer is not None and optimizer is not self._trained[1]:
@@ -372,8 +372,8 @@ class UpstreamFixes(DistillationTrainer):
                 name for name, then, now in zip(OF_THE_OPTIMIZER, self._made_for, options, strict=True) if then != now
             ]
             raise ValueError(
-                f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept, which does not "
-                "read it: set `trainer.optimizer = trainer.lr_scheduler = None` for a new one."
+                f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept and ignores it: "
+                "set `trainer.optimizer = trainer.lr_scheduler = None` for a new one."
             )
 
     # ---- Streams ------------------------------------------------------------------------------------------------
@@ -386,8 +386,8 @@ class UpstreamFixes(DistillationTrainer):
         digest = torch.tensor([stream.digest], device=self.accelerator.device)
         if self.accelerator.gather(digest).unique().numel() > 1:
             raise ValueError(
-                "The processes read different rows from the stream, so that some rows would be skipped and others "
-                "repeated: give all processes the same stream. Shuffle it with a seed, and do not split it by process."
+                "The processes got different rows from the stream, so some rows would be skipped and others repeated: "
+                "pass the same stream in all processes. Shuffle it with a seed, and do not split it by process."
             )
 
     def gather_distinct_rows(self, rows: Tensor) -> Tensor:
@@ -404,10 +404,10 @@ class UpstreamFixes(DistillationTrainer):
 
     def _if_empty(self, description: str, is_training: bool) -> str:
         if not is_training:
-            return f"{description}: the stream has no rows: pass one that has some."
+            return f"{description}: the stream is empty: pass one with rows."
         return (
-            f"The stream `train_dataset` ended before it filled one generation batch of {batch_in_words(self.args)}: "
-            "give it more rows, or lower one of those numbers."
+            f"The stream `train_dataset` ended before filling one generation batch of {batch_in_words(self.args)}: add "
+            "rows, or lower one of those numbers."
         )
 
     # ---- An evaluation before a training ------------------------------------------------------------------------

@@ -46,9 +46,9 @@ class Divergence(ABC):
             self._check_shape(value_R, len(logits_RV))
             if not value_R.requires_grad:
                 raise ValueError(
-                    f"`{type(self).__name__}.value` is not a differentiable function of the student's "
-                    "log-probabilities, so nothing could be learned: compute it from its first argument, without "
-                    "`detach`, `no_grad` or integers."
+                    f"`{type(self).__name__}.value` is not differentiable in the student's log-probabilities, so "
+                    "nothing could be learned: compute it from its first argument, without `detach`, `no_grad` or "
+                    "integers."
                 )
             (gradient_RV,) = torch.autograd.grad(value_R.sum(), logits_RV)
         return value_R.detach(), gradient_RV
@@ -70,8 +70,8 @@ class Divergence(ABC):
         if not isinstance(value_R, Tensor) or value_R.shape != (rows,):
             got = f"shape {list(value_R.shape)}" if isinstance(value_R, Tensor) else f"a {type(value_R).__name__}"
             raise ValueError(
-                f"`{type(self).__name__}.value` returned {got}: expected one divergence for each row, [{rows}]; sum "
-                "over the vocabulary, `.sum(-1)`, and over nothing else."
+                f"`{type(self).__name__}.value` returned {got}: expected one divergence per row, [{rows}]; sum only "
+                "over the vocabulary, `.sum(-1)`."
             )
 
 

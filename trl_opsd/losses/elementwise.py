@@ -211,9 +211,9 @@ def _works(step: Step, divergence: Divergence, clips: bool, device: torch.device
         gap = max(_gap(one, other) for one, other in zip(ours, expected, strict=True))
         if gap <= _LIMIT:
             return True
-        found = f"differs by {gap:.1e} from the same steps without it"
+        found = f"differs by {gap:.1e} from the computation without it"
     warnings.warn(
-        f"The Triton kernel of {divergence} {found}. The loss is computed without it, which is correct and slower.",
+        f"The Triton kernel of {divergence} {found}. The loss is computed without it, which is correct but slower.",
         stacklevel=2,
     )
     return False

@@ -20,7 +20,7 @@ FAR = 80.0
 def _check_share(name: str, share: float, zero: str, one: str = "") -> None:
     """Refuses a share outside (0, 1); `zero` and `one` are the divergences at its ends, where it vanishes itself."""
     if not 0.0 < share < 1.0:
-        at_one = f" and {one} for the end at 1" if one else "; at 1 nothing is left of it"
+        at_one = f" and {one} for the end at 1" if one else "; at 1 it vanishes"
         raise ValueError(
             f"{name} is {share}, expected a number strictly between 0 and 1: use {zero} for the end at 0{at_one}."
         )
@@ -216,7 +216,7 @@ class AdaptiveKL(Entrywise):
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.mu <= 1.0:
-            raise ValueError(f"mu is {self.mu}, expected a probability, from 0 to 1; 0.5 is as published.")
+            raise ValueError(f"mu is {self.mu}, expected a probability from 0 to 1; the paper uses 0.5.")
 
     def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
         share_R1 = self._share(log_student_RV.detach().exp(), log_teacher_RV.detach().exp())
@@ -332,8 +332,8 @@ class TopKTeacher(Divergence):
             raise ValueError(f"top_k_teacher is {self.k}, expected a number of tokens, at least 1.")
         if not isinstance(self.of, Entrywise):
             raise ValueError(
-                f"top_k_teacher is {self.k} with {type(self.of).__name__}, which is not computed from entries: choose "
-                "a divergence of this package that reads whole distributions, or take the likeliest tokens in `value`."
+                f"top_k_teacher is {self.k} with {type(self.of).__name__}, which is not a sum over vocabulary entries: "
+                "use a divergence of this package that is, or select the most likely tokens in `value`."
             )
 
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class SampledReverseKL(Divergence):
 
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> NoReturn:
         raise ValueError(
-            "SampledReverseKL has no value for two distributions alone, only for a token that was sampled: call "
+            "SampledReverseKL is defined only for a sampled token, not for two distributions: call "
             "`streamed_divergence` or `dense_divergence` with `sampled`, or use ReverseKL(), which is its mean."
         )
 

@@ -32,19 +32,21 @@ def check_arguments(
     for name, side in (("student", student), ("teacher", teacher)):
         if side.hidden.ndim != 2 or len(side.hidden) != tokens:
             raise ValueError(
-                f"{name} hidden states have shape {list(side.hidden.shape)}, expected [N, H], and {tokens} tokens as "
-                "the student's: select the same tokens from both first, for example hidden[weights != 0]."
+                f"{name} hidden states have shape {list(side.hidden.shape)}, expected [N, H] with {tokens} tokens, "
+                "like the student's: select the same tokens from both first, for example hidden[weights != 0]."
             )
         if not side.temperature > 0:
-            raise ValueError(f"{name} temperature is {side.temperature}, expected a number above 0: use 1.0 for none.")
+            raise ValueError(
+                f"{name} temperature is {side.temperature}, expected a number above 0: use 1.0 for no temperature."
+            )
     if mine != yours if vocabulary is None else not 1 <= vocabulary <= min(mine, yours):
         raise ValueError(
             f"vocabulary is {vocabulary}, but the student's head has {mine} rows and the teacher's {yours}: pass a "
-            f"teacher with the same tokenizer, and the number of ids that both know, from 1 to {min(mine, yours)}."
+            f"teacher with the same tokenizer, and the number of shared ids, from 1 to {min(mine, yours)}."
         )
     check_clip(kl_clip, divergence)
     if sampled is None and isinstance(divergence, SampledReverseKL):
-        raise ValueError("SampledReverseKL reads sampled tokens: pass `sampled=Sampled(ids)`, or use ReverseKL().")
+        raise ValueError("SampledReverseKL needs sampled tokens: pass `sampled=Sampled(ids)`, or use ReverseKL().")
     per_token = {"weights": weights_N}
     if sampled is not None:
         per_token |= {f"sampled {name}": getattr(sampled, name) for name in ("ids", "pull", "logprobs")}
@@ -58,11 +60,11 @@ def check_clip(clip: float | None, divergence: Divergence) -> None:
     if clip is None:
         return
     if not clip > 0:
-        raise ValueError(f"kl_clip is {clip}, expected a number above 0, in nats: leave it out for no clip.")
+        raise ValueError(f"kl_clip is {clip}, expected a number above 0, in nats; omit it to disable clipping.")
     if not isinstance(divergence, Entrywise):
         raise ValueError(
-            f"kl_clip is {clip} with {divergence!r}, which is no sum over entries of the vocabulary that could be "
-            "clipped: leave `kl_clip` out. A divergence of your own can clip in its `value`, before it sums."
+            f"kl_clip is {clip} with {divergence!r}, which is not a sum over vocabulary entries that could be clipped: "
+            "remove `kl_clip`. Your own divergence can clip in its `value`, before summing."
         )
 
 
@@ -110,15 +112,15 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
     for what, found in zip(("value", "gradient"), by_autograd, strict=True):
         if not found.isfinite().all():
             raise ValueError(
-                f"The {what} of `{name}.value` is NaN or infinite for distributions without a probability of "
-                "0: look for roots, logarithms and quotients in it, also in a branch that `where` does not take."
+                f"The {what} of `{name}.value` is NaN or infinite for distributions without zero probabilities: check "
+                "its roots, logarithms and quotients, also in the branch that `where` does not select."
             )
     doubts = []
     least, largest = float(by_autograd[0].min()), float(by_autograd[0].abs().max())
     if least < -_TOLERANCE * largest - _ROUNDING:
         doubts.append(
-            f"`{name}.value` is negative, {least:.3g} nats for random distributions: the student is trained "
-            "to make it smaller, which may lead away from the teacher."
+            f"`{name}.value` is negative, {least:.3g} nats for random distributions: minimising it may move the "
+            "student away from the teacher."
         )
     if _gap(by_autograd, again):  # its random numbers come from elsewhere: nothing more can be compared
         return doubts
@@ -126,29 +128,29 @@ def prove_divergence(divergence: Divergence, vocabulary: int, device: torch.devi
     alone, first = computed(defined, logs_2RV[:, :1]), (by_autograd[0][:1], by_autograd[1][:1])
     if not is_random and (gap := _gap(alone, first)):
         raise ValueError(
-            f"`{name}.value` of a token depends on the other tokens, {gap}. Tokens are compared a few at a "
-            "time, so compute nothing over the first dimension."
+            f"`{name}.value` of a token depends on other tokens ({gap}). Tokens are compared in tiles, so do not "
+            "reduce over the first dimension."
         )
     if gap := _gap(computed(divergence.value_and_gradient), by_autograd):
         # A subclass of a named divergence that overrides `value` alone has the gradient of its parent.
         gradient_of = next(one for one in kind.__mro__ if not {"value_and_gradient", "terms"}.isdisjoint(vars(one)))
         inherited = "" if gradient_of is kind else f", that of `{gradient_of.__name__}`,"
         raise ValueError(
-            f"`{name}.value_and_gradient`{inherited} does not belong to `{name}.value`, {gap}. It returns the value "
-            "and its gradient with respect to the logits: derive from `Divergence` and leave it out, and autograd "
-            "computes that. If another gradient is meant, write a `value` that has it, with `detach`."
+            f"`{name}.value_and_gradient`{inherited} does not match `{name}.value`: {gap}. It must return the value "
+            "and its gradient with respect to the logits: derive from `Divergence` without it, and autograd computes "
+            "both. For a different gradient, use `detach` in `value`."
         )
     if _is_flat(divergence, logs_2RV, by_autograd[1]):
         doubts.append(
-            f"The gradient of `{name}.value` is 0 for random distributions: nothing is learned from it, and "
-            "rounding, scaled up by the optimizer, moves the student at random. What is behind `detach` has no "
-            "gradient, nor has what is beyond a bound (`clamp`)."
+            f"The gradient of `{name}.value` is 0 for random distributions: nothing is learned, and rounding errors, "
+            "scaled up by the optimizer, move the student at random. Check `detach`, and bounds (`clamp`), beyond "
+            "which the gradient is 0."
         )
     # The same student rows with the teachers permuted: an equal gradient has not used the teacher.
     elif torch.equal(by_autograd[1], computed(defined, torch.stack([logs_2RV[0], logs_2RV[1].roll(1, 0)]))[1]):
         doubts.append(
-            f"The gradient of `{name}.value` is the same whatever the teacher says, so nothing is learned "
-            "from it: use the second argument, and not in terms alone that do not depend on the first."
+            f"The gradient of `{name}.value` does not depend on the teacher, so nothing is learned from it: use the "
+            "second argument in a term that also depends on the first."
         )
     return doubts
 
@@ -166,7 +168,7 @@ def _gap(some: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> str:
     """Describes how far values and gradients are from others; empty if equal up to rounding."""
     for what, one, other in zip(("values", "gradients"), some, others, strict=True):
         if one.shape != other.shape:
-            return f"{what} of shape {list(one.shape)} and not {list(other.shape)}"
+            return f"{what} of shape {list(one.shape)} instead of {list(other.shape)}"
         gap, largest = float((one - other).abs().max()), float(other.abs().max())
         if not gap <= _TOLERANCE * largest + _ROUNDING:
             most = (one - other).abs().flatten().argmax() % one.size(-1)

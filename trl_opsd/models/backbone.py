@@ -65,8 +65,8 @@ def check_no_holes(lengths: Sequence[Length]) -> None:
     """Refuses masked tokens between others, where rows are computed without a mask."""
     if any(one.masked for one in lengths):
         raise ValueError(
-            "A completion has masked tokens between others, which a model that reads rows without padding cannot leave "
-            "out: keep `completion_mask` as it is and set their weights to 0, in `weigh` or with a `tool_mask`."
+            "A completion has masked tokens between others, which a model that runs without padding cannot skip: leave "
+            "`completion_mask` unchanged and set their weights to 0, in `weigh` or with a `tool_mask`."
         )
 
 
@@ -154,8 +154,8 @@ def hidden_states(
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(
             f"The {type(backbone).__name__} inside the {type(model).__name__} returns a {type(output).__name__} "
-            "without `last_hidden_state`, which the loss reads: use a causal language model that returns it, or "
-            "report the unsupported architecture."
+            "without `last_hidden_state`, which the loss needs: use a causal language model that returns it, or report "
+            "the unsupported architecture."
         )
     hidden_BLH: Tensor = output.last_hidden_state
     return hidden_BLH

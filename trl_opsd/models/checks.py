@@ -54,8 +54,8 @@ def language_config(
         found, why = _config_file(model, loading)
         if found is None:
             raise ValueError(
-                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor a model that the Hub gives "
-                f"access to: correct it, or log in. {why}"
+                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor an accessible model on the Hub: "
+                f"correct it, or log in. {why}"
             )
         config = json.loads(Path(found).read_text(encoding="utf-8"))
         if "auto_map" in config:
@@ -86,10 +86,10 @@ def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str
     why = "There is none."
     if (Path(path) / ADAPTER_CONFIG).is_file():
         why = (
-            "It has an adapter alone: load its base model, and pass `PeftModel.from_pretrained(base, path, "
-            "is_trainable=True)`; a teacher needs no `is_trainable`. Where only a path can be passed, save the two as "
-            "one model, `AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` "
-            "with its tokenizer, and pass that folder."
+            "It contains only an adapter: load its base model and pass `PeftModel.from_pretrained(base, path, "
+            "is_trainable=True)`(a teacher needs no `is_trainable`). If only a path can be passed, save both as one "
+            "model, `AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` with "
+            "its tokenizer, and pass that folder."
         )
     try:
         return cached_file(path, CONFIG_NAME, **place_of(loading)), why
@@ -126,8 +126,8 @@ def check_own_loss(config: Mapping[str, Any]) -> None:
     else:
         return
     raise ValueError(
-        f"`{option}={config[option]}` asks the student to add {loss} in its own forward, which distillation does not "
-        f"call: it would have no effect. Set `{option}` to {off} in the student's config, or in `model_init_kwargs`."
+        f"`{option}={config[option]}` makes the student's own forward add {loss}, but distillation does not use it, so "
+        f"it would have no effect. Set `{option}` to {off} in the student's config, or in `model_init_kwargs`."
     )
 
 
@@ -146,8 +146,8 @@ def naming_trust(what: str, option: str, loading: Mapping[str, Any], tokenizer_o
             raise
         of_student = option == "trust_remote_code"
         raise ValueError(
-            f"{what} comes with Python code of its own, which is run only if you allow it: read that code, then set "
-            f"`{option}=True` in `OPSDConfig`, which covers {'the student' if of_student else 'teachers'} alone."
+            f"{what} comes with its own Python code, which runs only if you allow it: read that code, then set "
+            f"`{option}=True` in `OPSDConfig`, which applies only to {'the student' if of_student else 'teachers'}."
         ) from error
 
 
@@ -169,13 +169,13 @@ def whole_checkpoint(called: str) -> Iterator[None]:
         weights = dict(model.named_parameters())
         resized = sorted(found["mismatched_keys"])
         lacking = sorted(found["missing_keys"] & weights.keys())
-        lacking += [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in resized]
+        lacking += [f"{name} {list(theirs)} instead of {list(ours)}" for name, theirs, ours in resized]
         if lacking:
             more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
             raise ValueError(
                 f"`{called}={path!r}`: the checkpoint lacks weights of {type(model).__name__}, or has them in another "
-                f"shape: {', '.join(lacking[:_NAMED])}{more}. They would be random numbers: save or download it again, "
-                "whole, or correct its `config.json`."
+                f"shape: {', '.join(lacking[:_NAMED])}{more}. They would be initialised randomly: save or download the "
+                "complete checkpoint again, or correct its `config.json`."
             )
         return model
 
@@ -205,7 +205,7 @@ def check_student(student: nn.Module, args: TrainingArguments) -> None:
 def check_in_memory(student: Any, device: torch.device) -> None:
     """Refuses a loaded student that is not whole on this process's device."""
     if isinstance(student, nn.Module) and not is_fsdp_enabled():  # under FSDP only the main process may have loaded it
-        instead = "several processes with ZeRO-3 or FSDP2 (`docs/distributed.md`) divide it"
+        instead = "shard it over several processes with ZeRO-3 or FSDP2 (`docs/distributed.md`)"
         check_on_device(student, device, "student", instead)
 
 
@@ -218,9 +218,9 @@ def check_on_device(model: Any, device: torch.device, who: str, instead: str) ->
 
     if (missing := next((name for name, one in model.named_parameters() if one.is_meta), None)) is not None:
         raise ValueError(
-            f"{missing!r} of the {who} ({type(model).__name__}) is not in memory (its device is 'meta'), so it cannot "
-            "be used: load it with `from_pretrained` and without parts on disk or in host memory (`device_map`). If it "
-            f"does not fit, {instead}."
+            f"{missing!r} of the {who} ({type(model).__name__}) is not in memory (its device is 'meta'): load it with "
+            "`from_pretrained`, without offloading to disk or host memory (`device_map`). If it does not fit, "
+            f"{instead}."
         )
     # The loss needs both heads on one device, and offloaded parts would be copied for every token.
     places = list((getattr(model, "hf_device_map", None) or {}).values())
@@ -238,9 +238,9 @@ def _check_quantization(student: nn.Module) -> None:
     on_cpu = next(student.parameters()).device.type == "cpu"
     if on_cpu and any(getattr(layer, "support_avx512bf16_for_cpu", False) for layer in student.modules()):
         raise ValueError(
-            "The student is quantised to 4 bits by bitsandbytes and is on a CPU, where its weights are repacked for "
-            "inference by the first rollout, and no gradient passes through them afterwards: train it on a GPU, or "
-            "load it without `quantization_config`."
+            "The student is quantised to 4 bits by bitsandbytes on a CPU, where the first rollout repacks its weights "
+            "for inference, so no gradient passes through them afterwards: train it on a GPU, or load it without "
+            "`quantization_config`."
         )
 
 
@@ -254,8 +254,8 @@ def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
     wrapped = getattr(optimizer, "optimizer", None)  # accelerate wraps it in a training
     if scheduler is not None and getattr(scheduler, "optimizer", None) not in (None, optimizer, wrapped):
         raise ValueError(
-            "The scheduler belongs to another optimizer, so it would not change this one's rate: pass "
-            "`(optimizer, scheduler)` with the optimizer it was made for."
+            "The scheduler belongs to another optimizer, so it would not change this one's learning rate: pass "
+            "`(optimizer, scheduler)` with the optimizer it was created for."
         )
     check_optimizer(student, optimizer)
 
@@ -266,21 +266,21 @@ def check_can_learn(student: nn.Module) -> None:
         raise ValueError("Gradients are switched off by `torch.no_grad` or `inference_mode`: train outside of it.")
     if is_peft(student) and is_merged(student):
         raise ValueError(
-            "The student's adapter is merged into its base, so that nothing would be learned: call `unmerge_adapter()` "
-            "on the model."
+            "The student's adapter is merged into its base, so nothing would be learned: call `unmerge_adapter()` on "
+            "the model."
         )
     if any(one.requires_grad for one in student.parameters()):
         return
     remedy = (
-        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, leave `inference_mode=True` out of "
+        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, remove `inference_mode=True` from "
         "its config, or enable it again"
         if is_peft(student)
         else "call `model.requires_grad_(True)`, on a `copy.deepcopy` if it is another trainer's teacher, or pass a "
         "`peft_config`"
     )
     raise ValueError(
-        "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be "
-        f"learned: {remedy}; to evaluate only, leave `train_dataset` out."
+        "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be learned: "
+        f"{remedy}; to evaluate only, do not pass `train_dataset`."
     )
 
 
@@ -295,15 +295,15 @@ def check_optimizer(student: nn.Module, optimizer: Any) -> None:
     left_out = [name for place, name in trained.items() if place not in held]
     if len(left_out) == len(trained):
         raise ValueError(
-            "The optimizer has no trained parameter of the student: it was made for another model, or "
-            "before the adapter was added. Make it from `model.parameters()` of the student that is passed, with its "
+            "The optimizer has no trainable parameter of the student: it was created for another model, or before the "
+            "adapter was added. Create it from `model.parameters()` of the student that you pass, including its "
             "adapter, or set `optim` in `OPSDConfig`."
         )
     if left_out:
         logger.warning(
-            f"The optimizer steps {len(trained) - len(left_out)} of the {len(trained)} trained "
-            f"parameters of the student; {left_out[0]!r} is the first that stays as it is. Freeze those "
-            "(`requires_grad_(False)`) if that is meant: their gradients are computed."
+            f"The optimizer updates {len(trained) - len(left_out)} of the student's {len(trained)} trainable "
+            f"parameters; the first one it leaves out is {left_out[0]!r}. If this is intended, freeze those "
+            "(`requires_grad_(False)`), or their gradients are computed in vain."
         )
 
 

@@ -38,7 +38,7 @@ class Reading:
     def __str__(self) -> str:
         if self.packed:
             return "packed"
-        longer = "rows of one length together" if self.batches_equal_lengths else "one row at a time"
+        longer = "rows of the same length together" if self.batches_equal_lengths else "one row at a time"
         if self.padded_up_to == math.inf:
             return "padded"
         return f"padded up to {self.padded_up_to} tokens, beyond {longer}" if self.padded_up_to else longer
@@ -49,9 +49,8 @@ class Reading:
         if collective and 0 < self.padded_up_to < max(lengths, default=0):
             raise ValueError(
                 f"A row can have {max(lengths)} tokens, but beyond {self.padded_up_to} the rows of a batch change each "
-                "other's hidden states in this model and must be read one by one, which a model that is split over "
-                "processes cannot do: lower `max_completion_length`, leave out longer prompts, or do not split the "
-                "model."
+                "other's hidden states in this model and must be processed one by one, which a sharded model cannot "
+                "do: lower `max_completion_length`, remove longer prompts, or do not shard the model."
             )
         groups: dict[tuple[int, int], list[int]] = {}
         for row, length in enumerate(lengths):
@@ -89,9 +88,9 @@ def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Co
     if agree(beside_SH[short_S], alone_SH) and agree(begun_LH[:_SHORT], alone_SH):
         return _within_borders(read, ids_L[:_SHORT], borders)
     # They differ. First exclude causes other than batching, so that the message names the right one.
-    if gap := _gap(_plain(read, ids_L[None, :_SHORT])[0], alone_SH, called, "when it is read a second time"):
+    if gap := _gap(_plain(read, ids_L[None, :_SHORT])[0], alone_SH, called, "in a second forward pass"):
         raise ValueError(gap)
-    if gap := _gap(_plain(read, ids_L[None])[0, :_SHORT], alone_SH, called, "when more tokens follow"):
+    if gap := _gap(_plain(read, ids_L[None])[0, :_SHORT], alone_SH, called, "if more tokens follow"):
         raise ValueError(gap)
     # Padding fails, but rows of equal length need none.
     together_SH = _plain(read, torch.stack([ids_L[:_SHORT], ids_L[_SHORT : 2 * _SHORT]]))[0]
@@ -140,8 +139,8 @@ def _gap(found_SH: Tensor, expected_SH: Tensor, called: str, when: str) -> str |
         return None
     return (
         f"The {called} changes the hidden state of a token by {_distances(found_SH, expected_SH).max():.2g} of its "
-        f"norm {when}, also without padding, so its predictions are not a function of the preceding tokens alone: "
-        "use a causal language model that is deterministic in eval mode."
+        f"norm {when}, even without padding, so its predictions do not depend only on the preceding tokens: use a "
+        "causal language model that is deterministic in eval mode."
     )
 
 

@@ -155,10 +155,9 @@ class Probed:
                     raise
                 if not torch.is_autocast_enabled(device.type):
                     raise ValueError(
-                        f"{self} has weights of dtypes that cannot be multiplied with each other: "
-                        f"{dtypes_of(self.model)}. Load it in one dtype, for instance with `dtype='bfloat16'`, or cast "
-                        "it with `model.to(torch.bfloat16)`; or set `bf16=True`, which casts the factors of each "
-                        f"product. torch's error: {error}"
+                        f"{self} has weights of dtypes that cannot be multiplied: {dtypes_of(self.model)}. Load it in "
+                        "one dtype, for instance with `dtype='bfloat16'`, cast it with `model.to(torch.bfloat16)`, or "
+                        f"set `bf16=True` (autocast). torch's error: {error}"
                     ) from error
             return read()
 
@@ -182,21 +181,21 @@ def prove_student(
 
 
 _OTHER_MODEL = (
-    "Its forward must accept `input_ids` and `attention_mask` alone, also with its adapter: use another model, or list "
-    "`target_modules` by name."
+    "Its forward must accept `input_ids` and `attention_mask` without other arguments, also with its adapter: use "
+    "another model, or list `target_modules` by name."
 )
 
 
 def _rebuilt_logits(one: Probed) -> str:
     # The loss never calls the model's own head, so an architecture that post-processes its logits in a way that
     # `OutputHead.of` cannot read would silently be trained on a wrong objective.
-    with explaining(one, "read eight tokens", _OTHER_MODEL):
+    with explaining(one, "run on eight tokens", _OTHER_MODEL):
         head, expected = OutputHead.of(one.model), one.model.config.get_text_config().vocab_size
         rows, device = shape_of(head)[0], head.weight.device
         if rows != expected:
             raise ValueError(
-                f"The head of the {one.called} has {rows} rows, but its config says vocab_size={expected}: resize with "
-                "`model.resize_token_embeddings(n)`, which changes both, or repair the config."
+                f"The head of the {one.called} has {rows} rows, but its config says vocab_size={expected}: resize both "
+                "with `model.resize_token_embeddings(n)`, or correct the config."
             )
         ids_BL = torch.arange(8, device=device).mul(rows // 8)[None]  # spread over the vocabulary
         hidden_BLH, own_BLV = one.evaluate(
@@ -207,7 +206,7 @@ def _rebuilt_logits(one: Probed) -> str:
     if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
         raise ValueError(
             f"{one} gives all {expected_BLV.size(-1)} tokens the same logit for any input: its head is zeroed, or its "
-            "logits are NaN; load it again."
+            "logits are NaN; reload it."
         )
     if expected_BLV.shape != actual_BLV.shape:
         gap = f"shapes {tuple(expected_BLV.shape)} and {tuple(actual_BLV.shape)}"
@@ -221,8 +220,8 @@ def _rebuilt_logits(one: Probed) -> str:
         gap = f"a difference of {difference:.3g} where the largest logit is {largest:.3g}"
     raise ValueError(
         f"{one} does not compute its logits as `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)` with "
-        f"scale={head.scale} and softcap={head.softcap}: {gap}. The loss would be computed from logits other than the "
-        "model's own. Use an architecture whose head has this form, or report the unsupported one."
+        f"scale={head.scale} and softcap={head.softcap}: {gap}. The loss would use logits that differ from the model's "
+        "own. Use an architecture whose head has this form, or report the unsupported one."
     )
 
 
@@ -243,10 +242,10 @@ def _gradients(one: Probed) -> str:
     row = Rollout.of([[0, step, 2 * step]], [[step * place for place in range(3, 8)]], device)
     # Of a sharded student no gradient is probed: a graph without a backward pass disturbs hooks of shards.
     whole = not any(map(is_split, one.model.parameters()))
-    remedy = "In eval mode it can: use another model as the student, or this one as a teacher."
+    remedy = "It can in eval mode: use another model as the student, or this one as a teacher."
     # Dropout advances the random state.
     with (
-        explaining(one, "read eight tokens in training mode", remedy, (ValueError, *CANNOT_RUN)),
+        explaining(one, "run on eight tokens in training mode", remedy, (ValueError, *CANNOT_RUN)),
         preserved_mode(one.model),
         preserved_rng(device),
         torch.set_grad_enabled(whole),
@@ -263,15 +262,15 @@ def _gradients(one: Probed) -> str:
     trainable = {name: id(weight) for name, weight in weights if weight.requires_grad and id(weight) not in of_head}
     if trainable and not hidden_BCH.requires_grad:
         raise ValueError(
-            f"No gradient passes through the {one.called}, although parameters below its head require one, so they "
-            "would never be updated: load it without quantisation for inference, without `torch.no_grad` in its "
-            f"forward, and with `{CHECKPOINTING}_kwargs={{'use_reentrant': False}}`."
+            f"No gradient passes through the {one.called}, although parameters below its head require one and would "
+            "never be updated: load it without inference-only quantisation, without `torch.no_grad` in its forward, "
+            f"and with `{CHECKPOINTING}_kwargs={{'use_reentrant': False}}`."
         )
     reached = _reached(hidden_BCH)
     one.unreached = [name for name, number in trainable.items() if number not in reached]
     if one.unreached:
         raise Doubt(f"No gradient reaches {len(one.unreached)} parameters, the first {one.unreached[0]!r}.")
-    return "Reach all weights below the head."
+    return "Gradients reach all weights below the head."
 
 
 def _reached(hidden_BCH: Tensor) -> set[int]:
@@ -303,7 +302,7 @@ def _padding(one: Probed) -> str:
     borders = _borders(one.model) if takes_positions else set()
     one.reading = _read_with(one, partial(prove_reading, borders=borders, called=one.called))
     whole = one.reading.padded_up_to == math.inf
-    return "Rows share a batch." if whole else "Rows are read by length, without padding."
+    return "Rows share a batch." if whole else "Rows are batched by length, without padding."
 
 
 PADDING: Probe[Probed] = Probe("padding", _padding)
@@ -333,20 +332,20 @@ def _borders(model: CausalLM) -> set[int]:
 def _packing(one: Probed) -> str:
     reason = _beyond_probe(one.model)
     if one.reading.padded_up_to != math.inf:
-        reason = f"cannot read rows as one, it reads them {one.reading}"
+        reason = f"cannot process concatenated rows (batching: {one.reading})"
     if reason:
-        raise ValueError(f"`padding_free=True`: the {one.called} {reason}: leave the option out.")
+        raise ValueError(f"`padding_free=True`: the {one.called} {reason}: remove the option.")
     # It depends on architecture and kernels: convolutions and recurrences continue from row to row, and attention needs
     # restarting positions to separate rows.
-    cannot = "read without an attention mask, as `padding_free=True` has it"
-    with explaining(one, cannot, "Leave the option out."):
+    cannot = "run without an attention mask, as `padding_free=True` requires"
+    with explaining(one, cannot, "Remove the option."):
         gap = _read_with(one, gap_of_packing)
     if gap is not None:
         raise ValueError(
-            f"`padding_free=True`: the {one.called} lets rows that are read as one change each other: the hidden state "
-            f"of a token is off by {gap:.2g} of its norm. Leave the option out."
+            f"`padding_free=True`: in the {one.called}, concatenated rows change each other: the hidden state of a "
+            f"token is off by {gap:.2g} of its norm. Remove the option."
         )
-    return "Rows are read as one."
+    return "Rows are concatenated."
 
 
 def _beyond_probe(model: CausalLM) -> str | None:
@@ -354,9 +353,9 @@ def _beyond_probe(model: CausalLM) -> str | None:
     config = model.config.get_text_config()
     for name in ("attention_chunk_size", "attn_temperature_tuning"):
         if getattr(config, name, None):
-            return f"counts positions from the first row on for `{name}={getattr(config, name)!r}` (Llama 4)"
+            return f"counts positions across concatenated rows for `{name}={getattr(config, name)!r}` (Llama 4)"
     if any(buffer.dim() == 4 for buffer in backbone_of(model).buffers()):
-        return "keeps a mask of its context, which rows that are read as one may exceed (GPT-Neo)"
+        return "has a mask of the size of its context, which concatenated rows may exceed (GPT-Neo)"
     return None
 
 

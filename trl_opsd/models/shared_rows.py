@@ -103,13 +103,13 @@ def check_shareable(student: CausalLM, size: int, attention: str | None) -> None
     keys = getattr(config, "num_key_value_heads", None) or heads
     if heads % size or (keys % size and size % keys):
         raise ValueError(
-            f"`sp_size={size}`: the student has {heads} attention heads and {keys} of keys and values, which {size} "
-            "processes cannot divide: choose a size that divides both."
+            f"`sp_size={size}`: the student has {heads} attention heads and {keys} key-value heads, not divisible over "
+            f"{size} processes: choose a size that divides both."
         )
 
 
 def _unsupported(student: CausalLM, why: str) -> str:
     return (
-        f"`sp_size`: a {type(student).__name__} cannot read rows by parts, because {why}: remove `sp_size` from the "
-        "accelerate file, or take a student whose layers all have full attention."
+        f"`sp_size`: a {type(student).__name__} cannot process parts of rows, because {why}: remove `sp_size` from the "
+        "accelerate file, or use a student with full attention in all layers."
     )

@@ -23,8 +23,8 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
     path = student if isinstance(student, str) else get_config_model_id(student.config)
     if not path:
         raise ValueError(
-            "`processing_class` is None, and the student is an object that was not loaded from a path: pass its "
-            "tokenizer as `processing_class`."
+            "`processing_class` is None, and the student was not loaded from a path: pass its tokenizer as "
+            "`processing_class`."
         )
     options = {
         "revision": loading.get("revision") if isinstance(student, str) else None,
@@ -39,8 +39,8 @@ def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remo
             if not has_tokenizer(path, {"revision": options["revision"]}):
                 raise
             logger.warning(
-                f"The processor of {path} cannot be loaded ({str(error).strip().splitlines()[0]}), so its tokenizer "
-                "alone is used, and saved with the model. If packages are missing, they are often pillow and "
+                f"The processor of {path} cannot be loaded ({str(error).strip().splitlines()[0]}), so only its "
+                "tokenizer is used, and saved with the model. If packages are missing, these are often pillow and "
                 "torchvision."
             )
             return AutoTokenizer.from_pretrained(path, **options)
@@ -74,9 +74,8 @@ def check_processing_class(processing_class: Any) -> None:
         raise TypeError(f"`processing_class` is a {name}: expected a tokenizer, or a processor that has one.")
     if len(processing_class) <= len(set(processing_class.all_special_tokens)):
         raise ValueError(
-            f"The tokenizer ({processing_class.name_or_path or name}) has no tokens but special ones, as one that is "
-            "loaded from a folder without tokenizer files: save the model's tokenizer there, or pass it as "
-            "`processing_class`."
+            f"The tokenizer ({processing_class.name_or_path or name}) has only special tokens, as when loaded from a "
+            "folder without tokenizer files: save the model's tokenizer there, or pass it as `processing_class`."
         )
     if processing_class.eos_token_id is None:
         raise ValueError(
@@ -84,7 +83,7 @@ def check_processing_class(processing_class: Any) -> None:
         )
 
 
-_HOW_TO_GROW = "after `tokenizer.add_tokens` the model grows by `model.resize_token_embeddings(len(tokenizer))`"
+_HOW_TO_GROW = "after `tokenizer.add_tokens`, resize the model with `model.resize_token_embeddings(len(tokenizer))`"
 
 
 def configured_vocabulary(model: Any, loading: dict[str, Any]) -> int | None:
@@ -103,14 +102,14 @@ def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int |
         return
     if not _known(tokenizer.eos_token_id, rows):
         raise ValueError(
-            f"The end token {tokenizer.eos_token!r} has the id {tokenizer.eos_token_id}, but the student knows {rows} "
+            f"The end token {tokenizer.eos_token!r} has the id {tokenizer.eos_token_id}, but the student has {rows} "
             f"ids, so no completion could end with it: use the tokenizer the student was trained with; {_HOW_TO_GROW}."
         )
     if tokenizer.pad_token is not None and not _known(tokenizer.pad_token_id, rows):
         logger.warning(
-            f"The padding token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}, but the student knows "
-            f"{rows} ids, so {tokenizer.eos_token!r} is used for padding instead, which does not change any result. To "
-            f"keep the padding token: {_HOW_TO_GROW}."
+            f"The padding token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}, but the student has "
+            f"{rows} ids, so {tokenizer.eos_token!r} is used for padding instead, which changes no result. To keep the "
+            f"padding token: {_HOW_TO_GROW}."
         )
         # Padding is identified by its mask, never by its id, so any token of the vocabulary will do.
         tokenizer.pad_token = tokenizer.eos_token

@@ -15,8 +15,10 @@ from typing import Any, ClassVar, Self
 from trl_opsd.options.table import table
 
 _MIGRATION = "docs/migration.md compares the options of that trainer with these"
-_WHOLE = "the loss compares the whole vocabulary, or with `top_k_teacher` the teacher's likeliest tokens and one rest"
-_NUMBER = "a completion is used for one optimizer step; `num_generations` is the completions of a prompt"
+_WHOLE = (
+    "the loss uses the full vocabulary, or with `top_k_teacher` the teacher's top k tokens and one bucket for the rest"
+)
+_NUMBER = "each completion is used for one optimizer step; `num_generations` sets the completions per prompt"
 _PROMPTS = "prompts are never cut; `overlong_prompts='drop'` drops those that are too long"
 
 _ADVICE = {
@@ -25,7 +27,7 @@ _ADVICE = {
     "distillation_alpha": f"it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`; {_MIGRATION}",
     "use_uld_loss": f"teacher and student share one tokenizer, `trl.experimental.gold` compares two; {_MIGRATION}",
     "distillation_objective": "it is called `divergence`",
-    "loss_type": "`divergence` says what is compared; each token of a completion counts alike",
+    "loss_type": "`divergence` sets the objective; all tokens of a completion have the same weight",
     **dict.fromkeys(("distillation_mode", "distillation_topk", "loss_top_k", "teacher_top_k"), _WHOLE),
     "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
     "mask_truncated_completions": "override `weigh`, see docs/extending.md",
@@ -62,8 +64,8 @@ _ADVICE = {
 """Names of TRL's other trainers that are no plain renaming, and what to do here."""
 
 _FAMILIES = {
-    "student_": "it says how to load the student: put it, without 'student_', into `model_init_kwargs`",
-    "teacher_": "it says how to load the teacher: put it, without 'teacher_', into `teacher_model_init_kwargs`",
+    "student_": "it sets how to load the student: put it, without 'student_', into `model_init_kwargs`",
+    "teacher_": "it sets how to load the teacher: put it, without 'teacher_', into `teacher_model_init_kwargs`",
     "lora_": "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`",
     "dataset_": "pass the dataset itself to `OPSDTrainer`, as `train_dataset` or `eval_dataset`",
     "reward_": "rewards are passed to `OPSDTrainer`, as `reward_funcs`; `reward_weight` is their weight in training",
@@ -98,7 +100,9 @@ def _explained(what: str, name: str, known: Collection[str], config: Any) -> str
         return f"has no option {name!r}: it is an argument of `OPSDTrainer`."
     if what == "argument" and name in {one.name for one in fields(config)}:
         return f"has no argument {name!r}: it is an option, `args=OPSDConfig({name}=...)`."
-    found = instead(name, known, config) or "docs/reference.md lists all, docs/migration.md those of other trainers."
+    found = (
+        instead(name, known, config) or "see docs/reference.md for all, docs/migration.md for those of other trainers."
+    )
     return f"has no {what} {name!r}: {found}"
 
 
@@ -113,7 +117,7 @@ def without_meaning(name: str, config: type, known: Collection[str]) -> str:
         return advice(config)[name]
     candidates = [one for one in known if not one.startswith("_") and not name.startswith(one)]
     close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.9)
-    return f"nothing reads it, did you mean `{close[0]}`" if close else ""
+    return f"it is unknown; did you mean `{close[0]}`" if close else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -68,7 +68,8 @@ def check_json(args: TrainingArguments) -> None:
                 json.loads(value)
             except ValueError as error:
                 raise ValueError(
-                    f"`{name}={value!r}` is not JSON ({error}): put names and texts in double quotes, or pass a dict."
+                    f"`{name}={value!r}` is not JSON ({error}): put names and strings into double quotes, or pass a "
+                    "dict."
                 ) from None
         elif name.endswith("_kwargs") and not isinstance(value, dict | None):
             raise ValueError(f"`{name}={value!r}`: expected a dict of options, or the JSON of one.")
@@ -94,8 +95,8 @@ def check_once(name: str, value: Any, option: str, key: str, again: Any) -> None
     """Raises `ValueError` if an option and a key of another one are different values for one thing."""
     if value != again:
         raise ValueError(
-            f"`{name}={value!r}` and `{option}={{{key!r}: {again!r}}}` are two values for one thing: remove one of "
-            "them."
+            f"`{name}={value!r}` and `{option}={{{key!r}: {again!r}}}` set the same option to two values: remove one "
+            "of them."
         )
 
 
@@ -115,7 +116,7 @@ _WITHOUT_EFFECT = {
 """Keys that change no completion, and why."""
 
 _NEEDED = "the trainer needs one completion of token ids for each prompt"
-_SEVERAL = f"{_NEEDED}, and asks for each of several (`num_generations`) by itself"
+_SEVERAL = f"{_NEEDED}, and repeats a prompt itself for several (`num_generations`)"
 _FIXED = {
     **dict.fromkeys(("num_return_sequences", "n", "best_of"), (1, _SEVERAL)),
     "return_dict_in_generate": (False, _NEEDED),
@@ -126,13 +127,13 @@ _FIXED = {
 }
 """Keys that can only have one value, and why."""
 
-_ONE_ROW = "decodes one row at a time, but a rollout is a batch: remove it"
+_ONE_ROW = "decodes one row at a time, but a rollout is a batch"
 FAIL_IN_GENERATE = {
-    "stop_strings": "looks for text, but a rollout is token ids: let completions end with an end token, for instance "
-    "with `model.generation_config.eos_token_id`",
+    "stop_strings": "matches text, but a rollout is token ids: end completions with an end token, for instance by "
+    "`model.generation_config.eos_token_id`",
     "prompt_lookup_num_tokens": _ONE_ROW,
     "assistant_early_exit": _ONE_ROW,
-    "token_healing": "rewrites the end of a prompt, but a rollout keeps it: remove it",
+    "token_healing": "rewrites the end of a prompt, but a rollout keeps it",
 }
 """Keys that `generate` refuses only in the middle of a run, and why."""
 
@@ -188,7 +189,7 @@ def settle_sampling(args: DistillationConfig) -> None:
             setattr(args, option, rest.pop(name))
         elif name == "temperature" and value != args.temperature:
             notes.append(
-                f"completions are sampled at temperature {value}, the loss keeps `temperature={args.temperature}`"
+                f"completions are sampled at temperature {value}, while the loss uses `temperature={args.temperature}`"
             )
     args.generation_kwargs = rest or None
     for name, value in rest.items():
@@ -203,11 +204,11 @@ def _check_key(args: DistillationConfig, name: str, value: Any) -> None:
     of_both = {*known, *ENDS, "seed"} - FAIL_IN_GENERATE.keys()
     if args.has_engine and args.seq_kd and (name not in of_both or (name == "temperature" and not value)):
         raise ValueError(
-            f"{given} with `seq_kd=True`: an engine follows it, and the teacher, which calls `generate` of "
-            "transformers, cannot: remove it, or have the teacher generate before, into a column 'completion'."
+            f"{given} with `seq_kd=True`: an engine supports it, but the teacher, which uses transformers' `generate`, "
+            "does not: remove it, or generate the teacher's completions beforehand, into a column 'completion'."
         )
     if name in ("eos_token_id", "stop_token_ids") and not all(map(integer(0).fits, _listed(value))):
-        raise ValueError(f"{given}: expected a token id, or a list of them, of which each ends a completion.")
+        raise ValueError(f"{given}: expected a token id that ends a completion, or a list of such ids.")
     if args.has_engine:  # which knows others, and says so
         return
     if name in FAIL_IN_GENERATE:
@@ -238,9 +239,9 @@ def check_drawn(options: Mapping[str, Any], temperature: float, shown: str) -> N
 def _check_off(shown: str, value: Any, off: tuple[Any, ...]) -> None:
     if value not in off:
         raise ValueError(
-            f"`{shown}` with a divergence of sampled tokens, 'sampled_reverse_kl': they are then not drawn from the "
-            "student's distribution in the loss, whose gradient it estimates. Leave the option out, or set "
-            "`divergence='reverse_kl'`, which reads the whole vocabulary."
+            f"`{shown}` with 'sampled_reverse_kl', whose gradient estimate needs tokens sampled from the student's "
+            "distribution in the loss: remove the option, or set `divergence='reverse_kl'`, which uses the full "
+            "vocabulary."
         )
 
 
@@ -255,8 +256,8 @@ def end_tokens(args: DistillationConfig, declared: list[int], rows: int) -> list
     ends = [*([] if given.get("ignore_eos") else ends), *_listed(given.get("stop_token_ids") or [])]
     if unknown := [token for token in ends if token >= rows]:
         raise ValueError(
-            f"`generation_kwargs={args.generation_kwargs}`: no completion could end with {unknown}, the student knows "
-            f"{rows} ids: name tokens of its vocabulary."
+            f"`generation_kwargs={args.generation_kwargs}`: no completion could end with {unknown}, because the "
+            f"student has {rows} ids: use tokens of its vocabulary."
         )
     return ends
 

@@ -144,8 +144,8 @@ def _of_whole_rows(at: Launch) -> str:
 
 
 _INSTEAD = (
-    "is not supported: leave it at 1. Long rows are divided by `sp_size`, with DeepSpeed, and weights by "
-    "`dp_shard_size`, with FSDP2."
+    "is not supported: set it to 1. To divide long rows use `sp_size` with DeepSpeed; to shard weights, "
+    "`dp_shard_size` with FSDP2."
 )
 
 LAUNCH = (
@@ -159,7 +159,7 @@ LAUNCH = (
     ),
     _with_sequences(
         lambda at: at.args.parallelism_config is not None,
-        "as an option: TRL refuses it; put it into the accelerate file (`sp.yaml`).",
+        "as an option: TRL rejects it; put it into the accelerate file (`sp.yaml`).",
     ),
     _with_sequences(
         lambda at: not at.deepspeed,
@@ -171,16 +171,16 @@ LAUNCH = (
             at.processes % at.sizes.sp_size or at.sizes.data_parallel_size not in (1, at.processes // at.sizes.sp_size)
         ),
         "on {0.processes} processes, with a data parallel size of {0.sizes.data_parallel_size}: expected a divisor of "
-        "`num_processes`; leave `dp_replicate_size` and `dp_shard_size` out.",
+        "`num_processes`; remove `dp_replicate_size` and `dp_shard_size`.",
     ),
     _with_sequences(
         lambda at: not at.sizes.sp_handler.sp_seq_length_is_variable,
-        "with `sp_seq_length`: completions differ in length: leave it out.",
+        "with `sp_seq_length`: completions differ in length: remove it.",
     ),
     _with_sequences(
         lambda at: at.args.token_selection in LATE,
-        "with `token_selection={0.args.token_selection!r}`: the tokens of a row lie on several processes, none of "
-        "which knows the scores of all: set 'prefix' or 'random', or remove `sp_size`.",
+        "with `token_selection={0.args.token_selection!r}`: the tokens of a row are split over processes, and none has "
+        "all scores: set 'prefix' or 'random', or remove `sp_size`.",
     ),
     _with_sequences(_of_whole_rows, "with {1} is not supported: remove one of them."),
     Rule(
@@ -236,13 +236,13 @@ def _all_alike(args: Any) -> str:
 def _several_alike(name: str) -> Rule:
     return Rule(
         lambda args: (getattr(args, name) or 1) > 1 and _all_alike(args),
-        f"`{name}={{0.{name}}}` with `generation_kwargs={{0.generation_kwargs}}`: {{1}}, so that all completions of a "
-        "prompt are the same: remove one of them.",
+        f"`{name}={{0.{name}}}` with `generation_kwargs={{0.generation_kwargs}}`: {{1}}, so all completions of a "
+        "prompt would be identical: remove one of them.",
     )
 
 
 _UNMOVABLE = {
-    "quantization_config": "quantised weights carry state that belongs to the device they were created on",
+    "quantization_config": "quantised weights have state tied to the device they were created on",
     "device_map": "accelerate would already move the weights",
     "tp_plan": "the weights would already be sharded",
 }
@@ -272,14 +272,14 @@ _STEPS_IN_BACKWARD = Values(
     lambda optim: any(kind in str(OptimizerNames(optim).value) for kind in ("lomo", "layerwise")),
 )
 _CASTS = (
-    " would cast the student's weights for an evaluation and leave them so: set `bf16=True`, which computes in "
-    "bfloat16, and remove it."
+    " would cast the student's weights permanently in an evaluation: remove it, and set `bf16=True` to compute in "
+    "bfloat16."
 )
 
 TRAINING = (
     Rule(
         _accumulation_of_file,
-        "`gradient_accumulation_steps` is {1} in the accelerate or DeepSpeed file and {0.gradient_accumulation_steps} "
+        "`gradient_accumulation_steps` is {1} in the accelerate or DeepSpeed file but {0.gradient_accumulation_steps} "
         "in `OPSDConfig`: remove it from the file.",
     ),
 )
@@ -292,7 +292,7 @@ EVALUATION = (
             and (several := args.num_generations_eval or args.num_generations) > 1
             and several
         ),
-        "`eval_temperature=0` with {1} completions of each prompt of an evaluation, which are then the same: set "
+        "`eval_temperature=0` with {1} completions per prompt in evaluations, which would be identical: set "
         "`num_generations_eval=1`, or a temperature above 0.",
     ),
 )
@@ -300,34 +300,38 @@ EVALUATION = (
 
 AFTER = (
     # the loss
-    together(": no row is padded then; set only one of them.", padding_free=True, pad_to_multiple_of=SET),
+    together(
+        ": concatenated rows are not padded; set only one of them.",
+        padding_free=True,
+        pad_to_multiple_of=SET,
+    ),
     Rule(
         _ignored_beta, "`divergence={1}` decides the objective; `beta={0.beta}` is ignored: set only one.", warns=True
     ),
     Rule(
         _vanishes,
-        "`beta={0.beta}` is close to an end of (0, 1), where the generalised JSD and its gradient vanish; it does not "
-        "become a KL there. For a KL set `divergence='forward_kl'` or 'reverse_kl'.",
+        "`beta={0.beta}` is close to 0 or 1, where the generalised JSD and its gradient vanish instead of becoming a "
+        "KL. For a KL, set `divergence='forward_kl'` or 'reverse_kl'.",
         warns=True,
     ),
     together(
-        ", which steps in each backward pass: leave one of them out.",
+        ", which steps in each backward pass: remove one of them.",
         max_tokens_per_microbatch=SET,
         optim=_STEPS_IN_BACKWARD,
     ),
     # the teacher
     Rule(
         _unmovable,
-        "`teacher_offload={0.teacher_offload!r}` with {1}: remove it, or leave `teacher_offload='none'`.",
+        "`teacher_offload={0.teacher_offload!r}` with {1}: remove it, or set `teacher_offload='none'`.",
     ),
     Rule(
         lambda args: args.teacher_offload == "zero3" and not is_deepspeed_zero3_enabled(),
         "`teacher_offload='zero3'`: this process was not launched with DeepSpeed ZeRO-3, so the teacher cannot be "
-        "sharded: start with `accelerate launch` and a config of `zero_stage: 3`, or set `teacher_offload='stream'`.",
+        "sharded: use `accelerate launch` with `zero_stage: 3`, or set `teacher_offload='stream'`.",
     ),
     # engines
     together(
-        ": two engines cannot generate the same completions: leave one of them out.",
+        ": only one engine can generate: remove one of them.",
         sglang_server_url=SET,
         use_vllm=True,
     ),
@@ -337,7 +341,7 @@ AFTER = (
             and args.has_engine
             and ("use_vllm=True" if args.use_vllm else "sglang_server_url")
         ),
-        "`ds3_gather_for_generation=False` cannot be used with `{1}`, the weights have to be gathered to be sent to "
+        "`ds3_gather_for_generation=False` cannot be used with `{1}`: weights must be gathered before they are sent to "
         "it: remove it.",
     ),
     # what has no effect here, or another than its name says
@@ -348,82 +352,84 @@ AFTER = (
     ),
     together(" has no effect: there are no labels; remove it.", label_smoothing_factor=unless(0)),
     together(
-        " has no effect: the length of a completion is not known before it is generated, and `shuffle_dataset=False` "
-        "keeps the order; remove it.",
+        " has no effect: completion lengths are unknown before generation, and `shuffle_dataset=False` keeps the "
+        "order; remove it.",
         train_sampling_strategy=unless("random"),
     ),
     together(
-        " compiles a `forward` that neither generation nor the loss calls, which form no logits there: remove it; "
-        "`rollout=HFRollout(compile=True)` compiles decoding.",
+        " compiles a `forward` that neither generation nor the loss calls: remove it; to compile decoding, pass "
+        "`rollout=HFRollout(compile=True)`.",
         torch_compile=True,
     ),
     together(_CASTS, fp16_full_eval=True),
     together(_CASTS, bf16_full_eval=True),
-    together(" is ignored: `seed` decides the order.", warns=True, data_seed=SET),
+    together(" is ignored: `seed` determines the order.", warns=True, data_seed=SET),
     # the launch
     Rule(
         lambda args: _processes() > 1 and args.world_size == 1 and _processes(),
-        "The launch has {1} processes (`WORLD_SIZE`), but accelerate counts one, so that each would train a student of "
-        "its own: on a machine without an accelerator set `use_cpu=True`.",
+        "The launch has {1} processes (`WORLD_SIZE`), but accelerate sees one, so each would train its own student: on "
+        "a machine without an accelerator, set `use_cpu=True`.",
     ),
     *TRAINING,
     _rows_twice(
         "split_batches",
         True,
-        "it cuts through the rows of an optimizer step; lower `per_device_train_batch_size` instead",
+        "it would split the rows of an optimizer step; lower `per_device_train_batch_size` instead",
     ),
-    _rows_twice("dispatch_batches", True, "it sends rows as tensors, and prompts are text; remove it", on_one=True),
+    _rows_twice("dispatch_batches", True, "it sends rows as tensors, but prompts are text; remove it", on_one=True),
     _rows_twice(
-        "even_batches", False, "one would end an evaluation before the others; remove it, no row is counted twice"
+        "even_batches",
+        False,
+        "a process could end an evaluation before the others; remove it (no row is counted twice)",
     ),
     Rule(
         # transformers before 5.15 is always in order
         lambda args: not getattr(args, "dataloader_in_order", True) and args.dataloader_num_workers,
-        "`dataloader_in_order=False` would let batches overtake each other, so that rows of an optimizer step are read "
-        "twice or never: remove it.",
+        "`dataloader_in_order=False` would reorder batches, so rows of an optimizer step could be used twice or never: "
+        "remove it.",
     ),
     Rule(
         lambda args: args.mixed_precision == "fp16" and args.device.type == "cpu" and args.deepspeed_plugin is None,
-        "`fp16=True` (or `mixed_precision: fp16` in the accelerate file) on a CPU, where there is no loss scaler for "
-        "float16: set `bf16=True`, or neither for float32.",
+        "`fp16=True` (or `mixed_precision: fp16` in the accelerate file) on a CPU, which has no float16 loss scaler: "
+        "set `bf16=True`, or neither for float32.",
     ),
     # concurrent generation and training
     together(
-        ", whose engine generates in the trainer's own process and sleeps while that trains: set `vllm_mode='server'`, "
-        "or leave `overlap` out.",
+        ", whose engine runs in the trainer's process and sleeps during training: set `vllm_mode='server'`, or remove "
+        "`overlap`.",
         overlap=SET,
         use_vllm=True,
         vllm_mode="colocate",
     ),
-    together(", which steps in each backward pass: leave one of them out.", overlap="step", optim=_STEPS_IN_BACKWARD),
+    together(", which steps in each backward pass: remove one of them.", overlap="step", optim=_STEPS_IN_BACKWARD),
     Rule(
         _without_loss_scale,
-        "`overlap='step'` with DeepSpeed and this value of {1!r}: the number of tokens in the loss is known at the end "
-        "of a step, and only its optimizers of ZeRO stage 1 to 3 can be told then: set one of those, and leave "
-        "`grad_accum_dtype` out.",
+        "`overlap='step'` with DeepSpeed and this value of {1!r}: the number of tokens in the loss is known only at "
+        "the end of a step, which only its ZeRO stage 1 to 3 optimizers support: set one of those stages, and remove "
+        "`grad_accum_dtype`.",
     ),
     # who generates completions, and how many
     together(
-        ", the default: the teacher would generate for no row. Set `lmbda=0.5`, for half of them, as in TRL's GKD "
-        "trainer, or 0, for all.",
+        ", the default: the teacher would generate for no row. Set `lmbda=0.5` for half of them, as in TRL's GKD "
+        "trainer, or 0 for all.",
         seq_kd=True,
         lmbda=1,
     ),
     together(
-        ": completions are generated by a whole teacher in each process. Have it generate them before, into a column "
+        ": generating needs a whole teacher in each process. Generate the completions beforehand, into a column "
         "'completion'.",
         seq_kd=True,
         teacher_server_url=SET,
     ),
     together(
-        ": completions are generated by a whole teacher in each process. Set `teacher_offload='none'` or 'cpu', or "
-        "generate them before, into a column 'completion'.",
+        ": generating needs a whole teacher in each process. Set `teacher_offload='none'` or 'cpu', or generate the "
+        "completions beforehand, into a column 'completion'.",
         seq_kd=True,
         teacher_offload=one_of("stream", "zero3"),
     ),
-    together(" is not supported: set `lmbda=1`, or leave `overlap` out.", lmbda=below(1), overlap=SET),
+    together(" is not supported: set `lmbda=1`, or remove `overlap`.", lmbda=below(1), overlap=SET),
     together(
-        ": the completion of the dataset may be trained on several times in a step. Set one of them to 1.",
+        ": a completion from the dataset may be trained on several times in a step. Set one of them to 1.",
         warns=True,
         lmbda=below(1),
         num_generations=above(1),
@@ -431,28 +437,28 @@ AFTER = (
     ),
     Rule(
         _uneven_groups,
-        "`num_generations={0.num_generations}`: a generation batch has {1} rows, which have to be whole groups of "
-        "completions of one prompt: set a divisor of that number, or other numbers.",
+        "`num_generations={0.num_generations}`: a generation batch has {1} rows, which must be whole groups of "
+        "completions of one prompt: set a divisor of {1}, or change the batch size.",
     ),
     _several_alike("num_generations"),
     _several_alike("num_generations_eval"),
     *EVALUATION,
     # rewards
     together(
-        ": a reward counts relative to those of the other completions of its prompt, and there are none: set "
-        "`num_generations` to 2 or more (TRL's GRPO has 8).",
+        ": rewards are compared among the completions of a prompt, and there is only one: set `num_generations` to 2 "
+        "or more (TRL's GRPO uses 8).",
         reward_weight=above(0),
         num_generations=1,
     ),
     together(
-        ": rewards are for what the student generates, which is nothing: set a higher `lmbda`, or leave "
-        "`reward_weight` out.",
+        ": rewards apply to completions of the student, but it generates none: set a higher `lmbda`, or remove "
+        "`reward_weight`.",
         reward_weight=above(0),
         lmbda=0,
     ),
     together(
-        ": a row is trained on before the other completions of its prompt have ended, whose rewards it is compared "
-        "with: leave `overlap` out, or set `overlap='ahead'`.",
+        ": a row is trained on before the other completions of its prompt, whose rewards it needs, are complete: "
+        "remove `overlap`, or set `overlap='ahead'`.",
         reward_weight=above(0),
         overlap="step",
     ),

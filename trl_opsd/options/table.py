@@ -115,7 +115,7 @@ class Read(Enum):
 
 BUILD, START, LIVE = Read
 _WHEN = {
-    BUILD: ("the trainer was built", "build the trainer with that value"),
+    BUILD: ("the trainer was built", "build a trainer with that value"),
     START: ("the training began", "change it between two trainings"),
 }
 """When an option was read, and what to do instead of changing it later."""
@@ -185,7 +185,7 @@ SELECTION = Need("`token_selection` is not set", lambda now: now.token_selection
 FRACTION = Need("`token_fraction` is 1", lambda now: now.token_fraction != 1)
 REWARDS = Need("there are no `reward_funcs`", lambda now: now.rewards)
 REWARD_WEIGHT = Need("`reward_weight` is 0", lambda now: now.reward_weight)
-OFF_POLICY = Need("`lmbda` is 1, so that the student generates all completions", lambda now: now.lmbda < 1)
+OFF_POLICY = Need("`lmbda` is 1, so the student generates all completions", lambda now: now.lmbda < 1)
 EMA = Need("`teacher_model_kind` is not 'ema'", lambda now: now.teacher_model_kind == "ema")
 OTHER_TEACHER = Need("the student is its own teacher", lambda now: now.teacher_model_kind is None)
 LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(path, str) for path in now.teachers))
@@ -200,14 +200,14 @@ COLOCATED = _of_engine(
     "`vllm_mode='server'`: the server is started with its own options", lambda now: now.vllm_mode == "colocate"
 )
 NO_BASE_URL = _of_engine(
-    "`vllm_server_base_url` says where the server is", lambda now: now.vllm_server_base_url is None
+    "`vllm_server_base_url` sets the server's address", lambda now: now.vllm_server_base_url is None
 )
 SGLANG = _of_engine("`sglang_server_url` is not set", lambda now: now.sglang_server_url is not None)
 SKIPS = Need("`nonfinite` is 'raise'", lambda now: now.nonfinite == "skip" or now.mixed_precision == "fp16")
 COMPARED_STEPS = 10
 """Optimizer steps at the start, and at the end, that `collapse_guard` compares; both have to be complete."""
 LONG = Need(
-    f"`max_steps` is below {2 * COMPARED_STEPS}, and the first {2 * COMPARED_STEPS} steps are compared with nothing",
+    f"`max_steps` is below {2 * COMPARED_STEPS}, and comparisons start after {2 * COMPARED_STEPS} steps",
     lambda now: now.collapse_guard != "stop" or not 0 < now.max_steps < 2 * COMPARED_STEPS,
 )
 OVERLAP_STEP = Need("`overlap` is not 'step'", lambda now: now.overlap == "step")
@@ -252,11 +252,11 @@ def is_set(args: DistillationConfig, name: str) -> bool:
 def a_divergence(option: str, value: Any) -> None:
     """Raises `ValueError` unless a value is a divergence, the name of one, or `None`."""
     if isinstance(value, type) and issubclass(value, Divergence):
-        raise ValueError(f"`{option}={value.__name__}` is a class: pass an object, `{value.__name__}()`.")
+        raise ValueError(f"`{option}={value.__name__}` is a class: pass an instance, `{value.__name__}()`.")
     if not isinstance(value, Divergence | str | None):
         raise ValueError(
-            f"`{option}` is a {type(value).__name__}: expected an object of a class derived from "
-            "`trl_opsd.losses.Divergence`, with a method `value` (docs/extending.md), or one of "
+            f"`{option}` is a {type(value).__name__}: expected an instance of a subclass of "
+            "`trl_opsd.losses.Divergence` with a method `value` (docs/extending.md), or one of "
             f"{', '.join(map(repr, DIVERGENCES))}."
         )
     if not isinstance(value, Divergence):
@@ -264,7 +264,7 @@ def a_divergence(option: str, value: Any) -> None:
 
 
 _TOKENS = integer(1, "an integer of at least 1, as the room for a completion has to be known before training")
-_SEED = integer(0, "an integer from 0 to 4294967295, which is what NumPy takes", high=2**32 - 1)
+_SEED = integer(0, "an integer from 0 to 4294967295, NumPy's limit", high=2**32 - 1)
 _STEPS = integer(-1, "the number of optimizer steps, or -1, where `num_train_epochs` decides")
 # TRL turns text into a number, and "auto" into what the device needs.
 _MULTIPLE = Values("an integer of at least 1", lambda value: isinstance(value, str) or integer(1).fits(value))
@@ -272,9 +272,7 @@ _PORT = from_to(1, 65535)
 ASSIGN = "assign `trainer.divergence`"
 
 TRLS: Mapping[str, Option] = {
-    "model_init_kwargs": Option(),
-    "trust_remote_code": Option(),
-    "disable_dropout": Option(),
+    **dict.fromkeys(("model_init_kwargs", "trust_remote_code", "disable_dropout", "use_vllm"), Option()),
     "teacher_model_name_or_path": Option(may_differ=True),
     "teacher_model_revision": Option(needs=(LOADED,)),
     "teacher_model_init_kwargs": Option(needs=(OTHER_TEACHER,)),
@@ -297,7 +295,6 @@ TRLS: Mapping[str, Option] = {
     "num_completions_to_print": Option(at_least(0) | None, (LOGS,)),
     "log_unique_prompts": Option(needs=(LOGS,), also="wandb_log_unique_prompts"),
     "ds3_gather_for_generation": Option(read=LIVE),
-    "use_vllm": Option(),
     "vllm_mode": Option(one_of("colocate", "server"), (VLLM,)),
     "vllm_enable_sleep_mode": Option(needs=(VLLM,)),
     "vllm_structured_outputs_regex": Option(needs=(VLLM,), resumed=True),
@@ -316,17 +313,9 @@ TRLS: Mapping[str, Option] = {
 TRANSFORMERS: Mapping[str, Option] = {
     "output_dir": Option(may_differ=True, read=LIVE),
     "report_to": Option(may_differ=True),
-    "bf16": Option(),
-    "fp16": Option(),
     "use_cpu": Option(also="no_cuda"),
-    "full_determinism": Option(),
-    "enable_jit_checkpoint": Option(),
-    "neftune_noise_alpha": Option(),
-    "torch_compile": Option(),
-    "accelerator_config": Option(),
-    "deepspeed": Option(),
-    "fsdp": Option(),
-    "fsdp_config": Option(),
+    **dict.fromkeys(("bf16", "fp16", "full_determinism", "torch_compile", "neftune_noise_alpha"), Option()),
+    **dict.fromkeys(("accelerator_config", "deepspeed", "fsdp", "fsdp_config", "enable_jit_checkpoint"), Option()),
     "ddp_timeout": Option(integer(1), read=LIVE),
     # rows and steps
     "per_device_train_batch_size": Option(integer(1), resumed=True, also="batch_size per_gpu_train_batch_size"),
@@ -457,7 +446,8 @@ def check_same_options(each: Sequence[dict[str, Any]]) -> None:
             if value != each[0].get(name):
                 raise ValueError(
                     f"`{name}` is {value!r} in process {process} and {each[0].get(name)!r} in process 0, but all "
-                    "processes train one student: give all the same. Each draws its own samples with one `seed`."
+                    "processes train one student: pass the same value in all. With the same `seed`, each still draws "
+                    "its own samples."
                 )
 
 
@@ -475,6 +465,6 @@ class ReadOnce:
             if now != then:
                 when, instead = _WHEN[self._at]
                 raise ValueError(
-                    f"`args.{name}` was {then!r} when {when}, where it was read, and is {now!r} now, which has no "
-                    f"effect: {table(type(args))[name].instead or instead}, or restore it."
+                    f"`args.{name}` was read as {then!r} when {when}, and its new value {now!r} has no effect: "
+                    f"{table(type(args))[name].instead or instead}, or restore it."
                 )

@@ -69,7 +69,7 @@ def ends_first(error: BaseException | None = None, silent: bool = True) -> bool:
     if first in (None, _rank()):
         return True
     if not silent:
-        line = f"Rank {_rank()} ends with rank {first}, which failed first; see there. ({type(error).__name__})"
+        line = f"Rank {_rank()} ends because rank {first} failed first; see its error. ({type(error).__name__})"
         print(line, file=sys.stderr, flush=True)
     time.sleep(_HEAD_START)  # the launcher's agent usually ends this process earlier
     return False
@@ -176,8 +176,8 @@ class Watchdog:
 
     def _print_notice(self, phase: str) -> None:
         print(
-            f"Rank {self._rank} has been in phase {phase!r} for {self._seconds:g} seconds (`phase_timeout`). It "
-            "continues; the stacks of its threads:",
+            f"Rank {self._rank} has been in phase {phase!r} for {self._seconds:g} seconds (`phase_timeout`). It keeps "
+            "running; stacks of its threads:",
             file=sys.__stderr__,
             flush=True,
         )

@@ -100,10 +100,9 @@ def check_trained_dtypes(model: nn.Module) -> None:
     names = [name for name, one in model.named_parameters() if one.requires_grad and one.dtype == torch.float16]
     if names:
         raise ValueError(
-            f"{len(names)} trained parameters of the student are float16, {names[0]!r} first: a step of AdamW divides "
-            "by an epsilon of 1e-8, which is 0 in float16, and no loss scaler takes float16 gradients. Load it with "
-            "`dtype='float32'` in `model_init_kwargs` (or `model.float()`); `bf16` or `fp16` sets the dtype it "
-            "computes in."
+            f"{len(names)} trainable parameters of the student are float16 (the first is {names[0]!r}): AdamW's "
+            "epsilon of 1e-8 is 0 in float16, and loss scalers do not support float16 gradients. Load it with "
+            "`dtype='float32'` in `model_init_kwargs` (or `model.float()`); `bf16` or `fp16` sets the compute dtype."
         )
 
 
@@ -136,14 +135,14 @@ def warn_of_lost_updates(
     most = max(stuck, key=lambda one: stuck[one])
     dtype, rate = str(most.dtype).removeprefix("torch."), rates.get(id(most), rate)
     advice = (
-        "The adapter of a quantised student is kept in it: raise the rate, or do not quantise."
+        "A quantised student's adapter has this dtype: raise the learning rate, or do not quantise."
         if getattr(model, "is_quantized", False)
         else "Load the student in float32 (`dtype='float32'` in `model_init_kwargs`, or `model.float()`); `bf16=True` "
         "computes in bfloat16."
     )
     warnings.warn(
-        f"{share:.0%} of the student's trained weights would not move by a step of {rate:g}, the learning rate: they "
-        f"are {dtype}, and it is less than half of the distance to their next value in it. {advice}",
+        f"{share:.0%} of the student's trainable weights would not change in a step of {rate:g}, the learning rate: in "
+        f"{dtype} it is rounded away. {advice}",
         stacklevel=4,
     )
 

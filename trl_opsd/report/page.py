@@ -220,7 +220,7 @@ def page(
 ) -> str:
     """The page as HTML, from a `log_history`, samples, and a description by topic."""
     if not (log or recorded):
-        raise ValueError("there is no log and no sample yet")
+        raise ValueError("no log or sample yet")
     splits = _splits(recorded)
     shown = [one for split in splits for pair in split.pairs for one in pair if one is not None]
     environment = Environment(

@@ -55,7 +55,7 @@ def about(run: Path) -> dict[str, str]:
     file = run / FOLDER / _ABOUT
     found = loads(file.read_text(encoding="utf-8", errors="replace")) if file.exists() else {}
     if not (isinstance(found, dict) and all(isinstance(one, str) for one in found.values())):
-        raise ValueError(f"{file} is not what a run has recorded there.")
+        raise ValueError(f"{file} is not a valid recording of a run.")
     return found
 
 
@@ -97,7 +97,7 @@ def recorded_in(run: Path) -> list[Recorded]:
         try:
             found.append(_recorded(loads(line)))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"Line {number} of {file} is not what a run has recorded there: {error}") from error
+            raise ValueError(f"Line {number} of {file} is not a valid recording of a run: {error}") from error
     return found
 
 
@@ -136,7 +136,7 @@ def _state(file: Path) -> Any:
         state = json.loads(file.read_text(encoding="utf-8"))  # not strict: transformers writes NaN
         entries = state["log_history"]
         if not (isinstance(state["global_step"], int) and all(isinstance(one["step"], int) for one in entries)):
-            raise ValueError("its steps are no numbers")
+            raise ValueError("its steps are not numbers")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is not a `TrainerState` of transformers: {error}") from error
     return state
@@ -169,7 +169,7 @@ def _span(place: int, token: Token) -> dict[str, Any]:
     numbers = {"divergence": token.divergence, "student": token.student, "teacher": token.teacher}
     choices = "\n".join(f"{_percent(share)}  {_visible(text)}" for text, share in token.choices)
     given = f"student  {_percent(token.student)}\nteacher  {_percent(token.teacher)}"
-    return {**span, "input": given, "output": f"The teacher's first choices:\n{choices}", "metadata": numbers}
+    return {**span, "input": given, "output": f"The teacher's top tokens:\n{choices}", "metadata": numbers}
 
 
 def _visible(text: str) -> str:
@@ -268,7 +268,7 @@ class Recording(TrainerCallback):
                 log_traces(recorded)
             except (ImportError, RuntimeError) as error:
                 self._is_traced = False
-                logger.warning(f"`report=True`: samples are no traces of trackio: {error}")
+                logger.warning(f"`report=True`: samples cannot be sent to trackio: {error}")
 
     def _keep_log(self, state: TrainerState) -> None:
         if state.is_world_process_zero and self._works:

@@ -87,8 +87,8 @@ def _checked(returned: Any, name: str, rows: Sequence[str]) -> list[float]:
     """The rewards of one function as numbers, NaN for `None`."""
     if isinstance(returned, str | Mapping) or not hasattr(returned, "__iter__"):
         raise TypeError(
-            f"The reward function {name!r} returned a {type(returned).__name__}: expected a list with one number, or "
-            "`None`, for each completion."
+            f"The reward function {name!r} returned a {type(returned).__name__}: expected a list with a number or "
+            "`None` for each completion."
         )
     values = list(returned)
     if len(values) != len(rows):

@@ -43,8 +43,8 @@ def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Giv
     tokenizers = _listed(reward_processing_classes) or [None] * len(sources)
     if len(tokenizers) != len(sources):
         raise ValueError(
-            f"`reward_processing_classes` has {len(tokenizers)} entries, and `reward_funcs` {len(sources)}: expected "
-            "one for each, `None` for a function."
+            f"`reward_processing_classes` has {len(tokenizers)} entries, but there are {len(sources)} `reward_funcs`: "
+            "expected one for each, `None` for a function."
         )
     found, seen = [], Counter[str]()
     for number, (source, tokenizer) in enumerate(zip(sources, tokenizers, strict=True)):
@@ -90,17 +90,15 @@ def _check_model(source: Any, called: str) -> None:
         config, kinds = source.config, [type(source).__name__]
         if in_zero3_model(source):
             raise ValueError(
-                f"`{called}` was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
-                "path, or load it before the config is built."
+                f"`{called}` was sharded by the student's ZeRO-3 config when it was loaded: pass its path, or load it "
+                "before the config is built."
             )
     how = "pass a model with one label, `AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)`"
     # transformers would add a head with random weights, and any text would get some number.
     if kinds and not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
-        raise ValueError(
-            f"`{called}` is a {kinds[0]}, whose weights have no head that gives one number for a text: {how}."
-        )
+        raise ValueError(f"`{called}` is a {kinds[0]}without a head that gives one number per text: {how}.")
     if config.num_labels != 1:
-        raise ValueError(f"`{called}` gives {config.num_labels} numbers for a text: {how}.")
+        raise ValueError(f"`{called}` gives {config.num_labels} numbers per text: {how}.")
 
 
 def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[str] | None]) -> None:
@@ -112,8 +110,8 @@ def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[st
         # A column would silently be replaced by the argument of the same name.
         if taken := sorted({*OURS} - {*NOT_PASSED} & {*columns}):
             raise ValueError(
-                f"{where} has a column {taken[0]!r}, but reward functions are given something else under that name: "
-                "rename the column."
+                f"{where} has a column {taken[0]!r}, but reward functions get another argument of that name: rename "
+                "the column."
             )
         given = dict.fromkeys((*OURS, *sorted({*columns} - {*NOT_PASSED})))
         for one in functions:
@@ -121,8 +119,8 @@ def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[st
                 inspect.signature(one.source).bind(**given)
             except TypeError as error:
                 raise ValueError(
-                    f"The reward function {one.name!r} cannot be called for the rows of {where}: {error}. It is given "
-                    f"{', '.join(map(repr, given))} by name, and takes those that it does not need as `**kwargs`."
+                    f"The reward function {one.name!r} cannot be called for the rows of {where}: {error}. It gets "
+                    f"{', '.join(map(repr, given))} by name: accept those it does not need as `**kwargs`."
                 ) from None
             except ValueError:  # builtins may have no signature
                 continue

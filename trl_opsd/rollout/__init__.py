@@ -18,7 +18,7 @@ def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutB
         if args.has_engine:
             engine = "vLLM by `use_vllm=True`" if args.use_vllm else "SGLang by `sglang_server_url`"
             raise ValueError(
-                f"There are two rollouts: `rollout`, a {type(rollout).__name__}, and {engine}: leave one of them out."
+                f"There are two rollouts: `rollout`, a {type(rollout).__name__}, and {engine}: remove one of them."
             )
         return rollout
     # Engines are imported where they are chosen: vLLM takes seconds, and any of them may be absent.

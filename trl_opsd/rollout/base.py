@@ -116,7 +116,7 @@ class FixedRollout(RolloutBackend):
         keys = completions if isinstance(completions, Mapping) else [completions]
         for odd in (key for key in keys if not isinstance(key, tuple)):
             raise TypeError(
-                f"`FixedRollout` got a {type(odd).__name__} where token ids of a prompt belong: expected a dict of "
+                f"`FixedRollout` got a {type(odd).__name__} instead of a prompt's token ids: expected a dict of "
                 "completions by prompt, both as token ids, such as {(5, 6): [7, 8]}; `tokenizer(prompt)` gives them."
             )
         self._completions = completions
@@ -134,7 +134,7 @@ class FixedRollout(RolloutBackend):
         if missing:
             raise ValueError(
                 f"No completion is recorded for {len(missing)} of {len(prompt_ids)} prompts, the first with token ids "
-                f"{missing[0]}; record one for each prompt as the tokenizer renders it, chat template included."
+                f"{missing[0]}: add one for each prompt, tokenized with the chat template."
             )
         return [list(self._completions[tuple(ids)]) for ids in prompt_ids]
 

@@ -40,7 +40,7 @@ from trl_opsd.rollout.static_caches import StaticCaches, with_one_dtype
 _NEEDS_PLAIN_GENERATE = {
     "stop_strings": "needs a tokenizer",
     "token_healing": "needs a tokenizer",
-    "guidance_scale": "reads every row a second time",
+    "guidance_scale": "runs every row a second time",
 }
 """Options of `generate` that this loop does not support, and why."""
 _OFF = (None, False, 0, 1.0)
@@ -70,12 +70,12 @@ def obstacle(model: CausalLM, config: Any) -> str | None:
         if getattr(config, option, None) not in _OFF:
             return f"`{option}` {reason}"
     if config.cache_implementation in _CACHES_WITHOUT_ROWS:
-        return f"rows cannot leave a cache of `cache_implementation={config.cache_implementation!r}`"
+        return f"rows cannot be removed from a cache of `cache_implementation={config.cache_implementation!r}`"
     if config.use_cache is False:
-        return "`use_cache=False` leaves no cache to decode from"
+        return "`use_cache=False` disables the cache it decodes from"
     bare = without_peft(model)
     if CACHE not in inspect.signature(bare.forward).parameters:
-        return f"the forward pass of {type(bare).__name__} takes no `{CACHE}`"
+        return f"the forward pass of {type(bare).__name__} does not accept `{CACHE}`"
     if not _has_common_cache(bare):
         return f"{type(bare).__name__} has its own type of cache"
     return None
@@ -299,9 +299,9 @@ class _Batch:
         for place, row in list(self.unfinished.items()):
             if broken[place]:
                 raise NonFiniteError(
-                    f"The logits of {self._generator} for token {tokens} of row {row} hold NaN: its weights hold NaN, "
-                    "or overflow in the precision it generates in; go back to an earlier checkpoint, lower the "
-                    "learning rate, or generate in bfloat16 or float32."
+                    f"The logits of {self._generator} for token {tokens} of row {row} are NaN: its weights are NaN, or "
+                    "overflow in the precision of generation; resume from an earlier checkpoint, lower the learning "
+                    "rate, or generate in bfloat16 or float32."
                 )
             if ended[place] or tokens >= self._rooms[row]:
                 room = max(self._rooms[row], 0)

@@ -17,8 +17,8 @@ from trl_opsd.options.normalize import FAIL_IN_GENERATE, SAMPLING
 IN_GENERATE: Mapping[str, str] = {
     "eos_token_id": "set `model.generation_config.eos_token_id` before the trainer is built",
     "pad_token_id": "set `tokenizer.pad_token` before the trainer is built",
-    "num_return_sequences": "a rollout is one completion for each prompt",
-    "return_dict_in_generate": "a rollout is token ids",
+    "num_return_sequences": "a rollout has one completion per prompt",
+    "return_dict_in_generate": "a rollout returns token ids",
     **{name: f"it {reason}" for name, reason in FAIL_IN_GENERATE.items()},
 }
 """Changes that `generate` cannot follow here, and why or what to do."""
@@ -41,7 +41,7 @@ def check_followed(changes: Mapping[str, Any], unable: Mapping[str, str]) -> Non
     """Rejects changes, as [`assigned`] finds them, that are in `unable`, which has what to do instead."""
     for name, value in changes.items():
         if name in unable:
-            raise ValueError(f"`trainer.generation_config.{name} = {value!r}` cannot be followed: {unable[name]}.")
+            raise ValueError(f"`trainer.generation_config.{name} = {value!r}` is not supported: {unable[name]}.")
 
 
 def warn_of_overridden(model: CausalLM, config: GenerationConfig) -> None:
@@ -52,8 +52,8 @@ def warn_of_overridden(model: CausalLM, config: GenerationConfig) -> None:
     if over:
         theirs, used = (", ".join(f"{name}={of[name]}" for name in over) for of in (own, ours))
         logger.warning_once(
-            f"The generation config of the student has {theirs}, and the student generates with {used}, as the options "
-            "of the trainer say: set them in `OPSDConfig` if the checkpoint's are meant."
+            f"The student's generation config has {theirs}, but the trainer's options take precedence: {used}. To use "
+            "the checkpoint's values, set them in `OPSDConfig`."
         )
 
 

@@ -88,11 +88,12 @@ class HFRollout(RolloutBackend):
         if self._is_collective() and getattr(plugin, "reshard_after_forward", True):
             logger.warning(
                 "`generate` under FSDP2, or ZeRO-3 with `ds3_gather_for_generation=False`, gathers all weights of the "
-                "student for each token: `use_vllm=True` is far faster for all but small models."
+                "student for each token: `use_vllm=True` is much faster except for small models."
             )
         if self._compile and (reason := self._why_not_compiled(trainer.model, trainer.args.cache_implementation)):
             raise ValueError(
-                f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, {reason}: leave `compile` out."
+                f"`HFRollout(compile={self._compile!r})`: decoding cannot be compiled, because {reason}: remove "
+                "`compile`."
             )
 
     def close(self) -> None:
@@ -136,7 +137,7 @@ class HFRollout(RolloutBackend):
         if not isinstance(most, int) or not 1 <= most <= limits.completion:
             raise ValueError(
                 f"`trainer.generation_config.max_new_tokens = {most!r}`: expected an integer from 1 to "
-                f"`max_completion_length`, which is {limits.completion}: raise that in `OPSDConfig`."
+                f"`max_completion_length={limits.completion}`; raise that in `OPSDConfig`."
             )
         return [min(limits.room(len(ids)), most) for ids in prompt_ids]
 
@@ -245,7 +246,7 @@ class HFRollout(RolloutBackend):
         if reason not in self._warned_of:
             self._warned_of.add(reason)
             logger.warning(
-                f"Completions of {self.generator} come from plain `generate`, whose batch runs until its longest row "
+                f"Completions of {self.generator} use plain `generate`, whose batch runs until its longest row "
                 f"ends: {reason}."
             )
 
@@ -259,7 +260,7 @@ class HFRollout(RolloutBackend):
             found = prove_batching(student, reading, vocabulary, self._is_collective())
         if replace(found, rows_stay=None) != Batching(reading):
             logger.warning(
-                f"`generate` of {type(student).__name__}, in a padded batch or with a cache, computes other logits "
+                f"`generate` of {type(student).__name__}, in a padded batch or with a cache, computes different logits "
                 f"than a forward pass, so it is called for {found}, which is slower."
             )
         return found

@@ -43,7 +43,7 @@ def _checked(
             row = whole(pair[0], f"{name} yielded", "as the row", "the number of a prompt")
             if row not in missing:
                 again = "a second time" if 0 <= row < len(prompt_ids) else f"for {len(prompt_ids)} prompts"
-                raise ValueError(f"{name} yielded row {row} {again}: expected each row from 0 on once.")
+                raise ValueError(f"{name} yielded row {row} {again}: expected each row once, starting from 0.")
             del missing[row]
             completion = cut_after_end(row_of(pair[1], f"{name} yielded for prompt {row}"), host.eos_token_ids)
             host.limits.check_completion(prompt_ids[row], completion, name)
@@ -55,7 +55,7 @@ def _checked(
     if missing:
         raise ValueError(
             f"{name} yielded {len(prompt_ids) - len(missing)} completions for {len(prompt_ids)} prompts, none for row "
-            f"{next(iter(missing))}: `stream` must yield one for each."
+            f"{next(iter(missing))}: `stream` must yield one per prompt."
         )
 
 
@@ -80,13 +80,13 @@ def rows_of(returned: Any, prompts: int, backend: str) -> list[list[int]]:
     """One completion for each prompt; `backend` names who returned them, for messages."""
     if not isinstance(returned, list | tuple):
         raise ValueError(
-            f"{backend} returned {described(returned)}: `complete` must return a list with one completion for each "
-            "prompt, without padding."
+            f"{backend} returned {described(returned)}: `complete` must return a list with one completion per prompt, "
+            "without padding."
         )
     if len(returned) != prompts:
         raise ValueError(
-            f"{backend} returned {len(returned)} completions for {prompts} prompts: `complete` must return one for "
-            "each, in order."
+            f"{backend} returned {len(returned)} completions for {prompts} prompts: `complete` must return one per "
+            "prompt, in order."
         )
     return [row_of(row, f"{backend} returned for prompt {number}") for number, row in enumerate(returned)]
 

@@ -71,7 +71,7 @@ class GenerationClient(ABC):
 
     def __init__(self, args: OPSDConfig, deadline: float, facts: Facts | None = None) -> None:
         self.args, self.url = args, self.address(args)
-        origin = ", nine tenths of `ddp_timeout`: see its log, and raise `ddp_timeout` if it only needs longer."
+        origin = " (90% of `ddp_timeout`): see its log, and raise `ddp_timeout` if it just needs more time."
         self.http = HTTPClient(self.kind, self.url, deadline, origin)
         if facts is None:
             self.http.wait_until_up(getattr(args, self.kind.timeout))
@@ -252,7 +252,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **never}
         self._cancel_streams()
         engine.connect()
-        logger.info(f"Weight sync with {engine.name}: 'full', because a server cannot be sent an adapter alone.")
+        logger.info(f"Weight sync with {engine.name}: 'full', because an adapter alone cannot be sent to a server.")
         self.set_up(trainer, engine, sampling, dtype)
 
     def _common_dtype(self, trainer: Host, engine: ServerEngine) -> torch.dtype:
@@ -261,15 +261,15 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         name = self._client.kind.name
         if context is None or engine.facts.context < context:
             raise ValueError(
-                f"The {name} server takes {engine.facts.context} tokens of prompt and completion, the "
-                f"student {context or 'any number'}: set `vllm_max_model_length={engine.facts.context}`, which is read "
-                "for every engine, so that prompts which are too long are refused before training, or start the server "
-                f"with {self._client.longer_context}."
+                f"The {name} server's context is {engine.facts.context} tokens, the student's "
+                f"{context or 'unlimited'}: set `vllm_max_model_length={engine.facts.context}` (used for every "
+                "engine), so that prompts that are too long are rejected before training, or start the server with "
+                f"{self._client.longer_context}."
             )
         if served != dtype:
             logger.warning(
-                f"The {name} server computes in {served} and the student in {dtype}, so completions differ "
-                f"slightly from the student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
+                f"The {name} server computes in {served}, but the student in {dtype}, so completions differ slightly "
+                f"from the student's: start the server with `--dtype {str(dtype).removeprefix('torch.')}`."
             )
         return max(dtype, served, key=RELATIVE.__getitem__)  # the one with the larger tolerance
 
@@ -326,8 +326,8 @@ class ServedRollout(SyncedRollout[ServerEngine]):
                 yield number, row.completion_ids
         if missing:
             raise RuntimeError(
-                f"{missing} of {len(prompt_ids)} rows were given up, because {self.engine.name} was sent weights or "
-                "closed while it wrote them: take all rows of a stream first."
+                f"{missing} of {len(prompt_ids)} rows were dropped, because {self.engine.name} was sent weights or "
+                "closed while it generated them: consume the whole stream first."
             )
 
     def _seeds(self, step: int, rows: int) -> list[int]:

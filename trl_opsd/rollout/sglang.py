@@ -54,8 +54,8 @@ def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in _KNOWN:
             raise ValueError(
-                f"`generation_kwargs={{{name!r}: {value!r}}}` is not an option of a rollout with SGLang: it has "
-                f"{', '.join(_KNOWN)}."
+                f"`generation_kwargs={{{name!r}: {value!r}}}` is not an option of a rollout with SGLang: expected one "
+                f"of {', '.join(_KNOWN)}."
             )
     try:
         json.dumps(given, allow_nan=False)
@@ -67,7 +67,7 @@ def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
         )
     if (args.repetition_penalty or 1.0) > _MAX_PENALTY:
         raise ValueError(
-            f"`repetition_penalty={args.repetition_penalty}`: SGLang takes numbers up to {_MAX_PENALTY}: lower it."
+            f"`repetition_penalty={args.repetition_penalty}`: SGLang supports values up to {_MAX_PENALTY}: lower it."
         )
     return {
         "temperature": args.temperature,
@@ -111,13 +111,13 @@ class _Row(Schema):
         """The completion of a prompt; a `ServerError` unless it ended as requested, and is of weights `version`."""
         meta = self.meta_info
         if meta.prompt_tokens != len(ids):
-            raise ServerError(f"The SGLang server read {meta.prompt_tokens} tokens of a prompt of {len(ids)}.")
+            raise ServerError(f"The SGLang server counted {meta.prompt_tokens} tokens in a prompt of {len(ids)}.")
         self._check_end(sampling)
         found = {meta.weight_version, *(span.version for span in meta.weight_versions or ())}
         if version and found != {version}:
             raise ServerError(
-                f"The SGLang server wrote with the weights {sorted(map(str, found))}, but {version!r} were sent last: "
-                "something else has sent it weights. Use it for a single training run."
+                f"The SGLang server generated with the weights {sorted(map(str, found))}, but {version!r} were sent "
+                "last: another program sent it weights. Use it for a single training run."
             )
         return Completion(
             prompt_ids=ids,
@@ -135,12 +135,12 @@ class _Row(Schema):
             if ids[-1] in ends or any(sampling.get(grammar) for grammar in _GRAMMARS):
                 return
             raise ServerError(
-                f"The SGLang server ended a completion at token {ids[-1]}, an end token of the model it was started "
-                f"with: those of the student are {ends}. Start it with a checkpoint that has the same."
+                f"The SGLang server ended a completion at token {ids[-1]}, an end token of its own model; the "
+                f"student's are {ends}. Start it with a checkpoint that has the same end tokens."
             )
         raise ServerError(
-            f"The SGLang server wrote {len(ids)} tokens and says that the completion ended with {shown(reason)}: "
-            f"expected {limit} tokens, or fewer with one of {shown(ends)} as the last."
+            f"The SGLang server generated {len(ids)} tokens and reported the finish reason {shown(reason)}: expected "
+            f"{limit} tokens, or fewer with one of {shown(ends)} as the last."
         )
 
 
@@ -152,7 +152,7 @@ def _completions(response: Response, body: dict[str, Any], version: str | None) 
     """The completions of a request's prompts, in their order, which have to be of the weights `version`."""
     rows, prompts = response.parse(_Rows).root, body["input_ids"]
     if len(rows) != len(prompts):
-        raise ServerError(f"The SGLang server answered {len(rows)} rows to {len(prompts)} prompts.")
+        raise ServerError(f"The SGLang server returned {len(rows)} rows for {len(prompts)} prompts.")
     told = zip(rows, prompts, body["sampling_params"], body["return_logprob"], body["logprob_start_len"], strict=True)
     return [row.completion(ids, sampling, scored, not start, version) for row, ids, sampling, scored, start in told]
 
@@ -166,7 +166,7 @@ def _logprobs(entries: list[_Logprob] | None, ids: list[int]) -> list[float]:
     found = [(token, logprob) for logprob, token, _ in entries or () if logprob is not None]
     if [token for token, _ in found] != ids:
         raise ServerError(
-            f"The SGLang server answered the log-probabilities {shown(entries)}: expected a finite one of each of "
+            f"The SGLang server returned the log-probabilities {shown(entries)}: expected a finite one for each of "
             f"{len(ids)} tokens."
         )
     return [logprob for _, logprob in found]
@@ -198,7 +198,7 @@ class SGLangClient(GenerationClient):
         subject="The SGLang server",
         address="`sglang_server_url`",
         timeout="sglang_server_timeout",
-        start="as docs/generation.md says",
+        start="as described in docs/generation.md",
         token=ROLLOUT_TOKEN,
         health_seconds=30.0,  # the check generates a token, which takes a second, and up to 20 on a busy server
     )
@@ -217,19 +217,19 @@ class SGLangClient(GenerationClient):
         dtype = {"float": "float32", "half": "float16"}.get(info.dtype, info.dtype)
         if dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(
-                f"The SGLang server was started with `--dtype {info.dtype}`, and does not say what that became: start "
-                "it with `--dtype bfloat16`, 'float32' or 'float16', as the student computes."
+                f"The SGLang server was started with `--dtype {info.dtype}`, and does not report the actual dtype: "
+                "start it with `--dtype bfloat16`, 'float32' or 'float16', like the student's."
             )
         for size, flag in ((info.dp_size, "--data-parallel-size"), (info.pp_size, "--pipeline-parallel-size")):
             if size != 1:
                 raise ValueError(
-                    f"The SGLang server was started with `{flag} {size}`: SGLang takes new weights only without; use "
-                    "`--tensor-parallel-size`."
+                    f"The SGLang server was started with `{flag} {size}`: SGLang accepts new weights only without it; "
+                    "use `--tensor-parallel-size`."
                 )
         if info.enable_deterministic_inference:
             raise ValueError(
                 "The SGLang server was started with `--enable-deterministic-inference`, which samples all completions "
-                "with the same numbers: start it without."
+                "with the same random numbers: start it without that flag."
             )
         return Facts(
             dtype=getattr(torch, dtype),
@@ -266,8 +266,8 @@ class SGLangClient(GenerationClient):
         fitting = [number for number, (ids, _) in enumerate(rows) if len(ids) <= longest]
         if len(fitting) < len(rows):
             logger.warning(
-                f"{len(rows) - len(fitting)} prompts of a batch have more than {longest} tokens, the longest that "
-                "the SGLang server reads: their completions are empty."
+                f"{len(rows) - len(fitting)} prompts of a batch exceed {longest} tokens, the limit of the SGLang "
+                "server: their completions are empty."
             )
         return fitting
 
@@ -314,8 +314,8 @@ class SGLangClient(GenerationClient):
             except RuntimeError as error:
                 joining.result()  # the server may say why
                 raise ServerError(
-                    f"The SGLang server at {self.url} did not come to {group.address} port {group.port} of this "
-                    f"machine to be sent weights: {error}"
+                    f"The SGLang server at {self.url} did not connect to {group.address} port {group.port} of this "
+                    f"machine for weight transfer: {error}"
                 ) from error
             try:
                 joining.result()
@@ -328,8 +328,8 @@ class SGLangClient(GenerationClient):
     def connected(self) -> WeightGroup:
         if self._group is None:
             raise ServerError(
-                f"The SGLang server at {self.url} is not connected to any more, after an update has failed or the "
-                "rollout was closed: begin the training anew."
+                f"The SGLang server at {self.url} is disconnected, because an update failed or the rollout was closed: "
+                "restart the training."
             )
         return self._group
 
@@ -371,9 +371,9 @@ class SGLangClient(GenerationClient):
         response = self.http.post("/flush_cache", params={"timeout": _IDLE_SECONDS})
         if response.status != 200:
             raise ServerError(
-                f"The SGLang server at {self.url} did not reset its prefix cache, as it does while it serves other "
-                f"requests; completions would come from earlier weights. Use it for a single training run. It says: "
-                f"{response.text[:300]}"
+                f"The SGLang server at {self.url} did not reset its prefix cache, which happens while it serves other "
+                "requests; completions would come from earlier weights. Use it for a single training run. Its "
+                f"response: {response.text[:300]}"
             )
 
     def close(self) -> None:
@@ -387,4 +387,4 @@ class SGLangClient(GenerationClient):
     def _call(self, path: str, within: float | None = None, **body: Any) -> None:
         response = self.http.post(f"/{path}", json=body, seconds=within).check_status()
         if not response.parse(_Done).success:
-            raise ServerError(f"{response.request} answered {response.text[:500]}.")
+            raise ServerError(f"{response.request} returned {response.text[:500]}.")

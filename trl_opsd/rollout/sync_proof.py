@@ -91,8 +91,8 @@ class SyncProof:
                 f"After a weight sync {self._engine.name} and the student disagree by {gap.average:.3g} nats on the "
                 f"average log-probability: {worst[:, 1].max():.3g} times what rounding in "
                 f"{str(self._dtype).removeprefix('torch.')} explains. "
-                f"{self._diagnosis(scores, own_RL, bare_RL, scale)} No rollout was written with these weights. "
-                "Set `use_vllm=False` and no `sglang_server_url` to continue without an engine."
+                f"{self._diagnosis(scores, own_RL, bare_RL, scale)} No rollout was generated with these weights. Set "
+                "`use_vllm=False` and no `sglang_server_url` to continue without an engine."
             )
         self._last_scores_L = scores[0]
         return float(worst[:, 0].max())
@@ -144,28 +144,26 @@ class SyncProof:
         """A likely cause; `bare_RL` are the student's log-probabilities without its adapter."""
         engine = self._engine.name
         if bare_RL is not None and self._gap(scores, bare_RL, scale).excess <= 1:
-            return f"It looks like a missing adapter: {engine} agrees with the student without its adapter."
+            return f"Likely a missing adapter: {engine} agrees with the student without its adapter."
         scored, cached = scores
         prompt = len(self._probe_ids or [0]) - 1
         if self._is_unchanged(scored[:prompt], self._gap(scores, own_RL, scale).largest):
             return (
-                f"It looks stale: the log-probabilities of {engine} are the same as before the sync, so the weights "
-                "did not arrive."
+                f"Likely stale weights: the log-probabilities of {engine} are the same as before the sync, so the "
+                "weights did not arrive."
             )
         # What follows the prompt may be generated with the cached keys of the same prompt.
         uncached = torch.cat([scored[:prompt], own_RL[0, prompt:]])
         if self._gap((uncached, own_RL[1, -cached.numel() :]), own_RL, scale).excess <= 1:
-            return (
-                f"It looks like a stale prefix cache: {engine} agrees with the student where it cannot use its cache."
-            )
+            return f"Likely a stale prefix cache: {engine} agrees with the student when it cannot use its cache."
         if self._gap(scores, own_RL, scale, RELATIVE[torch.bfloat16]).excess <= 1:
-            return "It looks like a dtype: a precision lower than the student's would explain the difference."
+            return "Likely a dtype: a lower precision than the student's would explain the difference."
         if self._trainer.model.config.get_text_config().tie_word_embeddings:
             return (
-                "It looks like a tied head: new weights arrived, but not all of them, and the student's head shares "
-                f"its weight with the embedding, which {engine} keeps a second time."
+                "Likely a tied head: only some new weights arrived, and the student's head is tied to the embedding, "
+                f"which {engine} stores twice."
             )
-        return f"New weights arrived, but not all of them, or not under the names {engine} knows for this architecture."
+        return f"Only some new weights arrived, or their names do not match {engine}'s for this architecture."
 
     def _is_unchanged(self, scored_L: Tensor, gap: float) -> bool:
         """Whether the engine's log-probabilities of the probe are those from before the sync."""
@@ -181,8 +179,9 @@ def _check_answer(engine: str, rows: list[Completion], probe: list[int], length:
     if found != [(probe, length, length)] * 2 or scored != len(probe) - 1:
         lengths = [(len(prompt), written, logprobs) for prompt, written, logprobs in found]
         raise SyncError(
-            f"{engine} answered a probe of {len(probe)} tokens with {lengths} (tokens of the prompt, tokens written, "
-            f"their log-probabilities) and {scored} log-probabilities of the prompt: expected "
-            f"{[(len(probe), length, length)] * 2} and {len(probe) - 1}, of the same prompt. Its `write` has to honour "
-            "`max_tokens`, `ignore_eos`, `logprobs` and `prompt_logprobs`; `vllm_sync_check='never'` asks for no proof."
+            f"{engine} returned for a probe of {len(probe)} tokens {lengths} (prompt tokens, generated tokens, their "
+            f"log-probabilities) and {scored} log-probabilities of the prompt: expected "
+            f"{[(len(probe), length, length)] * 2} and {len(probe) - 1}, of the same prompt. Its `write` must honour "
+            "`max_tokens`, `ignore_eos`, `logprobs` and `prompt_logprobs`; `vllm_sync_check='never'` disables the "
+            "check."
         )

@@ -123,7 +123,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         """Sends the weights if they have changed, and returns the options of each prompt. Collective."""
         changes = assigned(self.trainer.generation_config, self._bound)
         # An engine reads none of `trainer.generation_config`, so every change would be ignored.
-        check_followed(changes, dict.fromkeys(changes, "an engine has the options of `OPSDConfig`, set it there"))
+        check_followed(changes, dict.fromkeys(changes, "an engine uses the options of `OPSDConfig`; set it there"))
         self.wake("weights")
         self._proof.take_prompts(prompt_ids)
         if self._has_changed():
@@ -140,9 +140,9 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     def _check_prompt(self, number: int, sent: list[int], row: Completion) -> None:
         if row.prompt_ids != sent:
             raise RuntimeError(
-                f"For row {number} of this batch {self.engine.name} answered another prompt: sent {len(sent)} tokens "
-                f"beginning {sent[:8]}, got {len(row.prompt_ids)} beginning {row.prompt_ids[:8]}. The batch was not "
-                "trained on."
+                f"For row {number} of this batch {self.engine.name} returned another prompt: sent {len(sent)} tokens "
+                f"starting with {sent[:8]}, got {len(row.prompt_ids)} starting with {row.prompt_ids[:8]}. The batch "
+                "was not trained on."
             )
 
     # ---- Weights ------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def check_student(trainer: Host) -> None:
     room, context = trainer.args.vllm_max_model_length, context_of(trainer.model)
     if room is not None and context is not None and room > context:
         raise ValueError(
-            f"`vllm_max_model_length={room}`, but the student's context is {context}: lower it, or leave it out."
+            f"`vllm_max_model_length={room}`, but the student's context is {context}: lower it, or remove it."
         )
 
 

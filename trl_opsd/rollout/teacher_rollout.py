@@ -47,9 +47,9 @@ class TeacherRollout:
         is_whole = not splits_student(host.accelerator) if is_student else getattr(teacher, "is_whole", False)
         if not is_whole:
             raise ValueError(
-                f"`seq_kd=True`: {limits.reader}, a {type(teacher).__name__}, cannot write completions, which takes a "
-                "whole model in each process: use `teacher_offload='none'` or 'cpu' without a server, or write them "
-                "before, into a column 'completion'."
+                f"`seq_kd=True`: {limits.reader}, a {type(teacher).__name__}, cannot generate completions, which needs "
+                "a whole model in each process: use `teacher_offload='none'` or 'cpu' without a server, or generate "
+                "them beforehand, into a column 'completion'."
             )
         self._host = cast(Host, _AsStudent(host, teacher, limits))
         self._rollout = HFRollout()
@@ -64,16 +64,16 @@ class TeacherRollout:
         reader = self._host.limits.reader
         if own := self._rollout.of_student:
             logger.warning(
-                f"`seq_kd=True`: {reader} writes with {own} of its own generation config, which the student does not "
-                "have; set these to None there, in `model.generation_config`, if that is not meant."
+                f"`seq_kd=True`: {reader} generates with {own} from its own generation config, unlike the student; if "
+                "this is not intended, set these to None in its `model.generation_config`."
             )
         ends = model.generation_config.eos_token_id
         theirs = {ends} if isinstance(ends, int) else set(ends or ())
         if others := sorted(theirs - set(host.eos_token_ids)):
             logger.warning(
-                f"`seq_kd=True`: {reader} ends with {sorted(theirs)}, the student with {host.eos_token_ids}, and after "
-                f"{others} its completions go on. If these are ends for both, set `generation_kwargs="
-                f"{{'eos_token_id': {sorted(theirs | set(host.eos_token_ids))}}}`."
+                f"`seq_kd=True`: {reader} ends with {sorted(theirs)}, the student with {host.eos_token_ids}, so its "
+                f"completions continue after {others}. If all these are end tokens, set "
+                f"`generation_kwargs={{'eos_token_id': {sorted(theirs | set(host.eos_token_ids))}}}`."
             )
 
     def complete(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:

@@ -40,8 +40,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         super().__init__(args)
         if args.vllm_tensor_parallel_size != 1:
             raise ValueError(
-                f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` is not supported by this version, each "
-                "process has an engine of its own: set it to 1."
+                f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` is not supported, because each process "
+                "has its own engine: set it to 1."
             )
         if args.vllm_enable_sleep_mode and (why := why_no_sleep_mode()):
             raise ValueError(f"`vllm_enable_sleep_mode=True`: {why}; set it to False.")
@@ -184,13 +184,13 @@ def _checked_checkpoint(trainer: Host) -> Any:
     try:
         found = AutoConfig.from_pretrained(path, revision=_revision(args), trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{where}, from which vLLM builds its model, does not load: {remedy}") from error
+        raise ValueError(f"{where}, from which vLLM builds its model, cannot be loaded: {remedy}") from error
     if getattr(found, "quantization_config", None):
-        raise ValueError(f"{where} is quantized, and vLLM would build a quantized model from it: {remedy}")
+        raise ValueError(f"{where} is quantized, so vLLM would build a quantized model: {remedy}")
     for name in _SHAPES:
         ours, theirs = (getattr(config.get_text_config(), name, None) for config in (model.config, found))
         if ours != theirs:
-            raise ValueError(f"{where} has {name}={theirs!r}, the student has {ours!r}: {remedy}")
+            raise ValueError(f"{where} has {name}={theirs!r}, but the student has {ours!r}: {remedy}")
     return found
 
 

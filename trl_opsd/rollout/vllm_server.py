@@ -85,7 +85,7 @@ class _Choice(Schema):
         for name, found, expected in (("logprobs", logprobs, self.token_ids), ("prompt_logprobs", of_prompt, ids[1:])):
             if options.get(name) is not None and len(found) != len(expected):
                 raise ServerError(
-                    f"The vLLM server answered {len(found)} of {len(expected)} log-probabilities, {name}."
+                    f"The vLLM server returned {len(found)} of {len(expected)} log-probabilities, {name}."
                 )
         return Completion(
             prompt_ids=self.prompt_token_ids, completion_ids=self.token_ids, prompt_logprobs=of_prompt,
@@ -101,7 +101,7 @@ def _completions(response: Response, rows: Sequence[Row]) -> list[Completion]:
     """The completions of a request's prompts, in their order."""
     choices = sorted(response.parse(_Completions).choices, key=lambda one: one.index)  # the API promises no order
     if len(choices) != len(rows):
-        raise ServerError(f"The vLLM server answered {len(choices)} completions to {len(rows)} prompts.")
+        raise ServerError(f"The vLLM server returned {len(choices)} completions for {len(rows)} prompts.")
     return [choice.completion(*row) for choice, row in zip(choices, rows, strict=True)]
 
 
@@ -116,7 +116,7 @@ class VLLMServerClient(GenerationClient):
         subject="The vLLM server",
         address="`vllm_server_host`, `vllm_server_port` or `vllm_server_base_url`",
         timeout="vllm_server_timeout",
-        start="as docs/generation.md says",
+        start="as described in docs/generation.md",
         token=ROLLOUT_TOKEN,
         health_seconds=10.0,
     )
@@ -129,19 +129,20 @@ class VLLMServerClient(GenerationClient):
     def check(cls, args: OPSDConfig) -> None:
         if args.vllm_weight_sync == "adapter":
             raise ValueError(
-                "`vllm_weight_sync='adapter'` with `vllm_mode='server'`: a server takes whole weights only: use 'auto'."
+                "`vllm_weight_sync='adapter'` with `vllm_mode='server'`: a server accepts only full weights: use "
+                "'auto'."
             )
         if args.vllm_enable_sleep_mode:
             raise ValueError(
-                "`vllm_enable_sleep_mode=True` with `vllm_mode='server'`: a server has a device of its own and does "
-                "not sleep: set it to False."
+                "`vllm_enable_sleep_mode=True` with `vllm_mode='server'`: a server has its own device and does not "
+                "sleep: set it to False."
             )
         super().check(args)
         if args.device.type != SENDS_FROM:
             raise ValueError(
                 f"`vllm_mode='server'` on the device '{args.device}': weights are sent to a vLLM server with NCCL, "
-                "from a CUDA device alone. Set `vllm_mode='colocate'` or `use_vllm=False`, or take an SGLang server, "
-                "by `sglang_server_url`."
+                "which needs a CUDA device. Set `vllm_mode='colocate'` or `use_vllm=False`, or use an SGLang server "
+                "(`sglang_server_url`)."
             )
 
     @staticmethod
@@ -159,14 +160,14 @@ class VLLMServerClient(GenerationClient):
         response = self.http.get("/server_info", params={"config_format": "json"})
         if response.status == 404:
             raise ServerError(
-                f"The vLLM server at {self.url} does not expose its development endpoints, by which it is sent "
-                "weights: start it with `VLLM_SERVER_DEV_MODE=1` in its environment."
+                f"The vLLM server at {self.url} does not expose its development endpoints, which receive weights: "
+                "start it with `VLLM_SERVER_DEV_MODE=1` in its environment."
             )
         info = response.parse(_Info)
         if info.weight_transfer_config is None:
             raise ValueError(
                 f"The vLLM server at {self.url} cannot be sent weights: start it with "
-                """`--weight-transfer-config '{"backend": "nccl"}'`, as docs/generation.md says."""
+                """`--weight-transfer-config '{"backend": "nccl"}'`, as described in docs/generation.md."""
             )
         dtype = getattr(torch, info.dtype.removeprefix("torch."))
         return Facts(model=model, dtype=dtype, context=info.max_model_len, block_size=info.block_size)
@@ -217,9 +218,9 @@ class VLLMServerClient(GenerationClient):
     def connected(self) -> _Sender:
         if self._sender is None:  # a vLLM server does not say whose weights it has
             raise ServerError(
-                f"The vLLM server at {self.url} is not connected to any more: the rollout was closed, or another "
-                f"trainer of this process has connected over `vllm_group_port={self.args.vllm_group_port}`. Build the "
-                "trainer again; two at the same time need a server and a port each."
+                f"The vLLM server at {self.url} is disconnected: the rollout was closed, or another trainer in this "
+                f"process connected through `vllm_group_port={self.args.vllm_group_port}`. Build a new trainer; two at "
+                "the same time each need their own server and port."
             )
         return self._sender
 
@@ -282,6 +283,6 @@ def _check_free(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ValueError(
-                f"`vllm_group_port={port}`, where the vLLM server meets this process, cannot be listened on ({error}): "
-                "set it to a free port; another training on this machine may have this one."
+                f"Cannot listen on `vllm_group_port={port}`, to which the vLLM server connects ({error}): set it to a "
+                "free port; another training on this machine may use it."
             ) from error

@@ -137,9 +137,9 @@ def chosen_sync(requested: str, model: CausalLM, ranks: Collection[int], against
     elif reason := why_not_plain_lora(model):
         against = reason
     elif (rank := adapter_rank(model)) > max(ranks):
-        against = f"the adapter's rank {rank} is larger than the {max(ranks)} that the engine takes"
+        against = f"the adapter's rank {rank} exceeds the engine's maximum of {max(ranks)}"
     if against is None:
-        return "adapter", "the student is a base with a LoRA adapter, and only the adapter changes"
+        return "adapter", "only the student's LoRA adapter changes"
     if requested == "adapter":
         raise ValueError(f"`vllm_weight_sync='adapter'`: {against}; use 'auto' or 'full'.")
     return "full", against

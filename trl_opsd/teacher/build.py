@@ -42,7 +42,7 @@ def build_teacher(teacher_model: TeacherLike, args: OPSDConfig) -> Teacher:
         if args.teacher_offload != "none":
             raise ValueError(
                 f"`teacher_offload={args.teacher_offload!r}` cannot move a {type(teacher_model).__name__}, which "
-                "places its own weights: remove the option, or pass the model itself."
+                "manages its own weights: remove the option, or pass a model."
             )
         check_own(teacher_model)
         return teacher_model
@@ -50,8 +50,8 @@ def build_teacher(teacher_model: TeacherLike, args: OPSDConfig) -> Teacher:
         teacher_model = _loaded(teacher_model, args)
     elif in_zero3_model(teacher_model):
         raise ValueError(
-            "The teacher was split over the processes by the student's ZeRO-3 config while it was loaded: pass its "
-            "path, so that it is loaded as `teacher_offload` says, or load it before the config is built."
+            "The teacher was sharded by the student's ZeRO-3 config when it was loaded: pass its path, so that "
+            "`teacher_offload` decides, or load it before the config is built."
         )
     return _frozen(teacher_model, args)
 
@@ -87,8 +87,8 @@ def _build_own(
     kind = args.teacher_model_kind
     if (kind == "live" or is_peft(student)) and args.teacher_offload != "none":
         raise ValueError(
-            f"`teacher_offload={args.teacher_offload!r}` has nothing to move: with `teacher_model_kind={kind!r}` this "
-            "student teaches with its own weights. Leave `teacher_offload='none'`."
+            f"`teacher_offload={args.teacher_offload!r}` has nothing to offload: with `teacher_model_kind={kind!r}` "
+            "the student teaches with its own weights. Set `teacher_offload='none'`."
         )
     own = partial(
         OwnTeacher, student, run, reading=reading, cache_device=args.teacher_cache_device, progress=_progress(args)
@@ -105,8 +105,8 @@ def _build_own(
     if is_peft(student):
         if others := [name for name in followed if "lora_" not in name]:
             raise ValueError(
-                f"`teacher_model_kind='ema'` averages LoRA weights only, but {others[0]!r} is trained too: use a plain "
-                "`LoraConfig`, or 'base' or 'live'."
+                f"`teacher_model_kind='ema'` averages LoRA weights only, but {others[0]!r} is trainable too: use a "
+                "plain `LoraConfig`, or 'base' or 'live'."
             )
         adapter = {name: whole(parameter).clone() for name, parameter in followed.items()}
         # Random initialisation may differ between processes until DDP wraps the student.
@@ -178,13 +178,12 @@ def _check_movable(teacher: Any, offload: str) -> None:
         return
     if getattr(teacher, "is_quantized", False) or getattr(teacher, "quantization_config", None) is not None:
         raise ValueError(
-            f"`teacher_offload={offload!r}` with a quantised teacher: quantised weights carry state that belongs to "
-            "the device they were made on and would be lost by moving them. Leave `teacher_offload='none'`, or use a "
-            "teacher that is not quantised."
+            f"`teacher_offload={offload!r}` with a quantised teacher: quantised weights have state tied to their "
+            "device that moving would lose. Set `teacher_offload='none'`, or use a teacher that is not quantised."
         )
     if getattr(teacher, "hf_device_map", None) is not None:
         raise ValueError(
             f"`teacher_offload={offload!r}` with a teacher that was loaded with a device map "
-            f"({teacher.hf_device_map}): accelerate already moves its weights. Load it without `device_map`, or leave "
+            f"({teacher.hf_device_map}): accelerate already moves its weights. Load it without `device_map`, or set "
             "`teacher_offload='none'`."
         )

@@ -167,8 +167,8 @@ class CheckpointHead:
         if found.shape != parameter.shape or found.dtype not in _DTYPES:
             raise ValueError(
                 f"{name!r} in the checkpoint {self._path!r} is {found.dtype} {list(found.shape)}, expected "
-                f"floating-point numbers {list(parameter.shape)}: a teacher behind a server needs a checkpoint "
-                "that fits its config, and whose head is not quantised."
+                f"floating-point numbers {list(parameter.shape)}: a teacher behind a server needs a checkpoint that "
+                "matches its config and whose head is not quantised."
             )
         return found
 
@@ -185,9 +185,9 @@ class _Tensors:
         whole = self._file(SAFE_WEIGHTS_NAME)
         if whole is None:
             raise ValueError(
-                f"The teacher {path!r} has neither {SAFE_WEIGHTS_NAME!r} nor {SAFE_WEIGHTS_INDEX_NAME!r}, from which "
-                "the output head of a teacher behind a server is read: pass a checkpoint in safetensors, which "
-                "`model.save_pretrained(folder)` writes."
+                f"The teacher {path!r} has neither {SAFE_WEIGHTS_NAME!r} nor {SAFE_WEIGHTS_INDEX_NAME!r}, needed to "
+                "load the output head of a teacher behind a server: pass a safetensors checkpoint, as saved by "
+                "`model.save_pretrained(folder)`."
             )
         with safe_open(whole, "pt") as tensors:
             self._file_of = dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME)
@@ -203,7 +203,7 @@ class _Tensors:
                 return close[0]
         raise ValueError(
             f"The checkpoint {self._checkpoint!r} has no {' or '.join(map(repr, dict.fromkeys(names)))}, which a "
-            f"teacher behind a server needs; it has {len(self._file_of)} others, as "
+            f"teacher behind a server needs; it has {len(self._file_of)} others, such as "
             f"{next(iter(self._file_of), None)!r}."
         )
 

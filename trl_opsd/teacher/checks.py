@@ -58,32 +58,32 @@ def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
         return
     if args.teacher_model_kind is not None:
         raise ValueError(
-            f"`{_OPTION}` with `teacher_model_kind={args.teacher_model_kind!r}`: the student is its own teacher, and "
-            "only this process has it: leave one of them out."
+            f"`{_OPTION}` with `teacher_model_kind={args.teacher_model_kind!r}`: the student is its own teacher and "
+            "exists only in this process: remove one of them."
         )
     if unknown := sorted(set(urls) - set(teachers)):
         raise ValueError(
             f"`{_OPTION}` has servers for {unknown}, but the teachers are {sorted(teachers)}: use their names, in a "
-            'dict where there are several, as `{"math": "http://127.0.0.1:8000"}`.'
+            'dict if there are several, such as `{"math": "http://127.0.0.1:8000"}`.'
         )
     for name in urls:
         if not isinstance(teachers[name], str):
             called = "`teacher_model`" if len(teachers) == 1 else f"`teacher_model[{name!r}]`"
             raise ValueError(
-                f"`{_OPTION}` says that a server has the teacher, but {called} is a {type(teachers[name]).__name__}: "
-                "pass the path or model id of its checkpoint, from which its head is read; or leave the server out."
+                f"`{_OPTION}` sets a server for the teacher, but {called} is a {type(teachers[name]).__name__}: pass "
+                "the path or model id of its checkpoint, from which its head is loaded, or remove the server."
             )
     if set(urls) != set(teachers):
         return
     if args.teacher_offload != "none":
         raise ValueError(
-            f"`teacher_offload={args.teacher_offload!r}` with `{_OPTION}`: the server has the teacher's layers, and "
-            "the head is on the device: leave it at 'none'."
+            f"`teacher_offload={args.teacher_offload!r}` with `{_OPTION}`: the teacher's layers are on the server, and "
+            "its head stays on the device: set it to 'none'."
         )
     if others := [name for name in args.teacher_model_init_kwargs or {} if name not in LOCATION_OPTIONS]:
         raise ValueError(
-            f"`teacher_model_init_kwargs` has {others[0]!r} with `{_OPTION}`: the server has loaded the teacher: "
-            "remove it, and start the server with what you want, for instance `--dtype`."
+            f"`teacher_model_init_kwargs` has {others[0]!r} with `{_OPTION}`: the server loads the teacher: remove it, "
+            "and pass it to the server instead, for instance as `--dtype`."
         )
 
 
@@ -101,17 +101,17 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
     if teacher_model is None and kind is None:
         raise ValueError(
             "There is no teacher: pass `teacher_model`, a model or a path, or set `teacher_model_name_or_path` in the "
-            "config; or `teacher_model_kind='base'`, and the student teaches itself."
+            "config; or, for self-distillation, `teacher_model_kind='base'`."
         )
     if teacher_model is not None and kind is not None:
         raise ValueError(
-            f"There are two teachers: `teacher_model`, and the student itself by `teacher_model_kind={kind!r}`: leave "
-            "one of them out."
+            f"There are two teachers: `teacher_model`, and the student itself by `teacher_model_kind={kind!r}`: remove "
+            "one of them."
         )
     if kind == "ema" and args.teacher_offload == "zero3":
         raise ValueError(
             "`teacher_offload='zero3'` with `teacher_model_kind='ema'`: every process keeps the whole average. Set "
-            "`teacher_offload='cpu'` or 'stream', which keep the teacher in host memory."
+            "`teacher_offload='cpu'` or 'stream' to keep the teacher in host memory."
         )
     if isinstance(teacher_model, Mapping):
         if len(teacher_model) < 2:
@@ -121,13 +121,13 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
             )
         if args.teacher_offload == "zero3":
             raise ValueError(
-                "`teacher_offload='zero3'` with several teachers: a sharded teacher needs all processes to read with "
-                "it together, but one of them may have no row for it. Set `teacher_offload='stream'`."
+                "`teacher_offload='zero3'` with several teachers: a sharded teacher runs in all processes together, "
+                "but one of them may have no row for it. Set `teacher_offload='stream'`."
             )
         for name, one in teacher_model.items():
             if not name:
                 raise ValueError(
-                    "`teacher_model` has an empty name: expected one that the column 'teacher' of each row may contain."
+                    "`teacher_model` has an empty name: expected a name that the column 'teacher' can contain."
                 )
             _check_one(one, student, f"`teacher_model[{name!r}]`", args)
     elif teacher_model is not None:
@@ -144,7 +144,7 @@ def check_named_once(teacher_model: Any, args: OPSDConfig) -> None:
     what = repr(teacher_model) if isinstance(teacher_model, str) else f"a {type(teacher_model).__name__}"
     raise ValueError(
         f"There are two teachers: `teacher_model`, {what}, and `teacher_model_name_or_path={named!r}` in the config: "
-        "leave one of them out."
+        "remove one of them."
     )
 
 
@@ -152,7 +152,7 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
     if teacher_model is student and not isinstance(student, str):
         raise ValueError(
             f"{called} and `model` are the same object: load the teacher as a separate object, or set "
-            "`teacher_model_kind`, and the student teaches itself."
+            "`teacher_model_kind` for self-distillation."
         )
     known = isinstance(teacher_model, TeacherLike)
     if not known and not (isinstance(teacher_model, nn.Module) and is_peft(teacher_model)):
@@ -162,8 +162,8 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
         )
     if args.teacher_model_init_kwargs and not isinstance(teacher_model, str):
         raise ValueError(
-            f"`teacher_model_init_kwargs` says how to load a teacher, but {called} is given as an object: remove it, "
-            "or pass the path of the teacher."
+            f"`teacher_model_init_kwargs` sets how to load a teacher, but {called} is an object: remove it, or pass "
+            "the teacher's path."
         )
     if share_memory(teacher_model, student):
         raise ValueError(
@@ -193,8 +193,8 @@ def check_own(teacher: Teacher) -> None:
     name, head, context = type(teacher).__name__, teacher.head, teacher.context
     if not isinstance(head, OutputHead):
         raise TypeError(
-            f"`{name}.head` is a {type(head).__name__}: expected a `trl_opsd.losses.OutputHead`, which `OutputHead.of` "
-            "reads from a model."
+            f"`{name}.head` is a {type(head).__name__}: expected a `trl_opsd.losses.OutputHead`, such as "
+            "`OutputHead.of(model)`."
         )
     if context is not None and (not isinstance(context, int) or context < 1):
         raise TypeError(
@@ -210,7 +210,7 @@ def check_tokenizers(
         return
     if isinstance(given, Mapping) and (unknown := set(given) - set(teachers)):
         raise ValueError(
-            f"`teacher_processing_class` names {sorted(unknown)}, but the teachers are {sorted(teachers)}: use their "
+            f"`teacher_processing_class` has {sorted(unknown)}, but the teachers are {sorted(teachers)}: use their "
             "names."
         )
     # Without a given tokenizer, the one at the teacher's path or where the object was loaded from is compared.
@@ -230,7 +230,7 @@ def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | 
     """The tokenizer at the path or model id that a teacher will be loaded from, or `None` if there is none."""
     options = location(args)
     if not has_tokenizer(path, place_of(options)):
-        logger.warning(f"{path} has no tokenizer; the student's is assumed.")
+        logger.warning(f"{path} has no tokenizer: assuming the student's.")
         return None
     with naming_trust(f"The tokenizer of the teacher ({path})", "teacher_trust_remote_code", options, path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **options)
@@ -248,8 +248,9 @@ def _tokenizer_kept(source: str, name: str, args: OPSDConfig) -> PreTrainedToken
         )
     except (OSError, ValueError) as error:
         logger.warning(
-            f"The {name} was loaded from {source}, and its tokenizer is not compared with the student's, since it "
-            f"cannot be read ({str(error).splitlines()[0]}): pass it as `teacher_processing_class`."
+            f"The {name} was loaded from {source}, but its tokenizer cannot be loaded from there "
+            f"({str(error).splitlines()[0]}) and is not compared with the student's: pass it as "
+            "`teacher_processing_class`."
         )
         return None
     return tokenizer

@@ -97,7 +97,7 @@ class Resident(Placement):
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         # The loss never calls the head, so nothing would fetch weights that are elsewhere.
-        check_on_device(model, device, "teacher", "`teacher_offload='stream'` takes little device memory")
+        check_on_device(model, device, "teacher", "`teacher_offload='stream'` needs little device memory")
         # Quantised weights and device maps cannot be moved with `to`.
         fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
         self.model = model if fixed else model.to(device)
@@ -225,9 +225,9 @@ class FrozenTeacher(Teacher):
     ) -> None:
         if not isinstance(placement, Placement):
             raise TypeError(
-                f"`FrozenTeacher` got a {type(placement).__name__}: expected a placement, which holds a loaded model, "
-                "as in `FrozenTeacher(Resident(model, device))`. A model or a path can also be passed to `OPSDTrainer` "
-                "directly, as `teacher_model`."
+                f"`FrozenTeacher` got a {type(placement).__name__}: expected a placement that holds a loaded model, "
+                "such as `FrozenTeacher(Resident(model, device))`. You can also pass a model or a path to "
+                "`OPSDTrainer` as `teacher_model`."
             )
         self.placement = placement
         self.model: CausalLM = placement.model.eval().requires_grad_(False)

@@ -226,7 +226,7 @@ class Hosted(Offloaded):
 
     @property
     def where(self) -> str:
-        return f"in host memory, copied to {self.device} while it reads"
+        return f"in host memory, copied to {self.device} for scoring"
 
     def buffer_sizes(self, layers: list[int]) -> list[int]:
         return layers
@@ -278,7 +278,7 @@ class Streamed(Offloaded):
         if not layer_list(model):
             raise ValueError(
                 f"`teacher_offload='stream'`: {type(model).__name__} does not keep its layers in a "
-                "`torch.nn.ModuleList`, so they cannot be streamed one by one: set `teacher_offload='cpu'`."
+                "`torch.nn.ModuleList`, so they cannot be streamed: set `teacher_offload='cpu'`."
             )
         super().__init__(model, device)
 

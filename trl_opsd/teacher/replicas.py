@@ -58,7 +58,11 @@ class Expected:
         # Each number is checked, in about 1 ns. `asked` is the beginning of messages.
         row_bytes = self.width * dtype.itemsize
         if len(content) % row_bytes or len(content) < min(tokens, 2) * row_bytes:
-            last = f" Is it only the last one? Start the server with `{START}`." if len(content) <= row_bytes else ""
+            last = (
+                f" Was only the last token pooled? Start the server with `{START}`."
+                if len(content) <= row_bytes
+                else ""
+            )
             raise WrongStatesError(
                 f"{asked} answered {len(content)} bytes for {tokens} tokens, expected {tokens * row_bytes}: {tokens} "
                 f"states of {self.width} numbers in {word(dtype)}.{last} It has to serve {self.path!r}."
@@ -67,8 +71,8 @@ class Expected:
         # More states than tokens are accepted where the surplus repeats the row's beginning.
         if len(states_MH) < tokens or not _repeats(states_MH[:-tokens], states_MH[-tokens:]):
             raise WrongStatesError(
-                f"{asked} answered {len(states_MH)} states for {tokens} tokens: it does not return one for each token; "
-                f"start it with `{START}`."
+                f"{asked} returned {len(states_MH)} states for {tokens} tokens: expected one per token; start it with "
+                f"`{START}`."
             )
         states_LH = states_MH[-tokens:]
         self._check(asked, states_LH)
@@ -79,22 +83,21 @@ class Expected:
         lowest, highest, median = (float(one) for one in (rms_L.min(), rms_L.max(), rms_L.median()))
         if not highest < math.inf and (places := (~states_LH.isfinite().all(-1)).nonzero().flatten().tolist()):
             raise WrongStatesError(
-                f"{asked} answered NaN or infinite states, at {len(places)} of {len(states_LH)} tokens, the first at "
-                f"{places[0]}: its weights or its dtype are at fault; start it with the checkpoint's `--dtype`."
+                f"{asked} returned NaN or infinite states at {len(places)} of {len(states_LH)} tokens, the first at "
+                f"{places[0]}: check its weights and dtype; start it with the checkpoint's `--dtype`."
             )
         if self.norm is None or (highest <= 1 + _ABOVE[states_LH.dtype] and median >= _BELOW):
             return
         # A pooler's default normalisation is the likeliest cause, and has its own remedy.
         if ((states_LH.float().norm(dim=-1) - 1).abs() < 1e-2).all():
             raise WrongStatesError(
-                f"{asked} answered states that are normalised to length 1, although the request says "
-                "`use_activation: false`: switch off what normalises them in the server, or use vLLM 0.31 or 0.32."
+                f"{asked} returned states normalised to length 1, although the request sets `use_activation: false`: "
+                "turn off normalisation in the server, or use vLLM 0.31 or 0.32."
             )
         raise WrongStatesError(
-            f"{asked} answered states that the final norm of {self.path!r} cannot have made: what it was given has a "
-            f"root mean square of {lowest:.3g} to {highest:.3g}, where it is 1 for its own. It serves another model or "
-            f"revision, or states of another layer: start it with {self.path!r}, and with nothing that changes the "
-            "states."
+            f"{asked} returned states that cannot come from the final norm of {self.path!r}: with its weight divided "
+            f"out, their root mean square is {lowest:.3g} to {highest:.3g}, expected 1. It serves another model, "
+            f"revision or layer: start it with {self.path!r}, and without anything that changes the states."
         )
 
 
@@ -226,10 +229,10 @@ def _check_status(response: Response) -> None:
         # A `Retry-After` may also be a date, which differing clocks cannot compare.
         said = float(response.retry_after) if response.retry_after.isdecimal() else 0.0
         pause = min(max(said, _PAUSE), _MAX_PAUSE)
-        raise BusyError(f"{response.request} answered {status}: it is busy. It says: {text!r}", pause)
+        raise BusyError(f"{response.request} returned {status} (busy): {text!r}", pause)
     hint = " See its log."
     if status == 404 and "does not exist" not in text:
-        hint = f" It has no such route, as a server that generates, or that is no vLLM server: start it with `{START}`."
+        hint = f" It has no such route: it generates, or is not a vLLM server; start it with `{START}`."
     elif "task" in text and status == 400:
         hint = f" It was started for another task: start it with `{START}`."
     response.check_status(hint)
@@ -284,28 +287,28 @@ class Replicas:
                 if not isinstance(error.__cause__, TimeoutError):
                     raise
                 raise ServerError(
-                    f"The teacher's server at {replica.url} is up, but has not read a row of {len(row)} tokens within "
-                    f"{self._timeout:g} seconds: see its log, and raise `teacher_server_timeout` if it only needs "
-                    "longer."
+                    f"The teacher's server at {replica.url} is up, but did not score a row of {len(row)} tokens within "
+                    f"{self._timeout:g} seconds: see its log, and raise `teacher_server_timeout` if it just needs more "
+                    "time."
                 ) from error
 
     def _compare(self, replica: Replica, one: Tensor, other: Tensor, first: Tensor) -> None:
         if not are_same(one[:-1], other[:-1]):
             raise WrongStatesError(
                 f"The teacher's server at {replica.url} returns states that depend on later tokens (they move by "
-                f"{distance(one[:-1], other[:-1]):.2g} of their length): it reads in both directions, as models for "
-                "embeddings do; serve the causal language model itself."
+                f"{distance(one[:-1], other[:-1]):.2g} of their length): its attention is bidirectional, as in "
+                "embedding models; serve the causal language model itself."
             )
         if distance(one[-1:], other[-1:]) < _ZEROED:
             raise WrongStatesError(
                 f"The teacher's server at {replica.url} returns the same state for different tokens: its weights are "
-                "zeroed or were not loaded; start it again."
+                "zeroed or were not loaded; restart it."
             )
         if served_dtype(one) != served_dtype(first) or not are_same(one, first):
             raise WrongStatesError(
                 f"The teacher's servers at {self._live[0].url} and {replica.url} return different states for the same "
                 f"tokens, {distance(one, first):.2g} times their length apart, in {served_dtype(first)} and "
-                f"{served_dtype(one)}: start all with one checkpoint, revision and `--dtype`."
+                f"{served_dtype(one)}: start all with the same checkpoint, revision and `--dtype`."
             )
 
     def start(self, ids: Sequence[int]) -> Future[Tensor]:
@@ -317,11 +320,10 @@ class Replicas:
             async with asyncio.timeout(until - monotonic()):
                 return await self._fastest(ids)
         except TimeoutError:
-            errors = "\n".join(f"  {one.url}: {one.last_error or 'it has not answered'}" for one in self._live)
+            errors = "\n".join(f"  {one.url}: {one.last_error or 'no response'}" for one in self._live)
             raise ServerError(
-                f"No server of the teacher has read a row of {len(ids)} tokens within {self._deadline:g} seconds, "
-                "which follows from `ddp_timeout`: see their logs, and raise `ddp_timeout` if they only need longer.\n"
-                f"{errors}"
+                f"None of the teacher's servers scored a row of {len(ids)} tokens within {self._deadline:g} seconds "
+                f"(from `ddp_timeout`): see their logs, and raise `ddp_timeout` if they just need more time.\n{errors}"
             ) from None
 
     async def _fastest(self, ids: Sequence[int]) -> Tensor:
@@ -341,7 +343,7 @@ class Replicas:
                     if isinstance(error := task.exception(), ServerError):
                         self._count_failure(replica, error, began)
                     elif replica in self._live:  # a dropped server's other answers may be wrong too
-                        slow = ServerError(f"It was slow: after {patience:g} seconds another was faster.")
+                        slow = ServerError(f"It was slow: after {patience:g} seconds, another was faster.")
                         for other, (late, since) in sent.items():
                             if not other.done() and since < began:
                                 self._count_failure(late, slow, since)
@@ -366,7 +368,7 @@ class Replicas:
         if without:
             return None
         reasons = "\n".join(f"  {url}: {why}" for url, why in self._dropped.items())
-        raise ServerError(f"No server of the teacher is left, so that nothing more can be learned from it:\n{reasons}")
+        raise ServerError(f"All of the teacher's servers have failed:\n{reasons}")
 
     async def _score(self, replica: Replica, ids: Sequence[int]) -> Tensor:
         began = monotonic()
@@ -386,7 +388,7 @@ class Replicas:
             self._dropped[replica.url] = str(error)
             if self._live:
                 left = ", ".join(one.url for one in self._live)
-                warn_in_main(f"The teacher's server at {replica.url} is asked no more; {left} read its rows. {error}")
+                warn_in_main(f"The teacher's server at {replica.url} is no longer used; its rows go to {left}. {error}")
             self._wake()
 
     def _release(self, replica: Replica) -> None:

@@ -39,10 +39,10 @@ class Origin:
         if kinds or changed is not None:
             inits = [f"init_lora_weights={config.init_lora_weights!r}" for config in kinds.values()]
             raise ValueError(
-                f"`teacher_model_kind='base'` is the student without its adapter, but the adapter "
-                f"({', '.join(inits) or 'as it was added'}) has changed the weights under it"
-                f"{'' if changed is None else f', first {changed}'}: what is left is another model. Initialise the "
-                f"adapter so that it leaves them alone (`init_lora_weights=True`), {_ANOTHER_COPY}."
+                "`teacher_model_kind='base'` is the student without its adapter, but the adapter "
+                f"({', '.join(inits) or 'as it was added'}) changed the base "
+                f"weights{'' if changed is None else f', first {changed}'}, so the base is another model now. "
+                f"Initialise the adapter without changing them (`init_lora_weights=True`), {_ANOTHER_COPY}."
             )
         self._check_frozen()
 
@@ -51,8 +51,8 @@ class Origin:
         changed = first_change(self._handed_in, sampled(self._student))
         if changed is not None:
             raise ValueError(
-                f"{changed} has changed since the student was passed in, so `teacher_model_kind='base'` is another "
-                f"teacher now: do not change the weights under the adapter (in a callback, by `merge_adapter`), "
+                f"{changed} has changed since the student was passed, so `teacher_model_kind='base'` is another "
+                "teacher now: do not change the base weights (in a callback, or with `merge_adapter`), "
                 f"{_ANOTHER_COPY}."
             )
 
@@ -64,9 +64,9 @@ class Origin:
         trained = [name for name in without if name in trainable]
         if trained:
             raise ValueError(
-                f"`teacher_model_kind='base'` is the student without its adapter, but {trained[0]!r} is trained and "
-                f"belongs to both (in all {len(trained)} such parameters), so the teacher would learn with the "
-                f"student: set `bias='none'` in the `peft_config`, freeze it, {_ANOTHER_COPY}."
+                f"`teacher_model_kind='base'` is the student without its adapter, but {trained[0]!r} is trainable and "
+                f"shared by both ({len(trained)} such parameters), so the teacher would change with the student: set "
+                f"`bias='none'` in the `peft_config`, freeze it, {_ANOTHER_COPY}."
             )
 
 
@@ -138,13 +138,16 @@ class Average(TrainerCallback):
         path = Path(folder) / FILE
         if not path.is_file():
             raise ValueError(
-                f"{folder} has no {FILE}: it was not written with teacher_model_kind='ema'; resume from one that was."
+                f"{folder} has no {FILE}: it was not saved with teacher_model_kind='ema'; resume from a checkpoint "
+                "that was."
             )
         saved = load_file(path)
         if {name: tensor.shape for name, tensor in saved.items()} != {
             name: average.shape for name, average in self._average.items()
         }:
-            raise ValueError(f"{path} holds the average of other parameters: resume with the model it was written for.")
+            raise ValueError(
+                f"{path} contains the average of other parameters: resume with the model it was saved for."
+            )
         for name, average in self._average.items():
             average.copy_(saved[name])
         self._copy_to_teacher()

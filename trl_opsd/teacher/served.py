@@ -100,8 +100,8 @@ class ServedTeacher(Teacher):
             raise WrongStatesError(
                 f"The teacher's servers of process 0 ({', '.join(urls)}) and of process {process} "
                 f"({', '.join(their_urls)}) return different states for the same tokens, {apart}in {word(dtype)} and "
-                f"{word(their_dtype)}: start all with one checkpoint, revision and `--dtype`; 127.0.0.1 is another "
-                "server on each machine."
+                f"{word(their_dtype)}: start all with the same checkpoint, revision and `--dtype`; 127.0.0.1 is a "
+                "different server on each machine."
             )
         self._context = _smallest(*(context for *_, context in found))
 
@@ -169,8 +169,8 @@ class ServedTeacher(Teacher):
             ids = (*prompt, *completion[: places[-1]])
             if max(ids) >= vocabulary:  # vLLM would use a row of its padded embeddings
                 raise ValueError(
-                    f"A row has the token id {max(ids)}, but the teacher's vocabulary has {vocabulary}: were the rows "
-                    "written with another tokenizer? Nothing of this batch was sent."
+                    f"A row has the token id {max(ids)}, but the teacher's vocabulary has {vocabulary}: was another "
+                    "tokenizer used? Nothing of this batch was sent."
                 )
             found.append(_Row(ids, len(prompt) - 1))
         return found
@@ -180,13 +180,12 @@ class ServedTeacher(Teacher):
         served, ours = self._replicas.source.rstrip("/"), self._path.rstrip("/")
         if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
             warn_in_main(
-                f"The teacher's server says that it serves {served!r}, and the head is read from {ours!r}: the two "
-                "have to be one checkpoint, of which only the final norm could be compared."
+                f"The teacher's server reports that it serves {served!r}, but the head is loaded from {ours!r}: make "
+                "sure that they are the same checkpoint; only the final norm was compared."
             )
         if checkpoint.norm is None:
             warn_in_main(
-                f"{ours!r} ends with no norm that is known, so that states of another model with the same width could "
-                "not be told from its own."
+                f"{ours!r} has no known final norm, so states of another model of the same width would not be detected."
             )
         stored = checkpoint.dtype
         if self._replicas.dtype != stored:

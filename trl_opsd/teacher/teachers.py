@@ -130,8 +130,8 @@ def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: s
     read_N = read_BC.cpu()[counts_BC]
     if (read_N != read_N[0]).any():
         raise ValueError(
-            f"The {teacher} has the same hidden state at all {len(read_N)} tokens of a generation batch, whatever "
-            "it reads: its weights are zeroed or were not loaded; load it again. The student was not changed."
+            f"The {teacher} has the same hidden state at all {len(read_N)} tokens of a generation batch, whatever its "
+            "input: its weights are zeroed or were not loaded; reload it. The student was not changed."
         )
 
 
@@ -140,8 +140,8 @@ _CHANGED = 0.05
 _QUOTED = 200
 """Characters quoted of an error."""
 _CALLED_AGAIN = (
-    "(For this check the teacher was called a second time, for two rows: one that replays recorded answers in order is "
-    "now ahead by one.)"
+    "(This check calls the teacher a second time, for two rows: a teacher that replays recorded answers is now one "
+    "call ahead.)"
 )
 
 
@@ -161,9 +161,9 @@ def prove_alignment(
             hidden_2CH = read(pair).hidden
     except Exception as error:  # a teacher that looks targets up has none for the changed row
         logger.warning(
-            f"`{where}` could not read a row in which one token was changed, {type(error).__name__}: "
-            f"{next(iter(str(error).splitlines()), '')[:_QUOTED]}. So it is not known whether its targets are those of "
-            f"the tokens that they are compared at. {_CALLED_AGAIN}"
+            f"`{where}` failed on a row with one changed token ({type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')[:_QUOTED]}), so it is unknown whether its targets are aligned "
+            f"with the tokens. {_CALLED_AGAIN}"
         )
         return
     read_nH, changed_nH = hidden_2CH[:, places].float()
@@ -172,8 +172,8 @@ def prove_alignment(
         return
     if _differ(read_nH, targets.of(row, torch.tensor(places)).to(read_nH)).any():
         logger.warning(
-            f"`{where}` returned other states for a row when it reads the row again, without the others of its batch: "
-            "are the rows in order, is the model in eval mode, and does padding leave it unchanged? "
+            f"`{where}` returned different states for a row when called again without the rest of its batch: check "
+            "that rows are in order, the model is in eval mode, and padding does not change its states. "
             f"{_CALLED_AGAIN}"
         )
         return
@@ -181,21 +181,21 @@ def prove_alignment(
     first = differ.index(True) if any(differ) else None
     if first is None:
         logger.warning(
-            f"`{where}` returned states that do not depend on the token right before the one that they predict: are "
-            "they one token behind, or do they come from a cache, whatever the completion is? The first target is the "
-            f"state at the last token of the prompt. {_CALLED_AGAIN}"
+            f"`{where}` returned states that do not depend on the token right before the predicted one: are they one "
+            "token behind, or cached regardless of the completion? The first target is the state at the last token of "
+            f"the prompt. {_CALLED_AGAIN}"
         )
     elif first == 0:
         logger.warning(
-            f"`{where}` returned states of which the first already depends on later tokens of the completion, maybe on "
-            "the one that it predicts. If the teacher is to judge with hindsight, there is nothing to do; this is said "
-            f"once. {_CALLED_AGAIN}"
+            f"`{where}` returned states whose first already depends on later tokens of the completion, possibly the "
+            "one it predicts. If the teacher is meant to use hindsight, ignore this; it is logged once. "
+            f"{_CALLED_AGAIN}"
         )
     elif too_far := len(places) - 1 - first:
         raise ValueError(
-            f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} too far on: they have read the "
-            "token that they should predict. Of a model's states after P prompt tokens and C completion tokens return "
-            f"`hidden[:, P - 1 : -1]`; the student was not changed. {_CALLED_AGAIN}"
+            f"`{where}` returned states that are {too_far} token{'s' * (too_far > 1)} ahead: they have seen the token "
+            "they should predict. For P prompt tokens and C completion tokens, return the model's `hidden[:, P - 1 : "
+            f"-1]`; the student was not changed. {_CALLED_AGAIN}"
         )
 
 

@@ -41,7 +41,7 @@ class OutputHead:
         layer = model.get_output_embeddings()
         if layer is None:
             raise ValueError(
-                f"{type(model).__name__} has no output embeddings, so it predicts no tokens: pass a causal language "
+                f"{type(model).__name__} has no output embeddings, so it cannot predict tokens: pass a causal language "
                 "model, for instance one loaded with `AutoModelForCausalLM`."
             )
         config = model.config.get_text_config()
@@ -192,16 +192,16 @@ def check_parts(parts: Any, rollout: Rollout, where: str, training: bool) -> Non
         if not wrong:
             if training and torch.is_grad_enabled() and not parts.loss.requires_grad:
                 raise ValueError(
-                    f"`{where}` returned a loss without a graph, from which no gradient comes: compute it from the "
-                    "student, without `detach`, `no_grad` or `float`."
+                    f"`{where}` returned a loss without a graph, so it has no gradient: compute it from the student, "
+                    "without `detach`, `no_grad` or `float`."
                 )
             return
         name, value = wrong[0]
         shown = f"of shape {list(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         got = f"`LossParts` with `{name}`: {shown}"
     raise ValueError(
-        f"`{where}` returned {got}: expected `LossParts(loss=..., rows=...)` with a loss of shape [], divided by "
-        f"`num_items`, and rows of shape {list(shapes['rows'])}, both of floats: for each row the sums "
+        f"`{where}` returned {got}: expected `LossParts(loss=..., rows=...)` with a float loss of shape [], divided by "
+        f"`num_items`, and float rows of shape {list(shapes['rows'])}: for each row the sums "
         f"{', '.join(LossParts.ROW_NAMES)}."
     )
 

@@ -228,5 +228,5 @@ def check_targets(targets: Any, rollout: Rollout, where: str, width: int | None 
         got = f"`TeacherTargets` of {kind}"
     raise ValueError(
         f"`{where}` returned {got}: expected `TeacherTargets(hidden=...)` of shape [{rows}, {tokens}, {width or 'H'}] "
-        "of floats: for each token of each completion the state that predicts it, as wide as the teacher's head."
+        "of floats: for each completion token the state that predicts it, with the width of the teacher's head."
     )

@@ -37,13 +37,13 @@ def why_no_adapter(config: Any, model_impl: str, layers: Iterable[str]) -> str |
     if model is None:
         return None
     if not supports_lora(model):
-        return f"vLLM's {config.architectures[0]} takes no adapters"
+        return f"vLLM's {config.architectures[0]} does not support LoRA"
     for name in layers:
         last = name.rpartition(".")[2]
         # vLLM gives a fused layer the adapters of its parts (q, k, v); of a checkpoint that is fused there is only one.
         parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
         if parts != [last]:
-            return f"vLLM expects the adapter of {name} in parts, as {' and '.join(parts)}"
+            return f"vLLM expects the adapter of {name} split into {' and '.join(parts)}"
     return None
 
 
@@ -85,7 +85,7 @@ def starting(model: str) -> Iterator[None]:
 def refused(what: str, error: Exception) -> ValueError:
     """An error that says what vLLM does not do, with the beginning of vLLM's own message."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # it may list hundreds of architectures
-    return ValueError(f"vLLM {what}, {reason}. Where it does not know the architecture, set `use_vllm=False`.")
+    return ValueError(f"vLLM {what}, {reason}. If it does not support the architecture, set `use_vllm=False`.")
 
 
 # ---- Sampling --------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def checked(given: dict[str, Any]) -> dict[str, Any]:
     try:
         SamplingParams(**given)
     except (TypeError, ValueError, VLLMValidationError) as error:
-        raise ValueError(f"vLLM refuses a generation option: {error}") from error
+        raise ValueError(f"vLLM rejects a generation option: {error}") from error
     return given
 
 

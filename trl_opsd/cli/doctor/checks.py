@@ -42,7 +42,7 @@ _ANSWER = {"role": "assistant", "content": "An answer."}
 def same_ids(pair: Pair) -> str:
     """Both tokenizers give every token the same id."""
     if pair.assumes_tokenizer:
-        raise Doubt("The teacher has no tokenizer to compare: it is assumed to read the student's ")
+        raise Doubt("The teacher has no tokenizer to compare: it is assumed to use the student's.")
     check_token_maps(pair.student.tokenizer, pair.teacher.tokenizer)
     return f"The same {len(pair.student.tokenizer.get_vocab())} tokens, id by id."
 
@@ -53,8 +53,8 @@ def same_sizes(pair: Pair) -> str:
     tokens = largest_id(pair.student.tokenizer) + 1
     if tokens > rows[0]:
         raise ValueError(
-            f"The tokenizer has {tokens} tokens, but both heads have {rows[0]} rows: use the tokenizer that the models "
-            "were trained with."
+            f"The tokenizer has {tokens} tokens, but both heads have {rows[0]} rows: use the tokenizer the models were "
+            "trained with."
         )
     if shared is None:
         return f"Both heads have {rows[0]} rows."
@@ -69,8 +69,8 @@ def end_token(pair: Pair) -> str:
     if tokenizer.eos_token_id not in known:
         shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(known)))
         raise Doubt(
-            f"The tokenizer ends texts with {tokenizer.eos_token!r}, the generation config with {shown}: make them "
-            "agree, or completions may not end where the tokenizer says."
+            f"The end token is {tokenizer.eos_token!r} in the tokenizer and {shown} in the generation config: make "
+            "them agree, or completions may not end at the tokenizer's."
         )
     return f"{tokenizer.eos_token!r}, id {tokenizer.eos_token_id}."
 
@@ -91,14 +91,13 @@ def template(pair: Pair) -> str:
     opening = _rendered(mine).removeprefix(str(mine.apply_chat_template([_QUESTION], tokenize=False)))
     if not opening:
         raise ValueError(
-            "The chat template writes no generation prompt: with `add_generation_prompt=True` it renders the same as "
-            "without, so that the student has to write the beginning of its own turn. Use a template that reads "
-            "`add_generation_prompt`, as that of an instruct model."
+            "The chat template ignores `add_generation_prompt`, so the student would have to generate the start of its "
+            "own turn. Use a template with a generation prompt, such as that of an instruct model."
         )
     if pair.teacher.tokenizer.chat_template and _rendered(pair.teacher.tokenizer) != _rendered(mine):
         raise Doubt(
-            "The teacher's chat template renders a conversation otherwise than the student's, which is used for both: "
-            "the teacher reads a format that it was not trained on."
+            "The chat templates of teacher and student render a conversation differently, and the student's is used "
+            "for both: the teacher sees a format it was not trained on."
         )
     _check_ending(pair.student)
     return f"Opens an answer with {opening!r}."
@@ -110,8 +109,8 @@ def _check_ending(side: Side) -> None:
     after = str(text).rpartition(str(_ANSWER["content"]))[2]
     if ends and not any(token in after for token in ends):
         raise Doubt(
-            f"After an answer the chat template writes {after!r}, in which there is no end token ({', '.join(ends)}): "
-            "a model trained on it never learned to end, and completions run to their limit."
+            f"After an answer the chat template renders {after!r}, which contains no end token ({', '.join(ends)}): a "
+            "model trained on it never learned to stop, so completions run to their limit."
         )
 
 
@@ -139,10 +138,14 @@ def repeats(pair: Pair) -> str:
     gap = float((first - again).abs().max() / first.abs().max().clamp(min=1e-30))
     if gap > _ALIKE:
         raise ValueError(
-            f"The teacher's logits differ by {gap:.1e} of the largest between two readings of the same tokens: it "
-            "draws random numbers, or keeps something from the first reading."
+            f"The teacher's logits differ by {gap:.1e} of the largest between two forward passes over the same tokens: "
+            "it draws random numbers, or keeps state between passes."
         )
-    return "Twice the same, bit for bit." if gap == 0 else f"Twice the same, but for {gap:.0e} of the largest."
+    return (
+        "Two forward passes agree bit for bit."
+        if gap == 0
+        else f"Two forward passes agree up to {gap:.0e} of the largest logit."
+    )
 
 
 def depends_on_input(pair: Pair) -> str:
@@ -152,10 +155,10 @@ def depends_on_input(pair: Pair) -> str:
     spread, largest = (states_NH - states_NH.mean(0)).abs().max(), states_NH.abs().max()
     if spread < _ALIKE * largest:
         raise ValueError(
-            f"The teacher has the same hidden state at all {len(states_NH)} tokens, whatever it reads: its weights are "
-            "zeroed or were not loaded; load it again."
+            f"The teacher has the same hidden state at all {len(states_NH)} tokens, whatever its input: its weights "
+            "are zeroed or were not loaded; reload it."
         )
-    return f"States differ by up to {spread / largest:.2g} of the largest value, token by token."
+    return f"States differ between tokens by up to {spread / largest:.2g} of the largest value."
 
 
 def zero_with_itself(pair: Pair) -> str:
@@ -164,8 +167,8 @@ def zero_with_itself(pair: Pair) -> str:
     for name, divergence in _DIVERGENCES.items():
         largest = max(float(one.abs().max()) for one in _compared(streamed_divergence, mine, mine, divergence))
         if not largest < _ROUNDING:
-            raise ValueError(f"`{name}` of the student with itself, or its gradient, is {largest:.2g} and not 0.")
-    return f"{', '.join(_DIVERGENCES)}: 0, and so are their gradients."
+            raise ValueError(f"`{name}` between the student and itself, or its gradient, is {largest:.2g}: expected 0.")
+    return f"{', '.join(_DIVERGENCES)}: 0, with gradient 0."
 
 
 def equals_reference(pair: Pair) -> str:
@@ -181,7 +184,7 @@ def equals_reference(pair: Pair) -> str:
                     "the largest value."
                 )
         said.append(f"{name} {expected[0].mean():.4g}")
-    return f"As in float64, with any `loss_chunk_tokens`: {', '.join(said)} nats."
+    return f"Equal to float64 for any `loss_chunk_tokens`: {', '.join(said)} nats."
 
 
 def same_in_parts(pair: Pair) -> str:
@@ -201,8 +204,8 @@ def same_in_parts(pair: Pair) -> str:
     norm = max(sum(float(one.square().sum()) for one in together.values()) ** 0.5, _ROUNDING)
     gap = sum(float((together[name] - added_up[name]).square().sum()) for name in together) ** 0.5 / norm
     if not gap < 10 * _ROUNDING:
-        raise ValueError(f"The gradient of a batch and that of its rows, added up, differ by {gap:.2g} of its norm.")
-    return f"The gradient of 3 rows is that of each alone, added up; {gap:.0e} apart."
+        raise ValueError(f"The gradient of a batch differs from the sum over its rows by {gap:.2g} of its norm.")
+    return f"The gradient of 3 rows is the sum of the gradients of each, up to {gap:.0e}."
 
 
 def half_precision(pair: Pair) -> str:
@@ -215,7 +218,9 @@ def half_precision(pair: Pair) -> str:
             firsts.append((mine.hidden.float() @ mine.head.weight.float().T).argmax(-1))
         values.append(float(found.divergence.mean()))
     alike = float((firsts[0] == firsts[1]).float().mean())
-    said = f"{values[0]:.4g} nats in float32, {values[1]:.4g} in bfloat16; the same likeliest token at {alike:.0%}."
+    said = (
+        f"{values[0]:.4g} nats in float32, {values[1]:.4g} in bfloat16; the same top token at {alike:.0%} of positions."
+    )
     if not abs(values[1] - values[0]) <= 0.1 * abs(values[0]) + 1e-3:
         raise Doubt(f"{said} Train in float32, or compare a short run in both.")
     return said
@@ -253,7 +258,7 @@ def _gap(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=_NOTHING))
 
 
-# ---- What engines write ----------------------------------------------------------------------------------------------
+# ---- What engines generate -------------------------------------------------------------------------------------------
 
 TOKENS = 16
 """Maximum tokens of a completion."""
@@ -292,13 +297,12 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
     gap = max(_shortfall(pair, *row) for row in zip(asked, answered, strict=True))
     if not gap < _TIE:  # not `>=`: NaN has to fail, too
         raise ValueError(
-            f"{trainer.rollout} has written a token that is {gap:.3g} nats less likely than the likeliest one by the "
-            "student's own logits, although it was to write the likeliest: it has other weights than the student, or "
-            "computes something else."
+            f"{trainer.rollout}, decoding greedily, generated a token that is {gap:.3g} nats less likely than the most "
+            "likely one by the student's own logits: its weights differ from the student's, or its computation does."
         )
-    said = f"{sum(map(len, answered))} tokens, each the student's likeliest ({max(gap, 0.0):.1g} nats short at most)"
+    said = f"{sum(map(len, answered))} tokens, each the student's most likely (within {max(gap, 0.0):.1g} nats)"
     told = recorded.get("rollout/logprob_gap")
-    return f"{said}." if told is None else f"{said}; its log-probabilities are the student's, {told:.1g} nats apart."
+    return f"{said}." if told is None else f"{said}; its log-probabilities match the student's within {told:.1g} nats."
 
 
 @torch.no_grad()
@@ -325,16 +329,16 @@ def judged(settings: Settings | ValueError, student: str, teacher: str) -> str:
         warnings.append(without_effect_in_words(config, unread))
     for role, named, examined in zip(("student", "teacher"), settings.models, (student, teacher), strict=True):
         if named not in (None, examined):
-            warnings.append(f"The file names the {role} {named!r}, and {examined!r} was examined.")
+            warnings.append(f"The file sets the {role} {named!r}, but {examined!r} was examined.")
     if warnings:
         raise Doubt(" ".join(warnings))
-    return "All are known, fit together and have an effect."
+    return "All settings are known, consistent and in effect."
 
 
 def _versions() -> str:
     """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
     if found := outside(installed()):
-        raise Doubt(f"Outside what was tested: {', '.join(found)}.")
+        raise Doubt(f"Not tested: {', '.join(found)}.")
     return ", ".join(f"{name} {number}" for name, number in installed().items())
 
 
@@ -348,7 +352,7 @@ def _of(role: str, probe: Probe[Probed], *needs: str) -> Probe[Pair]:
 
 _BOTH = ("student's head", "teacher's head", "student's padding", "teacher's padding")
 _TOKENS = ("tokenizers", "vocabularies", "end token")
-_WRITES = (*_BOTH, *_TOKENS, "teacher reads")
+_GENERATES = (*_BOTH, *_TOKENS, "teacher input")
 
 CHECKS: tuple[Probe[Pair], ...] = (
     Probe("tokenizers", same_ids),
@@ -356,19 +360,19 @@ CHECKS: tuple[Probe[Pair], ...] = (
     Probe("end token", end_token),
     Probe("chat template", template),
     _of("student", HEAD),
-    Probe("teacher repeats", repeats),
-    _of("teacher", HEAD, "teacher repeats"),
+    Probe("teacher determinism", repeats),
+    _of("teacher", HEAD, "teacher determinism"),
     _of("student", PADDING, "student's head"),
     _of("teacher", PADDING, "teacher's head"),
     _of("student", GRADIENTS, "student's head"),
-    Probe("teacher reads", depends_on_input, needs=("vocabularies", "teacher's head", "teacher's padding")),
+    Probe("teacher input", depends_on_input, needs=("vocabularies", "teacher's head", "teacher's padding")),
     Probe("teacher = student", zero_with_itself, needs=("student's head", "student's padding")),
     Probe("loss", equals_reference, needs=(*_BOTH, "vocabularies")),
     Probe("micro-batches", same_in_parts, needs=(*_BOTH, "vocabularies")),
     Probe("bfloat16", half_precision, needs=(*_BOTH, "vocabularies")),
-    Probe("transformers writes", reproduces, needs=_WRITES),
+    Probe("transformers rollout", reproduces, needs=_GENERATES),
 )
-_VLLM: Probe[Pair] = Probe("vLLM writes", partial(reproduces, use_vllm=True, vllm_mode="colocate"), needs=_WRITES)
+_VLLM: Probe[Pair] = Probe("vLLM rollout", partial(reproduces, use_vllm=True, vllm_mode="colocate"), needs=_GENERATES)
 
 
 def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:
@@ -389,8 +393,8 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped":
 def verdict(findings: Sequence[Finding]) -> str:
     """All findings in a sentence."""
     of = {kind: [one.name for one in findings if one.verdict == kind] for kind in _COLOURS}
-    rest = f"; {len(of['warning'])} warned" if of["warning"] else ""
-    rest += f"; {len(of['skipped'])} could not be made" if of["skipped"] else ""
+    rest = f"; {len(of['warning'])} with warnings" if of["warning"] else ""
+    rest += f"; {len(of['skipped'])} skipped" if of["skipped"] else ""
     if of["failed"]:
         return f"Not ready: {len(of['failed'])} of {len(findings)} checks failed ({', '.join(of['failed'])}){rest}."
     return f"Ready: {len(of['ok'])} of {len(findings)} checks passed{rest}."
@@ -412,7 +416,7 @@ def document(pair: Pair, findings: Sequence[Finding]) -> str:
 def show(pair: Pair, findings: Sequence[Finding]) -> None:
     """Prints a table and the verdict."""
     console, narrow = Console(), [Column(title, no_wrap=True) for title in ("check", "verdict")]
-    columns = *narrow, Column("s", justify="right", no_wrap=True), Column("what was found", overflow="fold")
+    columns = *narrow, Column("s", justify="right", no_wrap=True), Column("finding", overflow="fold")
     table = Table(*columns, box=None, pad_edge=False)
     for one in findings:
         colour = _COLOURS[one.verdict]
@@ -421,7 +425,7 @@ def show(pair: Pair, findings: Sequence[Finding]) -> None:
     console.print(table)
     if pair.tiny:
         console.print(
-            f"\nBoth models were built with {LAYERS} random layers and narrow feed-forward parts: heads, tokenizers "
-            "and templates are as they are, weights are not."
+            f"\nBoth models were built with {LAYERS} random layers and narrow feed-forward parts: only heads' shapes, "
+            "tokenizers and templates are the real ones."
         )
     console.print(f"\n{verdict(findings)}", highlight=False)

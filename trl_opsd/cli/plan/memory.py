@@ -88,7 +88,7 @@ def phases(
     """Bytes by phase and part on one device; `engine` is what one in the same process takes while it is awake."""
     weights, gradients, optimizer, gathered = states(student, load, choice)
     row, itemsize = load.prompt + load.length, load.itemsize
-    between = {"teacher between readings": resident(teacher, choice.teacher, itemsize)}
+    between = {"idle teacher": resident(teacher, choice.teacher, itemsize)}
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
     by_zero3 = choice.sharding.startswith("zero3")
@@ -114,7 +114,7 @@ def phases(
     teach = {
         **always,
         **awake,
-        "teacher while it reads": reading(teacher, choice.teacher, load),
+        "active teacher": reading(teacher, choice.teacher, load),
         "activations": passes(teacher, load),
         **targets,
     }
@@ -132,7 +132,7 @@ def phases(
         "gradient of the head": head,
         **targets,
     }
-    return {"rollout": rollout, "teacher reads": teach, "student learns": learn}
+    return {"rollout": rollout, "scoring": teach, "training": learn}
 
 
 def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, int]:
@@ -293,8 +293,8 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: R
     reading = 2 * teacher.parameters * tokens / rates.flops
     return {
         "rollout": 2 * student.parameters * rows * load.prompt / rates.flops + writing,
-        "teacher reads": max(reading, moved / rates.link),  # layers are fetched while others compute
-        "student learns": (passes * student.parameters * tokens + heads) / rates.flops,
+        "scoring": max(reading, moved / rates.link),  # layers are fetched while others compute
+        "training": (passes * student.parameters * tokens + heads) / rates.flops,
     }
 
 

@@ -96,7 +96,7 @@ def _grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None = Non
     """The shape of the products of a mixture of experts; torch supports only bfloat16."""
     if second.dim() == 3:
         return first.new_empty(*first.shape[:-1], second.size(-1))
-    assert offsets is not None, "two matrices are multiplied group by group"
+    assert offsets is not None, "grouped matrix multiplication"
     return first.new_empty(offsets.size(0), first.size(0), second.size(1))
 
 

@@ -116,10 +116,10 @@ def reason(plan: Plan, memory: float) -> str:
     """Why a plan does not fit, in a sentence."""
     (phase, peak), (part, size) = plan.peak, plan.largest
     if peak <= SHARE * memory:
-        return f"What is offloaded takes {_amount(plan.host)} of the machine's memory, which is more than it has."
+        return f"Offloading needs {_amount(plan.host)} of host memory, more than the machine has."
     return (
-        f"In the phase `{phase}` one device would hold {_amount(peak)}, of which {_amount(SHARE * memory)} are "
-        f"there; the largest part is `{part}` with {_amount(size)}."
+        f"The phase `{phase}` needs {_amount(peak)} per device, but {_amount(SHARE * memory)} are usable; the largest "
+        f"part is `{part}` with {_amount(size)}."
     )
 
 
@@ -138,31 +138,30 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
     console.print(_parts(plan, asked))
     rates = asked.rates
     console.print(
-        f"Estimates for each of {asked.load.gpus} device(s) of {asked.memory / 1e9:g} GB, a GB having 1e9 bytes, of "
-        f"which {SHARE:.0%} are planned with. Seconds at {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} "
-        f"GB/s of memory and {rates.link / 1e9:.0f} GB/s from the machine, without traffic between devices.\n"
+        f"Estimates per device, for {asked.load.gpus} device(s) of {asked.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} "
+        f"of it usable. Seconds assume {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} GB/s of memory "
+        f"bandwidth and {rates.link / 1e9:.0f} GB/s from host to device, and exclude traffic between devices.\n"
     )
     console.print(_placements(plans))
     if not plan.fits:
-        console.print(f"\nDoes not fit, in any placement. {reason(plan, asked.memory)} {_REMEDY}")
+        console.print(f"\nDoes not fit in any placement. {reason(plan, asked.memory)} {_REMEDY}")
         return
     load, choice = asked.load, plan.choice
     tokens = choice.micro * (load.prompt + load.length)
     tile = loss_tile(*asked.shapes, choice.micro * load.length, load)
     console.print(
-        f"\nFits, with micro-batches of {tokens:,} tokens; the loss forms logits of {tile:,} tokens at once. With "
-        f"these options and a `dataset_name` in run.yaml: [bold]{command(plan, load.gpus)}[/]\n",
+        f"\nFits with micro-batches of {tokens:,} tokens; the loss computes logits for {tile:,} tokens at a time. Put "
+        f"these options and a `dataset_name` into run.yaml, then run [bold]{command(plan, load.gpus)}[/]\n",
         soft_wrap=True,
     )
     console.print(yaml.safe_dump(options(plan, asked), sort_keys=False), markup=False, soft_wrap=True)
     if text := accelerate_file(plan, load.gpus):
-        console.print(f"The accelerate file `{choice.sharding}`, which is a part of this package:\n")
+        console.print(f"The accelerate file `{choice.sharding}`, included in this package:\n")
         console.print(text, markup=False, soft_wrap=True)
 
 
 _REMEDY = (
-    "Try more or larger devices, an adapter (`--lora 16`), fewer rows, fewer tokens, or `--host-memory` for a student "
-    "whose weights are offloaded."
+    "Try more or larger devices, LoRA (`--lora 16`), fewer rows, fewer tokens, or `--host-memory` to allow offloading."
 )
 
 

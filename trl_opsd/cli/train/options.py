@@ -83,15 +83,15 @@ class ExtraArguments:
                 self.teacher_models = json.loads(given)
         if self.teacher_models is not None and not (isinstance(self.teacher_models, dict) and self.teacher_models):
             raise ValueError(
-                f"`teacher_models={given!r}`: expected names and paths or ids, for instance "
+                f"`teacher_models={given!r}`: expected a mapping of names to paths or ids, for instance "
                 '\'{"math": "Qwen/Qwen2.5-Math-1.5B-Instruct", "code": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}\'.'
             )
 
 
-_FILE = "--config FILE reads any of these options from a YAML file; the command line goes before it."
+_FILE = "--config FILE reads any of these options from a YAML file; the command line takes precedence."
 _LAUNCHED = (
-    " Options of `accelerate launch` may stand among them, also in the file; --accelerate_config takes a file or the "
-    "name of one of this package: zero3, fsdp2, ddp. --traceback prints an error with its traceback."
+    " Options of `accelerate launch` are also accepted, here and in the file; --accelerate_config takes a file or the "
+    "name of one in this package: zero3, fsdp2, ddp. --traceback prints errors with a traceback."
 )
 
 GROUPS = (ExtraArguments, ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtureConfig)
@@ -128,8 +128,8 @@ class OptionParser(TrlParser):
         )
         self.set_defaults(dtype=None)  # TRL's default would load in float32 what an adapter leaves frozen
         next(one for one in self._actions if one.dest == "dtype").help = (
-            "dtype of the student's weights. If not set, float32, or bfloat16 for weights that only carry an adapter "
-            "and are computed in it."
+            "dtype of the student's weights. Defaults to float32, or to bfloat16 for frozen weights under an adapter "
+            "when computing in bfloat16."
         )
 
     def given(self, args: Iterable[str]) -> Given:
@@ -155,7 +155,7 @@ class OptionParser(TrlParser):
         own.add_argument("--task")
         given, _ = own.parse_known_args(args := list(args))
         if len(given.config) > 1:
-            self.error(f"--config is given {len(given.config)} times, but only one file is read")
+            self.error(f"--config is given {len(given.config)} times: expected once")
         config = self._read(given.config[0]) if given.config else {}
         if task := self.tasks.get(str(given.task or config.get("task"))):
             self.set_defaults_with_config(**yaml.safe_load(task.options.read_text(encoding="utf-8")))

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
         _take(task, given)
     if given.model.model_name_or_path is None:
         built_in = f"; or train on a built-in task, with `--task {next(iter(parser.tasks))}`" if parser.tasks else ""
-        raise ValueError(f"There is no student: name it with `--model_name_or_path`{built_in}.")
+        raise ValueError(f"No student: pass `--model_name_or_path`{built_in}.")
     warn_of_options(given)
     set_loading(given.extra, given.config, given.model)
     with _dry(given.config) if given.extra.dry_run else nullcontext():
@@ -69,7 +69,7 @@ def end(trainer: OPSDTrainer) -> None:
 def _take(task: Task, given: Given) -> None:
     """Sets the models of a task where no others are named."""
     if given.script.dataset_name or given.mixture.datasets:
-        raise ValueError(f"`task={given.task!r}` has a dataset of its own: remove it, or the other dataset.")
+        raise ValueError(f"`task={given.task!r}` comes with its own dataset: remove the task or the other dataset.")
     given.model.model_name_or_path = given.model.model_name_or_path or task.student
     if given.config.teacher_model_kind is None and given.extra.teacher_models is None:
         given.config.teacher_model_name_or_path = given.config.teacher_model_name_or_path or task.teacher
@@ -137,9 +137,9 @@ _OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
 def warn_of_options(given: Given) -> None:
     """Warns of options of the script that have no effect; `OPSDTrainer` does so for those of its config."""
     extra, script, config, model, mixture = given.extra, given.script, given.config, given.model, given.mixture
-    own_data = "the task has a dataset of its own" if given.task else "`datasets` is loaded"
+    own_data = "the task comes with its own dataset" if given.task else "`datasets` is loaded"
     groups: list[tuple[Any, Sequence[str], bool, str]] = [
-        (script, ["ignore_bias_buffers"], True, "this trainer has no use for it"),
+        (script, ["ignore_bias_buffers"], True, "this trainer does not use it"),
         (model, _LORA, not model.use_peft, "`use_peft` is not set"),
         (model, _4_BIT, not model.load_in_4bit, "`load_in_4bit` is not set"),
         (extra, _OF_TEACHER, config.teacher_model_kind is not None, "the student is its own teacher"),
@@ -172,11 +172,11 @@ def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     if mixture.datasets:
         return get_dataset(mixture)
     if not name:
-        raise ValueError("There is no dataset: name one with `--dataset_name`, or list several as `datasets` in YAML.")
+        raise ValueError("No dataset: pass `--dataset_name`, or list several as `datasets` in YAML.")
     if name in FORMATS.values():
         raise ValueError(
-            f"`dataset_name={name!r}` is a format: pass the path of a file or folder of that format; it would load "
-            "every file below the working directory."
+            f"`dataset_name={name!r}` is a file format and would load every file below the working directory: pass the "
+            "path of a file or folder of that format."
         )
     path = Path(name)
     if path.is_file() and path.suffix in FORMATS:
@@ -230,22 +230,22 @@ class _OneStep(TrainerCallback):
 def _summary(logged: Mapping[str, float], steps: int) -> str:
     """The first step's log in words; `steps` are those of the whole run."""
     seconds = {PHASES[name]: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
-    divergence = "none: no token counted in the loss"
+    divergence = "none: no token in the loss"
     if "divergence/mean" in logged:
         divergence = (
-            f"{logged['divergence/mean']:.4g} nats per token; entropy of the student "
-            f"{logged['entropy/student']:.3g}, of the teacher {logged['entropy/teacher']:.3g}"
+            f"{logged['divergence/mean']:.4g} nats per token; entropy of the student {logged['entropy/student']:.3g} "
+            f"and of the teacher {logged['entropy/teacher']:.3g}"
         )
     lines = {
         "divergence": divergence,
         "completions": f"{logged['completions/mean_length']:.0f} tokens on average, from "
         f"{logged['completions/min_length']:.0f} to {logged['completions/max_length']:.0f}; "
-        f"{logged['completions/clipped_ratio']:.0%} were cut at the limit",
+        f"{logged['completions/clipped_ratio']:.0%} truncated at the limit",
         "step": f"loss {logged['loss']:.4g}, gradient norm {logged['grad_norm']:.3g}, learning rate "
-        f"{logged['learning_rate']:.3g}{'' if logged['learning_rate'] else ', with which a warm-up begins'}",
+        f"{logged['learning_rate']:.3g}{'' if logged['learning_rate'] else ': warmup starts at 0'}",
         "seconds": ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()),
-        "the whole run": f"{steps} steps; at this pace {duration(sum(seconds.values()) * steps)}, without evaluations "
+        "the whole run": f"{steps} steps; estimated {duration(sum(seconds.values()) * steps)}, without evaluations "
         "and checkpoints",
     }
-    head = "Dry run: one generation batch and one optimizer step went through; nothing was saved."
+    head = "Dry run: one generation batch and one optimizer step succeeded; nothing was saved."
     return "\n".join([head, *(f"  {name:13} {text}" for name, text in lines.items())])

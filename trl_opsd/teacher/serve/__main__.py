@@ -37,31 +37,30 @@ class ServeOptions:
     """What is served, to whom, and how much of it at once."""
 
     host: str = HfArg(
-        default="127.0.0.1", help=f"Address to listen on. Any other than loopback needs a token, in {TEACHER_TOKEN}."
+        default="127.0.0.1",
+        help=f"Address to listen on. Addresses other than loopback need a token in {TEACHER_TOKEN}.",
     )
-    port: int = HfArg(default=8000, help="Port to listen on; 0 takes a free one and prints it.")
-    dtype: str = HfArg(default="auto", help="'auto', the dtype of the checkpoint, or 'float32', 'bfloat16', 'float16'.")
+    port: int = HfArg(default=8000, help="Port to listen on; 0 picks a free one and prints it.")
+    dtype: str = HfArg(default="auto", help="'auto' (the checkpoint's dtype), 'float32', 'bfloat16' or 'float16'.")
     revision: str | None = HfArg(default=None, help="Branch, tag or commit of a model from the Hub.")
-    trust_remote_code: bool = HfArg(default=False, help="Run Python code that comes with the model: read it first.")
+    trust_remote_code: bool = HfArg(default=False, help="Run Python code that comes with the model; read it first.")
     offload: str = HfArg(
         default="none",
-        help="Where the weights are kept: 'none', on the device; 'cpu', in host memory, copied to the device while "
-        "requests are read; 'stream', in host memory, copied layer by layer, for a model larger than the device.",
+        help="Where the weights are kept: 'none', on the device; 'cpu', in host memory, copied to the device to score "
+        "requests; 'stream', in host memory, copied layer by layer, for a model larger than the device.",
     )
     padding_free: bool = HfArg(
-        default=False, help="Read the rows of a pass as one, without padding, if the model keeps them apart."
+        default=False, help="Concatenate the rows of a forward pass, without padding, if the model supports it."
     )
-    served_model_name: str | None = HfArg(
-        default=None, help="What requests call the model; its path or id if not given."
-    )
-    max_model_len: int | None = HfArg(default=None, help="Most tokens of a row; the model's context if not given.")
+    served_model_name: str | None = HfArg(default=None, help="Model name in requests. Default: its path or id.")
+    max_model_len: int | None = HfArg(default=None, help="Maximum tokens of a row. Default: the model's context.")
     max_request_tokens: int | None = HfArg(
-        default=None, help="Most tokens of all rows of a request; 16384 or `max_model_len` if not given."
+        default=None, help="Maximum tokens of a request. Default: 16384, or `max_model_len` if larger."
     )
     max_waiting_tokens: int = HfArg(
         default=2**20,
-        help="Most tokens that may wait, be read or be sent at once; beyond it requests are answered 503. Each can "
-        "take two bytes, or four in float32, times the hidden width, in host memory.",
+        help="Maximum tokens that are queued, scored or sent at once; further requests get status 503. Each token "
+        "takes two bytes (four in float32) times the hidden size in host memory.",
     )
 
     def __post_init__(self) -> None:
@@ -73,20 +72,20 @@ class ServeOptions:
                 integer(1).check(name, getattr(self, name))
         if (self.max_request_tokens or 0) > self.max_waiting_tokens:
             raise ValueError(
-                f"`max_request_tokens={self.max_request_tokens}` is more than `max_waiting_tokens="
-                f"{self.max_waiting_tokens}`: such a request could never be accepted."
+                f"`max_request_tokens={self.max_request_tokens}` exceeds "
+                f"`max_waiting_tokens={self.max_waiting_tokens}`, so such a request could never be accepted: lower it."
             )
         if self.served_model_name is not None and not self.served_model_name.strip():
-            raise ValueError("`served_model_name` is empty: expected the name that requests give the model.")
+            raise ValueError("`served_model_name` is empty: expected the model name in requests.")
 
     def token(self) -> str | None:
         """The token that clients must send, `None` if they need none; others than this machine's clients always do."""
         token = token_in(TEACHER_TOKEN)
         if token is None and not is_loopback(self.host):
             raise ValueError(
-                f"`host={self.host!r}` can be reached from other machines, and {TEACHER_TOKEN} is not set: anyone "
-                "could have this model read. Set it to a secret here and where the training runs, for instance "
-                f"`export {TEACHER_TOKEN}=$(openssl rand -hex 32)`, or leave `host` at 127.0.0.1 and use an SSH tunnel."
+                f"`host={self.host!r}` is reachable from other machines, but {TEACHER_TOKEN} is not set, so anyone "
+                "could use this model. Set it to a secret here and where the training runs, for instance `export "
+                f"{TEACHER_TOKEN}=$(openssl rand -hex 32)`, or leave `host` at 127.0.0.1 and use an SSH tunnel."
             )
         return token
 
@@ -122,8 +121,8 @@ def bound(host: str, port: int) -> socket.socket:
             raise
     except (OSError, UnicodeError) as error:
         raise ValueError(
-            f"`host={host!r}`, `port={port}` cannot be listened on ({error}): choose another port, 0 for any free one, "
-            "or an address of this machine."
+            f"Cannot listen on `host={host!r}`, `port={port}` ({error}): choose another port (0 for a free one), or an "
+            "address of this machine."
         ) from error
     return found
 
@@ -139,7 +138,7 @@ _LOG_SECONDS = 60.0
 _NAMES = {
     "teacher_offload": "offload",
     "teacher_trust_remote_code": "trust_remote_code",
-    "in `OPSDConfig`, which covers teachers alone": "here",
+    "in `OPSDConfig`, which applies only to teachers": "here",
 }
 """Names of this command's options by the trainer's, for messages."""
 
@@ -174,8 +173,8 @@ def check_model(path: str, options: ServeOptions) -> None:
     context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if options.max_model_len is not None and context is not None and options.max_model_len > context:
         raise ValueError(
-            f"`max_model_len={options.max_model_len}` is more than the {context} tokens of the model's context: lower "
-            "it, or leave it out."
+            f"`max_model_len={options.max_model_len}` exceeds the model's context of {context} tokens: lower it, or "
+            "remove it."
         )
 
 
@@ -245,7 +244,7 @@ async def _serve(
     dtype = str(served.dtype).removeprefix("torch.")
     print(
         f"Ready: http://{f'[{host}]' if ':' in host else host}:{port} serves {served.name!r}: {teacher}; states in "
-        f"{dtype} of rows of up to {served.max_model_len} tokens (read: {teacher.reading}).",
+        f"{dtype} of rows of up to {served.max_model_len} tokens (batching: {teacher.reading}).",
         flush=True,
     )
     log = asyncio.create_task(_log(server, reader))
@@ -255,7 +254,7 @@ async def _serve(
     server.close()
     await runner.cleanup()
     await asyncio.to_thread(reader.join, _SHUTDOWN_SECONDS)
-    print(f"Ended after {server.requests} requests, {reader.counts.tokens} tokens.", flush=True)
+    print(f"Stopped after {server.requests} requests, {reader.counts.tokens} tokens.", flush=True)
     return 0
 
 
@@ -268,8 +267,8 @@ async def _log(server: TeacherServer, reader: Reader) -> None:
         if now != before:
             requests, refused, tokens, passes = (one - other for one, other in zip(now, before, strict=True))
             logger.info(
-                f"{requests} requests answered, {refused} refused, {tokens} tokens in {passes} passes, "
-                f"{reader.waiting.tokens} tokens waiting."
+                f"{requests} requests served, {refused} rejected, {tokens} tokens in {passes} forward passes, "
+                f"{reader.waiting.tokens} tokens queued."
             )
         before = now
 

@@ -91,7 +91,7 @@ class Waiting:
                 raise Closed
             if self.tokens + asked.tokens > self._most:
                 raise Full(
-                    f"{self.tokens} tokens wait here, with the {asked.tokens} of this request it would be more than "
+                    f"{self.tokens} tokens are queued; with the {asked.tokens} of this request they would exceed "
                     f"{self._most} (`--max-waiting-tokens`)"
                 )
             self.tokens += asked.tokens
@@ -242,9 +242,9 @@ class Reader(threading.Thread):
         why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
         if not isinstance(error, torch.OutOfMemoryError):  # a smaller pass may fit
             self.failure = why
-        logger.error(f"A pass of {len(taken)} rows of up to {longest} tokens failed.", exc_info=error)
+        logger.error(f"A forward pass over {len(taken)} rows of up to {longest} tokens failed.", exc_info=error)
         for asked, _ in taken:
-            self._loop.call_soon_threadsafe(asked.fail, NoStates(f"The teacher could not read this, {why}"))
+            self._loop.call_soon_threadsafe(asked.fail, NoStates(f"The teacher failed on this request, {why}"))
 
 
 def _on_host(states_LH: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -251,7 +251,7 @@ class TeacherServer:
             return
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(_digest(given), self._token):
-            message = f"This server needs its token: set {TEACHER_TOKEN} where the request is made."
+            message = f"This server requires a token: set {TEACHER_TOKEN} on the client."
             raise web.HTTPUnauthorized(text=message, headers={"WWW-Authenticate": "Bearer"})
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -290,7 +290,7 @@ class TeacherServer:
             raise web.HTTPBadRequest(text="Unsupported Media Type: Only 'application/json' is allowed")
         if "Content-Encoding" in request.headers:
             # A small compressed body could expand without bound.
-            raise web.HTTPUnsupportedMediaType(text="The request is compressed: send it as it is.")
+            raise web.HTTPUnsupportedMediaType(text="The request is compressed: send it uncompressed.")
         try:
             async with asyncio.timeout(self._patience):
                 return await request.read()
@@ -325,7 +325,9 @@ class TeacherServer:
 
 def _ends() -> web.HTTPException:
     closing = {"Connection": "close"}
-    return web.HTTPServiceUnavailable(text="The server ends: ask another one, or later.", headers=closing)
+    return web.HTTPServiceUnavailable(
+        text="The server is shutting down: retry later, or use another one.", headers=closing
+    )
 
 
 def _digest(token: str) -> bytes:
