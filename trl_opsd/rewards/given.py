@@ -96,7 +96,7 @@ def _check_model(source: Any, called: str) -> None:
     how = "pass a model with one label, `AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)`"
     # transformers would add a head with random weights, and any text would get some number.
     if kinds and not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):
-        raise ValueError(f"`{called}` is a {kinds[0]}without a head that gives one number per text: {how}.")
+        raise ValueError(f"`{called}` is a {kinds[0]} without a head that gives one number per text: {how}.")
     if config.num_labels != 1:
         raise ValueError(f"`{called}` gives {config.num_labels} numbers per text: {how}.")
 
