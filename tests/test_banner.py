@@ -73,7 +73,7 @@ def test_mixed_precision_and_frozen_weights_are_named(make_trainer):
     ("offload", "where"),
     [
         ("none", "on cpu"),
-        ("cpu", "in host memory, copied to cpu while it"),
+        ("cpu", "in host memory, copied to cpu for scoring"),
         ("stream", "in host memory, copied to cpu"),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
 def test_a_prompt_function_may_read_any_column_and_its_first_prompt_is_shown(make_trainer, capsys):
     trainer = make_trainer(teacher_prompt_fn=lambda row, completion: f"{row['prompt']} Is it {completion}?")
     found = parts(trainer)
-    assert found["teacher's prompt"] == "from `teacher_prompt_fn`, shown after the first step"
+    assert found["teacher's prompt"] == "what `teacher_prompt_fn` returns, shown after the first step"
     assert "unused columns" not in found
     trainer.train()
     made = parts(trainer)["teacher's prompt"]

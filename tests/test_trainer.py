@@ -93,7 +93,7 @@ class TestTeacher:
 
     def test_the_shorter_context_of_a_teacher_sets_the_limit(self, make_trainer):
         with pytest.raises(
-            ValueError, match=r"row 1 of train_dataset has 10 tokens; .* context of the teacher, 32 tokens"
+            ValueError, match=r"row 1 of train_dataset has 10 tokens; .* context of the teacher \(32 tokens\)"
         ):
             make_trainer(teacher_model=tiny.qwen2(48, 1, max_position_embeddings=32))
 
@@ -184,7 +184,7 @@ class TestRollout:
     @pytest.mark.parametrize(
         ("written", "message"),
         [
-            ([5] * 300, "Careless wrote 300 tokens after a prompt of"),
+            ([5] * 300, "Careless generated 300 tokens after a prompt of"),
             ([5, 259], "A completion of Careless contains the token id 259"),
         ],
     )
@@ -351,9 +351,8 @@ class TestData:
             train_dataset=IterableDataset.from_generator(lambda: iter(rows)), overlong_prompts="drop", max_steps=1
         )
         trainer.train()
-        said = [record.getMessage() for record in caplog.records if "were dropped" in record.getMessage()]
-        assert [re.search(r"(\d+) so far", message)[1] for message in said] == ["10", "100"]
-        assert caplog.text.count("1 so far was dropped") == 1
+        said = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+        assert [re.search(r"dropped (\d+) so far", message)[1] for message in said] == ["1", "10", "100"]
         assert trainer.dropped_prompts["train_dataset"] == 120
 
 

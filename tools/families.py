@@ -267,7 +267,7 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
     built = {family: one for family, one in found.items() if not one["student"].startswith("not built")}
     sound = [family for family, one in built.items() if all(text.startswith("exact") for text in one.values())]
     slow = [family for family in sound if any("without a cache" in text for text in built[family].values())]
-    unpadded = [family for family in sound if any("rows of one" in text for text in built[family].values())]
+    unpadded = [family for family in sound if any("rows of the same length" in text for text in built[family].values())]
     counts = {role: Counter(one[role].split()[0].strip(":") for one in built.values()) for role in roles}
     kinds = sorted({kind for one in counts.values() for kind in one})
     lines = [

@@ -273,7 +273,7 @@ def test_a_tiny_model_keeps_layers_of_both_kinds():
         ({"divergence": "jsd", "max_steps": 5}, "ok", "All settings are known"),
         ({"learning_rte": 1e-3}, "failed", "learning_rate"),
         ({"divergence": "forward_kl", "teacher_update_rate": 0.2}, "warning", "teacher_update_rate"),
-        ({"teacher_model_name_or_path": "another"}, "warning", "names the teacher 'another'"),
+        ({"teacher_model_name_or_path": "another"}, "warning", "sets the teacher 'another'"),
     ],
 )
 def test_settings_file_is_checked(folders, lines, verdict, said):

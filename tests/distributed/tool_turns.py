@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import HFRollout, OPSDTrainer
+from trl_opsd.loop import generation
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
 ANSWER = "four<|im_end|>"
@@ -36,10 +37,10 @@ class Calling(OPSDTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.check, self._generation._check = self._generation._check, self.in_turn
+        self.check, generation.checked_completions = generation.checked_completions, self.in_turn
 
-    def in_turn(self, prompt_ids, completions):
-        self.check(prompt_ids, completions)
+    def in_turn(self, completions, host, prompt_ids, name):
+        self.check(completions, host, prompt_ids, name)
         left = [calls - len(self.turns) for calls in self.calls[self.accelerator.process_index]]
         self.turns.append(len(prompt_ids))
         texts = [CALL if calls > 0 else ANSWER for calls in left if calls >= 0]

@@ -130,7 +130,7 @@ def test_resuming_a_finished_run_trains_no_step(tmp_path, caplog, options, raise
     assert (again.witness.written, again.witness.weights) == ([], [])
     assert result.global_step == again.state.global_step == again.state.max_steps == done
     assert all(map(torch.equal, again.model.parameters(), run.model.parameters())), "also where the best is another"
-    assert f"checkpoint-{done}is at step {done} of {done}" in caplog.text
+    assert f"checkpoint-{done} is at step {done} of {done}" in caplog.text
     assert "train_loss" not in result.metrics | again.state.log_history[-1]
     assert files() == saved
     if raised is not None:

@@ -180,7 +180,7 @@ COMMAND_LINE = {
     ),
     "an attention of the teacher given twice": (
         ["--teacher_attn_implementation", "sdpa", "--teacher_model_init_kwargs", '{"attn_implementation": "eager"}'],
-        "`teacher_attn_implementation='sdpa'` and `teacher_model_init_kwargs={'attn_implementation': 'eager'}` are two",
+        "`teacher_attn_implementation='sdpa'` and `teacher_model_init_kwargs={'attn_implementation': 'eager'}` set the",
     ),
     "a task and a dataset": (["--task", "arithmetic"], "`task='arithmetic'` comes with its own dataset"),
 }

@@ -218,7 +218,8 @@ def test_packing_refuses_models_whose_rows_leak(make_trainer, role):
     models = {"model": tiny.qwen2(), "teacher_model": tiny.qwen2(48, 1)}
     models["model" if role == "student" else "teacher_model"] = mamba()
     with pytest.raises(
-        ValueError, match=rf"`padding_free=True`: in the {role} \(MambaForCausalLM\) .* Remove the option"
+        ValueError,
+        match=rf"`padding_free=True`: in the {role} \(MambaForCausalLM\), concatenated rows .* Remove the option",
     ):
         make_trainer(**models, padding_free=True)
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.data.completions import completion_ids
+from trl_opsd.loop.generation import Generation
 
 WORDS = tiny.tokenizer()
 GIVEN = [f"the {number}th" for number in range(8)]
@@ -189,12 +190,12 @@ def test_own_complete_is_checked_against_the_rows_it_was_given(make_trainer):
 
 def test_student_that_never_generates_is_proved(make_trainer, monkeypatch):
     proved = []
-    monkeypatch.setattr(OPSDTrainer, "prove_student", lambda self: proved.append(self))
+    monkeypatch.setattr(Generation, "prove_student", lambda self: proved.append(self))
     trainer = make_trainer(train_dataset=rows(), lmbda=0.0, **OPTIONS)
     proved.clear()
-    trainer._student_is_proved = False  # as where its weights are split
+    trainer._generation._is_proved = False  # as where its weights are split
     trainer.train()
-    assert trainer in proved
+    assert trainer._generation in proved
 
 
 @pytest.mark.parametrize(("ends", "last"), [([5], 5), ([], None)])

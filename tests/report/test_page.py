@@ -119,8 +119,8 @@ def test_text_of_models_is_escaped():
 def test_first_and_last_samples_are_paired_if_prompts_are_equal():
     made = page("run", LOG, RECORDED, {"student": "<b>small</b>"})
     of_evaluation, of_training = made.split("<h3>")[1:]
-    assert (of_evaluation.count('"sample pair"'), "other prompts" in of_evaluation) == (1, False)
-    assert (of_training.count('"sample pair"'), "other prompts" in of_training) == (0, True)
+    assert (of_evaluation.count('"sample pair"'), "show different prompts" in of_evaluation) == (1, False)
+    assert (of_training.count('"sample pair"'), "show different prompts" in of_training) == (0, True)
     assert "<dt>student</dt><dd>&lt;b&gt;small&lt;/b&gt;</dd>" in made
     assert "Models and settings" not in page("run", LOG, RECORDED)
 

@@ -252,7 +252,7 @@ class TestAnotherGenerate:
         student = tiny.qwen2()
         student.generate = lambda input_ids, attention_mask: input_ids
         trainer = make_writing(model=student)
-        with pytest.raises(ValueError, match=r"takes \['input_ids', 'attention_mask'\], but no `generation_config`"):
+        with pytest.raises(ValueError, match=r"accepts \['input_ids', 'attention_mask'\], but no `generation_config`"):
             trainer.rollout.complete([[5]], 0)
 
 
@@ -511,7 +511,7 @@ class TestCompile:
         trainer.complete(trainer.tokenize(PROMPTS))
 
     def test_unsupported_compilation_is_refused_at_construction(self, make_writing):
-        with pytest.raises(ValueError, match=r"HFRollout\(compile=True\).*'dynamic'` is not static: leave `compile`"):
+        with pytest.raises(ValueError, match=r"HFRollout\(compile=True\).*'dynamic'` is not static: remove `compile`"):
             make_writing(HFRollout(compile=True), cache_implementation="dynamic")
         student = tiny.qwen2()
         student._can_compile_fullgraph = False

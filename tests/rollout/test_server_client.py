@@ -308,7 +308,7 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
     with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
         client(faults.server_port)
     for wrong, message in [
-        ({}, "/server_info, answered vllm_config.model_config.dtype={}: Field required"),
+        ({}, "/server_info returned vllm_config.model_config.dtype={}: Field required"),
         ({"vllm_config": [1]}, "vllm_config.model_config.dtype={.*}: Field required"),
         (
             {"vllm_config": {**CONFIG, "cache_config": {"block_size": -1}}},

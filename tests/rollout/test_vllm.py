@@ -167,7 +167,7 @@ def test_building_a_rollout_preserves_the_random_state(make):
 
 
 def test_a_context_shorter_than_the_students_limits_prompts_and_completions(make):
-    with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens.*context of the student, 24 tokens"):
+    with pytest.raises(ValueError, match=r"row 1 of train_dataset has 10 tokens.*context of the student \(24 tokens\)"):
         make(vllm_max_model_length=24)
     short = make(vllm_max_model_length=24, overlong_prompts="drop")
     assert short.dropped_prompts["train_dataset"] == 4

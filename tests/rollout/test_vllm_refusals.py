@@ -58,7 +58,7 @@ def test_a_checkpoint_of_another_shape_than_the_student_is_refused(make, tmp_pat
     tiny.qwen2(64, num_hidden_layers=3).save_pretrained(tmp_path / "other")
     model = student(tmp_path / "student")
     model.name_or_path = str(tmp_path / "other")
-    with pytest.raises(ValueError, match="has num_hidden_layers=3, the student has 2"):
+    with pytest.raises(ValueError, match="has num_hidden_layers=3, but the student has 2"):
         make(model=model)
 
 

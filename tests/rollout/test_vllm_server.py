@@ -48,7 +48,7 @@ def test_a_server_in_another_precision_is_warned_about(serve, monkeypatch, caplo
     read = VLLMServerClient.read_facts
     monkeypatch.setattr(VLLMServerClient, "read_facts", lambda self: replace(read(self), dtype=torch.bfloat16))
     trainer = serve()
-    assert "computes in torch.bfloat16 and the student in torch.float32" in caplog.text
+    assert "computes in torch.bfloat16, but the student in torch.float32" in caplog.text
     assert "start the server with `--dtype float32`" in caplog.text
     trainer.complete(trainer.tokenize(tiny.PROMPTS))
     whole = sum(weight.base.nbytes for weight in weight_sync.weights_of(trainer.model))

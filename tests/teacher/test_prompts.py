@@ -313,7 +313,7 @@ def test_an_error_of_the_prompt_function_names_its_row(tmp_path):
         trainer.train()
     (note,) = raised.value.__notes__
     assert note.startswith(
-        "`teacher_prompt_fn` raised this for row 0 of the batch of step 1, with the columns ['answer', "
+        "`teacher_prompt_fn` raised this for row 0 of the batch of step 1, which has the columns ['answer', "
     )
 
 

@@ -86,7 +86,7 @@ FAULTS = {
     "too few": (lambda _, states: states[1:], "It must serve|expected one per token"),
     "last only": (lambda _, states: states[-1:], "Was only the last token pooled"),
     "strange extra": (lambda _, states: torch.cat([states.flip(0), states]), "expected one per token"),
-    "nan": (lambda _, states: states.index_fill(0, torch.tensor([1]), float("nan")), "NaN or infinite states, at 1 of"),
+    "nan": (lambda _, states: states.index_fill(0, torch.tensor([1]), float("nan")), "NaN or infinite states at 1 of"),
     "normalised": (lambda _, states: states / states.norm(dim=-1, keepdim=True), "normalised to length 1"),
     "scaled": (lambda _, states: states * 1.05, "cannot come from the final norm of"),
     "another model": (None, "cannot come from the final norm of"),
@@ -212,7 +212,7 @@ AT_START = {
         "started for another task: start it with `vllm serve TEACHER --runner pooling",
     ),
     "token": ({"fault": lambda *_: (401, b"{}", {})}, ServerError, "`TRL_OPSD_TEACHER_TOKEN`"),
-    "no vLLM": ({"models": {"hello": "world"}}, ServerError, r"/v1/models, answered data=.*: Field required"),
+    "no vLLM": ({"models": {"hello": "world"}}, ServerError, r"/v1/models returned data=.*: Field required"),
     "both ways": ({"fault": lambda server, states: states.flip(0)}, ServerError, "depend on later tokens"),
     "zeroed": ({"fault": lambda server, states: states[1:2].expand_as(states)}, ServerError, "were not loaded"),
 }  # fmt: skip
@@ -251,7 +251,7 @@ def test_states_are_sent_in_the_servers_dtype(served, checkpoint, caplog):
     half.bfloat16()
     with pretended(half) as server:
         teacher = served(server)
-        assert "computes in torch.bfloat16 but the checkpoint is in torch.float32" in caplog.text
+        assert "computes in torch.bfloat16 and the checkpoint is in torch.float32" in caplog.text
         check_equal(teacher, half, rows())
         assert {row.hidden.dtype for row in teacher.targets(rows()).rows} == {torch.bfloat16}
         assert teacher.head.weight.dtype == torch.bfloat16

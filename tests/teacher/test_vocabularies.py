@@ -105,7 +105,7 @@ def test_a_teacher_tokenizer_with_custom_code_warns_and_is_not_compared(make_tra
 @pytest.mark.refusal
 @pytest.mark.before_loading
 def test_a_tokenizer_for_a_teacher_that_does_not_exist_is_refused(make_trainer):
-    with pytest.raises(ValueError, match=r"names \['tutor'\], but the teachers are \['teacher'\]"):
+    with pytest.raises(ValueError, match=r"has \['tutor'\], but the teachers are \['teacher'\]"):
         make_trainer(teacher_processing_class={"tutor": tiny.tokenizer()})
 
 

@@ -98,7 +98,7 @@ class Response:
         try:
             return schema.model_validate_json(self.content)
         except pydantic.ValidationError as errors:
-            raise ServerError(f"{self.request} answered {first_error(errors)}.") from errors
+            raise ServerError(f"{self.request} returned {first_error(errors)}.") from errors
 
 
 class Background:

@@ -49,7 +49,7 @@ class Facts:
     model: str = ""
     """The name that requests to a vLLM server give its model."""
     device: str = ""
-    """The type of an SGLang server's device: `"cuda"`, `"cpu"`, ..."""
+    """The type of an SGLang server's device, as torch calls it."""
     workers: int = 1
     """Processes of an SGLang server that hold a part of the weights."""
 

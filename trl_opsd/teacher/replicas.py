@@ -64,7 +64,7 @@ class Expected:
                 else ""
             )
             raise WrongStatesError(
-                f"{asked} answered {len(content)} bytes for {tokens} tokens, expected {tokens * row_bytes}: {tokens} "
+                f"{asked} returned {len(content)} bytes for {tokens} tokens, expected {tokens * row_bytes}: {tokens} "
                 f"states of {self.width} numbers in {word(dtype)}.{last} It has to serve {self.path!r}."
             )
         states_MH = torch.frombuffer(content, dtype=dtype).view(-1, self.width)

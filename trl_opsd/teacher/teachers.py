@@ -36,7 +36,7 @@ class Teachers(dict[str, Teacher]):
         self._origin = origin
         # The teachers of this package align their targets.
         self._unproved = {
-            name for name, one in by_name.items() if not type(one).targets.__module__.startswith(str(__package__))
+            name for name, one in by_name.items() if not f"{type(one).targets.__module__}".startswith(str(__package__))
         }
 
     @property
