@@ -1,1 +1,1 @@
-"""Rewards of completions, by functions and models, and their advantages within the group of a prompt."""
+"""Rewards of completions, by functions and models."""
