@@ -1,7 +1,7 @@
 """Divides the rows of an optimizer step among processes, micro-batches and, with sequence parallelism, positions.
 
 The loss has one denominator for the whole step, so the gradient does not depend on the assignment.
-Each process generates and teaches its own rows; only the student's pass with gradients is shared.
+Each process generates its own rows; before they are scored, some may move to another process.
 
 B rows · L tokens, prompt and completion · N positions of one process · H teacher's hidden size
 """
@@ -200,7 +200,7 @@ def parts_to_learn(
 ) -> Iterator[tuple[dict[str, Any], bool]]:
     """For the micro-batch of each process of a group in turn, the part that this process trains on. Collective.
 
-    Each process generates and teaches its own rows; only the student's pass with gradients is shared. Each part, given
+    Each process generates and scores its own rows; only the student's pass with gradients is shared. Each part, given
     with whether it is the last, needs its backward pass before the next: all at once would need as much memory as
     without sharing.
     """
