@@ -192,7 +192,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             train_dataset=given.train_dataset,
             eval_dataset=given.eval_dataset,
             processing_class=given.tokenizer,
-            processor=given.processor,
+            processors=given.processors,
             callbacks=callbacks,
             optimizers=optimizers,
             quantization_config=quantization_config,

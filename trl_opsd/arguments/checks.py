@@ -16,9 +16,10 @@ from trl_opsd._compat.peft import CausalLM, has_foreign_adapter, is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, check_completion
 from trl_opsd.data.datasets import AnyDataset, Rows, check_alike, columns_of, describe_rows, look_ahead
-from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, PRIVILEGED, Intake, Request, check_columns, refuse_images
+from trl_opsd.data.images import TEACHER_IMAGE_COLUMNS
+from trl_opsd.data.prompts import COLUMNS, PRIVILEGED, Intake, Request, check_columns, tells_more
 from trl_opsd.data.readers import PromptLimits
-from trl_opsd.data.survey import has_transform, has_values
+from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import (
     check_template_arguments,
     check_that_all_is_read,
@@ -113,7 +114,7 @@ def warn_of_same_model(
     tells_more: bool,
 ) -> bool:
     """Warns of a teacher that is the student and reads nothing more: the divergence is 0, and stays 0."""
-    if tells_more or args.tempers_apart or args.pulls or may_have(datasets, PRIVILEGED):
+    if tells_more or args.tempers_apart or args.pulls or may_have(datasets, (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS)):
         return False
     loading = args.model_init_kwargs or {}
     theirs = teacher_loading(args)
@@ -210,8 +211,7 @@ def looked_through(
 ) -> dict[str, Rows]:
     """The datasets that are there, surveyed, after the checks of their rows that need no tokenizer. Collective."""
     rows = surveyed(datasets, args, len(intake.teachers) > 1)
-    for one in rows.values():
-        look_ahead(one, intake)
+    rows = {name: look_ahead(one, intake) for name, one in rows.items()}
     if args.world_size > 1:
         check_alike(gather_object([{name: describe_rows(one, columns) for name, one in datasets.items()}]))
     return rows
@@ -222,7 +222,7 @@ def check_datasets(
 ) -> None:
     """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
     teachers = intake.teachers if len(intake.teachers) > 1 else ()
-    optional = PRIVILEGED if intake.prompt_fn is None else ()  # a function may read columns of any name
+    optional = (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS) if intake.prompt_fn is None else ()  # a function may read columns of any name
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
     for where, dataset in datasets.items():
@@ -235,15 +235,11 @@ def check_datasets(
             )
         columns = columns_of(dataset)
         check_columns(columns, where, teachers, optional)
-        # the rows of a stream are checked when they are used
-        for name in IMAGE_COLUMNS if isinstance(dataset, Dataset) else ():
-            if name in dataset.column_names and has_values(dataset, name):
-                refuse_images(name, where)
-        if needs_privilege and columns is not None and not set(PRIVILEGED) & set(columns):
+        if needs_privilege and columns is not None and not tells_more(columns):
             raise ValueError(
                 f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
                 f"no context for the teacher that the student does not see; it has only {columns}. Add a column "
-                "'privileged_context' or 'teacher_prompt', or pass `teacher_prompt_fn`; or set `teacher_temperature`."
+                "'privileged_context', 'teacher_prompt' or 'teacher_images', or pass `teacher_prompt_fn`; or set `teacher_temperature`."
             )
         if where == "train_dataset":
             check_train_size(dataset, args)

@@ -29,11 +29,11 @@ from trl_opsd.arguments.checks import (
     needs_privilege,
     warn_of_same_model,
 )
-from trl_opsd.arguments.rules import BUILDING, LEARNING, SURPRISES
+from trl_opsd.arguments.rules import BUILDING, LEARNING, SEEING, SURPRISES
 from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
-from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
 from trl_opsd.data.prompts import Intake, check_prompt_fn
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
@@ -53,7 +53,13 @@ from trl_opsd.options.table import (
     without_effect_in_words,
 )
 from trl_opsd.rewards.given import Given, given_rewards
-from trl_opsd.teacher.checks import check_named_once, check_teachers, check_tokenizers, check_up
+from trl_opsd.teacher.checks import (
+    check_named_once,
+    check_teachers,
+    check_tokenizers,
+    check_up,
+    teachers_processors,
+)
 
 logger = get_logger(__name__)
 
@@ -74,6 +80,8 @@ class Prepared:
     intake: Intake
     """Parses rows, with the names of these teachers."""
     processing_class: Any
+    processors: Mapping[str, ProcessorMixin | None]
+    """What reads images: the student's processor, if there is one, under an empty name; teachers' own by their names."""
     row_columns: tuple[str, ...]
     """Columns that are read."""
     rollout: Any
@@ -87,11 +95,6 @@ class Prepared:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return text_tokenizer(self.processing_class)
-
-    @property
-    def processor(self) -> ProcessorMixin | None:
-        """The processor, which is saved with the student; `None` if there is only a tokenizer."""
-        return self.processing_class if isinstance(self.processing_class, ProcessorMixin) else None
 
 
 def prepared(
@@ -167,6 +170,15 @@ def prepared(
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
+    processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
+    processors: dict[str, ProcessorMixin | None] = {"": processor}
+    if any(one.has_images or (one.has_images is None and processor) for one in rows.values()):
+        processors.update(teachers_processors(processor, models, teacher_processing_class, args))
+        intake = replace(intake, processors={name: one and name for name, one in processors.items()})
+    for one in rows.values():
+        if one.has_images:
+            refuse(SEEING, replace(now, rollout=picked))
+            look_ahead(one, intake)  # now that it is known who can read them
     unread = without_effect(
         replace(now, teachers=list(models.values()), has_context=may_have(datasets, ("privileged_context",)))
     )
@@ -181,6 +193,7 @@ def prepared(
         rows=rows,
         intake=intake,
         processing_class=processing_class,
+        processors=processors,
         row_columns=row_columns,
         rollout=picked,
         rewards=rewards,

@@ -10,10 +10,11 @@ from importlib.util import find_spec
 
 from transformers import Trainer
 
+from trl_opsd._compat.sharding import launched
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import by_name
 from trl_opsd.monitor.metrics import evaluated_names
-from trl_opsd.options.rules import Rule
+from trl_opsd.options.rules import Rule, together
 from trl_opsd.options.table import Situation
 
 
@@ -118,6 +119,20 @@ def _ignored_column(name: str, instead: str) -> Rule:
 
     return Rule(dataset_with_it, f"The column {name!r} of {{1}} is not used: {instead}; or remove the column.", True)
 
+
+SEEING = (
+    together(" cannot read rows with images, which are not concatenated: remove the option.", padding_free=True),
+    Rule(
+        lambda now: launched(now.args).sp_enabled,
+        "`parallelism_config`: `sp_size` cannot divide rows with images: remove it from the accelerate file.",
+    ),
+    Rule(
+        lambda now: not now.rollout.reads_images,
+        "The rollout ({0.rollout}) does not read images, but prompts have some: generate with `transformers` or a "
+        "colocated vLLM, or set `reads_images = True` in a rollout of your own that reads `prompt_ids[row].images`.",
+    ),
+)
+"""Of prompts with images."""
 
 SURPRISES = (
     _ignored_column(

@@ -7,11 +7,12 @@ Form is checked on one row of each shape; of the others only those are tokenized
 
 from __future__ import annotations
 
+import copy
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeAlias, final
@@ -20,7 +21,7 @@ import datasets
 import numpy as np
 from accelerate import PartialState
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
 from datasets.fingerprint import Hasher
 from torch.utils.data import IterableDataset as TorchStream
 from tqdm.auto import tqdm
@@ -123,6 +124,8 @@ class Rows:
     """The shape and size of each row; `None` for a stream, or where only reading each row reveals them."""
     progress: bool
     """Whether to show progress bars."""
+    has_images: bool | None = None
+    """Whether a prompt of the student has images; `None` where that is not known before rows are read."""
 
     @property
     def can_be_read_ahead(self) -> bool:
@@ -146,14 +149,16 @@ class Rows:
         return list(next(_requests(self, range(min(_SOME, len(self.dataset))), intake)).values())
 
 
-def look_ahead(rows: Rows, intake: Intake) -> None:
+def look_ahead(rows: Rows, intake: Intake) -> Rows:
     """Runs the checks that need no tokenizer, so that a bad row is refused before a model is loaded."""
     if not rows.can_be_read_ahead:
-        return
-    kind = None
+        return rows
+    kind, has_images = None, False
     # One row of each shape has every form of error that the dataset has.
     for requests in _requests(rows, rows.one_of_each_shape, intake):
         kind = common_kind((request.student for request in requests.values()), kind)
+        has_images |= any(prompt.has_images for one in requests.values() for prompt in (one.student, one.of_teacher))
+    return replace(rows, has_images=has_images)
 
 
 def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
@@ -163,7 +168,7 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     if _is_stream(rows.dataset):
         # A stream is filtered while it is read, and otherwise checked when its rows are used.
         kept = rows.dataset if dropped is None else rows.dataset.filter(_stays(rows.where, reader, dropped))
-        return Rows(kept, rows.where, None, rows.progress)
+        return replace(rows, dataset=kept, survey=None)
     # First one row of each shape, then those that their bytes do not prove to fit; only suspects are parsed again.
     numbers = rows.one_of_each_shape
     counts = _counted(rows, numbers, reader)
@@ -194,7 +199,7 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
         f"context and were dropped; {len(left)} are left."
     )
     survey = None if rows.survey is None else rows.survey.select(left)
-    return Rows(rows.dataset.select(left), rows.where, survey, rows.progress)
+    return replace(rows, dataset=rows.dataset.select(left), survey=survey)
 
 
 def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:
@@ -248,7 +253,7 @@ def _requests(rows: Rows, numbers: Sequence[int] | Numbers, intake: Intake) -> I
     """These rows, parsed, by their numbers, a batch at a time."""
     read, hidden = rows.dataset, not rows.progress or len(numbers) <= _FEW
     if rows.can_be_read_ahead:  # else a transform may need other columns
-        read = read.with_format(None).select_columns([name for name in COLUMNS if name in read.column_names])
+        read = as_stored(read.with_format(None).select_columns([one for one in COLUMNS if one in read.column_names]))
     with tqdm(total=len(numbers), desc=f"Checking the prompts of {rows.where}", disable=hidden) as bar:
         for start in range(0, len(numbers), _BATCH):
             chosen = [int(number) for number in numbers[start : start + _BATCH]]
@@ -259,6 +264,21 @@ def _requests(rows: Rows, numbers: Sequence[int] | Numbers, intake: Intake) -> I
                 for number, row in zip(chosen, values, strict=True)
             }
             bar.update(len(chosen))
+
+
+def as_stored(dataset: Dataset) -> Dataset:
+    """The dataset with images as bytes or paths, as they are stored: none is decoded."""
+    found = copy.deepcopy(dataset)  # not of its table; a cast would write a new one
+    found.info.features = Features(_undecoded(found.features))
+    return found
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, Mapping):
+        return {name: _undecoded(one) for name, one in feature.items()}
+    if isinstance(feature, List | LargeList):
+        return replace(feature, feature=_undecoded(feature.feature))
+    return replace(feature, decode=False) if isinstance(feature, Image) else feature
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -8,14 +8,17 @@ It turns dataset rows into text and messages; tokenization happens elsewhere.
 from __future__ import annotations
 
 import inspect
+import re
 import string
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, NoReturn, TypeAlias
+from itertools import cycle
+from typing import Any, TypeAlias
 
-IMAGE_COLUMNS = ("image", "images")
-"""Columns from which TRL reads images."""
+from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, images_in, places
+from trl_opsd.types.images import RowImages
+
 _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
 """Code that converts a message in ShareGPT's format."""
 _PROMPTS = ("question", "problem", "query", "instruction", "input", "text", "messages", "conversation", "conversations")
@@ -50,14 +53,6 @@ def check_columns(
             )
 
 
-def refuse_images(column: str, where: str) -> NoReturn:
-    """Raises `ValueError` for a column that has images in it."""
-    raise ValueError(
-        f"{where} has a column {column!r} with images in it, but prompts with images are not supported yet: remove the "
-        "column, or use `trl.DistillationTrainer`, which supports them."
-    )
-
-
 def check_prompt(prompt: Any, where: str) -> str:
     """Refuses a prompt that is empty or of another type (`TypeError`); returns its kind, `"text"` or `"messages"`."""
     if isinstance(prompt, str):
@@ -86,6 +81,13 @@ class Prompt:
     """`"text"` or `"messages"`."""
     where: str
     """`"The prompt in row 3 of train_dataset"`."""
+    processor: str = ""
+    """The name of the teacher whose own processor reads its images; empty for the student's processor."""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a model's processor has to read it."""
+        return self.kind == "messages" and bool(places(self.value))
 
     @property
     def has_parts(self) -> bool:
@@ -132,11 +134,11 @@ def _check_message(message: Any, where: str) -> None:
         return
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         kinds = {part.get("type") for part in content}
-        if kinds <= {"text"}:
+        if kinds <= {"text", "image"}:
             return
         raise ValueError(
-            f"{where} has parts of type {sorted(map(str, kinds))}, but only text is supported so far: "
-            "use `trl.DistillationTrainer` for prompts with images."
+            f"{where} has parts of type {sorted(map(str, kinds - {'text', 'image'}))}: expected 'text' or 'image'; "
+            "videos and audio are not supported."
         )
     raise ValueError(f"{where}: its content is {_kind(content)}: expected text.")
 
@@ -156,7 +158,7 @@ TEXT_TEMPLATE = "{privileged_context}\n\n{prompt}"
 PRIVILEGED = ("teacher_prompt", "privileged_context")
 """The columns that give a teacher a prompt other than the student's; a row has at most one of them."""
 
-COLUMNS = ("prompt", *PRIVILEGED, "teacher")
+COLUMNS = ("prompt", *PRIVILEGED, "teacher", *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
 """The columns that are read from a dataset; all but the first are optional."""
 
 
@@ -192,13 +194,13 @@ def check_prompt_fn(function: Any) -> None:
 
 def tells_more(columns: Iterable[str]) -> bool:
     """Whether the columns give the teacher a prompt other than the student's."""
-    return not set(PRIVILEGED).isdisjoint(columns)
+    return not {*PRIVILEGED, *TEACHER_IMAGE_COLUMNS}.isdisjoint(columns)
 
 
 class Request(dict[str, Any]):
     """A dataset row, parsed; its columns are the keys."""
 
-    __slots__ = ("advantage", "is_off_policy", "logprobs", "of_teacher", "place", "student", "teacher", "where")
+    __slots__ = ("advantage", "images", "is_off_policy", "logprobs", "of_teacher", "place", "student", "teacher", "where")
 
     def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
         super().__init__(row)
@@ -208,6 +210,7 @@ class Request(dict[str, Any]):
         self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
         self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
         self.advantage = 0.0  # of the completion within its group, once there are rewards
+        self.images: RowImages | None = None  # of the student's prompt, once it is tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +223,9 @@ class Intake:
     """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
     prompt_fn: Callable[[dict[str, Any], str], Any] | None
     """Builds a teacher's prompt from a row and the completion's text; takes precedence over the columns."""
+    processors: Mapping[str, str | None] = field(default_factory=dict)
+    """Who reads images with which processor, once that is known: the student under an empty name, and teachers that do
+    not have its processor; `None` for one that reads text only."""
 
     @property
     def copies(self) -> int:
@@ -230,14 +236,16 @@ class Intake:
         """Parses one row and checks its columns, teacher and prompts; a parsed row is returned unchanged."""
         if isinstance(row, Request):
             return row
-        for name in IMAGE_COLUMNS:
-            value = row.get(name)
-            if value is not None and not (isinstance(value, list) and all(one is None for one in value)):
-                refuse_images(name, where)
         check_columns(row, where, self.teachers if len(self.teachers) > 1 else ())
         teacher = self._teacher_of(row, where)
-        student = Prompt.of(row["prompt"], f"The prompt in {where}")
-        return Request(row, where, student, teacher, self._from_columns(row, where) or student)
+        images, named = images_in(row, IMAGE_COLUMNS, where), f"The prompt in {where}"
+        student = _seen(Prompt.of(row["prompt"], named), images)
+        if student.has_images and self.processors.get("", "") is None:
+            raise ValueError(
+                f"{named} has images, but `processing_class` is a tokenizer: pass the student's processor, "
+                "`AutoProcessor.from_pretrained(...)`, and a student that reads images; or remove them."
+            )
+        return Request(row, where, student, teacher, self._of_teacher(row, where, teacher, student, images))
 
     def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
         """Parses the rows of a generation batch of this name."""
@@ -253,7 +261,8 @@ class Intake:
             columns = sorted(request)
             error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, which has the columns {columns}.")
             raise
-        return Prompt.of(prompt, f"What `teacher_prompt_fn` returned for {request.where}")
+        found = Prompt.of(prompt, f"What `teacher_prompt_fn` returned for {request.where}")
+        return self._seen_by(request.teacher, found, request, images_in(request, IMAGE_COLUMNS, request.where))
 
     def _teacher_of(self, row: Row, where: str) -> str:
         """The name of a row's teacher; a single teacher scores every row, whatever its column `teacher`."""
@@ -269,19 +278,38 @@ class Intake:
             raise ValueError(f"{where} {found}: expected one of {sorted(self.teachers)}.")
         return name
 
-    def _from_columns(self, row: Row, where: str) -> Prompt | None:
-        """The teacher's prompt if columns make it another than the student's; `prompt_fn` needs the completion."""
-        if self.prompt_fn is not None or not tells_more(row):
-            return None
-        if "privileged_context" not in row:
-            return Prompt.of(row["teacher_prompt"], f"The teacher_prompt in {where}")
-        if "teacher_prompt" in row:
+    def _of_teacher(self, row: Row, where: str, teacher: str, student: Prompt, images: list[Any] | None) -> Prompt:
+        """The teacher's prompt from the columns, the student's own if they do not make it another one."""
+        if self.prompt_fn is not None or not (tells_more(row) or (student.has_images and teacher in self.processors)):
+            return student
+        if "teacher_prompt" in row and "privileged_context" in row:
             raise ValueError(
                 f"{where} has both 'teacher_prompt' and 'privileged_context', but the teacher uses only one: remove "
                 "the other column."
             )
-        prompt = self._with_context(row["prompt"], row["privileged_context"], where)
-        return Prompt.of(prompt, f"The teacher's prompt in {where}")
+        value, named = row["prompt"], f"The teacher's prompt in {where}"
+        if "teacher_prompt" in row:
+            value, named = row["teacher_prompt"], f"The teacher_prompt in {where}"
+        elif "privileged_context" in row:
+            value = self._with_context(value, row["privileged_context"], where)
+        elif teacher not in self.processors and images_in(row, TEACHER_IMAGE_COLUMNS, where) is None:
+            return student
+        return self._seen_by(teacher, Prompt.of(value, named), row, images)
+
+    def _seen_by(self, teacher: str, prompt: Prompt, row: Row, images: list[Any] | None) -> Prompt:
+        """A teacher's prompt with the images that it sees: those of its columns or, without, the student's."""
+        theirs = images_in(row, TEACHER_IMAGE_COLUMNS, prompt.where)
+        processor = self.processors.get(teacher, self.processors.get("", ""))
+        if processor is not None:
+            seen = _seen(prompt, images if theirs is None else theirs, theirs is not None)
+            return replace(seen, processor=processor) if seen.has_images else seen
+        is_written = "teacher_prompt" in row or self.prompt_fn is not None  # for this teacher
+        if theirs or prompt.has_images or (images and not is_written):
+            raise ValueError(
+                f"{prompt.where} has images, but the teacher reads text only: pass its processor as "
+                "`teacher_processing_class`, or describe the images in a column 'teacher_prompt'."
+            )
+        return prompt
 
     def _with_context(self, prompt: Any, context: Any, where: str) -> Any:
         context = _as_text(context, where)
@@ -300,8 +328,12 @@ class Intake:
                 "privileged context: add one, or give a complete 'teacher_prompt' instead."
             )
         message = prompt[users[-1]]
-        text = (self.template or TEMPLATE).format(prompt=_text_of(message), privileged_context=context)
-        content = text if isinstance(message["content"], str) else [{"type": "text", "text": text}]
+        text = (self.template or TEMPLATE).format(prompt=_text_of(message, _IMAGE), privileged_context=context)
+        content: Any = text
+        if isinstance(message["content"], list):  # images stay where they are in the text
+            images = cycle(places([message]))
+            pieces = filter(None, re.split(f"({_IMAGE})", text))
+            content = [next(images) if piece == _IMAGE else {"type": "text", "text": piece} for piece in pieces]
         return [*prompt[: users[-1]], {**message, "content": content}, *prompt[users[-1] + 1 :]]
 
 
@@ -318,6 +350,27 @@ def _as_text(context: Any, where: str) -> str:
     return "\n".join(filter(None, map(_text_of, context)))
 
 
-def _text_of(message: Mapping[str, Any]) -> str:
+_IMAGE = "\0"
+"""Stands for an image in the text of a message."""
+
+
+def _text_of(message: Mapping[str, Any], image: str = "") -> str:
     content = message["content"]
-    return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content or ())
+    if isinstance(content, str):
+        return content
+    parts = [image if part.get("type") == "image" else part.get("text") or "" for part in content or ()]
+    return ("" if places([message]) else " ").join(parts)
+
+
+def _seen(prompt: Prompt, images: list[Any] | None, replaces: bool = False) -> Prompt:
+    """A prompt with images in its messages."""
+    if prompt.kind == "text":
+        if images:
+            raise ValueError(
+                f"{prompt.where} is text, but the row has images, which belong to a message: give messages, "
+                "[{'role': 'user', 'content': '...'}]."
+            )
+        return prompt
+    if not images and not places(prompt.value):
+        return prompt
+    return replace(prompt, value=filled(prompt.value, images, prompt.where, replaces))

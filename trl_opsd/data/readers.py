@@ -179,11 +179,30 @@ class Reader:
                 f"`teacher_chat_template_kwargs={dict(template)!r}` has no effect, because the teacher's prompts are "
                 "text: give messages, or remove the option."
             )
+        text = [prompt for prompt in prompts if not prompt.has_images]
+        of_text, last = iter(self._of_text(text, template) if text else ()), None
+        found: list[list[int]] = []
+        for prompt in prompts:
+            if prompt.has_images:  # one row at a time, and once for the rows of a group
+                is_same = last is not None and last == replace(prompt, where=last.where)
+                found.append(found[-1] if is_same else self._of_images(prompt, template))
+            else:
+                found.append(next(of_text))
+            last = prompt if prompt.has_images else None
+        return found
+
+    def _of_images(self, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
+        try:
+            return self.of.see(prompt, **template)
+        except ValueError as error:
+            raise ValueError(f"{prompt.where}: {error}") from error
+
+    def _of_text(self, prompts: Sequence[Prompt], template: Mapping[str, Any]) -> list[list[int]]:
         try:
             found = self.of.tokenize([prompt.value for prompt in prompts], **template)
         except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             if len(prompts) > 1:  # one by one, to find the row
-                return [ids for prompt in prompts for ids in self.token_ids([prompt])]
+                return [ids for prompt in prompts for ids in self._of_text([prompt], template)]
             raise ValueError(f"{prompts[0].where}: the tokenizer's chat template rejects it: {error}.") from error
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where)
@@ -209,6 +228,8 @@ class Readers:
     """Parses the rows."""
     tokenize: Callable[..., list[list[int]]]
     """Turns prompts of one kind into token ids; takes chat template arguments."""
+    see: Callable[..., list[int]]
+    """Turns one prompt with images into token ids that know them; takes chat template arguments."""
     template: Mapping[str, Any]
     """Chat template arguments that differ for the teacher."""
     tokenizer: PreTrainedTokenizerBase

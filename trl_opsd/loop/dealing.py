@@ -109,7 +109,7 @@ class Dealer:
         batch = chosen(batch, order)
         calls = self._host.args.gradient_accumulation_steps
         multiple = self._host.args.pad_to_multiple_of or 1  # what padding will add counts against the budget
-        groups = self._groups([-(-one.total // multiple) * multiple for one in batch["lengths"]])
+        groups = self._groups([-(-size // multiple) * multiple for size in Rollout.unpack(batch).sizes])
         bounds = [len(groups) * call // calls for call in range(calls + 1)]
         dealt = [[chosen(batch, group) for group in groups[a:b]] for a, b in pairwise(bounds)]
         if (weights_BC := batch.get("loss_weights")) is not None:  # read once here, rather than in each micro-batch
@@ -125,10 +125,12 @@ class Dealer:
         if number == 1 or not self._host.model.training or stay or may_change_batches(self._host):
             # A user's override may have added values to the batch for exactly the rows that it was given.
             return dict(batch), list(rows)
-        tokens = torch.tensor([one.total for one in lengths_of(batch["prompt_mask"], batch["completion_mask"])])
-        each = accelerator.gather(tokens.to(accelerator.device)).view(number, -1).tolist()
+        tokens = [one.total for one in lengths_of(batch["prompt_mask"], batch["completion_mask"])]
+        has_images = [int(getattr(row, "images", None) is not None) for row in rows]
+        both = accelerator.gather(torch.tensor([tokens, has_images], device=accelerator.device)).view(number, 2, -1)
+        each = both[:, 0].tolist()
         sums = [sum(theirs) for theirs in each]
-        if max(sums) <= EVEN * sum(sums) / number:
+        if both[:, 1].any() or max(sums) <= EVEN * sum(sums) / number:  # sending images costs more than it saves
             return dict(batch), list(rows)
         # From the same lengths every process computes the same groups.
         mine = equal_groups(list(chain(*each)), number, packed=True)[accelerator.process_index]

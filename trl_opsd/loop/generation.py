@@ -92,13 +92,13 @@ class Generation:
         """One checked completion of the rollout for each prompt."""
         self.be_ready()
         # A copy, so that changing it does not change what is trained on.
-        returned = self.rollout.complete([list(ids) for ids in prompt_ids], self._host.state.global_step)
+        returned = self.rollout.complete([ids.copy() for ids in prompt_ids], self._host.state.global_step)
         return checked_completions(returned, self._host, prompt_ids, type(self.rollout).__name__)
 
     def stream(self, prompt_ids: list[list[int]]) -> Closable[tuple[int, list[int]]]:
         """Generates as `complete`: the number of each prompt with its completion, checked, as it ends."""
         self.be_ready()
-        rows = self.rollout.stream([list(ids) for ids in prompt_ids], self._host.state.global_step)
+        rows = self.rollout.stream([ids.copy() for ids in prompt_ids], self._host.state.global_step)
         return checked_stream(rows, self._host, prompt_ids, type(self.rollout).__name__)
 
     def be_ready(self) -> None:

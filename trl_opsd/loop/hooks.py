@@ -25,7 +25,8 @@ from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
-from trl_opsd.data.prompts import COLUMNS, IMAGE_COLUMNS, Request
+from trl_opsd.data.images import IMAGE_COLUMNS
+from trl_opsd.data.prompts import COLUMNS, Request
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
@@ -66,7 +67,7 @@ class TrainerHooks(TrainerMembers):
     row_columns: tuple[str, ...] = COLUMNS
     """Columns of a dataset that `remove_unused_columns` keeps."""
     hidden_columns: ClassVar[tuple[str, ...]] = IMAGE_COLUMNS
-    """Columns that are hidden from TRL, which would treat them as images even when they are empty."""
+    """Columns that are hidden from TRL, which would read the images itself; it is given the ids of their tokens."""
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is privileged context."""
     _overlap: Overlap | None = None
@@ -89,8 +90,10 @@ class TrainerHooks(TrainerMembers):
     _step: int
     _signature_columns: list[str] | None
 
-    def __init__(self, *, args: DistillationConfig, processor: ProcessorMixin | None = None, **kwargs: Any) -> None:
-        self.processor = processor
+    def __init__(
+        self, *, args: DistillationConfig, processors: Mapping[str, ProcessorMixin | None], **kwargs: Any
+    ) -> None:
+        self.processors, self.processor = processors, processors[""]
         if args.n_gpu > 1:
             logger.warning(
                 f"{args.n_gpu} accelerators are visible, but this single process trains only on {args.device}: to use "
@@ -344,6 +347,8 @@ class TrainerHooks(TrainerMembers):
 
     # By TRL's `_generate`, before the first turn.
     def _tokenize_prompts(self, prompts: list) -> tuple:
+        if any(row.student.has_images for row in self._generation.requests):
+            return self.prompt_ids_of(self._generation.requests), None, {}
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         self.teaching.readers.check_batch(prompt_ids, self.teaching.batch_name)
         return prompt_ids, images, multimodal_fields

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import forwards_apart, register_external_parameters, with_current_autocast
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.prompts import Request
+from trl_opsd.data.images import read_with_images, typed_placeholder
+from trl_opsd.data.prompts import Prompt, Request
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
@@ -34,6 +36,7 @@ from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import ReadOnce, above, from_to
 from trl_opsd.parallel.precision import autocast
+from trl_opsd.types.images import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.generation import Generation
@@ -73,6 +76,8 @@ class TrainerMembers(UpstreamFixes):
     """TRL's trainer with its attributes checked when they are assigned, and with the members of `Host`."""
 
     eos_token_ids: list[int]
+    processors: Mapping[str, ProcessorMixin | None]
+    """What reads images: the student's processor under an empty name, and those of teachers that have their own."""
     args: OPSDConfig
     divergence: Divergence
     teacher: Any
@@ -231,6 +236,9 @@ class TrainerMembers(UpstreamFixes):
         rows, tokenizer = model_shape(self.model)[0], self.processing_class
         ensure_special_tokens(tokenizer, rows)
         self.placeholders = placeholders(self.model.config, rows)
+        marks = {getattr(one, name, None) for one in self.processors.values() for name in ("image_token", "boi_token")}
+        marks |= set(tokenizer.convert_ids_to_tokens(self.placeholders))
+        self.image_marks = {mark for mark in marks if isinstance(mark, str)}
         self.eos_token_ids = end_tokens(self.args, known_end_tokens(self.eos_token_ids, rows), rows)
         of_both = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": self.eos_token_ids}
         self.generation_kwargs.update(of_both)
@@ -249,9 +257,33 @@ class TrainerMembers(UpstreamFixes):
             self.chat_template_kwargs = ours
         return list(prompt_ids)
 
+    def see(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds:
+        """Token ids of a prompt with images, by the processor of the model that reads it."""
+        processor = self.processors.get(prompt.processor)
+        if processor is None:
+            raise ValueError(
+                "it has images, but `processing_class` is a tokenizer: pass the student's processor, "
+                "`AutoProcessor.from_pretrained(...)`."
+            )
+        if mark := typed_placeholder(prompt.value, self.image_marks):
+            raise ValueError(f"its text contains {mark!r}, which stands for an image: remove it from the text.")
+        return read_with_images(
+            processor,
+            prompt.value,
+            tools=self.tools or None,
+            chat_template=self.chat_template,
+            **{**self.chat_template_kwargs, **chat_template_kwargs},
+        )
+
     def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
-        """The student's prompts for checked rows."""
-        prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+        """The student's prompts for checked rows, which get their images."""
+        if not any(row.student.has_images for row in rows):
+            prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
+            return prompt_ids
+        prompt_ids = self.teaching.readers.student.token_ids([row.student for row in rows])
+        self.teaching.readers.check_batch(prompt_ids, self.teaching.batch_name)
+        for row, ids in zip(rows, prompt_ids, strict=True):
+            row.images = getattr(ids, "images", None)
         return prompt_ids
 
     def pad_prompts(self, prompt_ids: Sequence[list[int]]) -> dict[str, Tensor]:

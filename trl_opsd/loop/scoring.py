@@ -25,6 +25,7 @@ from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
+from trl_opsd.types.images import images_of
 from trl_opsd.types.targets import check_targets, kept_by_row
 
 logger = get_logger(__name__)
@@ -46,7 +47,8 @@ class Scorer:
         host, name = self._host, type(self._host).__name__
         digest, selection = _digest(batch), selection_of(host)
         rollout = _generated(batch)
-        rollout = replace(rollout, lengths=rollout.measured())
+        images = images_of(rows)
+        rollout = replace(rollout, lengths=rollout.measured(), images=images)
         candidates_B = rollout.counts.sum(1)
         if selection is not None and not selection.is_late:
             rollout = replace(rollout, weights=selection.chosen(rollout.weights, self._seeds(rows)))
@@ -64,6 +66,7 @@ class Scorer:
             **kept_by_row(targets, counted).pack(),
             "loss_weights": weights,
             "rows": list(rows),
+            **({} if images is None else {"images": list(images)}),
             "scored": digest,
             "lengths": list(replace(rollout, weights=weights).ended().lengths or ()),
         }

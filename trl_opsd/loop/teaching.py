@@ -35,6 +35,7 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types.images import images_of
 
 
 class Teaching:
@@ -64,6 +65,7 @@ class Teaching:
         self.readers = Readers(
             intake=given.intake,
             tokenize=host.tokenize,
+            see=host.see,
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,
             largest_id=largest_id(host.processing_class),
@@ -190,7 +192,9 @@ class Teaching:
 
     def rows_of(self, rollout: Rollout) -> list[Row]:
         """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
-        if len(self.teachers) > 1 or not self.readers.are_alike(columns_of(self._host.train_dataset) or ()):
+        has_images = set(self._host.placeholders) & {one for ids in rollout.prompt_lists() for one in ids}
+        columns = columns_of(self._host.train_dataset) or ()
+        if len(self.teachers) > 1 or has_images or not self.readers.are_alike(columns):
             raise ValueError(
                 "`compute_loss` got a batch without teacher targets and without its dataset rows, from which the "
                 "teacher's prompts are made: pass the result of `trainer._generate_and_score_completions(rows)`, or "
@@ -219,7 +223,7 @@ class Teaching:
         if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:
             self.first_made = prompts[0]
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
-            rollout = rollout.after(self._host.pad_prompts(prompts))
+            rollout = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
         return rollout, [request.teacher for request in requests]
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------

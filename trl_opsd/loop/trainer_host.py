@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from trl_opsd.data.prompts import Request, Row
+from trl_opsd.data.prompts import Prompt, Request, Row
 from trl_opsd.host import Host
 from trl_opsd.models.padding import Reading
 from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types.images import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.teaching import Teaching
@@ -52,6 +53,7 @@ class TrainerHost(Host, Protocol):
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor: ...
 
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]: ...
+    def see(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds: ...
     def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]: ...
     def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]: ...
     def in_student(self, function: Callable[..., Any], *args: Any) -> Any: ...

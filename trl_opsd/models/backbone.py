@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import in_zero3, is_split_model, unsharded, whole_shape
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Length, OutputHead, Rollout
+from trl_opsd.types.images import together
 
 Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, also where the weights are sharded or offloaded."""
@@ -79,7 +80,8 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
     mask_BL = rollout.attention_mask
     index_BW = (starts_B1 + columns_W).clamp(max=mask_BL.size(1) - 1)
     mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1)
-    hidden_BWH = hidden_states(model, rollout.input_ids.gather(1, index_BW), mask_BW)
+    images = together(rollout.images, [0] * len(lengths), width)
+    hidden_BWH = hidden_states(model, rollout.input_ids.gather(1, index_BW), mask_BW, images=images)
     predicting_BC = places.predicting_BC.clamp(0, width - 1).to(hidden_BWH.device)
     return hidden_BWH.gather(1, predicting_BC[..., None].expand(-1, -1, hidden_BWH.size(-1)))
 
@@ -138,13 +140,25 @@ def positions(mask_BL: Tensor) -> Tensor:
     return places_BL.minimum(last_B1).clamp(min=0)
 
 
+def seen(images: Mapping[str, Tensor], taken: Collection[str], device: torch.device) -> dict[str, Tensor]:
+    """What a model takes of the arguments of its images, on its device."""
+    return {name: value.to(device, non_blocking=True) for name, value in images.items() if name in taken}
+
+
 def hidden_states(
-    model: CausalLM, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, position_ids_BL: Tensor | None = None
+    model: CausalLM,
+    input_ids_BL: Tensor,
+    attention_mask_BL: Tensor | None,
+    position_ids_BL: Tensor | None = None,
+    images: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The last hidden state, [B, L, H], of right- or left-padded rows, or of packed rows with positions and no mask."""
     backbone = backbone_of(model)
     inputs: dict[str, Any] = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
-    if "position_ids" in inspect.signature(backbone.forward).parameters:
+    taken = inspect.signature(backbone.forward).parameters
+    inputs.update(seen(images or {}, taken, input_ids_BL.device))
+    # Positions of three axes follow from the images and the mask; others would replace them.
+    if "position_ids" in taken and not (images and hasattr(backbone, "get_rope_index")):
         # By default a model counts padding too, which shifts learned positions.
         if position_ids_BL is None:
             assert attention_mask_BL is not None, "one of both is given"

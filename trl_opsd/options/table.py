@@ -144,6 +144,8 @@ class Situation:
     """Columns that are read."""
     has_context: bool = True
     """Whether a dataset may have a column `privileged_context`."""
+    rollout: Any = None
+    """What generates, once it is chosen."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "args"), name)

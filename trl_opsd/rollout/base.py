@@ -25,6 +25,10 @@ class RolloutBackend(ABC):
     tells_logprobs: ClassVar[bool] = False
     """Whether `logprobs` may return any."""
 
+    reads_images: ClassVar[bool] = False
+    """Whether the images of prompts are seen: each prompt is a list that has them as [`~types.images.RowImages`] in its
+    attribute `images`, or `None`, if the dataset has any."""
+
     def __str__(self) -> str:
         return type(self).__name__
 
@@ -94,7 +98,7 @@ class RolloutBackend(ABC):
 
 
 class FixedRollout(RolloutBackend):
-    """Returns the completion recorded for each prompt.
+    """Returns the completion recorded for each prompt, whatever its images.
 
     Args:
         completions (`Mapping[tuple[int, ...], Sequence[int]]`):
@@ -111,6 +115,8 @@ class FixedRollout(RolloutBackend):
     [[7, 8]]
     ```
     """
+
+    reads_images: ClassVar[bool] = True
 
     def __init__(self, completions: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         keys = completions if isinstance(completions, Mapping) else [completions]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -15,10 +16,11 @@ from torch.nn import Parameter
 from tqdm import tqdm
 from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from trl_opsd._compat.peft import CausalLM, changes_generate
+from trl_opsd._compat.peft import CausalLM, changes_generate, without_peft
 from trl_opsd._compat.sharding import in_zero3_model, splits_student
 from trl_opsd._compat.versions import set_known
 from trl_opsd.host import Host
+from trl_opsd.models.backbone import seen
 from trl_opsd.models.padding import PADDED
 from trl_opsd.monitor.progress import PHASES
 from trl_opsd.options.normalize import check_drawn
@@ -29,6 +31,7 @@ from trl_opsd.rollout.decode import KnownTokensOnly, RaggedDecoding, custom_gene
 from trl_opsd.rollout.generate import BY_LENGTH, Batching, completions_of, generate, prove_batching
 from trl_opsd.rollout.generation_config import IN_GENERATE, assigned, check_followed, of_model
 from trl_opsd.rollout.static_caches import StaticCaches
+from trl_opsd.types.images import images_of, together
 
 logger = get_logger(__name__)
 
@@ -56,6 +59,7 @@ class HFRollout(RolloutBackend):
         of_student (`dict`): what `generate` takes from the student's own generation config, as it does in TRL.
     """
 
+    reads_images: ClassVar[bool] = True
     has_whole_copies: bool = False
     """Whether each process holds a full copy of the generator, even of a sharded student, and generates by itself."""
     generator: str = "the student"
@@ -196,7 +200,7 @@ class HFRollout(RolloutBackend):
             groups = BY_LENGTH.groups(rooms, self._is_collective())
             yield from self._in_groups(groups, prompt_ids, rooms, student, batching, sampling, lazily)
             return
-        inputs, loop = self._padded(prompt_ids, batching), None
+        inputs, loop = self._padded(prompt_ids, batching, student), None
         config.max_new_tokens = max(*rooms, 1)
         if reason:
             self._warn_of_plain(reason)
@@ -234,12 +238,14 @@ class HFRollout(RolloutBackend):
             returned = [ids[: max(room, 0)] for ids, room in zip(completions, rooms, strict=True)]
         yield from enumerate(returned)
 
-    def _padded(self, prompt_ids: list[list[int]], batching: Batching) -> dict[str, Tensor]:
+    def _padded(self, prompt_ids: list[list[int]], batching: Batching, student: CausalLM) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = self._trainer.pad_prompts(prompt_ids)
-        if batching.together == PADDED:
-            return inputs
-        longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
-        return {name: tensor[:, -longest:] for name, tensor in inputs.items()}
+        if batching.together != PADDED:
+            longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
+            inputs = {name: tensor[:, -longest:] for name, tensor in inputs.items()}
+        columns, taken = inputs["input_ids"].size(1), inspect.signature(without_peft(student).forward).parameters
+        images = together(images_of(prompt_ids), [columns - len(ids) for ids in prompt_ids], columns)
+        return {**inputs, **seen(images, taken, inputs["input_ids"].device)}
 
     def _warn_of_plain(self, reason: str) -> None:
         """Warns once per reason that the decoding loop is not used."""

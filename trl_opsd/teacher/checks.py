@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
 from trl_opsd._compat.trl import get_config_model_id
@@ -15,7 +15,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.tokenization import check_token_maps
 from trl_opsd.http.urls import ONLY, server_urls
 from trl_opsd.models.checks import PLACE_OPTIONS, naming_trust, place_of
-from trl_opsd.models.tokenizers import has_tokenizer
+from trl_opsd.models.tokenizers import has_tokenizer, text_tokenizer
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.types import OutputHead
@@ -223,7 +223,52 @@ def check_tokenizers(
             if isinstance(model, nn.Module) and (source := get_config_model_id(without_peft(model).config)):
                 theirs = _tokenizer_kept(source, name, args)
         if theirs is not None:
-            check_token_maps(tokenizer, theirs, name, source)
+            check_token_maps(tokenizer, text_tokenizer(theirs), name, source)
+
+
+def teachers_processors(
+    processor: ProcessorMixin | None, teachers: Mapping[str, Any], given: Any, args: OPSDConfig
+) -> dict[str, ProcessorMixin | None]:
+    """The processors of teachers that read images otherwise than the student; `None` for one that reads text only."""
+    found: dict[str, ProcessorMixin | None] = {}
+    for name, teacher in teachers.items():
+        theirs = given.get(name) if isinstance(given, Mapping) else given
+        model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
+        if name in servers(args):
+            theirs = False  # a server is sent ids only
+        elif theirs is None and isinstance(model, str):
+            theirs = _processor_at(model, location(args))
+        elif theirs is None and isinstance(model, nn.Module):
+            config = without_peft(model).config
+            source = get_config_model_id(config)
+            here = {"local_files_only": True, "trust_remote_code": args.teacher_trust_remote_code}
+            theirs = _processor_at(source, here) if source and has_tokenizer(source, {"local_files_only": True}) else None
+            if theirs is None and config.get_text_config() is config:
+                theirs = False
+        if theirs is not None and not (isinstance(theirs, ProcessorMixin) and _read_alike(theirs, processor)):
+            found[name] = theirs if isinstance(theirs, ProcessorMixin) else None
+    return found
+
+
+def _processor_at(path: str, options: Mapping[str, Any]) -> Any:
+    """The processor at a path or model id, or its tokenizer; `None` where neither can be loaded."""
+    try:
+        return AutoProcessor.from_pretrained(path, **options)
+    except (ImportError, OSError, ValueError) as error:
+        logger.warning(
+            f"The teacher's processor cannot be loaded from {path} ({str(error).strip().splitlines()[0]}): assuming the "
+            "student's. Pass it as `teacher_processing_class`."
+        )
+        return None
+
+
+def _read_alike(one: ProcessorMixin, other: ProcessorMixin | None) -> bool:
+    """Whether two processors make the same of a prompt with images."""
+    if other is None or type(one) is not type(other):
+        return False
+    places = ("name_or_path", "_name_or_path", "processor_class")
+    mine, yours = ({key: value for key, value in each.to_dict().items() if key not in places} for each in (one, other))
+    return mine == yours and one.chat_template == other.chat_template
 
 
 def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:

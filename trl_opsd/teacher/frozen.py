@@ -264,8 +264,7 @@ class FrozenTeacher(Teacher):
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         rollout, device = rollout.ended(), self.placement.device
-        lengths = [one.total for one in rollout.measured()]
-        groups = pass_groups(self.model, lengths, device, self.reading, self._pass_bytes, self.placement.passes_cost)
+        groups = pass_groups(self.model, rollout.sizes, device, self.reading, self._pass_bytes, self.placement.passes_cost)
         passes = self.placement.passes_to_run(len(groups))
         with preserved_mode(self.model), self.placement.reading(passes) as run:
             if self.model.training:  # the caller may have set it to training mode since

@@ -220,8 +220,7 @@ class OwnTeacher(Teacher):
         with preserved_mode(self.model):
             self.model.eval()
             # A sharded student's forward is collective, so all processes run the same number of passes.
-            lengths = [one.total for one in rollout.measured()]
-            groups = pass_groups(self.model, lengths, device, self.reading, few=is_split_model(self.model))
+            groups = pass_groups(self.model, rollout.sizes, device, self.reading, few=is_split_model(self.model))
             passes = max_over_processes(len(groups), device)
             with self._as_teacher():
                 return score_groups(

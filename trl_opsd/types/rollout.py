@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trl_opsd.types.images import RowImages, images_of
+
 
 class Length(NamedTuple):
     """Numbers of tokens of a row without the padding around it."""
@@ -67,6 +69,8 @@ class Rollout:
     logprobs: Tensor | None = None
     """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for
     padding; `None` where the rollout returns none."""
+    images: tuple[RowImages | None, ...] | None = None
+    """B of them, in host memory, `None` for a row without images; `None` where no row has any."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` until they are read from the masks."""
     begins_at: int | None = None
@@ -89,6 +93,7 @@ class Rollout:
             completion_ids=completion_ids,
             completion_mask=mask,
             weights=mask.float(),
+            images=images_of(prompts),
         )
 
     @classmethod
@@ -110,6 +115,7 @@ class Rollout:
             pull=batch.get("pull"),
             logprobs=batch.get("logprobs"),
             on_host=batch.get("weights_on_host"),
+            images=None if (images := batch.get("images")) is None else tuple(images),
         )
 
     @property
@@ -143,12 +149,21 @@ class Rollout:
     def select(self, rows: Sequence[int]) -> Rollout:
         """The given rows, in the given order."""
         lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
-        return replace(self._each(itemgetter(list(rows))), lengths=lengths)
+        images = None if self.images is None else tuple(self.images[row] for row in rows)
+        return replace(self._each(itemgetter(list(rows))), lengths=lengths, images=images)
 
-    def after(self, prompts: Mapping[str, Tensor]) -> Rollout:
-        """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P]."""
+    def after(self, prompts: Mapping[str, Tensor], images: tuple[RowImages | None, ...] | None = None) -> Rollout:
+        """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P], and images."""
         # Lengths were those of the other prompts.
-        return replace(self, prompt_ids=prompts["input_ids"], prompt_mask=prompts["attention_mask"], lengths=None)
+        ids, mask = prompts["input_ids"], prompts["attention_mask"]
+        return replace(self, prompt_ids=ids, prompt_mask=mask, images=images, lengths=None)
+
+    @property
+    def sizes(self) -> list[int]:
+        """What each row costs in a pass, in tokens; a position of a vision tower counts like one."""
+        images = self.images or [None] * len(self.prompt_ids)
+        seen = [0 if one is None else one.positions for one in images]
+        return [one.total + more for one, more in zip(self.measured(), seen, strict=True)]
 
     def measured(self) -> tuple[Length, ...]:
         """The lengths of the rows; waits for the device where they are not known yet."""

@@ -1,0 +1,165 @@
+"""Images of dataset rows: from columns into the messages of a prompt, and from there through a model's processor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from transformers import ProcessorMixin
+
+from trl_opsd.types.images import PromptIds, RowImages
+
+IMAGE_COLUMNS = ("image", "images")
+"""Columns with the images of a prompt, one or several, named as in TRL."""
+TEACHER_IMAGE_COLUMNS = ("teacher_image", "teacher_images")
+"""Columns with what a teacher sees in their place."""
+_GIVE = "give each as a PIL image, as `datasets.Image`, or as the path of a file"
+
+
+def images_in(row: Mapping[str, Any], columns: tuple[str, str], where: str) -> list[Any] | None:
+    """The images of a row in the columns for one and for several; `None` where there is no value."""
+    one, several = (row.get(name) for name in columns)
+    if several is not None and not isinstance(several, list | tuple):
+        raise TypeError(
+            f"{where}: the column {columns[1]!r} has a {type(several).__name__}: expected a list of images; one image "
+            f"without a list belongs into the column {columns[0]!r}."
+        )
+    if one is not None and several:
+        raise ValueError(f"{where} has images in both columns, {columns[0]!r} and {columns[1]!r}: remove one of them.")
+    if several and (missing := sum(each is None for each in several)):
+        if missing < len(several):
+            raise ValueError(
+                f"{where}: {missing} of {len(several)} in the column {columns[1]!r} are None: {_GIVE}, or remove them."
+            )
+        return None
+    return [one] if one is not None else None if several is None else list(several)
+
+
+def places(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of messages that stand for an image, in order."""
+    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    return [part for content in contents for part in content if part.get("type") == "image"]
+
+
+def filled(
+    messages: list[dict[str, Any]], images: Sequence[Any] | None, where: str, replace: bool = False
+) -> list[dict[str, Any]]:
+    """Messages with images in their places; without places all of them precede the text of the first user message.
+
+    As TRL's `prepare_multimodal_messages`; with `replace` also in places that have an image.
+    """
+    parted = [_in_parts(one) for one in messages]
+    if images and not places(parted):
+        if not (users := [one for one in parted if one["role"] == "user"]):
+            raise ValueError(f"{where} has images, but no user message that could show them: add one.")
+        users[0]["content"] = [*({"type": "image"} for _ in images), *users[0]["content"]]
+    if not (found := places(parted)):
+        return messages
+    free = found if replace and images is not None else [part for part in found if "image" not in part]
+    if len(free) != len(images or ()):
+        raise ValueError(
+            f"{where} has {len(images or ())} images for {len(free)} places: expected one part {{'type': 'image'}} in "
+            "its messages for each, or none at all, so that all precede the text of the first user message."
+        )
+    for part, image in zip(free, images or (), strict=True):
+        part["image"] = image
+    return parted
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose content is a list of parts, without the empty fields that a column of a dataset gives all parts."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    parts = [{name: value for name, value in part.items() if value is not None} for part in content or ()]
+    return {**message, "content": parts}
+
+
+# ---- Through a processor ---------------------------------------------------------------------------------------------
+
+
+def opened(image: Any) -> Any:
+    """An image as PIL has it, upright and in RGB; raises whatever is wrong with it."""
+    from PIL import Image  # only who reads images needs it
+    from transformers.image_utils import load_image
+
+    if isinstance(image, Mapping):  # `datasets.Image`, as it is stored
+        data = image.get("bytes")
+        image = Image.open(BytesIO(data)) if data is not None else image.get("path")
+    elif isinstance(image, bytes):
+        image = Image.open(BytesIO(image))
+    elif hasattr(image, "__array_interface__") and not isinstance(image, Image.Image):
+        image = Image.fromarray(image)
+    if isinstance(image, str | Path):
+        if not Path(image).is_file():  # else it would be fetched from the network, in each step, without a deadline
+            raise FileNotFoundError(f"there is no file {str(image)[:80]!r}")
+        image = str(image)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return load_image(image)
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Height and width of an image as it is stored, from the header of its file."""
+    from PIL import Image
+
+    data = image.get("bytes") if isinstance(image, Mapping) else image if isinstance(image, bytes) else None
+    with Image.open(BytesIO(data) if data is not None else image["path"] if isinstance(image, Mapping) else image) as it:
+        return it.height, it.width
+
+
+def tokens_of(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> int | None:
+    """Tokens of images of these sizes (height, width); `None` if the processor does not say."""
+    count = getattr(processor, "_get_num_multimodal_tokens", None)
+    return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
+
+
+def typed_placeholder(messages: Sequence[Mapping[str, Any]], marks: Collection[str]) -> str | None:
+    """A placeholder of images in the text of messages, where it would be taken for one."""
+    contents = [one.get("content") for one in messages]
+    texts = [each if isinstance(each, str) else " ".join(p.get("text") or "" for p in each or ()) for each in contents]
+    return next((mark for mark in marks if any(mark in text for text in texts)), None)
+
+
+def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], **template: Any) -> PromptIds:
+    """The token ids of messages with images, as the processor makes them for this row alone.
+
+    Raises:
+        ValueError: The processor or the decoder refuses an image, or the ids.
+    """
+    originals = []
+    for number, part in enumerate(places(messages)):
+        try:
+            originals.append(opened(part["image"]))
+        except Exception as error:  # whatever a decoder raises
+            raise ValueError(f"image {number} cannot be read: {type(error).__name__}: {error}. {_GIVE}") from error
+    images = iter(originals)
+    messages = [
+        {**one, "content": [{**part, "image": next(images)} if part["type"] == "image" else part for part in content]}
+        if isinstance(content := one.get("content"), list)
+        else one
+        for one in messages
+    ]
+    try:
+        made = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **template
+        )
+    except Exception as error:
+        raise ValueError(f"its processor rejects it: {type(error).__name__}: {error}") from error
+    ids = made.pop("input_ids")
+    made.pop("attention_mask", None)
+    kinds = {name: value[0] for name, value in made.items() if value.shape == ids.shape}
+    values = {name: value for name, value in made.items() if name not in kinds}
+    return PromptIds(ids[0].tolist(), RowImages(values, kinds, tuple(originals), _positions(processor, values)))
+
+
+def _positions(processor: ProcessorMixin, values: Mapping[str, Any]) -> int:
+    """Patches of all images: what the vision tower reads."""
+    tower = processor.image_processor
+    side = getattr(tower, "patch_size", None) or getattr(processor, "patch_size", None) or 14
+    side = side.get("height", 14) if isinstance(side, Mapping) else side
+    return values["pixel_values"].numel() // (3 * side * side * (getattr(tower, "temporal_patch_size", None) or 1))
