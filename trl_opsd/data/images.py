@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from io import BytesIO
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,9 @@ def size_of(image: Any) -> tuple[int, int]:
     from PIL import Image
 
     data = image.get("bytes") if isinstance(image, Mapping) else image if isinstance(image, bytes) else None
-    with Image.open(BytesIO(data) if data is not None else image["path"] if isinstance(image, Mapping) else image) as it:
+    with Image.open(
+        BytesIO(data) if data is not None else image["path"] if isinstance(image, Mapping) else image
+    ) as it:
         return it.height, it.width
 
 
@@ -155,6 +156,19 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
     kinds = {name: value[0] for name, value in made.items() if value.shape == ids.shape}
     values = {name: value for name, value in made.items() if name not in kinds}
     return PromptIds(ids[0].tolist(), RowImages(values, kinds, tuple(originals), _positions(processor, values)))
+
+
+def probe_prompts(read: Callable[[list[dict[str, Any]]], PromptIds]) -> list[PromptIds]:
+    """Prompts to examine a model with: one image, another of the same size, and two; none of them is a user's."""
+    from PIL import Image
+
+    down = Image.linear_gradient("L").resize((96, 64))
+    of_each = [[down], [down.rotate(180)], [down.resize((64, 48)), down]]
+    text = {"type": "text", "text": "?"}
+    return [
+        read([{"role": "user", "content": [*({"type": "image", "image": one} for one in images), text]}])
+        for images in of_each
+    ]
 
 
 def _positions(processor: ProcessorMixin, values: Mapping[str, Any]) -> int:

@@ -294,7 +294,8 @@ class Readers:
 
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher gets the same prompts as the student."""
-        return not self.template and self.intake.prompt_fn is None and not tells_more(columns)
+        reads_apart = any(self.intake.processors)  # with a processor of its own
+        return not (self.template or self.intake.prompt_fn is not None or reads_apart or tells_more(columns))
 
     def teacher_prompt_ids(
         self,

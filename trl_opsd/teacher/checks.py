@@ -234,7 +234,7 @@ def teachers_processors(
     for name, teacher in teachers.items():
         theirs = given.get(name) if isinstance(given, Mapping) else given
         model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
-        if name in servers(args):
+        if name in servers(args) or (isinstance(model, Teacher) and not model.reads_images):
             theirs = False  # a server is sent ids only
         elif theirs is None and isinstance(model, str):
             theirs = _processor_at(model, location(args))
@@ -242,7 +242,9 @@ def teachers_processors(
             config = without_peft(model).config
             source = get_config_model_id(config)
             here = {"local_files_only": True, "trust_remote_code": args.teacher_trust_remote_code}
-            theirs = _processor_at(source, here) if source and has_tokenizer(source, {"local_files_only": True}) else None
+            theirs = (
+                _processor_at(source, here) if source and has_tokenizer(source, {"local_files_only": True}) else None
+            )
             if theirs is None and config.get_text_config() is config:
                 theirs = False
         if theirs is not None and not (isinstance(theirs, ProcessorMixin) and _read_alike(theirs, processor)):
@@ -256,8 +258,8 @@ def _processor_at(path: str, options: Mapping[str, Any]) -> Any:
         return AutoProcessor.from_pretrained(path, **options)
     except (ImportError, OSError, ValueError) as error:
         logger.warning(
-            f"The teacher's processor cannot be loaded from {path} ({str(error).strip().splitlines()[0]}): assuming the "
-            "student's. Pass it as `teacher_processing_class`."
+            f"The teacher's processor cannot be loaded from {path} ({str(error).strip().splitlines()[0]}): assuming "
+            "the student's. Pass it as `teacher_processing_class`."
         )
         return None
 
