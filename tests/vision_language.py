@@ -1,13 +1,18 @@
-"""Tiny vision-language models, built by `AutoModelForImageTextToText` and given text only."""
+"""Tiny vision-language models, built by `AutoModelForImageTextToText`, and processors that fit them."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from itertools import product
+from typing import Any, ClassVar
+from unittest.mock import patch as patched
 
 import tiny
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, BaseVideoProcessor, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FAMILIES = (
@@ -24,7 +29,7 @@ FAMILIES = (
 )
 
 PLACEHOLDER = 258
-"""The token that stands for an image, in every family."""
+"""The token that stands for an image, in every family that does not see."""
 
 _TEXT = {
     "vocab_size": tiny.VOCABULARY,
@@ -57,8 +62,6 @@ _VISION = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "global_head_dim": 16,
-    "patch_size": 14,
-    "image_size": 28,
     "fullatt_block_indexes": [0],
     "deepstack_visual_indexes": [0],
     "num_position_embeddings": 16,
@@ -73,38 +76,160 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 """Further fields of a family's text config."""
 
+_TOKENS = {
+    "image_token": "<image>",
+    "context_image_token": "<image>",
+    "video_token": "<video>",
+    "boi_token": "<boi>",
+    "eoi_token": "<eoi>",
+    "start_image_token": "<boi>",
+    "end_image_token": "<eoi>",
+    "fake_image_token": "<fake_token_around_image>",
+    "end_of_utterance_token": "<end_of_utterance>",
+    "global_image_token": "<global-img>",
+    "vision_start_token": "<boi>",
+    "vision_end_token": "<eoi>",
+    **{f"row_{i}_col_{j}_token": f"<row_{i}_col_{j}>" for i, j in product(range(1, 7), repeat=2)},
+}
+"""The special tokens that a processor of any family asks its tokenizer for."""
 
-def model(family: str, width: int, seed: int, **text: Any) -> nn.Module:
+_PARTS = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+)
+_CHAT_TEMPLATE = tiny.CHAT_TEMPLATE.replace("{{ message['content'] }}", _PARTS)
+
+_PROJECTOR = r"projector|projection|connector|merger|embed_vision"
+
+
+class _NoVideos(BaseVideoProcessor):
+    """For processors that insist on one: the real ones need torchvision."""
+
+    model_input_names: ClassVar[list[str]] = []
+    num_frames = fps = None
+
+    def __init__(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """How a family sees: packages and options of its processors, what a chat writes, and fields of its config."""
+
+    package: str
+    images: str
+    options: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    written: str = "<image>"
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def _edge(family: str, patch: int, side: int) -> int:
+    """The pixels along a tile, or along the smallest picture: most families make one token of 2x2 patches."""
+    return side * patch * (1 if family.startswith("llava") else 2)
+
+
+def _sight(family: str, patch: int, side: int) -> _Sight:
+    edge, tokens = _edge(family, patch, side), side**2
+    square = {"height": edge, "width": edge}
+    grids = {"image_grid_pinpoints": [[edge * rows, edge * columns] for rows, columns in product((1, 2), repeat=2)]}
+    crop = {"size": {"shortest_edge": edge}, "crop_size": square}
+    split = {"do_resize": False, "max_image_size": {"longest_edge": edge}}
+    clip = {"patch_size": patch, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    area = {"patch_size": patch, "size": {"shortest_edge": edge**2, "longest_edge": 4 * edge**2}}
+    number = {"image_seq_length": tokens}
+    qwen = _Sight("qwen2_vl", "qwen2_vl", area, written="<boi><image><eoi>")
+    return {
+        "gemma3": _Sight("gemma3", "gemma3", {"size": square}, number, "<boi>", {"mm_tokens_per_image": tokens}),
+        "idefics3": _Sight("idefics3", "idefics3", split, {"image_seq_len": tokens}),
+        "internvl": _Sight("internvl", "got_ocr2", {"size": square, "max_patches": 4}, number),
+        "llava": _Sight("llava", "llava", crop, clip),
+        "llava_next": _Sight("llava_next", "llava_next", {**crop, **grids}, clip, fields=grids),
+        "qwen2_5_vl": replace(qwen, package="qwen2_5_vl"),
+        "qwen2_vl": qwen,
+        "qwen3_5": replace(qwen, package="qwen3_vl"),
+        "qwen3_vl": replace(qwen, package="qwen3_vl"),
+        "smolvlm": _Sight("smolvlm", "smolvlm", split, {"image_seq_len": tokens}),
+    }[family]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """As in [`tiny`], with the special tokens of all families behind."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tiny.tokenizer().backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=_TOKENS,
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+def processor(family: str, patch: int = 14, side: int = 2, **image_options: Any) -> ProcessorMixin:
+    """A family's processor, which makes `side**2` tokens of a small picture, of patches of `patch` pixels.
+
+    `image_options` override those of its image processor.
+    """
+    sight = _sight(family, patch, side)
+    kind = _only_class(f"{sight.package}.processing_{sight.package}")
+    images = _only_class(f"{sight.images}.image_processing_pil_{sight.images}")
+    words = tokenizer()
+    words.chat_template = words.chat_template.replace("IMAGE", sight.written)
+    given = {
+        "image_processor": images(**{**sight.options, **image_options}),
+        "tokenizer": words,
+        "video_processor": _NoVideos(),
+    }
+    parts = {name: part for name, part in given.items() if name in kind.get_attributes()}
+    with patched("transformers.models.smolvlm.processing_smolvlm.num2words", str):  # for videos
+        return kind(**parts, **sight.arguments, chat_template=words.chat_template)
+
+
+def _only_class(module: str) -> Any:
+    found = import_module(f"transformers.models.{module}")
+    return getattr(found, *found.__all__)
+
+
+def model(
+    family: str, width: int, seed: int, sees: bool = False, patch: int = 14, side: int = 2, **text: Any
+) -> nn.Module:
     """A random model of a family in float32, whose predictions are far from uniform.
 
-    `text` overrides fields of its text config.
+    One that `sees` takes the inputs of a [`processor`] with the same `patch` and `side`. `text` overrides fields of
+    its text config.
     """
     torch.manual_seed(seed)
-    made = AutoModelForImageTextToText.from_config(_config(family, width, text), dtype=torch.float32)
+    config = _config(family, width, patch, side, sees, text)
+    made = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         made.get_output_embeddings().weight.mul_(12)
+        for name, weight in made.named_parameters():
+            if weight.ndim > 1 and re.search(_PROJECTOR, name):
+                weight.normal_(std=0.3)
     return made
 
 
-def _config(family: str, width: int, changed: dict[str, Any]) -> Any:
+def _config(family: str, width: int, patch: int, side: int, sees: bool, changed: dict[str, Any]) -> Any:
     kind = CONFIG_MAPPING[family]
     vision = kind.sub_configs["vision_config"]
     vision = type(kind(vision_config={}).vision_config) if vision.__name__ == "AutoConfig" else vision
     text = type(kind().text_config)
+    words = tokenizer()
+    rows, image = (len(words), words.image_token_id) if sees else (tiny.VOCABULARY, PLACEHOLDER)
     fields = {
-        **_known(_TEXT, text()),
+        **_known({**_TEXT, "vocab_size": rows, "vocab_size_per_layer_input": rows}, text()),
         "hidden_size": width,
         "num_attention_heads": width // 16,
         **_FIELDS.get(family, {}),
         **changed,
     }
-    sight = _known(_VISION, vision())
+    sight = _known({**_VISION, "patch_size": patch, "image_size": _edge(family, patch, side)}, vision())
     if "out_hidden_size" in vision().to_dict():
         sight["out_hidden_size"] = width
     if "model_type" in vision().to_dict():
         sight["model_type"] = vision.model_type
     name = "image_token_id" if "image_token_id" in kind().to_dict() else "image_token_index"
-    return kind(text_config={**fields, "model_type": text.model_type}, vision_config=sight, **{name: PLACEHOLDER})
+    given = {"text_config": {**fields, "model_type": text.model_type}, "vision_config": sight, name: image}
+    return kind(**given, **(_sight(family, patch, side).fields if sees else {}))
 
 
 def _known(values: dict[str, Any], config: Any) -> dict[str, Any]:
