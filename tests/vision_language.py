@@ -28,6 +28,12 @@ FAMILIES = (
     "qwen3_vl",
 )
 
+SEEING = (
+    *("gemma3", "idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl"),
+    "smolvlm",
+)
+"""Those for which there is a [`processor`]."""
+
 PLACEHOLDER = 258
 """The token that stands for an image, in every family that does not see."""
 
