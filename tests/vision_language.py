@@ -229,8 +229,9 @@ def _config(family: str, width: int, patch: int, side: int, sees: bool, changed:
         **changed,
     }
     sight = _known({**_VISION, "patch_size": patch, "image_size": _edge(family, patch, side)}, vision())
-    if "out_hidden_size" in vision().to_dict():
-        sight["out_hidden_size"] = width
+    width_of_tokens = {"qwen2_vl": "hidden_size"}.get(family, "out_hidden_size")
+    if width_of_tokens in vision().to_dict():
+        sight[width_of_tokens] = width
     if "model_type" in vision().to_dict():
         sight["model_type"] = vision.model_type
     name = "image_token_id" if "image_token_id" in kind().to_dict() else "image_token_index"

@@ -113,9 +113,9 @@ def size_of(image: Any) -> tuple[int, int]:
         return it.height, it.width
 
 
-def tokens_of(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> int | None:
+def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
     """Tokens of images of these sizes (height, width); `None` if the processor does not say."""
-    count = getattr(processor, "_get_num_multimodal_tokens", None)
+    count = getattr(processor, "_get_num_multimodal_tokens", None)  # transformers' own, used by vLLM
     return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
 
 

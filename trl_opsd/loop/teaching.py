@@ -68,10 +68,15 @@ class Teaching:
             intake=given.intake,
             tokenize=host.tokenize,
             see=host.see,
+            processors=host.processors,
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,
             largest_id=largest_id(host.processing_class),
-            settings=(host.chat_template_kwargs, [tool.__name__ for tool in host.tools or ()]),
+            settings=(
+                host.chat_template_kwargs,
+                [tool.__name__ for tool in host.tools or ()],
+                {name: one and one.to_dict() for name, one in host.processors.items()} if host.reads_images else None,
+            ),
             student_limits=student_limits(host.model, host.args),
         )
         self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead
