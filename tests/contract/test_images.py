@@ -1,4 +1,4 @@
-"""Rows with images are learned from as in TRL, as each row alone in float64, and as a teacher that sees other images."""
+"""Rows with images are learned from as in TRL, as each alone in float64, and from a teacher that sees others."""
 
 from __future__ import annotations
 
