@@ -142,7 +142,6 @@ OWNERS = (
             "_get_dataloader": "streams are shared out by rows",
             "_get_grad_norm": "called before each step: where one can still be left out",
             "_get_output_dir": "a folder aside while a checkpoint is written",
-            "_get_tool_suffix_ids": "refuses images, which TRL would send to the model as text",
             "_get_train_sampler": "",
             "_init_training_state": "where a stream goes on",
             "_load_best_model": "counted, so that engines get the weights",
