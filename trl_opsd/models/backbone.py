@@ -87,7 +87,7 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
     mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1)
     ids_BW = rollout.input_ids.gather(1, index_BW)
     images: Sequence[RowImages | None] = rollout.images or [None] * len(lengths)
-    if reading.beside is not None and not rollout.images:
+    if reading.beside is not None and all(one is None for one in images):
         ids_BW, mask_BW = (
             torch.cat([pad(each, (0, max(0, row.numel() - width))), pad(row, (0, max(0, width - row.numel())))[None]])
             for each, row in (
