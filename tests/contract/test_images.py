@@ -147,7 +147,7 @@ def ids_of(reader: Any, row: Any) -> list[int]:
 CASES = {
     "mixed": ([0, 1, 2, 1], None, {}),
     "teacher sees others": ([1, 0, 2, 1], [2, 1, 0, 1], {}),
-    "teacher's processor": ([1, 2, 0, 1], None, {"patch": 7}),
+    "teacher's processor": ([1, 2, 0, 1], None, {"unit": 32}),
 }
 
 
