@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import product
@@ -11,6 +12,9 @@ from unittest.mock import patch as patched
 
 import tiny
 import torch
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import Image
 from torch import nn
 from transformers import AutoModelForImageTextToText, BaseVideoProcessor, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -241,3 +245,22 @@ def _config(family: str, width: int, patch: int, side: int, sees: bool, changed:
 
 def _known(values: dict[str, Any], config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in config.to_dict()}
+
+
+COLOURS = ("red", "lime", "blue", "yellow", "black", "white")
+
+
+def rows(numbers: Sequence[int], size: tuple[int, int] = (28, 28)) -> Dataset:
+    """Rows with the same text and so many images of one colour each, all of this width and height."""
+    colours = iter(COLOURS)
+    prompt = [{"role": "user", "content": "Which colour?"}]
+    images = [[Image.new("RGB", size, next(colours)) for _ in range(number)] for number in numbers]
+    messages = List({"role": Value("string"), "content": Value("string")})
+    features = Features({"prompt": messages, "images": List(ImageFeature())})
+    return Dataset.from_dict({"prompt": [prompt] * len(images), "images": images}, features=features)
+
+
+def arguments(family: str = "gemma3") -> dict[str, Any]:
+    """Arguments of a trainer whose models see."""
+    models = {"model": model(family, 32, 0, sees=True), "teacher_model": model(family, 48, 1, sees=True)}
+    return {**models, "processing_class": processor(family)}
