@@ -178,7 +178,7 @@ def test_each_image_of_a_prompt_is_one_mark(make_trainer):
     found = parts(make_trainer(train_dataset=rows, rollout=HFRollout(), **vision_language.arguments()))
     assert found["prompt"].count("⟨image, 4 tokens⟩") == 2
     assert "<image>" not in found["prompt"]
-    written = len("user\n" + 2 * "\n\n\n\n" + "Which colour?\nassistant\n") + 3 + 2 * 2
+    written = len("user\n" + 2 * "\n\n\n\n" + "0\nassistant\n") + 3 + 2 * 2
     assert found["prompt"].startswith(f"{written + 8} tokens (chat template)")
 
 

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, ClassVar
 from unittest.mock import patch as patched
 
+import numpy as np
 import tiny
 import torch
 from datasets import Dataset, Features, List, Value
@@ -247,17 +248,31 @@ def _known(values: dict[str, Any], config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in config.to_dict()}
 
 
-COLOURS = ("red", "lime", "blue", "yellow", "black", "white")
+# ---- Rows ------------------------------------------------------------------------------------------------------------
+
+_MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 
-def rows(numbers: Sequence[int], size: tuple[int, int] = (28, 28)) -> Dataset:
-    """Rows with the same text and so many images of one colour each, all of this width and height."""
-    colours = iter(COLOURS)
-    prompt = [{"role": "user", "content": "Which colour?"}]
-    images = [[Image.new("RGB", size, next(colours)) for _ in range(number)] for number in numbers]
-    messages = List({"role": Value("string"), "content": Value("string")})
-    features = Features({"prompt": messages, "images": List(ImageFeature())})
-    return Dataset.from_dict({"prompt": [prompt] * len(images), "images": images}, features=features)
+def picture(seed: int, height: int = 56, width: int = 56) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def rows(numbers: Sequence[int], theirs: Sequence[int] | None = None) -> Dataset:
+    """Rows with so many images each and, for the teacher, so many others."""
+    found = []
+    for row, number in enumerate(numbers):
+        images = [picture(10 * row + place, 40 + 8 * row, 56) for place in range(number)]
+        found.append({"prompt": [{"role": "user", "content": f"{'What is it? ' * (row % 3)}{row}"}], "images": images})
+        if theirs is not None:
+            found[-1]["teacher_images"] = [picture(500 + 10 * row + place, 90, 70) for place in range(theirs[row])]
+    columns = {name: List(ImageFeature()) for name in found[0] if name != "prompt"}
+    return Dataset.from_list(found, features=Features({"prompt": _MESSAGES, **columns}))
+
+
+def answer(prompt_ids: Sequence[int]) -> list[int]:
+    """A completion that follows from the prompt's tokens alone."""
+    start = sum(prompt_ids)
+    return [5 + (start + 3 * place) % 60 for place in range(2 + start % 5)] + [tiny.tokenizer().eos_token_id]
 
 
 def arguments(family: str = "gemma3") -> dict[str, Any]:

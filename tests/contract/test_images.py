@@ -1,4 +1,4 @@
-"""Rows with images are learned from as in TRL, as each row alone in float64, and as a teacher that sees other images."""
+"""Rows with images are learned from as in TRL, as each alone in float64, and from a teacher that sees others."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import torch
 import vision_language
-from datasets import Dataset, Features, List, Value
-from datasets import Image as ImageFeature
+from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
 from torch import Tensor
 from transformers import GenerationConfig
 from trl import DistillationConfig, DistillationTrainer
+from vision_language import answer, rows
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
@@ -26,29 +25,6 @@ from trl_opsd.data.completions import cut_after_end
 SHORT = ("gemma3", "idefics3", "qwen2_5_vl")
 SEEING = [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in vision_language.SEEING]
 LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
-MESSAGES = List({"role": Value("string"), "content": Value("string")})
-
-
-def picture(seed: int, height: int = 56, width: int = 56) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def rows(numbers: Sequence[int], theirs: Sequence[int] | None = None) -> Dataset:
-    """Rows with so many images each and, for the teacher, so many others."""
-    found = []
-    for row, number in enumerate(numbers):
-        images = [picture(10 * row + place, 40 + 8 * row, 56) for place in range(number)]
-        found.append({"prompt": [{"role": "user", "content": f"{'What is it? ' * (row % 3)}{row}"}], "images": images})
-        if theirs is not None:
-            found[-1]["teacher_images"] = [picture(500 + 10 * row + place, 90, 70) for place in range(theirs[row])]
-    columns = {name: List(ImageFeature()) for name in found[0] if name != "prompt"}
-    return Dataset.from_list(found, features=Features({"prompt": MESSAGES, **columns}))
-
-
-def answer(prompt_ids: Sequence[int]) -> list[int]:
-    """A completion that follows from the prompt's tokens alone."""
-    start = sum(prompt_ids)
-    return [5 + (start + 3 * place) % 60 for place in range(2 + start % 5)] + [tiny.tokenizer().eos_token_id]
 
 
 class Answering(FixedRollout):

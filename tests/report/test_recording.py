@@ -11,7 +11,8 @@ import pytest
 import tiny
 import torch
 import vision_language
-from datasets import Dataset
+from datasets import Dataset, Features, List
+from datasets import Image as ImageFeature
 from PIL import Image, ImageColor
 from transformers import TrainerState
 
@@ -192,7 +193,11 @@ def test_each_sample_names_its_teacher(make_trainer, tmp_path):
 
 
 def test_images_are_recorded_small_and_prompts_that_differ_in_them_alone_are_kept(make_trainer, tmp_path):
-    rows = vision_language.rows([1, 0, 2, 1], size=(400, 100))
+    colours = [["red"], [], ["lime", "blue"], ["yellow"]]
+    images = [[Image.new("RGB", (400, 100), one) for one in each] for each in colours]
+    prompts = [[{"role": "user", "content": "Which colour?"}]] * 4
+    features = Features({"prompt": vision_language.rows([0]).features["prompt"], "images": List(ImageFeature())})
+    rows = Dataset.from_dict({"prompt": prompts, "images": images}, features=features)
     trainer = make_trainer(report=True, train_dataset=rows, rollout=HFRollout(), max_completion_length=4,
                            **{**EVALUATES, "eval_dataset": rows}, **vision_language.arguments())  # fmt: skip
     trainer.train()
@@ -201,8 +206,8 @@ def test_images_are_recorded_small_and_prompts_that_differ_in_them_alone_are_kep
         images = [[Image.open(BytesIO(b64decode(one))) for one in sample.images] for sample in found.samples]
         assert {one.size for each in images for one in each} == {(160, 40)}
         seen = sorted([one.getpixel((80, 20)) for one in each] for each in images)
-        red, lime, blue, yellow = map(ImageColor.getrgb, vision_language.COLOURS[:4])
-        for mine, theirs in zip(seen, sorted([[red], [], [lime, blue], [yellow]]), strict=True):
+        given = sorted([ImageColor.getrgb(one) for one in each] for each in colours)
+        for mine, theirs in zip(seen, given, strict=True):
             assert mine == [pytest.approx(one, abs=3) for one in theirs]
         for sample in found.samples:
             assert sample.prompt.count("⟨image, 4 tokens⟩") == len(sample.images)

@@ -51,7 +51,7 @@ def filled(
 
     As TRL's `prepare_multimodal_messages`; with `replace` also in places that have an image.
     """
-    parted = [_in_parts(one) for one in messages]
+    parted = [in_parts(one) for one in messages]
     if images and not places(parted):
         if not (users := [one for one in parted if one["role"] == "user"]):
             raise ValueError(f"{where} has images, but no user message that could show them: add one.")
@@ -69,7 +69,7 @@ def filled(
     return parted
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A copy whose content is a list of parts, without the empty fields that a column of a dataset gives all parts."""
     content = message.get("content")
     if isinstance(content, str):
@@ -147,7 +147,11 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
     ]
     try:
         made = processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **template
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **{"add_generation_prompt": True, **template},
         )
     except Exception as error:
         raise ValueError(f"its processor rejects it: {type(error).__name__}: {error}") from error

@@ -224,8 +224,13 @@ class Reader:
         return found
 
     def check_start(self, prompt_ids: list[int], where: str) -> None:
-        """Raises `ValueError` when a prompt has two start tokens."""
+        """Raises `ValueError` when a prompt has two start tokens, or one that stands for an image that is not there."""
         tokenizer = self.of.tokenizer
+        if getattr(prompt_ids, "images", None) is None and (typed := set(prompt_ids) & self.of.placeholders):
+            raise ValueError(
+                f"{where} contains {tokenizer.decode([min(typed)])!r}, which stands for an image: give the image in a "
+                "column 'images', or remove it from the text."
+            )
         if tokenizer.bos_token_id is not None and prompt_ids[:2] == [tokenizer.bos_token_id] * 2:
             raise ValueError(
                 f"{where} has two start tokens {tokenizer.bos_token!r}, one of its own and one that the tokenizer "
@@ -249,6 +254,8 @@ class Readers:
     """The processors inside `see`, by [`~data.prompts.Prompt.processor`]."""
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer inside `tokenize`."""
+    placeholders: frozenset[int]
+    """Token ids that stand for an image or the like."""
     largest_id: int
     """Its largest token id, kept because a large vocabulary takes long to search."""
     settings: tuple[Any, ...]

@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.data.completions import completion_ids
+from trl_opsd.data.images import in_parts
 from trl_opsd.data.prompts import Request
 from trl_opsd.loop.overrides import of_package, overrides
 from trl_opsd.loop.trainer_host import TrainerHost
@@ -267,7 +268,14 @@ class Generation:
     def _of_dataset(self, row: Request, prompt_ids: list[int]) -> list[int]:
         host, tokenizer = self._host, self._host.processing_class
         most = host.args.max_completion_length
-        ids = completion_ids(row, row.where, prompt_ids, tokenizer, host.chat_template_kwargs, host.eos_token_ids, most)
+
+        def see(completion: list[Any]) -> list[int]:
+            messages = [*row.student.value, *map(in_parts, completion)]
+            return host.see(replace(row.student, value=messages), add_generation_prompt=False)
+
+        of_images = see if row.student.has_images else None
+        template, ends = host.chat_template_kwargs, host.eos_token_ids
+        ids = completion_ids(row, row.where, prompt_ids, tokenizer, template, ends, most, of_images)
         host.limits.check_known(max(ids, default=0), f"The completion in {row.where}")
         if unknown := set(ids) & set(host.placeholders):
             raise ValueError(

@@ -71,6 +71,7 @@ class Teaching:
             processors=host.processors,
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,
+            placeholders=frozenset(host.placeholders),
             largest_id=largest_id(host.processing_class),
             settings=(
                 host.chat_template_kwargs,
