@@ -300,3 +300,9 @@ def answer(prompt_ids: Sequence[int]) -> list[int]:
     """A completion that follows from the prompt's tokens alone."""
     start = sum(prompt_ids)
     return [5 + (start + 3 * place) % 60 for place in range(2 + start % 5)] + [tiny.tokenizer().eos_token_id]
+
+
+def arguments(family: str = "gemma3") -> dict[str, Any]:
+    """Arguments of a trainer whose models see."""
+    models = {"model": model(family, 32, 0, sees=True), "teacher_model": model(family, 48, 1, sees=True)}
+    return {**models, "processing_class": processor(family)}

@@ -325,9 +325,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                     temperatures=self.temperatures,
                     vocabulary=vocabulary,
                     tokenizer=self.processing_class,
+                    placeholders=self.placeholders,
                     names=list(teachers),
                 )
-                self._recording.note(self.state, self.model.training, rollout.prompt_lists, sampled)
+                self._recording.note(self.state, self.model.training, rollout, sampled)
         return parts
 
     # ---- The rollout --------------------------------------------------------------------------------------------

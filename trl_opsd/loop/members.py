@@ -298,6 +298,11 @@ class TrainerMembers(UpstreamFixes):
         self.teaching.readers.check_batch(prompt_ids, self.teaching.batch_name)
         for row, ids in zip(rows, prompt_ids, strict=True):
             row.images = getattr(ids, "images", None)
+        if not self.teaching.steps_ahead:  # else they are read again in their own step
+            images = sum(len(row.images.originals) for row in rows if row.images is not None)
+            self.record("images/mean", images / len(rows))
+            tokens = sum(one in self.placeholders for ids in prompt_ids for one in ids)
+            self.record("images/tokens", tokens / len(rows))
         return prompt_ids
 
     def pad_prompts(self, prompt_ids: Sequence[list[int]]) -> dict[str, Tensor]:
