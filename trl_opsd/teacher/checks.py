@@ -237,13 +237,13 @@ def teachers_processors(
         if name in servers(args) or (isinstance(model, Teacher) and not model.reads_images):
             theirs = False  # a server is sent ids only
         elif theirs is None and isinstance(model, str):
-            theirs = _processor_at(model, location(args))
+            theirs = processor_at(model, location(args))
         elif theirs is None and isinstance(model, nn.Module):
             config = without_peft(model).config
             source = get_config_model_id(config)
             here = {"local_files_only": True, "trust_remote_code": args.teacher_trust_remote_code}
             theirs = (
-                _processor_at(source, here) if source and has_tokenizer(source, {"local_files_only": True}) else None
+                processor_at(source, here) if source and has_tokenizer(source, {"local_files_only": True}) else None
             )
             if theirs is None and config.get_text_config() is config:
                 theirs = False
@@ -252,7 +252,7 @@ def teachers_processors(
     return found
 
 
-def _processor_at(path: str, options: Mapping[str, Any]) -> Any:
+def processor_at(path: str, options: Mapping[str, Any]) -> Any:
     """The processor at a path or model id, or its tokenizer; `None` where neither can be loaded."""
     try:
         return AutoProcessor.from_pretrained(path, **options)
