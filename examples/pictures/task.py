@@ -15,8 +15,8 @@ from PIL import ImageDraw, ImageFont
 SIDE, CELL = 64, 16
 """Pixels of a side of a picture, and of a side of the cell that a digit lies in."""
 
-DIGITS = 2
-QUESTION = "Which number is in the picture?"
+DIGITS = 1
+QUESTION = "Which digit is in the picture?"
 FONT = ImageFont.load_default(size=20)
 
 HELD_OUT = 1_000_000
@@ -25,14 +25,14 @@ HELD_OUT = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture that is drawn from its seed: shapes, noise, and a number in one of twelve places.
+    """A picture that is drawn from its seed: shapes, noise, and a number in one of sixteen places.
 
     Example:
 
     ```python
     >>> scene = Scene(7)
     >>> scene.answer, scene.whole.size, scene.crop.size
-    ('16', (64, 64), (32, 16))
+    ('2', (64, 64), (16, 16))
     ```
     """
 
@@ -68,7 +68,7 @@ class Scene:
 
     @property
     def crop(self) -> Pictures.Image:
-        """The number alone, an eighth of the picture; what the teacher sees."""
+        """the digit alone, a sixteenth of the picture; what the teacher sees."""
         x, y = self.corner
         return self.whole.crop((x, y, x + DIGITS * CELL, y + CELL))
 

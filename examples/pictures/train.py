@@ -1,4 +1,4 @@
-"""A student that reads numbers in crops learns from itself, shown the crop, to read them in whole pictures.
+"""A student that reads digits in crops learns from itself, shown the crop, to read them in whole pictures.
 
     python examples/pictures/student.py --output out/pictures/student
     python examples/pictures/train.py out/pictures/student --output out/pictures/trained
@@ -11,8 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pictures.task import draw_scenes, right, rows
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -24,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description="Self-distillation with a crop that only the teacher sees.")
     parser.add_argument("student", help="a folder that student.py wrote")
     parser.add_argument("--output", type=Path, default=Path("out/pictures/trained"))
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps, each of 32 completions")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps, each of 32 completions")
     parser.add_argument("--writer", choices=["student", "teacher"], default="student", help="of the completions")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -66,11 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     trainer.save_model()
 
     found = {"seconds": round(seconds), "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}
-    for name in ("whole", "crop"):
-        found |= {
-            f"{name}_{when}": log[f"eval_{name}_rewards/right/mean"]
-            for when, log in (("before", before), ("after", after))
-        }
+    for when, log in (("before", before), ("after", after)):
+        found |= {f"{name}_{when}": log[f"eval_{name}_rewards/right/mean"] for name in ("whole", "crop")}
     (options.output / "metrics.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print("\n".join(f"{name:14} {figure:.3f}" for name, figure in found.items()))
     return found
