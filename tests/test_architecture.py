@@ -135,7 +135,7 @@ def test_optional_libraries_are_imported_in_one_place(library):
 
 GUARDED = {"triton": "comes with a torch for CUDA", "trackio": "is asked for where `report_to` names it"}
 """Libraries that are imported only where they are found."""
-SOLD_AS = {"yaml": "pyyaml", "vl_convert": "vl-convert-python"}
+SOLD_AS = {"PIL": "pillow", "yaml": "pyyaml", "vl_convert": "vl-convert-python"}
 """Names on the index, where they differ."""
 
 
@@ -145,7 +145,7 @@ def test_imported_libraries_are_declared():
     extras = config["options.extras_require"]
     lines = [
         config["options"]["install_requires"],
-        *(extras[name] for name in ("vllm", "deepspeed", "server", "report")),
+        *(extras[name] for name in ("vllm", "deepspeed", "server", "images", "report")),
     ]
     declared = {re.match(r"[\w-]+", line)[0] for line in "\n".join(lines).split()}
     imported = {SOLD_AS.get(library, library) for file in FILES for library in libraries(file, read(file))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+import vision_language
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
@@ -170,6 +171,15 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
     assert found.endswith("+1+1='")
     assert "[...]" in found
     assert len(found) < 700
+
+
+def test_each_image_of_a_prompt_is_one_mark(make_trainer):
+    rows = vision_language.rows([2, 1])
+    found = parts(make_trainer(train_dataset=rows, rollout=HFRollout(), **vision_language.arguments()))
+    assert found["prompt"].count("⟨image, 4 tokens⟩") == 2
+    assert "<image>" not in found["prompt"]
+    written = len("user\n" + 2 * "\n\n\n\n" + "0\nassistant\n") + 3 + 2 * 2
+    assert found["prompt"].startswith(f"{written + 8} tokens (chat template)")
 
 
 def test_a_prompt_function_may_read_any_column_and_its_first_prompt_is_shown(make_trainer, capsys):

@@ -20,6 +20,7 @@ from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import of_package
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.checks import described, sizes
+from trl_opsd.models.tokenizers import readable
 from trl_opsd.options.normalize import SAMPLING
 from trl_opsd.options.rules import prompts_of_step
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
@@ -204,7 +205,7 @@ class Described:
         return self._shown(reader.token_ids([prompt])[0], source)
 
     def _shown(self, ids: list[int], source: str) -> str:
-        text = self.trainer.processing_class.decode(ids)
+        text = readable(ids, self.trainer.processing_class, self.trainer.placeholders)
         if len(text) > _PROMPT:
             text = f"{text[: _PROMPT // 2]} [...] {text[-_PROMPT // 2 :]}"
         return f"{len(ids)} tokens ({source}): {text!r}"

@@ -209,12 +209,15 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._guard.may_be_same = not given.is_same_model  # else the user was warned already
         self.dropped_prompts: Counter[str] = Counter()
-        self.reads_solutions = given.reads_solutions
+        self.reads_solutions, self.reads_images = given.reads_solutions, given.reads_images
+        is_split = in_zero3_model(self.model) or is_fsdp_enabled()  # then some processes have no weights yet
+        if self.reads_images is None and (is_split or self.args.teacher_offload == "zero3"):
+            self.reads_images = True  # one process may see an image before the others
         self._reward_names = [one.name for one in given.rewards]
         self._described = Described(self, self._reward_names, given.without_effect)
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
-            if not (in_zero3_model(self.model) or is_fsdp_enabled()):  # else some processes have no weights yet
+            if not is_split:
                 self._generation.prove_student()
             if given.rewards:
                 from trl_opsd.loop.batch_rewards import BatchRewards
@@ -322,9 +325,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                     temperatures=self.temperatures,
                     vocabulary=vocabulary,
                     tokenizer=self.processing_class,
+                    placeholders=self.placeholders,
                     names=list(teachers),
                 )
-                self._recording.note(self.state, self.model.training, rollout.prompt_lists, sampled)
+                self._recording.note(self.state, self.model.training, rollout, sampled)
         return parts
 
     # ---- The rollout --------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ DATASETS = [
     trained_on(
         "at least",
         "a column of images",
-        "train_dataset has a column 'image' with images in it",
+        "The prompt in row 1 of train_dataset is text, but the row has images, which belong to a message: give",
         Dataset.from_dict({"prompt": ["a", "b"], "image": [None, "b.png"]}),
         before_loading=True,
     ),
@@ -317,7 +317,11 @@ ROWS = [
         before_loading=True,
     ),
     trained_on(
-        "row of a wrong type", "images", "only text is supported so far", prompts(IMAGE, IMAGE), before_loading=True
+        "row of a wrong type",
+        "images",
+        r"row 0 of train_dataset has 0 images for 1 places: expected one part \{'type': 'image'\}",
+        prompts(IMAGE, IMAGE),
+        before_loading=True,
     ),
     trained_on(
         "rows of mixed kinds",

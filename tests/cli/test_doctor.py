@@ -166,6 +166,28 @@ def test_only_the_broken_part_fails(make, failing, said):
         assert {failing, *of["skipped"]} & set(needs[name]), f"{name} has nothing to do with {failing}"
 
 
+def test_both_models_read_an_image_as_their_own_forward_pass_does(tmp_path):
+    for role, family, width in (("student", "gemma3", 32), ("teacher", "gemma3", 48)):
+        vision_language.model(family, width, width, sees=True).save_pretrained(tmp_path / role)
+        vision_language.processor(family).save_pretrained(tmp_path / role)
+    made = load_pair(str(tmp_path / "student"), str(tmp_path / "teacher"))
+    found = {one.name: one for one in checks.examine(made)}
+    said = [found.pop(f"{role}'s images").said for role in ("student", "teacher")]
+    assert all(
+        "a prompt with one of 96 x 64 pixels has 30 tokens, and the vision tower reads 16 " in one for one in said
+    )
+    assert verdicts(found.values())["failed"] == []
+    for weight in made.teacher.model.model.multi_modal_projector.parameters():
+        torch.nn.init.zeros_(weight)
+    made.student.processing.chat_template = TEMPLATE
+    found = checks.examine(made)
+    assert verdicts(found)["failed"] == ["teacher's images"]
+    said = {one.name: (one.verdict, one.said) for one in found}
+    assert "it does not see them" in said["teacher's images"][1]
+    assert said["student's images"][0] == "warning"
+    assert "Prompts have to be text" in said["student's images"][1]
+
+
 class Stale(RolloutBackend):
     """Writes what another model finds likeliest."""
 

@@ -18,6 +18,7 @@ import tiny
 import torch
 import vision_language
 import yaml
+from PIL import Image
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -127,8 +128,8 @@ def test_memory_grows_with_the_load_and_shrinks_with_devices():
     of_teacher = [peak(small, kept=kept)["training"] for kept in ("none", "stream")]
     assert of_teacher[0] - of_teacher[1] == 2 * (teacher.parameters - teacher.head)
     streamed = phases(student, teacher, small, Choice("single", "stream", 1), lambda *_: 0)["scoring"]
-    on_device = teacher.head + teacher.embeddings + 2 * teacher.layer
-    assert streamed["active teacher"] == 2 * on_device, "head, input embeddings, two layers"
+    on_device = teacher.head + teacher.embeddings + 2 * teacher.layer + teacher.width
+    assert streamed["active teacher"] == 2 * on_device, "head, input embeddings, two layers, last norm"
     assert peak(replace(small, lora=16))["training"] < peak(small)["training"]
 
 
@@ -361,6 +362,85 @@ def test_other_families_are_planned(family, tmp_path, monkeypatch):
 
 def is_kept(value) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1
+
+
+# ---- Images ----------------------------------------------------------------------------------------------------------
+
+
+def test_images_of_qwen2_5_vl_add_up_to_sums_by_hand():
+    """Of 1036 x 1036 pixels: 74 x 74 patches of 14, 2 x 2 of which are a token, each twice (temporal patches)."""
+    student = shape_of(str(SHAPES / "qwen2.5-vl-7b.json"), [(1036, 1036)])
+    block = 4 * 1280**2 + 4 * 1280 + 2 * 1280 + 3 * 1280 * 3420 + 2 * 3420 + 1280
+    merger = 1280 + 5120**2 + 5120 + 5120 * 3584 + 3584
+    tower = 3 * 2 * 14**2 * 1280 + 32 * block + merger
+    assert student.parameters == 7_615_616_512 + tower == 8_292_166_656, "as published"
+    assert student.rest == tower + 3584, "and the last norm"
+    assert (student.images.tokens, student.images.positions, student.images.counted_by) == (37**2, 74**2, "config")
+    load = replace(LOAD, batch=4, prompt=100, length=100)
+    choice = Choice("single", "stream", 2)
+    found = phases(student, student, load, choice, a_gigabyte)
+    pixels, inside = 4 * 3 * 2 * 1036**2, 10 * 1280 + 3 * 3420
+    assert pixels == 25_759_104
+    assert [found[phase]["pixels"] for phase in ("rollout", "training")] == [4 * pixels, 2 * pixels]
+    assert found["rollout"]["vision tower"] == 4 * 74**2 * 2 * inside == 1_010_212_480
+    assert found["training"]["vision tower"] == 2 * 74**2 * 2 * (32 * 1280 + 2 * inside) == 1_907_400_320
+    kept = phases(student, student, replace(load, checkpointing=False), choice, a_gigabyte)["training"]
+    assert kept["vision tower"] == 2 * 74**2 * 2 * (32 + 2) * inside
+    row = 100 + 37**2 + 100
+    assert found["rollout"]["KV cache"] == 4 * row * 2 * 28 * 4 * 128 * 2
+    rows_of_pass = 3_000_000_000 // (row * (2 * (10 * 3584 + 3 * 18944) + row))
+    assert found["scoring"]["pixels"] == min(rows_of_pass, 4) * pixels
+    assert found["scoring"]["vision tower"] == min(rows_of_pass, 4) * 74**2 * 2 * inside
+    on_device = student.head + student.embeddings + tower + 3584 + 2 * student.layer
+    assert found["scoring"]["active teacher"] == 2 * on_device
+    text = shape_of(str(SHAPES / "qwen2.5-vl-7b.json"))
+    hosts = [host_bytes(student, teacher, load, Choice("single", "none", 2)) for teacher in (student, text)]
+    assert hosts == [4 * pixels, 4 * pixels], "the teacher reads the same pixels, or none"
+
+
+@pytest.fixture
+def sees(tmp_path):
+    """The folder of a model with its processor: an image is four tokens between two others and line breaks."""
+    vision_language.model("gemma3", 32, 0, sees=True, max_position_embeddings=256).save_pretrained(tmp_path / "sees")
+    vision_language.processor("gemma3").save_pretrained(tmp_path / "sees")
+    return tmp_path / "sees"
+
+
+def test_images_are_counted_by_the_processor(sees, tmp_path):
+    tiny.qwen2(32).config.save_pretrained(tmp_path / "text")
+    command = ["plan", str(sees), str(tmp_path / "text"), "--batch", "1", "--prompt", "16", "--length", "16"]
+    given = [*command, "--images", "2", "--image-size", "40x60"]
+    found = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    processor = vision_language.processor("gemma3")
+    pictures = [Image.new("RGB", (60, 40))] * 2
+    read, alone = (processor(text=text, images=images) for text, images in (("<boi><boi>", pictures), ("", None)))
+    tokens = len(read["input_ids"][0]) - len(alone["input_ids"][0])
+    assert list(found["images"]) == ["student"], "the teacher reads text"
+    of_student = found["images"]["student"]
+    assert (of_student["tokens"], of_student["counted_by"]) == (tokens, "processor")
+    assert (of_student["positions"], of_student["pixels"]) == (2 * 4**2, 2 * 4 * 3 * 56**2)
+    assert "pixels" not in found["phases"]["scoring"]
+    table = CliRunner().invoke(app, given).stdout
+    assert re.search(r"^ *vision tower +[\d.]+ +[\d.]+ *$", table, re.MULTILINE)
+    assert f"The student's images take {tokens} tokens and 32 positions of its vision tower in each row" in " ".join(
+        table.split()
+    )
+
+
+def test_images_that_cannot_be_planned_are_bad_usage(sees, planned):
+    for given, said in {
+        ("--images", 2): "`--images N` and `--image-size HxW` (such as 1080x1920) belong together",
+        ("--image-size", "40x60"): "belong together",
+        ("--images", 2, "--image-size", "40"): "belong together",
+        ("--images", 2, "--image-size", "40x60"): "neither student nor teacher has a vision tower",
+    }.items():
+        done = planned(*given)
+        assert done.exit_code == 2
+        assert said in " ".join(done.stderr.split())
+    given = ["--prompt", "128", "--length", "128", "--images", "1", "--image-size", "40x60"]
+    done = CliRunner().invoke(app, ["plan", str(sees), *given])
+    assert done.exit_code == 2
+    assert "with 10 for images, are 266 tokens, but the student's context has 256" in " ".join(done.stderr.split())
 
 
 def test_a_window_bounds_the_cache():

@@ -97,6 +97,7 @@ OWNERS = (
             "_generate_and_score_completions": "`teach` and `weigh`",
             "_generate_single_turn": "`complete`",
             "_get_train_sampler": "its order, as that of the epoch a run begins in",
+            "_get_tool_suffix_ids": "refuses images, which TRL would send to the model as text",
             "_metrics": "means for the next log; emptied of what an interrupted run left",
             "_name": "the method, for the model card",
             "_prepare_inputs": "returns a micro-batch; a subclass that overrides it may change it",
@@ -109,6 +110,7 @@ OWNERS = (
             "_tokenize_prompts": "prompts are checked, and teachers' prompts tokenized, where TRL tokenizes",
             "_tool_call_loop": "its conversations, for rewards; processes write on until none has calls",
             "beta": "assigning to it sets the divergence",
+            "chat_template": "prompts with images are rendered as others are",
             "chat_template_kwargs": "changed while a teacher's prompts are tokenized",
             "compute_loss": "where a loss may take part in collectives",
             "create_model_card": "base model and teachers are written into TRL's",
@@ -322,6 +324,11 @@ OWNERS = (
         kind=ANYWHERE,
         where=("accelerate/state.py:GradientState",),
         names={"_set_sync_gradients": "off for all micro-batches of a call but the last"},
+    ),
+    Owner(
+        kind=ANYWHERE,
+        where=("transformers/models/qwen2_5_vl/processing_qwen2_5_vl.py:Qwen2_5_VLProcessor",),
+        names={"_get_num_multimodal_tokens": "tokens of images, from their sizes"},
     ),
     Owner(
         kind=ANYWHERE,

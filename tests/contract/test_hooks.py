@@ -116,7 +116,8 @@ def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):
 
 def test_trl_never_builds_an_engine_of_its_own(tmp_path):
     args = tiny.config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_timeout=0.01)
-    trainer = TrainerHooks(model=tiny.qwen2(), args=args, train_dataset=tiny.rows(), processing_class=tiny.tokenizer())
+    given = {"train_dataset": tiny.rows(), "processing_class": tiny.tokenizer(), "processors": {"": None}}
+    trainer = TrainerHooks(model=tiny.qwen2(), args=args, **given)
     assert args.use_vllm is True
     assert trainer.use_vllm is True
     assert not hasattr(trainer, "vllm_generation")

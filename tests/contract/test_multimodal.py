@@ -154,8 +154,8 @@ def test_checkpoints_have_the_processor_and_empty_image_columns_are_text(tmp_pat
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x", "images": ["a.png"]}, "train_dataset has a column 'images' with images in it"),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, r"parts of type \['audio'\], but only text"),
+        ({"prompt": "x", "images": ["a.png"]}, "row 0 of train_dataset is text, but the row has images"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, r"parts of type \['audio'\]: expected 'text'"),
     ],
 )
 def test_images_and_audio_are_refused(make_trainer, row, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -138,7 +139,7 @@ def test_rows_that_are_decoded_are_not_surveyed():
     decoded = Dataset.from_dict({"prompt": [[{"a": 1}]]}, features=Features({"prompt": List(Json())}))
     assert Survey.of(decoded, COLUMNS) is None
     assert Survey.of(rows("a").with_transform(lambda batch: batch), COLUMNS) is None
-    assert Survey.of(rows(b"a"), COLUMNS) is None
+    assert Survey.of(rows(datetime(2026, 1, 1)), COLUMNS) is None
     assert Survey.of(Dataset.from_dict({"other": [b"a"]}, features=Features(other=Value("binary"))), COLUMNS)
 
 

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 import fsdp_on_cpu
 import tiny
+import vision_language
 from apart import Apart
 from peft import LoraConfig
 from pretended import pretended
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrOCRConfig
+from vision_language import answer
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd._compat.deepspeed import loading
@@ -23,6 +25,9 @@ from trl_opsd.host import Host
 Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 
 LORA = {"r": 4, "target_modules": "all-linear"}
+LAYERS = {"r": 4, "target_modules": r".*language_model.*(q_proj|up_proj)"}
+IMAGES = (1, 0, 0, 2, 0, 1, 0, 0)
+"""Images of each row: of two processes, one may have some in a pass and the other none."""
 HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -43,6 +48,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "lora, own ema": {"lora": LORA, "teacher_model_kind": "ema"},
     "lora and head": {"lora": HEAD_TOO},
     "lora and head, own base": {"lora": HEAD_TOO, "teacher_model_kind": "base"},
+    "full, images": {"family": "qwen2_5_vl"},
+    "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
 }
 """Variants trained in one process, as the reference for all others."""
 
@@ -64,6 +71,7 @@ IN_ZERO3 = {
         "full, read unpadded",
         "full, teacher in bfloat16",
         "full, own base",
+        "full, images",
         "lora",
     )
 }
@@ -112,6 +120,7 @@ SHORT = {
         "full, ahead",
         "lora, served",
         "full, stream",
+        "lora, images, own base",
     ),
     "zero3": (
         "full",
@@ -123,8 +132,9 @@ SHORT = {
         "full, zero3, overlap",
         "lora, zero3",
         "full, teacher in bfloat16, zero3",
+        "full, images, zero3",
     ),
-    "fsdp2": ("full", "lora, own ema"),
+    "fsdp2": ("full", "lora, own ema", "full, images"),
 }
 """Variants of the short run: every option of all of them, though not every pair of two."""
 
@@ -150,6 +160,7 @@ def save_models(folder: Path) -> None:
         "qwen2": (tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)),
         "gemma2": (tiny.gemma2(32), tiny.gemma2(48, 1)),
         "trocr": (trocr(32), trocr(48, 1)),
+        "qwen2_5_vl": [vision_language.model("qwen2_5_vl", 32, seed, sees=True) for seed in (0, 1)],
     }
     for name, (student, teacher) in models.items():
         student.save_pretrained(folder / name / "student")
@@ -187,7 +198,7 @@ class Recorded(Apart):
         self.order = trainer.accelerator.process_index
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        completions = super().complete(prompt_ids, step)
+        completions = [list(self._completions.get(tuple(ids), answer(ids))) for ids in prompt_ids]
         self.empty += sum(not ids for ids in completions)
         return completions
 
@@ -202,11 +213,12 @@ def build(
 ) -> Trainer:
     """A trainer of one variant: four rows per optimizer step, two or `rows` at once, for any number of processes."""
     options = {**made_of, **options}
-    models, lora = folder / options.pop("family", "qwen2"), options.pop("lora", None)
+    family, lora = options.pop("family", "qwen2"), options.pop("lora", None)
+    models, sees = folder / family, family in vision_language.SEEING
     together = options.pop("rows", 2)
     if options.pop("served", False):
         options["teacher_server_url"] = _server(models / "teacher")
-    own, rows = "teacher_model_kind" in options, tiny.rows()
+    own, rows = "teacher_model_kind" in options, vision_language.rows(IMAGES) if sees else tiny.rows()
     if own:
         rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(len(rows))])
     args = tiny.config(
@@ -222,7 +234,7 @@ def build(
         teacher_model=None if own else str(models / "teacher"),
         args=args,
         train_dataset=rows,
-        processing_class=tiny.tokenizer(),
+        processing_class=vision_language.processor(family) if sees else tiny.tokenizer(),
         peft_config=None if lora is None else LoraConfig(**lora),
         rollout=rollout or Recorded(),
     )

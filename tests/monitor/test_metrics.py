@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+import vision_language
 from apart import Apart
 from datasets import Dataset
 from mirror import BYTES, Mirrored
@@ -16,11 +17,11 @@ from peft import LoraConfig
 from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
-from trl_opsd import FixedRollout, OPSDTrainer
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.monitor.metrics import METRICS
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/")
+_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/", "images/")
 _RECORDED += ("reward", "frac_reward", "completions/")
 
 
@@ -98,6 +99,13 @@ def configurations(tmp_path):
             "overlap": "ahead",
             "train_dataset": tiny.rows(),  # of one epoch, in which the next step is known
         },
+        "images": {
+            **vision_language.arguments(),
+            "rollout": HFRollout(),
+            "max_completion_length": 4,
+            "train_dataset": vision_language.rows([2, 1]),
+            "eval_dataset": vision_language.rows([0, 1, 2]),
+        },
         "an engine": {"rollout": Mirrored(tiny.config(tmp_path)), "max_completion_length": 16},
         # Weights move after each step; the first evaluation finds an engine that was never sent any.
         "an engine that is evaluated": {
@@ -165,6 +173,31 @@ def test_metrics_are_reduced_as_the_table_says(logged):
     assert left_out == [1, 1]
     saves = [row["step"] for row in logged["plain"] if "time/save" in row]
     assert saves == [2], "the log after the checkpoint of step 1"
+
+
+def test_images_are_counted_where_there_are_some(logged):
+    names = ("images/mean", "images/tokens", "eval_images/mean", "eval_images/tokens")
+    found = {name: [row[name] for row in logged["images"] if name in row] for name in names}
+    assert found == dict(zip(names, ([1.5, 1.5], [6, 6], [1], [4]), strict=True))
+    others = [row for name, rows in logged.items() if name != "images" for row in rows]
+    assert not any("images/" in name for row in others for name in row)
+
+
+class SeeingApart(Apart):
+    """Generates ahead, for prompts with images too."""
+
+    reads_images = True
+
+    def complete(self, prompt_ids, step):
+        return [[7, 8, 2] for _ in prompt_ids]
+
+
+def test_images_of_rows_that_are_generated_ahead_count_in_their_own_step(make_trainer):
+    rows = vision_language.rows([1, 1, 2, 2])
+    trainer = make_trainer(train_dataset=rows, rollout=SeeingApart({}), overlap="ahead", max_steps=2,
+                           shuffle_dataset=False, **vision_language.arguments())  # fmt: skip
+    trainer.train()
+    assert tiny.logged(trainer, "images/mean") == [1, 2]
 
 
 class OneTeacherApart(OPSDTrainer):

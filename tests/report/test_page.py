@@ -149,6 +149,21 @@ def test_recorded_samples_round_trip_and_damaged_line_is_named(tmp_path):
             recorded_in(tmp_path)
 
 
+def test_images_precede_their_prompt_and_tell_equal_prompts_apart(tmp_path):
+    ends = [Recorded(step, "eval", tuple(Sample("x", None, (), False, (one,)) for one in "ab")) for step in (0, 9)]
+    for one in ends:
+        append(tmp_path, one)
+    assert recorded_in(tmp_path) == ends
+    made = page("run", LOG, recorded_in(tmp_path))
+    assert made.count('"sample pair"') == 2
+    assert [text.count('base64,a"') for text in made.split('<pre class="prompt"')] == [1, 0, 0]
+    hostile = page("run", LOG, [Recorded(0, "eval", (Sample("x", None, (), False, (HOSTILE,)),))])
+    assert "onerror=alert(1)>" not in hostile
+    file = tmp_path / "report" / "samples.jsonl"
+    file.write_text(file.read_text().replace(', "images": ["a"]', ""))
+    assert recorded_in(tmp_path)[0].samples[0].images == (), "recorded by an earlier version"
+
+
 def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
     def asked(*arguments):
         return CliRunner().invoke(app, ["report", *map(str, arguments)])

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
+from io import BytesIO
 from zlib import crc32
 
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+import vision_language
+from datasets import Dataset, Features, List
+from datasets import Image as ImageFeature
+from PIL import Image, ImageColor
 from transformers import TrainerState
 
-from trl_opsd import FixedRollout
+from trl_opsd import FixedRollout, HFRollout
 from trl_opsd.report.page import write
 from trl_opsd.report.recording import Recording, log_of, recorded_in
 from trl_opsd.report.samples import CHUNK, TOKENS, Sample
+from trl_opsd.types import Rollout
 
 pytest.importorskip("vl_convert")
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
@@ -107,9 +113,8 @@ def test_last_sample_prefers_prompts_of_first_sample(tmp_path):
 
     def note(step, prompts):
         state.global_step = step
-        recording.note(
-            state, True, lambda: prompts, lambda rows: [Sample(str(prompts[row]), None, (), False) for row in rows]
-        )
+        rollout = Rollout.of(prompts, [[1]] * len(prompts), torch.device("cpu"))
+        recording.note(state, True, rollout, lambda rows: [Sample(str(prompts[row]), None, (), False) for row in rows])
 
     note(0, [[1], [2], [3], [4]])
     note(8, [[9], [8], [7], [6], [3], [5], [4]])
@@ -185,6 +190,33 @@ def test_each_sample_names_its_teacher(make_trainer, tmp_path):
     assert [by_prompt[prompt].teacher for prompt in tiny.PROMPTS[:2]] == ["b", "a"]
     same, other = ([token.divergence for token in by_prompt[prompt].tokens] for prompt in tiny.PROMPTS[:2])
     assert max(same) < 1e-5 < min(other)
+
+
+def test_images_are_recorded_small_and_prompts_that_differ_in_them_alone_are_kept(make_trainer, tmp_path):
+    colours = [["red"], [], ["lime", "blue"], ["yellow"]]
+    images = [[Image.new("RGB", (400, 100), one) for one in each] for each in colours]
+    prompts = [[{"role": "user", "content": "Which colour?"}]] * 4
+    features = Features({"prompt": vision_language.rows([0]).features["prompt"], "images": List(ImageFeature())})
+    rows = Dataset.from_dict({"prompt": prompts, "images": images}, features=features)
+    trainer = make_trainer(report=True, train_dataset=rows, rollout=HFRollout(), max_completion_length=4,
+                           **{**EVALUATES, "eval_dataset": rows}, **vision_language.arguments())  # fmt: skip
+    trainer.train()
+    first, *_, last = (one for one in recorded_in(tmp_path) if one.split == "eval")
+    for found in (first, last):
+        images = [[Image.open(BytesIO(b64decode(one))) for one in sample.images] for sample in found.samples]
+        assert {one.size for each in images for one in each} == {(160, 40)}
+        seen = sorted([one.getpixel((80, 20)) for one in each] for each in images)
+        given = sorted([ImageColor.getrgb(one) for one in each] for each in colours)
+        for mine, theirs in zip(seen, given, strict=True):
+            assert mine == [pytest.approx(one, abs=3) for one in theirs]
+        for sample in found.samples:
+            assert sample.prompt.count("⟨image, 4 tokens⟩") == len(sample.images)
+            assert "<image>" not in sample.prompt
+    page = (tmp_path / "report.html").read_text()
+    of_evaluations, of_training = page.split("<h3>")[1:]
+    assert of_evaluations.count('"sample pair"') == 4
+    assert of_evaluations.count('<img src="data:image/jpeg;base64,') == 4, "once for both steps"
+    assert "<img" in of_training
 
 
 def test_tokens_outside_loss_have_no_divergence_and_long_completions_are_cut(make_trainer, tmp_path):

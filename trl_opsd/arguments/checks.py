@@ -222,7 +222,9 @@ def check_datasets(
 ) -> None:
     """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
     teachers = intake.teachers if len(intake.teachers) > 1 else ()
-    optional = (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS) if intake.prompt_fn is None else ()  # a function may read columns of any name
+    optional = (
+        (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS) if intake.prompt_fn is None else ()
+    )  # a function may read columns of any name
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
     for where, dataset in datasets.items():
@@ -239,7 +241,8 @@ def check_datasets(
             raise ValueError(
                 f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
                 f"no context for the teacher that the student does not see; it has only {columns}. Add a column "
-                "'privileged_context', 'teacher_prompt' or 'teacher_images', or pass `teacher_prompt_fn`; or set `teacher_temperature`."
+                "'privileged_context', 'teacher_prompt' or 'teacher_images', or pass `teacher_prompt_fn`; or set "
+                "`teacher_temperature`."
             )
         if where == "train_dataset":
             check_train_size(dataset, args)

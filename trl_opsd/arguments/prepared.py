@@ -81,7 +81,9 @@ class Prepared:
     """Parses rows, with the names of these teachers."""
     processing_class: Any
     processors: Mapping[str, ProcessorMixin | None]
-    """What reads images: the student's processor, if there is one, under an empty name; teachers' own by their names."""
+    """What reads images: the student's processor under an empty name, and those of teachers that have their own."""
+    reads_images: bool | None
+    """Whether prompts have images; `None` where a stream may have some."""
     row_columns: tuple[str, ...]
     """Columns that are read."""
     rollout: Any
@@ -172,7 +174,9 @@ def prepared(
         check_processing_class(processing_class)
     processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
     processors: dict[str, ProcessorMixin | None] = {"": processor}
-    if any(one.has_images or (one.has_images is None and processor) for one in rows.values()):
+    seen = [one.has_images for one in rows.values()]
+    reads_images = True if any(seen) else None if processor is not None and None in seen else False
+    if reads_images is not False:
         processors.update(teachers_processors(processor, models, teacher_processing_class, args))
         intake = replace(intake, processors={name: one and name for name, one in processors.items()})
     for one in rows.values():
@@ -194,6 +198,7 @@ def prepared(
         intake=intake,
         processing_class=processing_class,
         processors=processors,
+        reads_images=reads_images,
         row_columns=row_columns,
         rollout=picked,
         rewards=rewards,

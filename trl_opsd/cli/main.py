@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from re import fullmatch
 from typing import Annotated, Any
 
 import typer
@@ -99,8 +100,12 @@ def plan(
     gpu_memory: Annotated[float, typer.Option(min=0.001, help="Memory of each device, in GB (1e9 bytes).")] = 80.0,
     host_memory: Annotated[float | None, typer.Option(min=0.001, help="Host memory, in GB.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows per optimizer step and device.")] = 8,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 512,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens per prompt, without images.")] = 512,
     length: Annotated[int, typer.Option(min=1, help="Tokens per completion.")] = 512,
+    images: Annotated[int, typer.Option(min=0, help="Images per prompt.")] = 0,
+    image_size: Annotated[
+        str | None, typer.Option(metavar="HxW", help="Height and width of each image, in pixels.")
+    ] = None,
     engine: Annotated[
         Engine, typer.Option(help="What generates: transformers, vllm in the same process, or a separate vLLM server.")
     ] = Engine.transformers,
@@ -122,15 +127,22 @@ def plan(
     from trl_opsd.cli.plan.shapes import shape_of
     from trl_opsd.cli.plan.shown import Asked, document, show
 
+    size = fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", image_size or "")
+    if bool(images) != bool(size):
+        raise ValueError("`--images N` and `--image-size HxW` (such as 1080x1920) belong together.")
+    sizes = [(int(size[1]), int(size[2]))] * images if size else []
     sources = student, student if teacher is None else teacher
-    shapes = shape_of(sources[0]), shape_of(sources[1])
-    for role, shape in zip(("student", "teacher"), shapes, strict=True):
-        if shape.context is not None and prompt + length > shape.context:
-            raise ValueError(
-                f"`--prompt {prompt}` and `--length {length}` are {prompt + length} tokens, but the {role}'s context "
-                f"has {shape.context}: lower one of them."
-            )
+    shapes = shape_of(sources[0], sizes), shape_of(sources[1], sizes)
+    if images and not any(shape.images.tokens for shape in shapes):
+        raise ValueError(f"`--images {images}`: neither student nor teacher has a vision tower.")
     load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9))
+    for role, shape in zip(("student", "teacher"), shapes, strict=True):
+        if shape.context is not None and load.row(shape) > shape.context:
+            seen = f", with {shape.images.tokens} for images," if shape.images.tokens else ""
+            raise ValueError(
+                f"`--prompt {prompt}` and `--length {length}`{seen} are {load.row(shape)} tokens, but the {role}'s "
+                f"context has {shape.context}: lower one of them."
+            )
     rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
     asked = Asked(sources, shapes, load, rates, gpu_memory * 1e9)
     host = None if host_memory is None else host_memory * 1e9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from accelerate import PartialState
@@ -113,8 +113,12 @@ def completion_ids(
     template: Mapping[str, Any],
     ends: Collection[int],
     most: int,
+    see: Callable[[list[Any]], list[int]] | None = None,
 ) -> list[int]:
-    """The tokens of a row's completion after its prompt, up to the first end token and at most `most`."""
+    """The tokens of a row's completion after its prompt, up to the first end token and at most `most`.
+
+    With images in the prompt, `see` gives the token ids of the prompt and a completion together.
+    """
     check_completion(row, where)
     prompt, completion = row["prompt"], row[COMPLETION]
     if isinstance(prompt, str):
@@ -128,19 +132,24 @@ def completion_ids(
     else:
         messages = [*prompt, *completion]
         try:
-            whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **template)
+            if see is None:
+                whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **template)[
+                    "input_ids"
+                ]
+            else:
+                whole = see(completion)
         except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             raise ValueError(
                 f"{where}: the tokenizer's chat template rejects the prompt with its completion: {error}."
             ) from error
         # Off-policy rows are trained after the same prompt tokens as rollouts, so the template must not change them.
-        if whole["input_ids"][: len(prompt_ids)] != prompt_ids:
+        if whole[: len(prompt_ids)] != prompt_ids:
             raise ValueError(
                 f"{where}: rendered with its completion, the conversation does not start with the student's prompt, "
                 f"which ends with {tokenizer.decode(prompt_ids[-8:])!r}: give both as text, or set "
                 "`chat_template_kwargs` so that the chat template renders the prompt the same way in both."
             )
-        ids = whole["input_ids"][len(prompt_ids) :]
+        ids = whole[len(prompt_ids) :]
         check_parts(completion, tokenizer.decode(ids), f"The completion in {where}")
         _warn_of_loss(completion[0]["content"], tokenizer.apply_chat_template(messages, tokenize=False, **template))
     return cut_after_end(ids, ends)[:most]

@@ -108,6 +108,8 @@ _BATCH = 1000
 """Rows tokenized at once."""
 _SOME = 20
 """First rows from which a warning generalises."""
+_UNKNOWN = 1 << 40
+"""Tokens of images that no processor counts without reading them."""
 _FEW = 1000
 """Rows up to which neither a progress bar nor a cache pays."""
 
@@ -173,7 +175,7 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     numbers = rows.one_of_each_shape
     counts = _counted(rows, numbers, reader)
     if rows.survey is not None:
-        others = _may_not_fit(rows.survey, counts[:, 0], reader)
+        others = _may_not_fit(rows, rows.survey, counts[:, 0], reader)
         numbers, counts = np.append(numbers, others), np.append(counts, _counted(rows, others, reader), axis=0)
     by_number = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
     limits = reader.strictest
@@ -202,7 +204,7 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     return replace(rows, dataset=rows.dataset.select(left), survey=survey)
 
 
-def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:
+def _may_not_fit(rows: Rows, survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:
     """Numbers of the rows, other than the first of each shape, that are not known to be within the limits."""
     # A row has the tokens of the first of its shape, which has the same chat template around it, and those of its own
     # text, at most one per byte. Twice the bytes, as some templates write a message twice; a prompt that one writes
@@ -213,9 +215,19 @@ def _may_not_fit(survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbe
         if limits.context is None:
             return np.zeros(0, np.int64)
         tokens = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies
+        if rows.has_images:  # counted by the headers of their files, and by those of the first
+            images = _image_tokens(rows, reader)
+            tokens = tokens + images - np.maximum(images[survey.first_of_each_shape], 0)[survey.shape_of_row]
         others = tokens + limits.completion > limits.context
     others[survey.first_of_each_shape] = False
     return np.flatnonzero(others)
+
+
+def _image_tokens(rows: Rows, reader: Reader) -> Numbers:
+    """[rows], tokens of the images of each row's prompt; very many where only the processor can tell."""
+    requests = _requests(rows, range(len(rows.dataset)), reader.of.intake)
+    counts = (reader.image_tokens(one) for some in requests for one in some.values())
+    return np.array([_UNKNOWN if count is None else count for count in counts], np.int64)
 
 
 def _counted(rows: Rows, numbers: Numbers, reader: Reader) -> Numbers:

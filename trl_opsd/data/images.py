@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from io import BytesIO
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def filled(
 
     As TRL's `prepare_multimodal_messages`; with `replace` also in places that have an image.
     """
-    parted = [_in_parts(one) for one in messages]
+    parted = [in_parts(one) for one in messages]
     if images and not places(parted):
         if not (users := [one for one in parted if one["role"] == "user"]):
             raise ValueError(f"{where} has images, but no user message that could show them: add one.")
@@ -70,7 +69,7 @@ def filled(
     return parted
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A copy whose content is a list of parts, without the empty fields that a column of a dataset gives all parts."""
     content = message.get("content")
     if isinstance(content, str):
@@ -108,13 +107,15 @@ def size_of(image: Any) -> tuple[int, int]:
     from PIL import Image
 
     data = image.get("bytes") if isinstance(image, Mapping) else image if isinstance(image, bytes) else None
-    with Image.open(BytesIO(data) if data is not None else image["path"] if isinstance(image, Mapping) else image) as it:
+    with Image.open(
+        BytesIO(data) if data is not None else image["path"] if isinstance(image, Mapping) else image
+    ) as it:
         return it.height, it.width
 
 
-def tokens_of(processor: ProcessorMixin, sizes: Sequence[tuple[int, int]]) -> int | None:
+def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
     """Tokens of images of these sizes (height, width); `None` if the processor does not say."""
-    count = getattr(processor, "_get_num_multimodal_tokens", None)
+    count = getattr(processor, "_get_num_multimodal_tokens", None)  # transformers' own, used by vLLM
     return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
 
 
@@ -146,7 +147,11 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
     ]
     try:
         made = processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **template
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **{"add_generation_prompt": True, **template},
         )
     except Exception as error:
         raise ValueError(f"its processor rejects it: {type(error).__name__}: {error}") from error
@@ -155,6 +160,19 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
     kinds = {name: value[0] for name, value in made.items() if value.shape == ids.shape}
     values = {name: value for name, value in made.items() if name not in kinds}
     return PromptIds(ids[0].tolist(), RowImages(values, kinds, tuple(originals), _positions(processor, values)))
+
+
+def probe_prompts(read: Callable[[list[dict[str, Any]]], PromptIds]) -> list[PromptIds]:
+    """Prompts to examine a model with: one image, another of the same size, and two; none of them is a user's."""
+    from PIL import Image
+
+    down = Image.linear_gradient("L").resize((96, 64))
+    of_each = [[down], [down.rotate(180)], [down.resize((64, 48)), down]]
+    text = {"type": "text", "text": "?"}
+    return [
+        read([{"role": "user", "content": [*({"type": "image", "image": one} for one in images), text]}])
+        for images in of_each
+    ]
 
 
 def _positions(processor: ProcessorMixin, values: Mapping[str, Any]) -> int:

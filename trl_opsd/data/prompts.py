@@ -200,7 +200,17 @@ def tells_more(columns: Iterable[str]) -> bool:
 class Request(dict[str, Any]):
     """A dataset row, parsed; its columns are the keys."""
 
-    __slots__ = ("advantage", "images", "is_off_policy", "logprobs", "of_teacher", "place", "student", "teacher", "where")
+    __slots__ = (
+        "advantage",
+        "images",
+        "is_off_policy",
+        "logprobs",
+        "of_teacher",
+        "place",
+        "student",
+        "teacher",
+        "where",
+    )
 
     def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
         super().__init__(row)

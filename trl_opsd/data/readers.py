@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, places, size_of, tokens_of
 from trl_opsd.data.prompts import PRIVILEGED, Intake, Prompt, Request, common_kind, tells_more
 from trl_opsd.data.tokenization import added_at_end, at_most_one_token_per_byte, check_parts
 
@@ -133,7 +134,8 @@ class Reader:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that prompts are built from."""
-        return ("prompt", *PRIVILEGED) if self.is_teachers else ("prompt",)
+        theirs = (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS) if self.is_teachers else ()
+        return ("prompt", *IMAGE_COLUMNS, *theirs)
 
     @property
     def copies(self) -> int:
@@ -154,6 +156,17 @@ class Reader:
             return False
         covered = all(limits.covers(self.of.student_limits) for limits in self.of.teacher_limits.values())
         return columns is None or not covered or not self.of.are_alike(columns)
+
+    def image_tokens(self, request: Request) -> int | None:
+        """Tokens of the images of a row's prompt; `None` if only reading them tells."""
+        prompt = self.prompt_of(request)
+        if not prompt.has_images:
+            return 0
+        try:
+            sizes = [size_of(part["image"]) for part in places(prompt.value)]
+        except Exception as error:  # whatever a decoder raises
+            raise ValueError(f"{prompt.where} has an image that cannot be read: {error}.") from error
+        return tokens_of(self.of.processors[prompt.processor], sizes)
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """The common kind of these prompts and of those before; refuses kinds that this tokenizer cannot complete."""
@@ -211,8 +224,13 @@ class Reader:
         return found
 
     def check_start(self, prompt_ids: list[int], where: str) -> None:
-        """Raises `ValueError` when a prompt has two start tokens."""
+        """Raises `ValueError` when a prompt has two start tokens, or one that stands for an image that is not there."""
         tokenizer = self.of.tokenizer
+        if getattr(prompt_ids, "images", None) is None and (typed := set(prompt_ids) & self.of.placeholders):
+            raise ValueError(
+                f"{where} contains {tokenizer.decode([min(typed)])!r}, which stands for an image: give the image in a "
+                "column 'images', or remove it from the text."
+            )
         if tokenizer.bos_token_id is not None and prompt_ids[:2] == [tokenizer.bos_token_id] * 2:
             raise ValueError(
                 f"{where} has two start tokens {tokenizer.bos_token!r}, one of its own and one that the tokenizer "
@@ -232,8 +250,12 @@ class Readers:
     """Turns one prompt with images into token ids that know them; takes chat template arguments."""
     template: Mapping[str, Any]
     """Chat template arguments that differ for the teacher."""
+    processors: Mapping[str, Any]
+    """The processors inside `see`, by [`~data.prompts.Prompt.processor`]."""
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer inside `tokenize`."""
+    placeholders: frozenset[int]
+    """Token ids that stand for an image or the like."""
     largest_id: int
     """Its largest token id, kept because a large vocabulary takes long to search."""
     settings: tuple[Any, ...]
@@ -294,7 +316,8 @@ class Readers:
 
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher gets the same prompts as the student."""
-        return not self.template and self.intake.prompt_fn is None and not tells_more(columns)
+        reads_apart = any(self.intake.processors)  # with a processor of its own
+        return not (self.template or self.intake.prompt_fn is not None or reads_apart or tells_more(columns))
 
     def teacher_prompt_ids(
         self,

@@ -117,7 +117,8 @@ def _is_known(kind: pa.DataType) -> bool:
         return all(_is_known(field.type) for field in kind)
     if _is_list(kind):
         return _is_known(kind.value_type)
-    return _is_text(kind) or pa.types.is_null(kind) or pa.types.is_boolean(kind) or _is_number(kind)
+    known = _is_text(kind) or _is_bytes(kind) or _is_number(kind)
+    return known or pa.types.is_null(kind) or pa.types.is_boolean(kind)
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -126,6 +127,11 @@ def _is_list(kind: pa.DataType) -> bool:
 
 def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    """Whether values are files, as of images, whose contents are not surveyed."""
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -224,7 +230,7 @@ def _feed(streams: defaultdict[str, Any], path: str, values: pa.Array) -> None:
     elif _is_list(kind):
         streams[f"{path} lengths"].update(_integers(pc.list_value_length(values)))
         _feed(streams, f"{path}[]", pc.list_flatten(values))
-    elif _is_text(kind):
+    elif _is_text(kind) or _is_bytes(kind):
         streams[f"{path} lengths"].update(_integers(pc.binary_length(values)))
         streams[f"{path} text"].update(_characters(values.drop_null()))
     else:
@@ -237,6 +243,7 @@ def _characters(texts: pa.Array) -> memoryview:
     _, offsets, data = texts.buffers()
     if not len(texts) or data is None:
         return memoryview(b"")
-    kind = np.int64 if pa.types.is_large_string(texts.type) else np.int32
+    is_large = pa.types.is_large_string(texts.type) or pa.types.is_large_binary(texts.type)
+    kind = np.int64 if is_large else np.int32
     ends = np.frombuffer(offsets, kind, len(texts) + 1, texts.offset * np.dtype(kind).itemsize)
     return memoryview(data)[ends[0] : ends[-1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -11,12 +12,15 @@ from weakref import WeakValueDictionary
 import torch
 from accelerate.logging import get_logger
 
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.data.completions import completion_ids
+from trl_opsd.data.images import in_parts
 from trl_opsd.data.prompts import Request
 from trl_opsd.loop.overrides import of_package, overrides
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import preserved_mode
-from trl_opsd.models.probes import prove_student
+from trl_opsd.models.probes import Probed, prove_student
+from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
@@ -113,6 +117,21 @@ class Generation:
         if not self._is_proved:
             host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free)
             self._is_proved = True
+            if host.reads_images:
+                self.prove_images()
+
+    def prove_images(self) -> None:
+        """Verifies how the student reads images. Collective if it is sharded."""
+        host, prompts = self._host, self._host.probe_prompts()
+        if is_split_model(host.model):
+            if not host.reading.padded_up_to:
+                raise ValueError(
+                    "The student is sharded and processes one row at a time, so its processes cannot read images "
+                    "together: do not shard it, or remove the images."
+                )
+            host.reading = replace(host.reading, beside=prompts[0])
+        with autocast(host.accelerator):
+            Probed(host.model, "student", host.in_student).reads(prompts, host.reading)
 
     # ---- The turns of a batch -----------------------------------------------------------------------------------
 
@@ -249,7 +268,14 @@ class Generation:
     def _of_dataset(self, row: Request, prompt_ids: list[int]) -> list[int]:
         host, tokenizer = self._host, self._host.processing_class
         most = host.args.max_completion_length
-        ids = completion_ids(row, row.where, prompt_ids, tokenizer, host.chat_template_kwargs, host.eos_token_ids, most)
+
+        def see(completion: list[Any]) -> list[int]:
+            messages = [*row.student.value, *map(in_parts, completion)]
+            return host.see(replace(row.student, value=messages), add_generation_prompt=False)
+
+        of_images = see if row.student.has_images else None
+        template, ends = host.chat_template_kwargs, host.eos_token_ids
+        ids = completion_ids(row, row.where, prompt_ids, tokenizer, template, ends, most, of_images)
         host.limits.check_known(max(ids, default=0), f"The completion in {row.where}")
         if unknown := set(ids) & set(host.placeholders):
             raise ValueError(

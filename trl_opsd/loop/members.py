@@ -24,7 +24,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.images import read_with_images, typed_placeholder
+from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
 from trl_opsd.data.prompts import Prompt, Request
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
@@ -78,6 +78,8 @@ class TrainerMembers(UpstreamFixes):
     eos_token_ids: list[int]
     processors: Mapping[str, ProcessorMixin | None]
     """What reads images: the student's processor under an empty name, and those of teachers that have their own."""
+    reads_images: bool | None = False
+    """Whether prompts have images; `None` for a stream until one has."""
     args: OPSDConfig
     divergence: Divergence
     teacher: Any
@@ -275,15 +277,32 @@ class TrainerMembers(UpstreamFixes):
             **{**self.chat_template_kwargs, **chat_template_kwargs},
         )
 
+    def probe_prompts(self, processor: str = "") -> list[PromptIds]:
+        """Prompts with images to examine the model with that this processor belongs to."""
+        where = "A prompt with an image, made to examine the model"
+        try:
+            return probe_prompts(lambda messages: self.see(Prompt(messages, "messages", where, processor)))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
     def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
         """The student's prompts for checked rows, which get their images."""
         if not any(row.student.has_images for row in rows):
             prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
             return prompt_ids
+        if self.reads_images is None:  # the first images of a stream
+            self.reads_images = True
+            self._generation.prove_images()
+            self.teaching.prove_images()
         prompt_ids = self.teaching.readers.student.token_ids([row.student for row in rows])
         self.teaching.readers.check_batch(prompt_ids, self.teaching.batch_name)
         for row, ids in zip(rows, prompt_ids, strict=True):
             row.images = getattr(ids, "images", None)
+        if not self.teaching.steps_ahead:  # else they are read again in their own step
+            images = sum(len(row.images.originals) for row in rows if row.images is not None)
+            self.record("images/mean", images / len(rows))
+            tokens = sum(one in self.placeholders for ids in prompt_ids for one in ids)
+            self.record("images/tokens", tokens / len(rows))
         return prompt_ids
 
     def pad_prompts(self, prompt_ids: Sequence[list[int]]) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class Scorer:
             **kept_by_row(targets, counted).pack(),
             "loss_weights": weights,
             "rows": list(rows),
-            **({} if images is None else {"images": list(images)}),
+            **({} if images is None else {"row_images": list(images)}),
             "scored": digest,
             "lengths": list(replace(rollout, weights=weights).ended().lengths or ()),
         }

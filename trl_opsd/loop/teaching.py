@@ -33,6 +33,8 @@ from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.build import build_teachers
+from trl_opsd.teacher.checks import teachers_processors
+from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.images import images_of
@@ -66,10 +68,16 @@ class Teaching:
             intake=given.intake,
             tokenize=host.tokenize,
             see=host.see,
+            processors=host.processors,
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,
+            placeholders=frozenset(host.placeholders),
             largest_id=largest_id(host.processing_class),
-            settings=(host.chat_template_kwargs, [tool.__name__ for tool in host.tools or ()]),
+            settings=(
+                host.chat_template_kwargs,
+                [tool.__name__ for tool in host.tools or ()],
+                {name: one and one.to_dict() for name, one in host.processors.items()} if host.reads_images else None,
+            ),
             student_limits=student_limits(host.model, host.args),
         )
         self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead
@@ -104,6 +112,16 @@ class Teaching:
         self._readers_of_any_rows = self.readers
         if host.args.seq_kd:
             self._use_teachers(self.teachers)
+        if host.reads_images:
+            self.prove_images()
+
+    def prove_images(self) -> None:
+        """Verifies how the teachers read images. Collective."""
+        for name, teacher in self.teachers.items():
+            processor = name if name in self._host.processors else ""
+            if isinstance(teacher, FrozenTeacher) and self._host.processors[processor] is not None:
+                with autocast(self._host.accelerator):
+                    teacher.prove_images(self._host.probe_prompts(processor))
 
     # ---- Other teachers and datasets --------------------------------------------------------------------------------
 
@@ -111,6 +129,12 @@ class Teaching:
         """Builds the teacher anew from another model or path."""
         host = self._host
         check_other_teacher(teacher_model, host.model, host.args, host.processing_class, tuple(self.teachers))
+        processor = host.processors[""]
+        if host.reads_images and teachers_processors(processor, {"teacher": teacher_model}, None, host.args):
+            raise ValueError(
+                "`trainer.teacher_model`: prompts have images, which the new teacher does not read with the student's "
+                "processor: pass it when the trainer is built."
+            )
         with self._rebuilding():
             self.readers = self._student_readers
             self._build_teachers({"teacher": teacher_model})

@@ -9,16 +9,18 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import in_zero3, is_split_model, unsharded, whole_shape
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Length, OutputHead, Rollout
-from trl_opsd.types.images import together
+from trl_opsd.types.images import RowImages, together
 
 Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, also where the weights are sharded or offloaded."""
@@ -44,10 +46,13 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
         check_no_holes(lengths)
         return _completion_hidden_packed(model, rollout, lengths)
     if reading.padded_up_to == math.inf:
-        return _completion_hidden(model, rollout, lengths, reading.multiple_of)
+        return _completion_hidden(model, rollout, lengths, reading)
     check_no_holes(lengths)
     groups = reading.groups([one.total for one in lengths], is_split_model(model))
-    parts = [_completion_hidden(model, rollout.select(rows), [lengths[row] for row in rows]) for rows in groups]
+    parts = [
+        _completion_hidden(model, rollout.select(rows), [lengths[row] for row in rows], replace(reading, multiple_of=1))
+        for rows in groups
+    ]
     # Rows come back in their original order.
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]
@@ -71,17 +76,31 @@ def check_no_holes(lengths: Sequence[Length]) -> None:
         )
 
 
-def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Length], multiple_of: int = 1) -> Tensor:
+def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Length], reading: Reading) -> Tensor:
     """[B, C, H], from rows shifted to the first column and padded at the end."""
     places = _Places(rollout, lengths)
     starts_B1, totals_B1 = places.starts_B.unsqueeze(1), places.totals_B.unsqueeze(1)
-    width = -(-max(places.totals) // multiple_of) * multiple_of
+    width = -(-max(places.totals) // reading.multiple_of) * reading.multiple_of
     columns_W = torch.arange(width, device=starts_B1.device)
     mask_BL = rollout.attention_mask
     index_BW = (starts_B1 + columns_W).clamp(max=mask_BL.size(1) - 1)
     mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1)
-    images = together(rollout.images, [0] * len(lengths), width)
-    hidden_BWH = hidden_states(model, rollout.input_ids.gather(1, index_BW), mask_BW, images=images)
+    ids_BW = rollout.input_ids.gather(1, index_BW)
+    images: Sequence[RowImages | None] = rollout.images or [None] * len(lengths)
+    if reading.beside is not None and all(one is None for one in images):
+        ids_BW, mask_BW = (
+            torch.cat([pad(each, (0, max(0, row.numel() - width))), pad(row, (0, max(0, width - row.numel())))[None]])
+            for each, row in (
+                (ids_BW, ids_BW.new_tensor(reading.beside)),
+                (mask_BW, mask_BW.new_ones(len(reading.beside))),
+            )
+        )
+        images = [*images, reading.beside.images]
+    arguments = together(images, [0] * len(images), ids_BW.size(1))
+    hidden_BWH = hidden_states(model, ids_BW, mask_BW, images=arguments)
+    if len(hidden_BWH) > len(lengths):
+        # Its gradient is zero, but there is one: reducing gradients is collective, too.
+        hidden_BWH = hidden_BWH[:-1] + 0 * hidden_BWH[-1].sum()
     predicting_BC = places.predicting_BC.clamp(0, width - 1).to(hidden_BWH.device)
     return hidden_BWH.gather(1, predicting_BC[..., None].expand(-1, -1, hidden_BWH.size(-1)))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.parallel.precision import rounds_float32
+from trl_opsd.types.images import PromptIds
 
 Read = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps token ids, attention mask and positions (`None`: derived from the mask), all [n, L], to hidden states [n, L, H].
@@ -34,6 +35,8 @@ class Reading:
     """Whether all rows are concatenated into one sequence, without padding."""
     multiple_of: int = 1
     """The width of padded rows is rounded up to a multiple of this."""
+    beside: PromptIds | None = None
+    """A prompt with an image, read beside rows without: where a model is sharded, all processes run its tower."""
 
     def __str__(self) -> str:
         if self.packed:
@@ -123,10 +126,10 @@ def gap_of_packing(read: Read, vocabulary: int, device: torch.device) -> float |
     )
     alone_NH = torch.cat([_plain(read, row[None])[0] for row in rows])
     if not agree(packed_NH, alone_NH):
-        return float(_distances(packed_NH, alone_NH).max())
+        return float(distances(packed_NH, alone_NH).max())
     # Compare two packed passes of one shape, which half precision rounds alike: a small influence of the other rows on
     # the last one shows, which the tolerance above hides.
-    beside = float(_distances(beside_NH[-_SHORT:], packed_NH[-_SHORT:]).nan_to_num(nan=0.0).max())
+    beside = float(distances(beside_NH[-_SHORT:], packed_NH[-_SHORT:]).nan_to_num(nan=0.0).max())
     return beside if beside > 1e-3 else None
 
 
@@ -138,7 +141,7 @@ def _gap(found_SH: Tensor, expected_SH: Tensor, called: str, when: str) -> str |
     if agree(found_SH, expected_SH):
         return None
     return (
-        f"The {called} changes the hidden state of a token by {_distances(found_SH, expected_SH).max():.2g} of its "
+        f"The {called} changes the hidden state of a token by {distances(found_SH, expected_SH).max():.2g} of its "
         f"norm {when}, even without padding, so its predictions do not depend only on the preceding tokens: use a "
         "causal language model that is deterministic in eval mode."
     )
@@ -147,7 +150,7 @@ def _gap(found_SH: Tensor, expected_SH: Tensor, called: str, when: str) -> str |
 def agree(found_SH: Tensor, expected_SH: Tensor, half: float = 5e-2) -> bool:
     """Whether the vectors of two [S, H] tensors are equal up to rounding; `half` is the tolerance in half precision."""
     # NaN is ignored here: other checks report it with the phase in which it arose.
-    distance_S = _distances(found_SH, expected_SH).nan_to_num(nan=0.0)
+    distance_S = distances(found_SH, expected_SH).nan_to_num(nan=0.0)
     full = found_SH.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(found_SH.device.type)
     if full and not rounds_float32():
         return bool(distance_S.max() <= 1e-3)
@@ -155,7 +158,7 @@ def agree(found_SH: Tensor, expected_SH: Tensor, half: float = 5e-2) -> bool:
     return bool(distance_S.median() <= half)
 
 
-def _distances(found_SH: Tensor, expected_SH: Tensor) -> Tensor:
+def distances(found_SH: Tensor, expected_SH: Tensor) -> Tensor:
     """[S], the distance of each token's vectors relative to the expected norm."""
     expected_SH = expected_SH.to(found_SH.device).float()
     return (found_SH.float() - expected_SH).norm(dim=-1) / expected_SH.norm(dim=-1).clamp(min=1e-30)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainingArguments
 
-from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import is_split
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.models.backbone import (
@@ -34,13 +34,15 @@ from trl_opsd.models.backbone import (
     hidden_states,
     logits_of,
     preserved_mode,
+    seen,
     shape_of,
     whole_head,
 )
-from trl_opsd.models.padding import PADDED, Read, Reading, gap_of_packing, prove_reading
+from trl_opsd.models.padding import PADDED, Read, Reading, agree, distances, gap_of_packing, prove_reading
 from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
+from trl_opsd.types.images import PromptIds, together
 
 Subject = TypeVar("Subject")
 
@@ -130,6 +132,8 @@ class Probed:
         """Which rows may share a pass, once `PADDING` has run."""
         self.unreached: list[str] = []
         """Parameters without a gradient, once `GRADIENTS` has run."""
+        self.seen: Sequence[PromptIds] = ()
+        """Prompts for `IMAGES`: with one image, with another, and with two."""
 
     def __str__(self) -> str:
         return f"The {self.called}"
@@ -138,6 +142,11 @@ class Probed:
         """Raises the first failure."""
         require(probes, self)
         return self
+
+    def reads(self, prompts: Sequence[PromptIds], reading: Reading) -> Probed:
+        """Raises if the model does not read images as its own forward pass does; `prompts` are those of [`seen`]."""
+        self.seen, self.reading = prompts, reading
+        return self.prove(IMAGES)
 
     def evaluate(self, read: Callable[[], Any]) -> Any:
         """`read()` in evaluation mode without gradients; mode and random state are restored.
@@ -360,3 +369,61 @@ def _beyond_probe(model: CausalLM) -> str | None:
 
 
 PACKING: Probe[Probed] = Probe("packing", _packing)
+
+
+# ---- Images: read in a batch as the model itself reads them with what its processor returns --------------------------
+
+
+def _images(one: Probed) -> str:
+    head = OutputHead.of(one.model)
+    device, next_id = head.weight.device, shape_of(head)[0] // 3
+    text = PromptIds(next_id + number for number in range(5))
+
+    def states(*prompts: PromptIds) -> Tensor:
+        hidden_BCH: Tensor = one.run(
+            completion_hidden, Rollout.of(prompts, [[next_id]] * len(prompts), device), one.reading
+        )
+        return hidden_BCH[:, 0].to(least_precise(one.model))
+
+    def read() -> tuple[Tensor, ...]:
+        alone_4H = torch.cat([states(prompt) for prompt in (*one.seen, text)])
+        return alone_4H, states(*one.seen, text), one.run(_own_logits_of_images, one.seen[0], device)
+
+    remedy = "Use another model and its own processor, or remove the images."
+    with explaining(one, "read a prompt with images", remedy, (ValueError, *CANNOT_RUN)):
+        alone_4H, together_4H, own_V = one.evaluate(read)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_head(one.model) as whole:
+            rebuilt_V = logits_of(alone_4H[0].to(device), whole).to(own_V)
+    gap = float((rebuilt_V - own_V).abs().max() / own_V.abs().max())
+    if not gap <= (2e-2 if own_V.dtype != torch.float32 else 1e-4):
+        raise ValueError(
+            f"{one} computes other logits after an image than its own forward pass with what its processor returns, by "
+            f"{gap:.2g} of the largest: {remedy}"
+        )
+    if not agree(together_4H, alone_4H):
+        raise ValueError(
+            f"{one} changes the hidden states of rows with images by {distances(together_4H, alone_4H).max():.2g} of "
+            f"their norm when they share a pass with others: {remedy}"
+        )
+    if torch.equal(alone_4H[0], alone_4H[1]):
+        raise ValueError(f"{one} has the same hidden state after two different images: it does not see them. {remedy}")
+    tokens, images = len(one.seen[0]), one.seen[0].images
+    positions = 0 if images is None else images.positions
+    return (
+        f"Images are read as by the model itself, to {gap:.1g}; a prompt with one of 96 x 64 pixels has {tokens} "
+        f"tokens, and the vision tower reads {positions} positions."
+    )
+
+
+def _own_logits_of_images(model: CausalLM, prompt: PromptIds, device: torch.device) -> Tensor:
+    """[V], float32 or less precise: after a prompt with images, from the model's own forward pass."""
+    ids_1L = torch.tensor([prompt], device=device)
+    taken = inspect.signature(without_peft(model).forward).parameters
+    given = seen(together([prompt.images], [0], len(prompt)), taken, device)
+    logits_V: Tensor = model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False, **given).logits[
+        0, -1
+    ]
+    return logits_V
+
+
+IMAGES: Probe[Probed] = Probe("images", _images)

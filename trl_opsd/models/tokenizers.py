@@ -5,7 +5,8 @@ After `add_tokens` or `add_special_tokens` a tokenizer has such tokens until the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -126,6 +127,14 @@ def placeholders(config: PretrainedConfig, rows: int) -> list[int]:
     names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
     stated: set[Any] = {getattr(config, name, None) for name in names}
     return sorted(token for token in stated if _known(token, rows))
+
+
+def readable(ids: list[int], tokenizer: PreTrainedTokenizerBase, placeholders: Collection[int]) -> str:
+    """The text of a prompt, with one mark for each run of placeholder tokens: an image may have hundreds."""
+    text = tokenizer.decode(ids)
+    marks = "|".join(re.escape(tokenizer.decode([one])) for one in set(placeholders).intersection(ids))
+    fold = rf"({marks})(?: ?\1)*"
+    return re.sub(fold, lambda run: f"⟨image, {run[0].count(run[1])} tokens⟩", text) if marks else text
 
 
 def _known(token: Any, rows: int) -> bool:

@@ -61,6 +61,7 @@ _OVERLAP = Logs(_MAIN, '`overlap="step"` with a rollout that generates in anothe
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
 _SYNC = Logs("main process; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
+_IMAGES = Logs("main process; mean over generation batches that have images", "prompts with images")
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
@@ -198,6 +199,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "Steps skipped because of a loss or gradient that is NaN or infinite.",
             Logs("the same in all processes; total since `train` was called", _SKIPS, evaluated=False),
         ),
+        "images/mean": Metric("images", "Images per prompt.", _IMAGES),
+        "images/tokens": Metric("tokens", "Prompt tokens that stand for images, per prompt.", _IMAGES),
     }
 )
 """By their names in the training log."""

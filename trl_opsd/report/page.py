@@ -253,8 +253,8 @@ def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
             found.append(_Split(name, last.step, None, [(one, None) for one in last.samples]))
         else:
             # Evaluations repeat their prompts, so that the same one is shown before and after.
-            after = {one.prompt: one for one in last.samples}
-            pairs = [(one, after.pop(one.prompt, None)) for one in first.samples]
+            after = {(one.prompt, one.images): one for one in last.samples}
+            pairs = [(one, after.pop((one.prompt, one.images), None)) for one in first.samples]
             found.append(_Split(name, first.step, last.step, [*pairs, *((None, one) for one in after.values())]))
     return found
 

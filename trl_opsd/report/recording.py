@@ -20,6 +20,8 @@ from trl_opsd._compat.strict_json import loads
 from trl_opsd.checkpoints.resume import newest_complete
 from trl_opsd.monitor.progress import evaluated
 from trl_opsd.report.samples import Sample, Token
+from trl_opsd.types import Rollout
+from trl_opsd.types.images import RowImages
 
 FOLDER = "report"
 """Folder in that of the run, for what is recorded while it trains."""
@@ -105,7 +107,10 @@ def _recorded(value: Any) -> Recorded:
     step, split = value["step"], value["split"]
     if not (isinstance(step, int) and isinstance(split, str)):
         raise TypeError("its step is no number, or its split no text")
-    samples = ({**one, "tokens": tuple(map(_token, one["tokens"]))} for one in value["samples"])
+    samples = (
+        {**one, "tokens": tuple(map(_token, one["tokens"])), "images": tuple(one.get("images", ()))}
+        for one in value["samples"]
+    )
     return Recorded(step, split, tuple(Sample(**one) for one in samples))
 
 
@@ -207,20 +212,20 @@ class Recording(TrainerCallback):
         self,
         state: TrainerState,
         is_training: bool,
-        prompts: Callable[[], list[list[int]]],
+        rollout: Rollout,
         samples: Callable[[list[int]], Sequence[Sample]],
     ) -> None:
         """Takes samples of a micro-batch; `samples`, by row number, is called only for rows that are kept."""
         if not (self._works and state.is_world_process_zero):
             return
         if not is_training:
-            self._evaluation = _lowest(self._evaluation, prompts(), samples)
+            self._evaluation = _lowest(self._evaluation, rollout, samples)
             return
         step = state.global_step
         # The first micro-batch of the first and of the last step.
         if step != self._trained_at and (self._trained_at is None or step == state.max_steps - 1):
             self._trained_at = step
-            found = _lowest({}, prompts(), samples, self._first)
+            found = _lowest({}, rollout, samples, self._first)
             self._first = frozenset(found)
             self._keep(Recorded(step, _TRAIN, tuple(found.values())))
 
@@ -289,14 +294,23 @@ def _has_begun(state: TrainerState) -> bool:
 
 def _lowest(
     kept: Mapping[int, Sample],
-    prompts: Sequence[Sequence[int]],
+    rollout: Rollout,
     samples: Callable[[list[int]], Sequence[Sample]],
     seen: Collection[int] = (),
 ) -> dict[int, Sample]:
     """The samples with the lowest checksums of their prompts, of those kept and of more rows; `seen` ones first."""
     # The same rows in each evaluation, however they are assigned to micro-batches.
-    rows = {crc32(repr(ids).encode()): row for row, ids in enumerate(prompts)}
+    prompts = rollout.prompt_lists()
+    images = rollout.images or [None] * len(prompts)
+    rows = {key: row for row, key in enumerate(map(_checksum, prompts, images))}
     lowest = sorted({*kept, *rows}, key=lambda one: (one not in seen, one))[:_ROWS]
     new = [key for key in lowest if key not in kept]
     made = dict(zip(new, samples([rows[key] for key in new]), strict=True)) if new else {}
     return {key: made[key] if key in made else kept[key] for key in lowest}
+
+
+def _checksum(prompt: list[int], images: RowImages | None) -> int:
+    value = crc32(repr(prompt).encode())
+    for image in images.originals if images else ():  # prompts often differ in their images alone
+        value = crc32(image.tobytes(), value)
+    return value

@@ -5,8 +5,10 @@ B rows · C completion tokens · n tokens of a row in the loss · V vocabulary s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -14,12 +16,17 @@ from torch import Tensor
 
 from trl_opsd.losses import Divergence, ReverseKL, SampledReverseKL, streamed_divergence
 from trl_opsd.models.backbone import logits_of
+from trl_opsd.models.tokenizers import readable
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 
 TOKENS = 200
 """Maximum completion tokens recorded."""
 PROMPT = 1000
 """Maximum characters of a prompt recorded; a longer one is cut in the middle."""
+IMAGES = 8
+"""Maximum images of a prompt recorded."""
+EDGE = 160
+"""Maximum width and height of a recorded image, in pixels: a JPEG of 3 to 6 kB, of noise 19 kB."""
 CHUNK = 32
 """Tokens whose logits exist at once, few, so that a training that barely fits still does."""
 CHOICES = 5
@@ -52,6 +59,8 @@ class Sample:
     tokens: tuple[Token, ...]
     is_cut: bool
     """Whether the completion goes on."""
+    images: tuple[str, ...] = ()
+    """The first of the prompt's images, each a small JPEG in base64."""
 
 
 @torch.no_grad()
@@ -67,6 +76,7 @@ def samples_of(
     temperatures: tuple[float, float],
     vocabulary: int | None,
     tokenizer: Any,
+    placeholders: Collection[int],
     names: Sequence[str],
 ) -> list[Sample]:
     """Some rows of a batch, with the distributions that its loss compares; waits for the device."""
@@ -96,12 +106,14 @@ def samples_of(
         # Indices are those of the batch's columns: a row of several turns has masked columns in between.
         shown = rollout.completion_mask[row, :TOKENS].nonzero().squeeze(1).tolist()
         written = rollout.completion_ids[row, shown].tolist()
+        images = rollout.images[row] if rollout.images else None
         found.append(
             Sample(
-                prompt=_middle_cut(tokenizer.decode(prompts[row])),
+                prompt=_middle_cut(readable(prompts[row], tokenizer, placeholders)),
                 teacher=names[number] if len(names) > 1 else None,
                 tokens=tuple(_tokens(shown, written, values, prompts[row][-1:], tokenizer)),
                 is_cut=len(completions[row]) > len(written),
+                images=tuple(map(_thumbnail, images.originals[:IMAGES] if images else ())),
             )
         )
     return found
@@ -151,3 +163,10 @@ def _after(last: int, token: int, decode: Callable[[list[int]], str]) -> str:
 def _middle_cut(text: str) -> str:
     half = PROMPT // 2
     return text if len(text) <= PROMPT else f"{text[:half]} … {text[-half:]}"
+
+
+def _thumbnail(image: Any) -> str:
+    small, file = image.convert("RGB"), BytesIO()
+    small.thumbnail((EDGE, EDGE))
+    small.save(file, "JPEG", quality=70)
+    return b64encode(file.getvalue()).decode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, cast
@@ -76,9 +76,8 @@ class TeacherRollout:
                 f"`generation_kwargs={{'eos_token_id': {sorted(theirs | set(host.eos_token_ids))}}}`."
             )
 
-    def complete(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
+    def complete(self, prompts: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, at least one, cut after the first end token."""
-        prompts = [list(ids) for ids in prompt_ids]
         written = self._rollout.complete(prompts, self._host.state.global_step)
         return checked_completions(written, self._host, prompts, self._host.limits.reader)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
@@ -12,6 +13,9 @@ class Teacher(ABC):
 
     `str(teacher)` describes it in the trainer's own description; by default the name of its class.
     """
+
+    reads_images: ClassVar[bool] = False
+    """Whether it sees `rollout.images`; prompts with images are refused otherwise."""
 
     def __str__(self) -> str:
         return type(self).__name__

@@ -234,15 +234,17 @@ def teachers_processors(
     for name, teacher in teachers.items():
         theirs = given.get(name) if isinstance(given, Mapping) else given
         model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
-        if name in servers(args):
+        if name in servers(args) or (isinstance(model, Teacher) and not model.reads_images):
             theirs = False  # a server is sent ids only
         elif theirs is None and isinstance(model, str):
-            theirs = _processor_at(model, location(args))
+            theirs = processor_at(model, location(args))
         elif theirs is None and isinstance(model, nn.Module):
             config = without_peft(model).config
             source = get_config_model_id(config)
             here = {"local_files_only": True, "trust_remote_code": args.teacher_trust_remote_code}
-            theirs = _processor_at(source, here) if source and has_tokenizer(source, {"local_files_only": True}) else None
+            theirs = (
+                processor_at(source, here) if source and has_tokenizer(source, {"local_files_only": True}) else None
+            )
             if theirs is None and config.get_text_config() is config:
                 theirs = False
         if theirs is not None and not (isinstance(theirs, ProcessorMixin) and _read_alike(theirs, processor)):
@@ -250,14 +252,14 @@ def teachers_processors(
     return found
 
 
-def _processor_at(path: str, options: Mapping[str, Any]) -> Any:
+def processor_at(path: str, options: Mapping[str, Any]) -> Any:
     """The processor at a path or model id, or its tokenizer; `None` where neither can be loaded."""
     try:
         return AutoProcessor.from_pretrained(path, **options)
     except (ImportError, OSError, ValueError) as error:
         logger.warning(
-            f"The teacher's processor cannot be loaded from {path} ({str(error).strip().splitlines()[0]}): assuming the "
-            "student's. Pass it as `teacher_processing_class`."
+            f"The teacher's processor cannot be loaded from {path} ({str(error).strip().splitlines()[0]}): assuming "
+            "the student's. Pass it as `teacher_processing_class`."
         )
         return None
 

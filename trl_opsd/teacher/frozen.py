@@ -26,6 +26,7 @@ from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+from trl_opsd.types.images import PromptIds
 from trl_opsd.types.targets import Keeper
 
 
@@ -214,6 +215,8 @@ class FrozenTeacher(Teacher):
             other rows, padded or, with `padding_free`, packed.
     """
 
+    reads_images: ClassVar[bool] = True
+
     def __init__(
         self,
         placement: Placement,
@@ -240,6 +243,17 @@ class FrozenTeacher(Teacher):
             found = Probed(self.model, "teacher", run).prove(*probes)
         self.reading = replace(found.reading, packed=padding_free, multiple_of=pad_to_multiple_of or 1)
 
+    def prove_images(self, prompts: Sequence[PromptIds]) -> None:
+        """Verifies how it reads images, of which these are [`~data.images.probe_prompts`]. Collective if it is sharded.
+
+        Raises:
+            ValueError: It reads them otherwise than the model itself does, or than each row alone.
+        """
+        if is_split_model(self.model):
+            self.reading = replace(self.reading, beside=prompts[0])
+        with self.placement.reading(passes=6) as run:
+            Probed(self.model, "teacher", run).reads(prompts, self.reading)
+
     def __str__(self) -> str:
         return f"{described(self.model)}, {self.placement.where}"
 
@@ -264,7 +278,9 @@ class FrozenTeacher(Teacher):
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         rollout, device = rollout.ended(), self.placement.device
-        groups = pass_groups(self.model, rollout.sizes, device, self.reading, self._pass_bytes, self.placement.passes_cost)
+        groups = pass_groups(
+            self.model, rollout.sizes, device, self.reading, self._pass_bytes, self.placement.passes_cost
+        )
         passes = self.placement.passes_to_run(len(groups))
         with preserved_mode(self.model), self.placement.reading(passes) as run:
             if self.model.training:  # the caller may have set it to training mode since

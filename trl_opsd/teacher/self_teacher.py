@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -170,6 +170,8 @@ class OwnTeacher(Teacher):
 
     Anything it knows beyond the student has to be in its prompt.
     """
+
+    reads_images: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ class Rollout:
             pull=batch.get("pull"),
             logprobs=batch.get("logprobs"),
             on_host=batch.get("weights_on_host"),
-            images=None if (images := batch.get("images")) is None else tuple(images),
+            images=None if (images := batch.get("row_images")) is None else tuple(images),
         )
 
     @property

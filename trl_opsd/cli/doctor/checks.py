@@ -23,10 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from trl_opsd._compat.versions import installed, outside
 from trl_opsd.cli.doctor.pair import LAYERS, Pair, Settings, Side
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.images import probe_prompts, read_with_images
 from trl_opsd.data.tokenization import check_that_all_is_read, check_token_maps, largest_id
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, dense_divergence, streamed_divergence
 from trl_opsd.models.backbone import completion_hidden, logits_of
-from trl_opsd.models.probes import GRADIENTS, HEAD, PADDING, Doubt, Finding, Probe, Probed, findings
+from trl_opsd.models.probes import GRADIENTS, HEAD, IMAGES, PADDING, Doubt, Finding, Probe, Probed, findings
 from trl_opsd.models.tokenizers import ensure_special_tokens
 from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
 from trl_opsd.rollout import RolloutBackend
@@ -350,6 +351,20 @@ def _of(role: str, probe: Probe[Probed], *needs: str) -> Probe[Pair]:
     return Probe(f"{role}'s {probe.name}", lambda pair: probe.run(pair.probed[role]), needs=needs)
 
 
+def _images(role: str) -> Probe[Pair]:
+    """The probe of a trainer whose prompts have images, which may be text all the same."""
+
+    def run(pair: Pair) -> str:
+        probed = pair.probed[role]
+        try:
+            probed.seen = probe_prompts(partial(read_with_images, getattr(pair, role).processing))
+        except ValueError as error:
+            raise Doubt(f"Prompts have to be text: a prompt with an image cannot be made, as {error}") from error
+        return IMAGES.run(probed)
+
+    return Probe(f"{role}'s {IMAGES.name}", run, needs=(f"{role}'s head", f"{role}'s padding"))
+
+
 _BOTH = ("student's head", "teacher's head", "student's padding", "teacher's padding")
 _TOKENS = ("tokenizers", "vocabularies", "end token")
 _GENERATES = (*_BOTH, *_TOKENS, "teacher input")
@@ -378,6 +393,7 @@ _VLLM: Probe[Pair] = Probe("vLLM rollout", partial(reproduces, use_vllm=True, vl
 def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:
     """All findings, in the order of the checks; `settings` are of a training, or why they cannot be read."""
     checks = [*CHECKS, *([_VLLM] if vllm else [])]
+    checks += [_images(role) for role in ("student", "teacher") if getattr(pair, role).sees]
     if settings:
         checks.append(Probe("settings", lambda pair: judged(settings, pair.student.source, pair.teacher.source)))
     checks.append(Probe("versions", lambda pair: _versions()))

@@ -24,7 +24,7 @@ from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer
 from trl_opsd.models.weights import without_weights
-from trl_opsd.teacher.checks import LOCATION_OPTIONS, location
+from trl_opsd.teacher.checks import LOCATION_OPTIONS, location, processor_at
 from trl_opsd.types import Rollout
 
 LAYERS = 2
@@ -55,6 +55,13 @@ class Side:
     source: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    processing: Any = None
+    """The processor, or a tokenizer again, as `AutoProcessor` loads it."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether it reads images."""
+        return getattr(self.processing, "image_processor", None) is not None
 
     @property
     def rows(self) -> int:
@@ -115,13 +122,17 @@ def load_pair(
     PartialState()  # which warnings need
     mine, yours = loading
     of_student = _model(student, "student", tiny, mine)
-    tokenizer = text_tokenizer(loaded_processing_class(student, mine, bool(mine.get("trust_remote_code"))))
-    of_teacher, theirs = _model(teacher, "teacher", tiny, yours), None
+    processing = loaded_processing_class(student, mine, bool(mine.get("trust_remote_code")))
+    tokenizer = text_tokenizer(processing)
+    of_teacher, theirs, reads = _model(teacher, "teacher", tiny, yours), None, None
     if has_tokenizer(teacher, place_of(yours)):
-        theirs = AutoTokenizer.from_pretrained(teacher, **_located(yours))
+        theirs, reads = (
+            AutoTokenizer.from_pretrained(teacher, **_located(yours)),
+            processor_at(teacher, _located(yours)),
+        )
     return Pair(
-        student=Side(student, of_student, tokenizer),
-        teacher=Side(teacher, of_teacher, theirs or tokenizer),
+        student=Side(student, of_student, tokenizer, processing),
+        teacher=Side(teacher, of_teacher, theirs or tokenizer, reads),
         tiny=tiny,
         assumes_tokenizer=theirs is None,
     )

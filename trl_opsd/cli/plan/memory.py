@@ -45,6 +45,7 @@ class Load:
     gpus: int
     batch: int
     prompt: int
+    """Tokens of its text."""
     length: int
     half: bool
     checkpointing: bool
@@ -57,6 +58,10 @@ class Load:
     def itemsize(self) -> int:
         """Bytes of a number in products, and in a teacher's weights and states."""
         return 2 if self.half else 4
+
+    def row(self, shape: Shape) -> int:
+        """Tokens of a row of a model, with those of its images."""
+        return self.prompt + shape.images.tokens + self.length
 
     def trained(self, student: Shape) -> int:
         """Parameters that are trained."""
@@ -87,7 +92,7 @@ def phases(
 ) -> dict[str, Parts]:
     """Bytes by phase and part on one device; `engine` is what one in the same process takes while it is awake."""
     weights, gradients, optimizer, gathered = states(student, load, choice)
-    row, itemsize = load.prompt + load.length, load.itemsize
+    row, itemsize = load.row(student), load.itemsize
     between = {"idle teacher": resident(teacher, choice.teacher, itemsize)}
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
@@ -106,7 +111,8 @@ def phases(
     writing = {
         "gathered or cast weights": copies or (student.parameters * itemsize if by_zero3 else gathered),
         "KV cache": load.batch * student.cached(row) * itemsize,
-        "activations": load.batch * (load.prompt * student.width * itemsize * 8 + student.vocabulary * 12),
+        "activations": load.batch * ((row - load.length) * student.width * itemsize * 8 + student.vocabulary * 12),
+        **seen(student, load.batch, load),
     }
     if choice.engine != TRANSFORMERS:  # weights are sent to it in buckets
         writing = {"gathered or cast weights": min(_SENT, itemsize * student.parameters), "engine": engine}
@@ -115,7 +121,7 @@ def phases(
         **always,
         **awake,
         "active teacher": reading(teacher, choice.teacher, load),
-        "activations": passes(teacher, load),
+        **passes(teacher, load),
         **targets,
     }
     products = ("autocast" if copies else "bfloat16") if load.half else "float32"
@@ -128,6 +134,7 @@ def phases(
         BUCKETS: kept + reduced,
         **between,
         "activations": activations(choice.micro, products),
+        **seen(student, choice.micro, load, load.checkpointing),
         "loss tile": tile,
         "gradient of the head": head,
         **targets,
@@ -189,7 +196,7 @@ def resident(teacher: Shape, kept: str, itemsize: int) -> int:
 def reading(teacher: Shape, kept: str, load: Load) -> int:
     """Bytes of a teacher on the device during a forward pass."""
     numbers = {
-        "stream": teacher.head + teacher.embeddings + 2 * teacher.layer,
+        "stream": teacher.head + teacher.embeddings + teacher.rest + 2 * teacher.layer,
         "itself": 0,
         "zero3": max(3 * teacher.layer, teacher.head),
         "served": teacher.head,
@@ -197,11 +204,21 @@ def reading(teacher: Shape, kept: str, load: Load) -> int:
     return load.itemsize * numbers.get(kept, teacher.parameters)
 
 
-def passes(teacher: Shape, load: Load) -> int:
+def passes(teacher: Shape, load: Load) -> Parts:
     """Activations of the teacher's largest pass: at least one row, and what fits its budget beyond that."""
-    row = load.prompt + load.length
+    row = load.row(teacher)
     of_row = row * (teacher.half_bytes_per_token + row) * load.itemsize // 2
-    return max(of_row, min(PASS_BYTES, load.batch * of_row))
+    found = max(of_row, min(PASS_BYTES, load.batch * of_row))
+    return {"activations": found, **seen(teacher, found // of_row, load)}
+
+
+def seen(shape: Shape, rows: int, load: Load, checkpointing: bool | None = None) -> Parts:
+    """What images of these rows take in a pass; with a graph (`checkpointing` is not `None`) the tower is trained.
+
+    A LoRA adapter on all linear layers is on the tower's, too.
+    """
+    of_tower = shape.images.activations(load.itemsize, checkpointing)
+    return {"pixels": rows * shape.images.pixels, "vision tower": rows * of_tower} if shape.images.positions else {}
 
 
 def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
@@ -230,7 +247,7 @@ def engine_bytes(student: Shape, load: Load) -> int:
     It computes in half precision or float32, as products are computed, and keeps the rows of a step at their full
     length.
     """
-    row, itemsize = load.prompt + load.length, load.itemsize
+    row, itemsize = load.row(student), load.itemsize
     of_token = student.half_bytes_per_token * itemsize // 2
     logits = load.batch * student.vocabulary * 12
     held = itemsize * student.parameters + load.batch * student.cached(row) * itemsize
@@ -240,24 +257,26 @@ def engine_bytes(student: Shape, load: Load) -> int:
 def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> int:
     """Host memory of a machine with all devices: what its processes offload.
 
-    DeepSpeed pins each process's part of each tensor, for which torch takes a power of two of bytes.
+    DeepSpeed pins each process's part of each tensor, for which torch takes a power of two of bytes. Pixels of a step
+    stay there, too; models that read images alike share them.
     """
+    pixels = load.gpus * load.batch * sum(images.pixels for images in {student.images, teacher.images})
     kept = load.itemsize * teacher.parameters * load.gpus
     parts = (load.itemsize * -(-numbers // load.gpus) for numbers in teacher.tensors)
     pinned = load.gpus * sum(1 << (nbytes - 1).bit_length() for nbytes in parts)
     of_teacher = {"cpu": kept, "stream": kept, "zero3": pinned}.get(choice.teacher, 0)
     of_engine = load.itemsize * student.parameters * load.gpus if choice.sleeps and load.lora else 0
     if choice.sharding != "zero3_offload":
-        return of_teacher + of_engine
+        return of_teacher + of_engine + pixels
     trained = load.trained(student)
     weights = load.itemsize * (student.parameters + (0 if load.lora is None else trained))
     # In float32: weights, Adam's moments, and gradients twice, as they are added up and as Adam takes them.
-    return of_teacher + of_engine + weights + 20 * trained
+    return of_teacher + of_engine + pixels + weights + 20 * trained
 
 
 def tracer(student: Shape, load: Load) -> Callable[[int, str], int]:
     """Activations by rows and products, each traced once."""
-    tokens = load.prompt + load.length
+    tokens = load.row(student)
     return cache(lambda rows, products: traced_activations(student.config, rows, tokens, products, load.checkpointing))
 
 
@@ -284,17 +303,18 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: R
     with gradient checkpointing.
     """
     itemsize, rows = load.itemsize, load.batch
-    tokens = rows * (load.prompt + load.length)
-    cache = rows * student.cached(load.prompt + load.length // 2) * itemsize
+    row = load.row(student)
+    prompt = row - load.length
+    cache = rows * student.cached(prompt + load.length // 2) * itemsize
     writing = load.length * (itemsize * student.parameters + cache) / rates.memory
     passes = (6 if load.lora is None else 4) + (2 if load.checkpointing else 0)
     heads = 2 * rows * load.length * (3 * student.head + teacher.head)
     moved = itemsize * teacher.parameters if choice.teacher in ("cpu", "stream") else 0
-    reading = 2 * teacher.parameters * tokens / rates.flops
+    reading = 2 * teacher.parameters * rows * load.row(teacher) / rates.flops
     return {
-        "rollout": 2 * student.parameters * rows * load.prompt / rates.flops + writing,
+        "rollout": 2 * student.parameters * rows * prompt / rates.flops + writing,
         "scoring": max(reading, moved / rates.link),  # layers are fetched while others compute
-        "training": (passes * student.parameters * tokens + heads) / rates.flops,
+        "training": (passes * student.parameters * rows * row + heads) / rates.flops,
     }
 
 

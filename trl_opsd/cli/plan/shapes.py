@@ -6,7 +6,7 @@ B rows · L tokens of a row
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -17,12 +17,38 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, PretrainedConfig, PreTrainedModel
 
 from trl_opsd._compat.versions import CHECKPOINTING
+from trl_opsd.data.images import read_with_images
 from trl_opsd.models.backbone import context_of, hidden_states, model_shape
 from trl_opsd.models.weights import cached_numbers, without_weights
 from trl_opsd.teacher.frozen import bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """What the images of a row take; nothing where there are none."""
+
+    tokens: int = 0
+    """Of its prompt."""
+    positions: int = 0
+    """Of the vision tower."""
+    pixels: int = 0
+    """Bytes of `pixel_values`, float32."""
+    layers: int = 0
+    """Of the tower."""
+    input: int = 0
+    """Numbers of a position between its layers."""
+    inside: int = 0
+    """Numbers of a position that live in a layer, as [`~teacher.frozen.bytes_per_token`] counts them."""
+    counted_by: str = "processor"
+    """Or `"config"`."""
+
+    def activations(self, itemsize: int, checkpointing: bool | None = None) -> int:
+        """Bytes in the vision tower; `None`: without a graph, else what a training pass keeps, as in [`_estimated`]."""
+        kept = 0 if checkpointing is None else self.layers * (self.input if checkpointing else self.inside)
+        return itemsize * self.positions * (kept + self.inside * (1 if checkpointing is None else 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +63,8 @@ class Shape:
     """Parameters of the largest layer."""
     embeddings: int
     """Parameters of input embeddings that are not tied to the head."""
+    rest: int
+    """Parameters outside of head, embeddings and layers: norms, and all that reads images."""
     vocabulary: int
     context: int | None
     """Maximum tokens of a row; `None` where the config has no limit."""
@@ -47,6 +75,7 @@ class Shape:
     """Numbers in the key-value cache of a row, by its tokens."""
     half_bytes_per_token: int
     """Bytes of activations per token in a forward pass without a graph, in half precision, without the mask."""
+    images: Images
 
     @property
     def parameters(self) -> int:
@@ -54,8 +83,11 @@ class Shape:
         return sum(self.tensors)
 
 
-def shape_of(source: str) -> Shape:
-    """Counts the parameters of a causal language model, a local folder, `config.json` or Hub id, on the meta device."""
+def shape_of(source: str, sizes: Sequence[tuple[int, int]] = ()) -> Shape:
+    """Counts the parameters of a causal language model, a local folder, `config.json` or Hub id, on the meta device.
+
+    `sizes` are height and width of each image of a row; a model that sees none leaves them out.
+    """
     config = AutoConfig.from_pretrained(Path(source) if Path(source).exists() else source)
     with torch.device("meta"):
         model = without_weights(config, torch.bfloat16)
@@ -64,12 +96,14 @@ def shape_of(source: str) -> Shape:
             f"{source!r} is a {type(model).__name__}, which has no output head: pass a causal language model."
         )
     head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    layers, untied = _layers(model), 0 if embeddings is head else embeddings.numel()
     return Shape(
         config=config,
         tensors=tuple(one.numel() for one in model.parameters()),
         head=head.numel(),
-        layer=max((_count(layer) for layer in _layers(model)), default=_count(model)),
-        embeddings=0 if embeddings is head else embeddings.numel(),
+        layer=max(map(_count, layers), default=_count(model)),
+        embeddings=untied,
+        rest=_count(model) - head.numel() - untied - sum(map(_count, layers)),
         vocabulary=head.size(0),
         context=context_of(model),
         width=head.size(1),
@@ -80,7 +114,59 @@ def shape_of(source: str) -> Shape:
         ),
         cached=cache(partial(cached_numbers, model)),
         half_bytes_per_token=bytes_per_token(model, 0),
+        images=_images(source, config, sizes),
     )
+
+
+def _images(source: str, config: PretrainedConfig, sizes: Sequence[tuple[int, int]]) -> Images:
+    """Images of these sizes as the model's processor reads them, or as its config says if that cannot be loaded."""
+    vision: Any = getattr(config, "vision_config", None)
+    if not sizes or vision is None:
+        return Images()
+    try:
+        (tokens, positions, pixels), counted_by = _as_processed(source, sizes), "processor"
+    except Exception:  # no files of a processor, packages that are missing, no chat template
+        (tokens, positions, pixels), counted_by = _as_configured(config, sizes), "config"
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL's `hidden_size` is that of its output
+    inner = getattr(vision, "intermediate_size", None) or int(getattr(vision, "mlp_ratio", 4) * width)
+    layers = getattr(vision, "depth", 0) or getattr(vision, "num_hidden_layers", 1)
+    return Images(tokens, positions, 4 * pixels, layers, width, 10 * width + 3 * inner, counted_by)
+
+
+def _as_processed(source: str, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """Tokens, positions of the vision tower, and numbers of `pixel_values`."""
+    from PIL import Image
+
+    processor, text = AutoProcessor.from_pretrained(source), {"type": "text", "text": "?"}
+    parts = [{"type": "image", "image": Image.new("RGB", (width, height))} for height, width in sizes]
+    row = read_with_images(processor, [{"role": "user", "content": [*parts, text]}])
+    alone = processor.apply_chat_template(
+        [{"role": "user", "content": [text]}], add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
+    assert row.images is not None, "it has some"
+    return len(row) - len(alone[0]), row.images.positions, row.images.values["pixel_values"].numel()
+
+
+def _as_configured(config: Any, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """The same, without what only a processor knows: tiles, limits of the resolution, tokens between images."""
+    vision, tokens, positions = config.vision_config, 0, 0
+    patch, fixed = (_first(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
+    names = ("spatial_merge_size", "scale_factor")
+    merge = max(getattr(one, name, 1) for one in (vision, config) for name in names)
+    stated = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
+    if patch is None:
+        raise ValueError(
+            f"The processor of this {config.model_type} cannot be loaded, and its config has no patch size."
+        )
+    for size in sizes:
+        rows, columns = ((fixed or max(round(side / patch / merge), 1) * patch * merge) // patch for side in size)
+        tokens += stated or rows * columns // merge**2
+        positions += rows * columns
+    return tokens, positions, positions * 3 * patch**2 * getattr(vision, "temporal_patch_size", 1)
+
+
+def _first(size: Any) -> Any:
+    return size[0] if isinstance(size, list | tuple) else size
 
 
 def _count(module: nn.Module) -> int:

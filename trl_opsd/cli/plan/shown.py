@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -35,6 +35,11 @@ class Asked:
         """Whether the teacher is the student without its adapter."""
         return self.load.lora is not None and self.sources[0] == self.sources[1]
 
+    @property
+    def seeing(self) -> list[tuple[str, Shape]]:
+        """Student and teacher with their roles, if they read images."""
+        return [(role, one) for role, one in zip(("student", "teacher"), self.shapes, strict=True) if one.images.tokens]
+
 
 def options(plan: Plan, asked: Asked) -> dict[str, Any]:
     """A plan as the options of `trl-opsd train`."""
@@ -49,7 +54,7 @@ def options(plan: Plan, asked: Asked) -> dict[str, Any]:
         "bf16": load.half,
     }
     if choice.engine != TRANSFORMERS:
-        found |= {"use_vllm": True, "vllm_max_model_length": load.prompt + load.length}
+        found |= {"use_vllm": True, "vllm_max_model_length": load.row(asked.shapes[0])}
         of_server = {"vllm_mode": "server"}
         found |= of_server if choice.engine == SERVER else {"vllm_gpu_memory_utilization": plan.engine_share}
         found |= {"vllm_enable_sleep_mode": True} if choice.sleeps else {}
@@ -94,6 +99,7 @@ def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
         "seconds": _seconds(plan, asked),
         "host": plan.host,
         "reason": None if plan.fits else reason(plan, asked.memory),
+        "images": {role: asdict(shape.images) for role, shape in asked.seeing},
         "options": options(plan, asked),
         "accelerate_file": accelerate_file(plan, asked.load.gpus),
         "placements": [
@@ -142,12 +148,18 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
         f"of it usable. Seconds assume {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} GB/s of memory "
         f"bandwidth and {rates.link / 1e9:.0f} GB/s from host to device, and exclude traffic between devices.\n"
     )
+    for role, one in asked.seeing:
+        found = one.images
+        console.print(
+            f"The {role}'s images take {found.tokens:,} tokens and {found.positions:,} positions of its vision tower "
+            f"in each row, by its {found.counted_by}.\n"
+        )
     console.print(_placements(plans))
     if not plan.fits:
         console.print(f"\nDoes not fit in any placement. {reason(plan, asked.memory)} {_REMEDY}")
         return
     load, choice = asked.load, plan.choice
-    tokens = choice.micro * (load.prompt + load.length)
+    tokens = choice.micro * load.row(asked.shapes[0])
     tile = loss_tile(*asked.shapes, choice.micro * load.length, load)
     console.print(
         f"\nFits with micro-batches of {tokens:,} tokens; the loss computes logits for {tile:,} tokens at a time. Put "

@@ -1,0 +1,201 @@
+"""Rows with images are learned from as in TRL, as each alone in float64, and from a teacher that sees others."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import vision_language
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+from torch import Tensor
+from transformers import GenerationConfig
+from trl import DistillationConfig, DistillationTrainer
+from vision_language import answer, rows
+
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.data.completions import cut_after_end
+
+SHORT = ("gemma3", "idefics3", "qwen2_5_vl")
+SEEING = [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in vision_language.SEEING]
+LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
+
+
+class Answering(FixedRollout):
+    """Completes each prompt with its [`answer`]."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return [answer(ids) for ids in prompt_ids]
+
+
+class TRLs(DistillationTrainer):
+    """TRL's trainer with the same completions."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
+        return Answering().complete(prompt_ids, 0)
+
+
+def processor(family: str, **options: Any) -> Any:
+    made = vision_language.processor(family, **options)
+    made.tokenizer.padding_side = "left"  # else TRL shifts token types against the ids they belong to
+    return made
+
+
+def models(family: str, **other: Any) -> dict[str, Any]:
+    student = vision_language.model(family, 32, 0, sees=True)
+    return {"model": student, "teacher_model": vision_language.model(family, 48, 1, sees=True, **other)}
+
+
+def trained(cls: type, config: Any, family: str, data: Dataset, **given: Any) -> Any:
+    arguments = {**models(family), "processing_class": processor(family), "train_dataset": data, **given}
+    trainer = cls(args=config, **arguments)
+    trainer.train()
+    return trainer
+
+
+def losses(trainer: Any) -> Tensor:
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", SEEING)
+def test_training_on_images_equals_trl(tmp_path, family, lora):
+    options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
+    data, given = rows([1, 2, 1, 1]), {"peft_config": LoraConfig(r=4, target_modules=LAYERS) if lora else None}
+    trls = trained(TRLs, DistillationConfig(**options), family, data, **given)
+    ours = trained(OPSDTrainer, OPSDConfig(**options), family, data, rollout=Answering(), **given)
+    assert losses(trls).std() > 0
+    assert (losses(trls) - losses(ours)).abs().max() <= 1e-6
+    for mine, theirs in zip(ours.model.parameters(), trls.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+
+
+# ---- Against each row alone, in float64 ------------------------------------------------------------------------------
+
+
+def log_probs(model: Any, reader: Any, text: str, images: Sequence[Image.Image], completion: Sequence[int]) -> Tensor:
+    """[C, V], float64, from the model's own forward pass on one row alone, with all that its processor returns."""
+    parts = [*({"type": "image", "image": one} for one in images), {"type": "text", "text": text}]
+    made = reader.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    prompt = made.pop("input_ids")
+    made.pop("attention_mask")
+    ids = torch.cat([prompt, torch.tensor([completion])], dim=1)
+    taken = inspect.signature(model.forward).parameters
+    zeros = torch.zeros(1, len(completion), dtype=torch.long)
+    given = {
+        name: torch.cat([value, zeros], dim=1) if value.shape == prompt.shape else value
+        for name, value in made.items()
+        if name in taken and (images or name not in ("token_type_ids", "mm_token_type_ids"))
+    }
+    given = {name: one.double() if one.is_floating_point() else one for name, one in given.items()}
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **given).logits
+    return logits[0, prompt.size(1) - 1 : -1].double().log_softmax(-1)
+
+
+def steps_in_float64(student: Any, teacher: Any, data: Dataset, readers: tuple[Any, Any], rate: float) -> list[float]:
+    """Plain SGD on the mean forward KL, row by row, two rows a step; the losses, and the student changed in place."""
+    student, teacher, found = student.double(), teacher.double().eval(), []
+    trainable = [one for one in student.parameters() if one.requires_grad]
+    for start in range(0, len(data), 2):
+        some = [data[row] for row in (start, start + 1)]
+        prompts = [ids_of(readers[0], row) for row in some]
+        tokens = sum(len(answer(ids)) for ids in prompts)
+        loss = torch.zeros((), dtype=torch.float64)
+        for row, ids in zip(some, prompts, strict=True):
+            text, theirs = row["prompt"][0]["content"], row.get("teacher_images")
+            mine = log_probs(student, readers[0], text, row["images"], answer(ids))
+            with torch.no_grad():
+                images = row["images"] if theirs is None else theirs
+                target = log_probs(teacher, readers[1], text, images, answer(ids))
+            loss = loss + (target.exp() * (target - mine)).sum() / tokens
+        gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
+        found.append(float(loss.detach()))
+        with torch.no_grad():
+            for one, gradient in zip(trainable, gradients, strict=True):
+                if gradient is not None:
+                    one.sub_(gradient, alpha=rate)
+    return found
+
+
+def ids_of(reader: Any, row: Any) -> list[int]:
+    parts = [
+        *({"type": "image", "image": one} for one in row["images"]),
+        {"type": "text", "text": row["prompt"][0]["content"]},
+    ]
+    content = parts if row["images"] else row["prompt"][0]["content"]
+    messages = [{"role": "user", "content": content}]
+    return reader.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ][0]
+
+
+CASES = {
+    "mixed": ([0, 1, 2, 1], None, {}),
+    "teacher sees others": ([1, 0, 2, 1], [2, 1, 0, 1], {}),
+    "teacher's processor": ([1, 2, 0, 1], None, {"unit": 32}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", SEEING)
+def test_each_row_is_learned_from_as_alone(tmp_path, family, case):
+    numbers, theirs, other = CASES[case]
+    options = tiny.options(
+        tmp_path, divergence="forward_kl", learning_rate=1e-2, max_steps=2, optim="sgd", shuffle_dataset=False,
+        max_grad_norm=1e9, lr_scheduler_type="constant",
+    )  # fmt: skip
+    data, readers = rows(numbers, theirs), (processor(family), processor(family, **other))
+    both = models(family, **other)
+    student, teacher = copy.deepcopy(both["model"]).train(), copy.deepcopy(both["teacher_model"])
+    expected = steps_in_float64(student, teacher, data, readers, 1e-2)
+    given = {**both, "rollout": Answering(), "teacher_processing_class": readers[1]}
+    ours = trained(OPSDTrainer, OPSDConfig(**options), family, data, **given)
+    assert losses(ours).tolist() == pytest.approx(expected, abs=2e-6)
+    for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=0, atol=1e-6)
+
+
+# ---- Rollouts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_rollouts_see_images(make_trainer, family):
+    student = vision_language.model(family, 32, 0, sees=True)
+    ends = list(range(2, 200, 12))  # so that rows leave the batch one after the other
+    student.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+    alone = copy.deepcopy(student).double().eval()
+    data, reader = rows([0, 1, 2, 1, 2, 0]), processor(family)
+    trainer = make_trainer(
+        model=student,
+        teacher_model=vision_language.model(family, 48, 1, sees=True),
+        processing_class=reader,
+        train_dataset=data,
+        rollout=HFRollout(),
+        generation_kwargs={"do_sample": False},
+        max_completion_length=12,
+    )
+    requests = trainer.teaching.read_rows([data[row] for row in range(len(data))])
+    written = trainer.complete(trainer.prompt_ids_of(requests))
+    for row, ids in enumerate(written):
+        text, images = data[row]["prompt"][0]["content"], data[row]["images"]
+        found = []
+        while len(found) < 12 and not (found and found[-1] in ends):
+            scores = log_probs(alone, reader, text, images, [*found, 0])[-1]
+            scores[trainer.placeholders] = -torch.inf
+            found.append(int(scores[: trainer.limits.vocabulary].argmax()))
+        assert ids == cut_after_end(found, ends)
