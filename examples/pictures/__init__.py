@@ -1,1 +1,1 @@
-"""Numbers in pictures: a student that reads them in crops only learns from itself to read them in whole pictures."""
+"""Digits in pictures: a student that reads them only in crops learns from itself to read them in whole pictures."""

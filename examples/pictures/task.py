@@ -1,4 +1,4 @@
-"""Pictures with a small number in them, crops that show it enlarged, rows, and grading."""
+"""Pictures with a small digit in them, crops that show it enlarged, rows, and grading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from PIL import ImageDraw, ImageFont
 SIDE, CELL = 64, 16
 """Pixels of a side of a picture, and of a side of the cell that a digit lies in."""
 
-DIGITS = 1
 QUESTION = "Which digit is in the picture?"
 FONT = ImageFont.load_default(size=20)
 
@@ -25,7 +24,7 @@ HELD_OUT = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture that is drawn from its seed: shapes, noise, and a number in one of sixteen places.
+    """A picture that is drawn from its seed: shapes, noise, and a digit in one of sixteen places.
 
     Example:
 
@@ -40,13 +39,13 @@ class Scene:
 
     @property
     def answer(self) -> str:
-        return f"{self._random('number').randrange(10**DIGITS):0{DIGITS}}"
+        return str(self._random("number").randrange(10))
 
     @property
     def corner(self) -> tuple[int, int]:
-        """Left and top of the number."""
-        source, cells = self._random("place"), SIDE // CELL
-        return CELL * source.randint(0, cells - DIGITS), CELL * source.randint(0, cells - 1)
+        """Left and top of the digit's cell."""
+        source = self._random("place")
+        return CELL * source.randrange(SIDE // CELL), CELL * source.randrange(SIDE // CELL)
 
     @property
     def whole(self) -> Pictures.Image:
@@ -59,18 +58,17 @@ class Scene:
             shape = source.choice((draw.rectangle, draw.ellipse, draw.line))
             shape((x, y, x + width // 2, y + height // 2), fill=_color(source, 150, 230))
         x, y = self.corner
-        for place, digit in enumerate(self.answer):
-            left, top, right, _ = FONT.getbbox(digit)
-            at = (x + place * CELL + (CELL - right - left) / 2, y - top + 1)
-            draw.text(at, digit, font=FONT, fill=_color(source, 0, 40))
+        left, top, right, _ = FONT.getbbox(self.answer)
+        at = (x + (CELL - right - left) / 2, y - top + 1)
+        draw.text(at, self.answer, font=FONT, fill=_color(source, 0, 40))
         noise = numpy.random.default_rng(self.seed).normal(0, 12, (SIDE, SIDE, 3))
         return Pictures.fromarray((numpy.asarray(picture) + noise).clip(0, 255).astype(numpy.uint8))
 
     @property
     def crop(self) -> Pictures.Image:
-        """the digit alone, a sixteenth of the picture; what the teacher sees."""
+        """The digit alone, a sixteenth of the picture; what the teacher sees."""
         x, y = self.corner
-        return self.whole.crop((x, y, x + DIGITS * CELL, y + CELL))
+        return self.whole.crop((x, y, x + CELL, y + CELL))
 
     def _random(self, what: str) -> random.Random:
         return random.Random(f"{self.seed} {what}")
@@ -109,5 +107,5 @@ def rows(scenes: Sequence[Scene], shown: str = "whole", to_teacher: str | None =
 
 
 def right(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
-    """A reward as TRL's trainers call it: 1 for each completion that is the number, else 0."""
-    return [float(said[-1]["content"].strip() == number) for said, number in zip(completions, answer, strict=True)]
+    """A reward as TRL's trainers call it: 1 for each completion that is the digit, else 0."""
+    return [float(said[-1]["content"].strip() == digit) for said, digit in zip(completions, answer, strict=True)]
