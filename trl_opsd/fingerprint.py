@@ -47,6 +47,7 @@ OTHERS = (
     "chat_template",
     "reward_funcs",
     "functions",
+    "processors",
 )
 """Names of the entries that are no options."""
 
@@ -101,6 +102,14 @@ def describe_optimizer(given: Any, args: OPSDConfig) -> str:
     if given is not None:
         return type(given).__qualname__
     return str(OptimizerNames(args.optim).value).removesuffix("_fused")
+
+
+def describe_processors(settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """The class of each processor and a digest of its settings: it makes the tokens of an image."""
+    return {
+        name: one and f"{one['class']}, sha256 {hashlib.sha256(json.dumps(one, default=str).encode()).hexdigest()[:16]}"
+        for name, one in settings.items()
+    }
 
 
 def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprint:

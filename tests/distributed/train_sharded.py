@@ -13,6 +13,7 @@ import fsdp_on_cpu
 import tiny
 import torch
 import variants
+import vision_language
 from accelerate.utils import gather_object
 from datasets import Dataset
 from deepspeed.utils import safe_get_full_fp32_param
@@ -22,14 +23,22 @@ from torch.distributed import distributed_c10d as c10d
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.sharding import in_zero3_model, is_split, whole
+from trl_opsd.types.images import images_of, together
 
 LENGTHS = (3, 60)
 """Tokens that each process generates; one finishes long before the other."""
 FULL = variants.ALONE["full"]
 UNPADDED = {**variants.ALONE["full, read unpadded"], "max_steps": 1}
+SEEN = {**variants.ALONE["full, images"], "max_steps": 1}
 WRITTEN: dict[str, list[dict[str, Any]]] = {
-    "zero3": [{}, {"ds3_gather_for_generation": False}, UNPADDED, {**UNPADDED, "ds3_gather_for_generation": False}],
-    "fsdp2": [{}, UNPADDED],
+    "zero3": [
+        {},
+        {"ds3_gather_for_generation": False},
+        UNPADDED,
+        {**UNPADDED, "ds3_gather_for_generation": False},
+        {**SEEN, "ds3_gather_for_generation": False},
+    ],
+    "fsdp2": [{}, UNPADDED, SEEN],
 }
 """Options of students that generate themselves, where they are sharded; half of them are of the short run."""
 
@@ -39,6 +48,7 @@ def train(folder: Path, strategy: str, every: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"empty": [], "split": {}, "losses": {}, "described": {}, "trained": {}, "seconds": {}}
     # before there is a DeepSpeed config, which would split them
     students = {"qwen2": tiny.qwen2(32, seed=0), "trocr": variants.trocr(32)}
+    students["qwen2_5_vl"] = vision_language.model("qwen2_5_vl", 32, 0, sees=True)
     of_strategy, is_sharded = variants.of(strategy, every), strategy in WRITTEN
     written = WRITTEN.get(strategy, [])
     found["generated"] = [
@@ -205,6 +215,9 @@ def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
     trainer.train()
     process, losses_of_steps = trainer.accelerator.process_index, losses(trainer)
     prompt_ids = trainer.tokenize(tiny.PROMPTS[2 * process : 2 * process + 2])
+    if trainer.reads_images:  # one process has images, the other none
+        rows = [trainer.train_dataset[row] for row in ((0, 3), (1, 2))[process]]
+        prompt_ids = trainer.prompt_ids_of(trainer.teaching.read_rows(rows))
     trainer.generation_config.do_sample = False
     trainer.generation_config.min_new_tokens = LENGTHS[process]
     trainer.teaching.readers = replace(
@@ -215,7 +228,11 @@ def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
 
     whole.load_state_dict(variants.weights(trainer))
     how = {"max_new_tokens": LENGTHS[process], "min_new_tokens": LENGTHS[process], "do_sample": False}
-    by_itself = [whole.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist() for ids in prompt_ids]
+    seen = [together(images_of([ids]), [0], len(ids)) for ids in prompt_ids]
+    by_itself = [
+        whole.generate(torch.tensor([ids]), **images, **how)[0, len(ids) :].tolist()
+        for ids, images in zip(prompt_ids, seen, strict=True)
+    ]
     of_all = {"written": written, "alone": by_itself, "beside_none": beside_none}
     return {"losses": losses_of_steps, **{name: gather_object(each) for name, each in of_all.items()}}
 

@@ -119,6 +119,14 @@ def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
     return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
 
 
+def settings_of(processor: ProcessorMixin | None) -> dict[str, Any] | None:
+    """All that decides what a processor makes of a prompt with images, but for its tokenizer."""
+    if processor is None:
+        return None
+    named = {name: value for name, value in processor.to_dict().items() if not name.endswith("name_or_path")}
+    return {**named, "class": type(processor).__name__, "chat_template": processor.chat_template}
+
+
 def typed_placeholder(messages: Sequence[Mapping[str, Any]], marks: Collection[str]) -> str | None:
     """A placeholder of images in the text of messages, where it would be taken for one."""
     contents = [one.get("content") for one in messages]

@@ -22,6 +22,7 @@ from trl_opsd.arguments.checks import (
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows
+from trl_opsd.data.images import settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
 from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
@@ -76,7 +77,7 @@ class Teaching:
             settings=(
                 host.chat_template_kwargs,
                 [tool.__name__ for tool in host.tools or ()],
-                {name: one and one.to_dict() for name, one in host.processors.items()} if host.reads_images else None,
+                self._processors(),
             ),
             student_limits=student_limits(host.model, host.args),
         )
@@ -279,6 +280,7 @@ class Teaching:
             tools=[tool.__name__ for tool in host.tools or ()],
             reward_funcs=[one.name for one in rewards],
             teacher_prompt_template=teacher_template,
+            processors=fingerprint.describe_processors(self._processors()),
         )
 
     def _teacher_template(self) -> str:
@@ -290,6 +292,11 @@ class Teaching:
             row = next(iter(dataset or ()), row)
         is_text = "privileged_context" in row and isinstance(row["prompt"], str)
         return intake.template or (TEXT_TEMPLATE if is_text else TEMPLATE)
+
+    def _processors(self) -> dict[str, Any]:
+        """What decides how images are read; empty where there are none."""
+        may_read = self._host.reads_images is not False
+        return {name: settings_of(one) for name, one in self._host.processors.items()} if may_read else {}
 
     def _functions(self) -> dict[str, Any]:
         """Functions of the user that are called, by name in messages."""

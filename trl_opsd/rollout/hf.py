@@ -176,7 +176,7 @@ class HFRollout(RolloutBackend):
         for rows in [*groups, *[[]] * (self._most(len(groups)) - len(groups))]:
             some, theirs = [prompt_ids[row] for row in rows] or [[0]], [rooms[row] for row in rows] or [1]
             for place, completion in self._batch(some, theirs, *how):
-                if rows:
+                if place < len(rows):
                     yield rows[place], completion
 
     def _batch(
@@ -200,6 +200,9 @@ class HFRollout(RolloutBackend):
             groups = BY_LENGTH.groups(rooms, self._is_collective())
             yield from self._in_groups(groups, prompt_ids, rooms, student, batching, sampling, lazily)
             return
+        beside = trainer.reading.beside if self._is_collective() else None
+        if beside is not None and images_of(prompt_ids) is None:  # the prefill of others runs the vision tower
+            prompt_ids, rooms = [*prompt_ids, beside], [*rooms, max(rooms) if reason else 0]
         inputs, loop = self._padded(prompt_ids, batching, student), None
         config.max_new_tokens = max(*rooms, 1)
         if reason:

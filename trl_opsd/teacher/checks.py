@@ -12,6 +12,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.images import settings_of
 from trl_opsd.data.tokenization import check_token_maps
 from trl_opsd.http.urls import ONLY, server_urls
 from trl_opsd.models.checks import PLACE_OPTIONS, naming_trust, place_of
@@ -266,11 +267,7 @@ def processor_at(path: str, options: Mapping[str, Any]) -> Any:
 
 def _read_alike(one: ProcessorMixin, other: ProcessorMixin | None) -> bool:
     """Whether two processors make the same of a prompt with images."""
-    if other is None or type(one) is not type(other):
-        return False
-    places = ("name_or_path", "_name_or_path", "processor_class")
-    mine, yours = ({key: value for key, value in each.to_dict().items() if key not in places} for each in (one, other))
-    return mine == yours and one.chat_template == other.chat_template
+    return other is not None and settings_of(one) == settings_of(other)
 
 
 def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
