@@ -58,8 +58,9 @@ def make_processor() -> LlavaProcessor:
         padding_side="left",
     )
     tokenizer.add_tokens(QUESTION)
+    square = {"height": SEEN, "width": SEEN}
     return LlavaProcessor(
-        image_processor=SiglipImageProcessorPil(size={"height": SEEN, "width": SEEN}),
+        image_processor=SiglipImageProcessorPil(size=square, crop_size=square),  # the crop is for the count of tokens
         tokenizer=tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="full",
@@ -121,6 +122,6 @@ def make_student(folder: Path, steps: int = 130, share: float = 0.03) -> None:
     """Trains one, with 32 pictures a step of which a share is whole, and saves it with its processor."""
     processor = make_processor()
     model = make_model(processor)
-    fit(model, batches(processor, draw_scenes(1500, seed=10), share), steps=steps, learning_rate=3e-3)
+    fit(model, batches(processor, draw_scenes(min(1500, 32 * steps), seed=10), share), steps=steps, learning_rate=3e-3)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
