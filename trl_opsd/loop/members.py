@@ -290,6 +290,11 @@ class TrainerMembers(UpstreamFixes):
         if not any(row.student.has_images for row in rows):
             prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
             return prompt_ids
+        if self.reads_images is False:
+            raise ValueError(
+                f"{self.teaching.batch_name} has images, but no dataset of this trainer had any when it was built: build "
+                "another trainer with this one."
+            )
         if self.reads_images is None:  # the first images of a stream
             self.reads_images = True
             self._generation.prove_images()
