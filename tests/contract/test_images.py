@@ -204,3 +204,22 @@ def test_rollouts_see_images(make_trainer, family):
             scores[trainer.placeholders] = -torch.inf
             found.append(int(scores[: trainer.limits.vocabulary].argmax()))
         assert ids == cut_after_end(found, ends)
+
+
+def test_rows_leave_a_batch_of_more_rows_than_their_images_have_pixels(make_trainer):
+    student = vision_language.model("llava", 32, 0, sees=True)
+    student.generation_config = GenerationConfig(eos_token_id=[42, 63, 66, 164], pad_token_id=0)
+    data = rows([1] * 36)
+    trainer = make_trainer(
+        model=student,
+        teacher_model=vision_language.model("llava", 48, 1, sees=True),
+        processing_class=processor("llava"),
+        train_dataset=data,
+        rollout=HFRollout(),
+        generation_kwargs={"do_sample": False},
+        max_completion_length=6,
+    )
+    prompts = trainer.prompt_ids_of(trainer.teaching.read_rows(list(data)))
+    together = trainer.complete(prompts)
+    assert len(set(map(len, together))) > 1, "some leave before others"
+    assert together[30:] == trainer.complete(prompts[30:])

@@ -116,7 +116,10 @@ def size_of(image: Any) -> tuple[int, int]:
 def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
     """Tokens of images of these sizes (height, width); `None` if the processor does not say."""
     count = getattr(processor, "_get_num_multimodal_tokens", None)  # transformers' own, used by vLLM
-    return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
+    try:
+        return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
+    except Exception:  # it fails for some image processors: LLaVA's needs a crop size, and SigLIP's has none
+        return None
 
 
 def settings_of(processor: ProcessorMixin | None) -> dict[str, Any] | None:
