@@ -292,8 +292,8 @@ class TrainerMembers(UpstreamFixes):
             return prompt_ids
         if self.reads_images is False:
             raise ValueError(
-                f"{self.teaching.batch_name} has images, but no dataset of this trainer had any when it was built: build "
-                "another trainer with this one."
+                f"{self.teaching.batch_name} has images, but no dataset of this trainer had any when it was built: "
+                "build another trainer with this one."
             )
         if self.reads_images is None:  # the first images of a stream
             self.reads_images = True
