@@ -7,6 +7,7 @@ from pathlib import Path
 
 import bad_arguments
 import bad_engines
+import bad_images
 import bad_models
 import bad_names
 import bad_numbers
@@ -48,6 +49,7 @@ PHRASES = (
     "message without role or content",
     "no chat template",
     "overlong",
+    "images",
     "token ids beyond the embedding",
     "no tokenizer",
     "no eos and no pad",
@@ -108,7 +110,17 @@ PHRASES = (
 )
 """The bad inputs that must be refused, in the order in which they were listed."""
 
-FILES = (bad_arguments, bad_options, bad_numbers, bad_names, bad_rows, bad_models, bad_engines, bad_resuming)
+FILES = (
+    bad_arguments,
+    bad_options,
+    bad_numbers,
+    bad_names,
+    bad_rows,
+    bad_images,
+    bad_models,
+    bad_engines,
+    bad_resuming,
+)
 
 CASES: list[Case] = sorted(
     (case for file in FILES for case in file.CASES),

@@ -16,7 +16,7 @@ from trl_opsd._compat.peft import CausalLM, has_foreign_adapter, is_peft
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, check_completion
 from trl_opsd.data.datasets import AnyDataset, Rows, check_alike, columns_of, describe_rows, look_ahead
-from trl_opsd.data.images import TEACHER_IMAGE_COLUMNS
+from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS
 from trl_opsd.data.prompts import COLUMNS, PRIVILEGED, Intake, Request, check_columns, tells_more
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.data.survey import has_transform
@@ -223,7 +223,7 @@ def check_datasets(
     """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
     teachers = intake.teachers if len(intake.teachers) > 1 else ()
     optional = (
-        (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS) if intake.prompt_fn is None else ()
+        (*PRIVILEGED, *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS) if intake.prompt_fn is None else ()
     )  # a function may read columns of any name
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")

@@ -29,7 +29,7 @@ from trl_opsd.arguments.checks import (
     needs_privilege,
     warn_of_same_model,
 )
-from trl_opsd.arguments.rules import BUILDING, LEARNING, SEEING, SURPRISES
+from trl_opsd.arguments.rules import BUILDING, GENERATING_SEEN, LEARNING, SEEING, SURPRISES
 from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
@@ -38,6 +38,7 @@ from trl_opsd.data.prompts import Intake, check_prompt_fn
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
     check_processing_class,
+    check_sees,
     configured_vocabulary,
     ensure_special_tokens,
     loaded_processing_class,
@@ -181,8 +182,11 @@ def prepared(
         intake = replace(intake, processors={name: one and name for name, one in processors.items()})
     for one in rows.values():
         if one.has_images:
-            refuse(SEEING, replace(now, rollout=picked))
+            refuse(SEEING, now)
             look_ahead(one, intake)  # now that it is known who can read them
+        if one.student_sees:
+            refuse(GENERATING_SEEN, replace(now, rollout=picked))
+            check_sees(model, args.model_init_kwargs or {})
     unread = without_effect(
         replace(now, teachers=list(models.values()), has_context=may_have(datasets, ("privileged_context",)))
     )

@@ -126,13 +126,17 @@ SEEING = (
         lambda now: launched(now.args).sp_enabled,
         "`parallelism_config`: `sp_size` cannot divide rows with images: remove it from the accelerate file.",
     ),
+)
+"""Of prompts with images, the teacher's too."""
+
+GENERATING_SEEN = (
     Rule(
         lambda now: not now.rollout.reads_images,
         "The rollout ({0.rollout}) does not read images, but prompts have some: generate with `transformers` or a "
         "colocated vLLM, or set `reads_images = True` in a rollout of your own that reads `prompt_ids[row].images`.",
     ),
 )
-"""Of prompts with images."""
+"""Of the student's prompts with images."""
 
 SURPRISES = (
     _ignored_column(

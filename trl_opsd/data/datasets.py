@@ -12,6 +12,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -23,6 +24,7 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
 from datasets.fingerprint import Hasher
+from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchStream
 from tqdm.auto import tqdm
 
@@ -94,14 +96,70 @@ class WholeStream(TorchStream):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.rows = self.digest = 0
-        for row in self._stream:
+        rows = iter(self._stream)
+        while True:
+            with _noting(f"the stream, after {self.rows} rows"):  # one or two more may have been read ahead
+                if (row := next(rows, None)) is None:
+                    break
+                # Cheap, and enough to notice processes that stream different rows.
+                read = repr([_comparable(row.get(name)) for name in self._columns])
             self.rows += 1
-            # Cheap, and enough to notice processes that stream different rows.
-            read = repr([row.get(name) for name in self._columns])
             self.digest = zlib.crc32(read.encode(), self.digest)
             yield row
         if not self.rows:
             raise ValueError(self._if_empty)
+
+
+def _comparable(value: Any) -> Any:
+    """A value whose `repr` is the same in all processes: that of a PIL image has its address."""
+    if isinstance(value, Mapping):
+        return {name: _comparable(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_comparable(one) for one in value]
+    return (value.size, zlib.crc32(value.tobytes())) if hasattr(value, "tobytes") else value
+
+
+@contextmanager
+def _noting(where: str) -> Iterator[None]:
+    """Adds the place to whatever is raised where rows are read: a decoder's exception, or that of a user's own code."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This was raised by {where}.")
+        raise
+
+
+@final
+class NamedRows(TorchDataset):
+    """The rows of a dataset in an order; one that cannot be decoded is named."""
+
+    def __init__(self, dataset: Dataset, where: str, order: Sequence[int] | Numbers | None = None) -> None:
+        self._dataset, self._where = dataset, where
+        self._order = range(len(dataset)) if order is None else order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        row = int(self._order[place])
+        try:
+            with _noting(f"row {row} of {self._where}"):
+                found: dict[str, Any] = self._dataset[row]
+        except Exception as error:
+            if has_transform(self._dataset):  # the user's own
+                raise
+            what = str(error).rstrip(".") or type(error).__name__
+            raise ValueError(f"row {row} of {self._where} cannot be read: {what}. Replace or remove it.") from error
+        return found
+
+    def __getitems__(self, places: Sequence[int]) -> list[dict[str, Any]]:
+        try:
+            found: list[dict[str, Any]] = self._dataset.__getitems__([int(self._order[place]) for place in places])
+        except Exception:
+            for place in places:  # one by one, to find the row
+                self[place]
+            raise
+        return found
 
 
 _BATCH = 1000
@@ -127,7 +185,9 @@ class Rows:
     progress: bool
     """Whether to show progress bars."""
     has_images: bool | None = None
-    """Whether a prompt of the student has images; `None` where that is not known before rows are read."""
+    """Whether a prompt has images; `None` where that is not known before rows are read."""
+    student_sees: bool | None = None
+    """Whether one of the student has."""
 
     @property
     def can_be_read_ahead(self) -> bool:
@@ -155,12 +215,13 @@ def look_ahead(rows: Rows, intake: Intake) -> Rows:
     """Runs the checks that need no tokenizer, so that a bad row is refused before a model is loaded."""
     if not rows.can_be_read_ahead:
         return rows
-    kind, has_images = None, False
+    kind, of_student, of_teacher = None, False, False
     # One row of each shape has every form of error that the dataset has.
     for requests in _requests(rows, rows.one_of_each_shape, intake):
         kind = common_kind((request.student for request in requests.values()), kind)
-        has_images |= any(prompt.has_images for one in requests.values() for prompt in (one.student, one.of_teacher))
-    return replace(rows, has_images=has_images)
+        of_student |= any(one.student.has_images for one in requests.values())
+        of_teacher |= any(one.of_teacher.has_images for one in requests.values())
+    return replace(rows, has_images=of_student or of_teacher, student_sees=of_student)
 
 
 def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:

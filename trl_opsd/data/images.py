@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt, one or several, named as in TRL."""
 TEACHER_IMAGE_COLUMNS = ("teacher_image", "teacher_images")
 """Columns with what a teacher sees in their place."""
-_GIVE = "give each as a PIL image, as `datasets.Image`, or as the path of a file"
+_GIVE = "give a PIL image, a `datasets.Image`, bytes, an array, or the path of a file"
 
 
 def images_in(row: Mapping[str, Any], columns: tuple[str, str], where: str) -> list[Any] | None:
@@ -32,7 +35,7 @@ def images_in(row: Mapping[str, Any], columns: tuple[str, str], where: str) -> l
     if several and (missing := sum(each is None for each in several)):
         if missing < len(several):
             raise ValueError(
-                f"{where}: {missing} of {len(several)} in the column {columns[1]!r} are None: {_GIVE}, or remove them."
+                f"{where}: {missing} of {len(several)} in the column {columns[1]!r} are None: add them, or remove them."
             )
         return None
     return [one] if one is not None else None if several is None else list(several)
@@ -42,6 +45,11 @@ def places(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The parts of messages that stand for an image, in order."""
     contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
     return [part for content in contents for part in content if part.get("type") == "image"]
+
+
+def free(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the parts for images that do not hold one."""
+    return [part for part in parts if part.get("image") is None]
 
 
 def filled(
@@ -58,15 +66,33 @@ def filled(
         users[0]["content"] = [*({"type": "image"} for _ in images), *users[0]["content"]]
     if not (found := places(parted)):
         return messages
-    free = found if replace and images is not None else [part for part in found if "image" not in part]
-    if len(free) != len(images or ()):
+    empty = found if replace and images is not None else free(found)
+    if len(empty) != len(images or ()):
         raise ValueError(
-            f"{where} has {len(images or ())} images for {len(free)} places: expected one part {{'type': 'image'}} in "
+            f"{where} has {len(images or ())} images for {len(empty)} places: expected one part {{'type': 'image'}} in "
             "its messages for each, or none at all, so that all precede the text of the first user message."
         )
-    for part, image in zip(free, images or (), strict=True):
+    for part, image in zip(empty, images or (), strict=True):
         part["image"] = image
+    for number, part in enumerate(found):
+        try:
+            check_image(part["image"])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: image {number}: {error}") from error
     return parted
+
+
+def check_image(image: Any) -> None:
+    """Refuses what is no image (`TypeError`), and addresses (`ValueError`), without a look at any file."""
+    if isinstance(image, str):
+        # It would be fetched from the network, in each step, without a deadline.
+        if scheme := re.match(r"[a-z][a-z0-9+.-]+:(?=//)|data:", image):
+            raise ValueError(f"it is an address ({scheme[0]}), which is not fetched: {_GIVE}.")
+    elif isinstance(image, Mapping):
+        if image.get("bytes") is None and image.get("path") is None:
+            raise TypeError(f"it is a dict without 'bytes' and 'path': {_GIVE}.")
+    elif not isinstance(image, Path | bytes) and not hasattr(type(image), "__array_interface__"):  # PIL has it, too
+        raise TypeError(f"it is of type {type(image).__name__}: {_GIVE}.")
 
 
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -81,36 +107,59 @@ def in_parts(message: dict[str, Any]) -> dict[str, Any]:
 # ---- Through a processor ---------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def naming(number: int) -> Iterator[None]:
+    """Raises `ValueError` with the number of an image for whatever a decoder or a processor has against it."""
+    try:
+        yield
+    except Exception as error:
+        what = str(error).rstrip(".") or type(error).__name__
+        raise ValueError(f"image {number} cannot be read: {what}. Replace it, or remove the row.") from error
+
+
 def opened(image: Any) -> Any:
     """An image as PIL has it, upright and in RGB; raises whatever is wrong with it."""
-    from PIL import Image  # only who reads images needs it
-    from transformers.image_utils import load_image
+    from PIL import ImageOps  # only who reads images needs it
 
-    if isinstance(image, Mapping):  # `datasets.Image`, as it is stored
-        data = image.get("bytes")
-        image = Image.open(BytesIO(data)) if data is not None else image.get("path")
-    elif isinstance(image, bytes):
-        image = Image.open(BytesIO(image))
-    elif hasattr(image, "__array_interface__") and not isinstance(image, Image.Image):
-        image = Image.fromarray(image)
-    if isinstance(image, str | Path):
-        if not Path(image).is_file():  # else it would be fetched from the network, in each step, without a deadline
-            raise FileNotFoundError(f"there is no file {str(image)[:80]!r}")
-        image = str(image)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return load_image(image)
+    return ImageOps.exif_transpose(_undecoded(image)).convert("RGB")
 
 
 def size_of(image: Any) -> tuple[int, int]:
-    """Height and width of an image as it is stored, from the header of its file."""
-    from PIL import Image
+    """Height and width of an image once it is upright, from the header of its file."""
+    found = _undecoded(image)
+    # EXIF rotates by a quarter from 5 on; of a PNG that keeps it behind its pixels, it would decode them.
+    is_turned = "exif" in found.info and found.getexif().get(_ORIENTATION, 1) >= 5
+    if found is not image:
+        found.close()
+    return (found.width, found.height) if is_turned else (found.height, found.width)
 
-    data = image.get("bytes") if isinstance(image, Mapping) else image if isinstance(image, bytes) else None
-    with Image.open(
-        BytesIO(data) if data is not None else image["path"] if isinstance(image, Mapping) else image
-    ) as it:
-        return it.height, it.width
+
+_ORIENTATION = 0x0112
+"""The EXIF tag."""
+
+
+def _undecoded(image: Any) -> Any:
+    """An image as PIL has it; of a file only the header is read."""
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(image, Mapping):  # `datasets.Image`, as it is stored
+        image = image.get("path") if image.get("bytes") is None else image["bytes"]
+    check_image(image)
+    if isinstance(image, str | Path) and not os.path.isfile(image):
+        raise FileNotFoundError(f"there is no file {str(image)[:80]!r}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            if isinstance(image, str | Path | bytes):
+                image = Image.open(BytesIO(image) if isinstance(image, bytes) else image)
+    except UnidentifiedImageError as error:
+        raise ValueError("it is no image file") from error
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise ValueError(f"{error} Make it smaller, or raise `PIL.Image.MAX_IMAGE_PIXELS`") from error
+    found = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    if found.mode.startswith(("I", "F")):
+        raise ValueError(f"its mode is {found.mode!r}, and RGB would clip it: convert it to 8 bits per channel")
+    return found
 
 
 def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
@@ -120,6 +169,16 @@ def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
         return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
     except Exception:  # it fails for some image processors: LLaVA's needs a crop size, and SigLIP's has none
         return None
+
+
+def tokens_in(processor: Any, messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Tokens of the images in messages, by the headers of their files; `None` if the processor does not say."""
+    found = []
+    for number, part in enumerate(places(messages)):
+        with naming(number):
+            found.append(tokens_of(processor, [size_of(part["image"])]))
+    counts = [one for one in found if one is not None]
+    return sum(counts) if len(counts) == len(found) else None
 
 
 def settings_of(processor: ProcessorMixin | None) -> dict[str, Any] | None:
@@ -145,10 +204,8 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
     """
     originals = []
     for number, part in enumerate(places(messages)):
-        try:
+        with naming(number):
             originals.append(opened(part["image"]))
-        except Exception as error:  # whatever a decoder raises
-            raise ValueError(f"image {number} cannot be read: {type(error).__name__}: {error}. {_GIVE}") from error
     images = iter(originals)
     messages = [
         {**one, "content": [{**part, "image": next(images)} if part["type"] == "image" else part for part in content]}
@@ -165,6 +222,9 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
             **{"add_generation_prompt": True, **template},
         )
     except Exception as error:
+        for number, one in enumerate(originals):
+            with naming(number):  # it may be the size of one
+                tokens_of(processor, [(one.height, one.width)])
         raise ValueError(f"its processor rejects it: {type(error).__name__}: {error}") from error
     ids = made.pop("input_ids")
     made.pop("attention_mask", None)

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from itertools import cycle
 from typing import Any, TypeAlias
 
-from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, images_in, places
+from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, free, images_in, places
 from trl_opsd.types.images import RowImages
 
 _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
@@ -45,7 +45,7 @@ def check_columns(
             f"{sorted(teachers)} in each row."
         )
     for name in names if optional else ():
-        (meant,) = get_close_matches(name, optional, n=1, cutoff=0.85) or [name]
+        (meant,) = get_close_matches(name.lower(), optional, n=1, cutoff=0.85) or [name]
         if meant not in names:
             raise ValueError(
                 f"{where} has an unknown column {name!r}; did you mean {meant!r}? Rename it to {meant!r}, or to a less "
@@ -309,11 +309,13 @@ class Intake:
     def _seen_by(self, teacher: str, prompt: Prompt, row: Row, images: list[Any] | None) -> Prompt:
         """A teacher's prompt with the images that it sees: those of its columns or, without, the student's."""
         theirs = images_in(row, TEACHER_IMAGE_COLUMNS, prompt.where)
+        is_written = "teacher_prompt" in row or self.prompt_fn is not None  # for this teacher
+        if is_written and prompt.has_images and not free(places(prompt.value)):
+            images = None  # it brings its own
         processor = self.processors.get(teacher, self.processors.get("", ""))
         if processor is not None:
             seen = _seen(prompt, images if theirs is None else theirs, theirs is not None)
             return replace(seen, processor=processor) if seen.has_images else seen
-        is_written = "teacher_prompt" in row or self.prompt_fn is not None  # for this teacher
         if theirs or prompt.has_images or (images and not is_written):
             raise ValueError(
                 f"{prompt.where} has images, but the teacher reads text only: pass its processor as "

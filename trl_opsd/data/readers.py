@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, places, size_of, tokens_of
+from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, tokens_in
 from trl_opsd.data.prompts import PRIVILEGED, Intake, Prompt, Request, common_kind, tells_more
 from trl_opsd.data.tokenization import added_at_end, at_most_one_token_per_byte, check_parts
 
@@ -163,10 +163,9 @@ class Reader:
         if not prompt.has_images:
             return 0
         try:
-            sizes = [size_of(part["image"]) for part in places(prompt.value)]
-        except Exception as error:  # whatever a decoder raises
-            raise ValueError(f"{prompt.where} has an image that cannot be read: {error}.") from error
-        return tokens_of(self.of.processors[prompt.processor], sizes)
+            return tokens_in(self.of.processors[prompt.processor], prompt.value)
+        except ValueError as error:
+            raise ValueError(f"{prompt.where}: {error}") from error
 
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """The common kind of these prompts and of those before; refuses kinds that this tokenizer cannot complete."""
@@ -197,8 +196,7 @@ class Reader:
         found: list[list[int]] = []
         for prompt in prompts:
             if prompt.has_images:  # one row at a time, and once for the rows of a group
-                is_same = last is not None and last == replace(prompt, where=last.where)
-                found.append(found[-1] if is_same else self._of_images(prompt, template))
+                found.append(found[-1] if _are_same(last, prompt) else self._of_images(prompt, template))
             else:
                 found.append(next(of_text))
             last = prompt if prompt.has_images else None
@@ -236,6 +234,14 @@ class Reader:
                 f"{where} has two start tokens {tokenizer.bos_token!r}, one of its own and one that the tokenizer "
                 "adds to text: remove the first from the text, or give messages, to which only the chat template adds."
             )
+
+
+def _are_same(last: Prompt | None, prompt: Prompt) -> bool:
+    """Whether two prompts of different rows are known to be the same."""
+    try:
+        return last is not None and last == replace(prompt, where=last.where)
+    except Exception:  # arrays have no truth, and comparing pictures decodes them
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,10 @@ class Generation:
 
     def prove_images(self) -> None:
         """Verifies how the student reads images. Collective if it is sharded."""
-        host, prompts = self._host, self._host.probe_prompts()
+        host = self._host
+        if host.processors[""] is None:  # the teacher alone sees some
+            return
+        prompts = host.probe_prompts()
         if is_split_model(host.model):
             if not host.reading.padded_up_to:
                 raise ValueError(

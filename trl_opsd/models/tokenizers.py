@@ -97,6 +97,20 @@ def configured_vocabulary(model: Any, loading: dict[str, Any]) -> int | None:
     return rows
 
 
+def check_sees(model: Any, loading: dict[str, Any]) -> None:
+    """Refuses a text model for prompts with images; loads no weights."""
+    if isinstance(model, str):
+        config, _ = PretrainedConfig.get_config_dict(model, **place_of(loading))
+        is_text, kind = not {"text_config", "vision_config"} & config.keys(), config.get("model_type")
+    else:
+        is_text, kind = model.config.get_text_config() is model.config, model.config.model_type
+    if is_text:
+        raise ValueError(
+            f"The student is a text model ({kind}), but its prompts have images: pass a vision-language model, or "
+            "remove the images."
+        )
+
+
 def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int | None) -> None:
     """Refuses an end token that cannot be generated, and replaces a padding token outside the vocabulary."""
     if tokenizer is None or rows is None:  # not loaded yet, or unknown

@@ -1,0 +1,231 @@
+"""Rows whose images no model can be shown, and arguments with which nobody could read them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tiny
+import vision_language
+from cases import Case, Lab
+from datasets import Dataset
+
+from trl_opsd import FixedRollout
+from trl_opsd.arguments.rules import GENERATING_SEEN, SEEING
+from trl_opsd.options.rules import refuse
+from trl_opsd.rollout.served import ServedRollout
+
+TEXT = [{"role": "user", "content": "hi"}]
+SIZES = {"model": 32, "teacher_model": 48}
+ONE = {"prompt": TEXT, "image": "a.png"}
+
+
+class Blind(FixedRollout):
+    """A rollout of the user's own that reads token ids only."""
+
+    reads_images = False
+
+
+def parts(*content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": one} if isinstance(one, str) else one for one in content]}]
+
+
+def shown(
+    name: str,
+    message: str,
+    row: dict[str, Any],
+    error: type[Exception] = ValueError,
+    first: Any = TEXT,
+    blind: str | None = None,
+    **given: Any,
+) -> Case:
+    """The second of two rows is refused, before loading, by a trainer whose models see; `first` is text."""
+
+    def provoke(lab: Lab) -> None:
+        models = {}
+        for role, width in SIZES.items():
+            if role != blind:
+                one = vision_language.model("gemma3", width, 0, sees=True)
+                one.config.architectures = [type(one).__name__]
+                one.config.save_pretrained(lab.folder / role)
+                models[role] = str(lab.folder / role)
+        data = Dataset.from_list([dict.fromkeys(row) | {"prompt": first}, row])
+        seeing = {"processing_class": vision_language.processor("gemma3"), "train_dataset": data}
+        lab.make(**{**models, **({"model": None} if blind == "model" else {}), **seeing, **given})
+
+    return Case("images", name, message, provoke, error, before_loading=True)
+
+
+class AServer:
+    """vLLM's or SGLang's, as the rules see it: it connects to none."""
+
+    reads_images = ServedRollout.reads_images
+
+    def __str__(self) -> str:
+        return "a server"
+
+
+def divided(lab: Lab) -> None:
+    lab.patch.setattr("trl_opsd.arguments.rules.launched", lambda args: SimpleNamespace(sp_enabled=True))
+    refuse(SEEING, SimpleNamespace(padding_free=False, args=None))  # type: ignore[arg-type]
+
+
+PLACES = "images for {} places: expected one part {{'type': 'image'}} in its messages for each, or none at all"
+SENDS = {"type": "image", "image": "a.png"}
+
+CASES: list[Case] = [
+    shown(
+        "a tokenizer",
+        "The prompt in row 1 of train_dataset has images, but `processing_class` is a tokenizer: pass the student's pro",
+        ONE,
+        processing_class=tiny.tokenizer(),
+    ),
+    shown(
+        "a text model with a processor",
+        r"The student is a text model \(qwen2\), but its prompts have images: pass a vision-language model",
+        ONE,
+        blind="model",
+    ),
+    shown(
+        "a text teacher without a caption",
+        "The teacher's prompt in row 1 .* but the teacher reads text only: pass its processor .* column 'teacher_prompt'",
+        ONE,
+        blind="teacher_model",
+    ),
+    shown(
+        "a teacher behind a server",
+        "The teacher's prompt in row 1 .* but the teacher reads text only",
+        ONE,
+        teacher_server_url="http://127.0.0.1:1",
+    ),
+    *(
+        shown(
+            kind,
+            rf"row 1 .* message 0 has parts of type \['{kind}'\]: expected 'text' or 'image'",
+            row,
+            first=parts({"type": "text", "text": "hi"}),
+        )
+        for kind in ("video", "audio", "image_url")
+        for row in [{"prompt": parts({"type": kind, kind: "a"})}]
+    ),
+    *(
+        shown(
+            name,
+            f"{whose} in row 1 of train_dataset has {number} {PLACES.format(free)}",
+            row,
+            first=parts({"type": "text", "text": "hi"}),
+        )
+        for name, whose, number, free, row in [
+            ("too few", "The prompt", 1, 2, {"prompt": parts("image", "image"), "images": ["a.png"]}),
+            ("too many", "The prompt", 2, 1, {"prompt": parts("image"), "images": ["a.png"] * 2}),
+            ("no place left", "The prompt", 1, 0, {"prompt": parts(SENDS), "images": ["a.png"]}),
+            (
+                "too many for the teacher",
+                "The teacher's prompt",
+                2,
+                1,
+                {"prompt": parts("image"), "images": ["a.png"], "teacher_images": ["a.png"] * 2},
+            ),
+        ]
+    ),
+    *(
+        shown(
+            f"both columns, {name}",
+            f"row 1 of train_dataset has images in both columns, '{name}' and '{name}s'",
+            {
+                "prompt": TEXT,
+                name: "a.png",
+                f"{name}s": ["a.png"],
+            },
+        )
+        for name in ("image", "teacher_image")
+    ),
+    shown(
+        "one image in the column for several",
+        "row 1 of train_dataset: the column 'images' has a str: expected a list of images; one image without a list",
+        {"prompt": TEXT, "images": "a.png"},
+        TypeError,
+    ),
+    *(
+        shown(
+            name,
+            f"The prompt in row 1 of train_dataset: image 0: it is of type {kind}: give a PIL image, ",
+            {
+                "prompt": TEXT,
+                column: value,
+            },
+            TypeError,
+        )
+        for name, column, value, kind in [
+            ("a list in the column for one", "image", ["a.png"], "list"),
+            ("lists in a list", "images", [["a.png"]], "list"),
+            ("a number", "image", 3, "int"),
+        ]
+    ),
+    *(
+        shown(
+            f"an address, {url[:5]}",
+            r"row 1 of train_dataset: image 0: it is an address \(\w+:\), which is not fe",
+            {
+                "prompt": TEXT,
+                "image": url,
+            },
+        )
+        for url in ("https://a/b.png", "data:image/png;base64,iVBO")
+    ),
+    shown(
+        "some None in a list",
+        "row 1 of train_dataset: 1 of 2 in the column 'images' are None: add them, or remove them",
+        {"prompt": TEXT, "images": ["a.png", None]},
+    ),
+    shown("padding_free", "`padding_free=True` cannot read rows with images", ONE, padding_free=True),
+    shown(
+        "a rollout of one's own",
+        r"The rollout \(Blind\) does not read images, .* set `reads_images = True` in a rollout of your own",
+        ONE,
+        rollout=Blind({}),
+    ),
+    Case(
+        "images",
+        "a server that generates",
+        r"The rollout \(a server\) does not read images, but prompts have some: generate with `transformers`",
+        lambda lab: refuse(GENERATING_SEEN, SimpleNamespace(rollout=AServer())),  # type: ignore[arg-type]
+        before_loading=True,
+    ),
+    Case(
+        "images",
+        "sequence parallelism",
+        "`parallelism_config`: `sp_size` cannot divide rows with images",
+        lambda lab: divided(lab),
+        before_loading=True,
+    ),
+    shown(
+        "text",
+        r"The prompt in row 1 of train_dataset is text, but the row has images, which belong to a message: give",
+        {"prompt": "a", "image": "a.png"},
+        first="hi",
+    ),
+    shown(
+        "no user message",
+        "The prompt in row 1 of train_dataset has images, but no user message that could show them: add one",
+        {"prompt": [{"role": "system", "content": "a"}], "image": "a.png"},
+    ),
+    *(
+        shown(
+            f"misspelt, {name}",
+            f"train_dataset has an unknown column '{name}'; did you mean '{meant}'",
+            {
+                "prompt": TEXT,
+                name: ["a.png"],
+            },
+        )
+        for name, meant in [
+            ("Images", "images"),
+            ("imagess", "images"),
+            ("Image", "image"),
+            ("teacher_imgs", "teacher_images"),
+            ("teacher_imagess", "teacher_images"),
+            ("teacher_img", "teacher_image"),
+        ]
+    ),
+]

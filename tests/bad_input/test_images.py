@@ -1,0 +1,229 @@
+"""Odd pictures are read as the same picture in RGB, and broken ones are errors with the row and the image."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import vision_language
+from datasets import Dataset, Features, Image, IterableDataset, List, Value
+from PIL import Image as PILImage
+from torch.utils.data import DataLoader
+from vision_language import answer, picture
+
+from trl_opsd import FixedRollout
+from trl_opsd.data.datasets import NamedRows, WholeStream
+from trl_opsd.data.images import opened, read_with_images, size_of
+
+
+class Answering(FixedRollout):
+    """Completes each prompt with its [`answer`]."""
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return [answer(ids) for ids in prompt_ids]
+
+
+PICTURE = picture(0, 40, 56)
+TURNED = PILImage.Exif()
+TURNED[0x0112] = 6
+MESSAGES = List({"role": Value("string"), "content": Value("string")})
+
+
+def written(image: PILImage.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def claiming(width: int, height: int) -> bytes:
+    """A small PNG whose header has another size."""
+    data = bytearray(written(PICTURE))
+    data[16:24] = struct.pack(">II", width, height)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
+
+
+def decoded(data: bytes) -> PILImage.Image:
+    return PILImage.open(io.BytesIO(data)).convert("RGB")
+
+
+SMALL, PALETTE = PICTURE.convert("L"), PICTURE.convert("P")
+JPEG, CMYK, GIF = (
+    written(PICTURE, "JPEG"),
+    written(PICTURE.convert("CMYK"), "JPEG"),
+    written(PICTURE, "GIF", save_all=True, append_images=[picture(1, 40, 56)]),
+)
+LARGE = PILImage.linear_gradient("L").resize((6000, 4000))
+
+ODD = {
+    "RGB": (written(PICTURE), PICTURE),
+    "greyscale": (written(SMALL), SMALL.convert("RGB")),
+    "greyscale with alpha": (written(PICTURE.convert("LA")), SMALL.convert("RGB")),
+    "1 bit": (written(PICTURE.convert("1")), PICTURE.convert("1").convert("RGB")),
+    "palette with a transparent colour": (written(PALETTE, transparency=0), PALETTE.convert("RGB")),
+    "alpha": (written(PICTURE.convert("RGBA")), PICTURE),
+    "CMYK": (CMYK, decoded(CMYK)),
+    "turned by EXIF": (written(PICTURE, "JPEG", exif=TURNED), decoded(JPEG).transpose(PILImage.Transpose.ROTATE_270)),
+    "one pixel": (written(PICTURE.resize((1, 1))), PICTURE.resize((1, 1))),
+    "a line": (written(PICTURE.resize((1000, 1))), PICTURE.resize((1000, 1))),
+    "an animation": (GIF, decoded(GIF)),
+    "large": (written(LARGE, "PNG", compress_level=1), LARGE.convert("RGB")),
+}
+WAYS = {
+    "bytes": lambda data, file: data,
+    "stored": lambda data, file: {"bytes": data, "path": None},
+    "stored path": lambda data, file: {"bytes": None, "path": str(file)},
+    "path": lambda data, file: str(file),
+    "Path": lambda data, file: file,
+    "PIL": lambda data, file: PILImage.open(io.BytesIO(data)),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_pictures_are_read_as_the_same_picture_in_rgb(tmp_path, case):
+    data, expected = ODD[case]
+    (tmp_path / "image").write_bytes(data)
+    for way in ("path", "PIL") if case == "large" else WAYS:
+        given = WAYS[way](data, tmp_path / "image")
+        assert size_of(given) == (expected.height, expected.width), way
+        assert opened(given) == expected, way
+
+
+@pytest.mark.parametrize("array", ["PICTURE", "SMALL"])
+def test_arrays_are_pictures(array):
+    image = globals()[array]
+    assert opened(np.array(image)) == image.convert("RGB")
+
+
+DEEP = PILImage.fromarray(np.arange(2240, dtype=np.uint16).reshape(40, 56) * 29)
+BROKEN = {
+    "cut PNG": (written(PICTURE)[:3000], "image file is truncated", False),
+    "cut JPEG": (JPEG[:1500], "image file is truncated", False),
+    "nothing": (b"", "it is no image file", True),
+    "text": (b"hello", "it is no image file", True),
+    "a bomb": (claiming(30000, 30000), "Image size .900000000 pixels. exceeds limit .* Make it smaller", True),
+    "a smaller bomb": (claiming(10000, 10000), "Image size .100000000 pixels. exceeds limit .* Make it", True),
+    "16 bits": (written(DEEP), "its mode is 'I;16', and RGB would clip it: convert it to 8 bits", True),
+    "floats": (written(DEEP.convert("F"), "TIFF"), "its mode is 'F', and RGB would clip it", True),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_pictures_are_refused_and_numbered(tmp_path, case):
+    data, message, _ = BROKEN[case]
+    (tmp_path / "image").write_bytes(data)
+    for way in ("bytes", "stored", "path"):
+        images = [{"type": "image", "image": one} for one in (PICTURE, WAYS[way](data, tmp_path / "image"))]
+        with pytest.raises(ValueError, match=f"^image 1 cannot be read: {message}.*Replace it, or remove the row.$"):
+            read_with_images(vision_language.processor("gemma3"), [{"role": "user", "content": images}])
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("family", ["qwen2_5_vl"])
+def test_a_picture_that_the_processor_refuses_is_numbered(family):
+    images = [{"type": "image", "image": one} for one in (PICTURE, PICTURE.resize((1000, 1)))]
+    with pytest.raises(ValueError, match=r"^image 1 cannot be read: absolute aspect ratio must be smaller than 200"):
+        read_with_images(vision_language.processor(family), [{"role": "user", "content": images}])
+
+
+# ---- In a dataset ----------------------------------------------------------------------------------------------------
+
+
+def rows(last: bytes | str, number: int = 4) -> Dataset:
+    """Rows whose last picture is this file, or at this path."""
+    found = [{"prompt": [{"role": "user", "content": str(row)}], "image": written(PICTURE)} for row in range(number)]
+    found[-1]["image"] = last
+    files = [
+        {**row, "image": {"path": one} if isinstance(one := row["image"], str) else {"bytes": one}} for row in found
+    ]
+    return Dataset.from_list(files, features=Features({"prompt": MESSAGES, "image": Image()}))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("case", [*(name for name, (*_, in_header) in BROKEN.items() if in_header), "missing"])
+def test_what_the_header_shows_is_refused_at_construction(make_trainer, case):
+    data, message, _ = BROKEN.get(case, ("/no/such.png", "there is no file '/no/such.png'", True))
+    with pytest.raises(ValueError, match=f"^The prompt in row 3 of train_dataset: image 0 cannot be read: {message}"):
+        make_trainer(**vision_language.arguments(), train_dataset=rows(data))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("order", [None, [0, 0, 3, 3]], ids=["once", "repeated"])
+def test_a_row_that_cannot_be_decoded_is_named(workers, order):
+    loader = DataLoader(
+        NamedRows(rows(BROKEN["cut PNG"][0]), "eval_dataset", order), batch_size=2, num_workers=workers, collate_fn=list
+    )
+    found = iter(loader)
+    assert [one["image"] for one in next(found)] == [PICTURE] * 2
+    with pytest.raises(ValueError, match=r"row 3 of eval_dataset cannot be read: image file is truncated. Replace or"):
+        next(found)
+
+
+@pytest.mark.refusal
+def test_an_exception_of_a_transform_keeps_its_type_and_names_the_row():
+    def fail(batch: dict[str, Any]) -> dict[str, Any]:
+        if len(batch["prompt"]) == 2 or "3" in batch["prompt"][0][0]["content"]:
+            raise KeyError("mine")
+        return batch
+
+    named = NamedRows(rows(written(PICTURE)).with_transform(fail), "train_dataset")
+    with pytest.raises(KeyError, match="mine") as raised:
+        named.__getitems__([2, 3])
+    assert raised.value.__notes__ == ["This was raised by row 3 of train_dataset."]
+
+
+@pytest.mark.refusal
+def test_a_stream_that_cannot_be_decoded_says_where():
+    stream = WholeStream(rows(BROKEN["cut PNG"][0], 20).to_iterable_dataset(), ["prompt", "image"], "empty")
+    with pytest.raises(OSError, match="image file is truncated") as raised:
+        list(stream)
+    assert raised.value.__notes__ == [f"This was raised by the stream, after {stream.rows} rows."]
+    assert 17 <= stream.rows <= 19
+
+
+def test_processes_that_stream_the_same_images_agree():
+    def digest(*seeds: int) -> int:
+        made = ({"images": [{"image": picture(seed)}]} for seed in seeds)  # other objects each time
+        stream = WholeStream(IterableDataset.from_generator(lambda: made), ["images"], "empty")
+        list(stream)
+        return stream.digest
+
+    assert digest(0, 1) == digest(0, 1) != digest(1, 0)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("kind", ["train", "eval", "paths", "stream"])
+def test_a_broken_picture_ends_a_run_with_its_row(make_trainer, tmp_path, kind):
+    broken, fine = rows(BROKEN["cut PNG"][0]), rows(written(PICTURE))
+    where, given = "row 3 of train_dataset", {"train_dataset": broken}
+    if kind == "eval":
+        where = r"row 3 of eval_dataset\['x'\]"
+        given = {"train_dataset": fine, "eval_dataset": {"x": broken}, "eval_strategy": "steps", "eval_steps": 1}
+    elif kind != "train":
+        (tmp_path / "cut.png").write_bytes(BROKEN["cut PNG"][0])
+        where = "The prompt in row 1 of the batch of step 2: image 0"
+        for name, data in (("fine.png", written(PICTURE)), ("cut.png", BROKEN["cut PNG"][0])):
+            (tmp_path / name).write_bytes(data)
+        files = [str(tmp_path / name) for name in ["fine.png"] * 3 + ["cut.png"]]
+        listed = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}], "image": one} for one in files])
+        given = {"train_dataset": listed if kind == "paths" else listed.to_iterable_dataset()}
+    trainer = make_trainer(**vision_language.arguments(), rollout=Answering({}), shuffle_dataset=False, **given)
+    with pytest.raises(ValueError, match=f"^{where} cannot be read: image file is truncated"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_one_row_of_each_shape_is_decoded_at_construction(make_trainer, monkeypatch):
+    from PIL import ImageFile
+
+    load, loaded = ImageFile.ImageFile.load, list[int]()
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda file: (loaded.append(id(file.fp)), load(file))[1])
+    trainer = make_trainer(**vision_language.arguments(), train_dataset=rows(written(PICTURE), 200))
+    assert trainer.reads_images
+    assert 1 <= len(loaded) <= 4  # the first row, for student, teacher and banner
