@@ -213,14 +213,10 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
         else one
         for one in messages
     ]
+    template = {"add_generation_prompt": True, **template}
     try:
-        made = processor.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **{"add_generation_prompt": True, **template},
-        )
+        made = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **template)
+        text = processor.apply_chat_template(messages, tokenize=False, **template)
     except Exception as error:
         for number, one in enumerate(originals):
             with naming(number):  # it may be the size of one
@@ -230,7 +226,11 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
     made.pop("attention_mask", None)
     kinds = {name: value[0] for name, value in made.items() if value.shape == ids.shape}
     values = {name: value for name, value in made.items() if name not in kinds}
-    return PromptIds(ids[0].tolist(), RowImages(values, kinds, tuple(originals), _positions(processor, values)))
+    # As `apply_chat_template` does: a start token that the template writes is not added again.
+    bos = processor.tokenizer.bos_token
+    unexpanded = processor.tokenizer(text, add_special_tokens=bos is None or not text.startswith(bos))["input_ids"]
+    positions = _positions(processor, values)
+    return PromptIds(ids[0].tolist(), RowImages(values, kinds, tuple(originals), positions, tuple(unexpanded)))
 
 
 def probe_prompts(read: Callable[[list[dict[str, Any]]], PromptIds]) -> list[PromptIds]:

@@ -6,7 +6,7 @@ B rows · P prompt tokens · L columns of a pass
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class RowImages:
     """The images as PIL has them, for an engine and for the report."""
     positions: int
     """Positions of the vision tower that they take."""
+    unexpanded: tuple[int, ...]
+    """The prompt's token ids with one placeholder for each image, for an engine, which expands them itself."""
 
 
 class PromptIds(list[int]):
@@ -35,7 +37,8 @@ class PromptIds(list[int]):
         self.images = images
 
     def __add__(self, more: list[int]) -> PromptIds:  # type: ignore[override]
-        return PromptIds([*self, *more], self.images)
+        images = self.images and replace(self.images, unexpanded=(*self.images.unexpanded, *more))
+        return PromptIds([*self, *more], images)
 
     def copy(self) -> PromptIds:
         return PromptIds(self, self.images)
