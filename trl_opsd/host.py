@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.padding import Reading
-from trl_opsd.types.images import PromptIds
+from trl_opsd.types.rollout import PromptIds
 
 
 class Host(Protocol):

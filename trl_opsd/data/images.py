@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import ProcessorMixin
 
-from trl_opsd.types.images import PromptIds, RowImages
+from trl_opsd.types.rollout import PromptIds, RowImages
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt, one or several, named as in TRL."""

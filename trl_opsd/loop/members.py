@@ -36,7 +36,7 @@ from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import ReadOnce, above, from_to
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.types.images import PromptIds
+from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.generation import Generation

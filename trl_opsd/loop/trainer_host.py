@@ -12,7 +12,7 @@ from trl_opsd.data.prompts import Prompt, Request, Row
 from trl_opsd.host import Host
 from trl_opsd.models.padding import Reading
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.images import PromptIds
+from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.teaching import Teaching

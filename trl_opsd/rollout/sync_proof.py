@@ -21,7 +21,7 @@ from trl_opsd.host import Host
 from trl_opsd.models.backbone import seen
 from trl_opsd.rollout.base import Engine
 from trl_opsd.types import Completion
-from trl_opsd.types.images import PromptIds, images_of, together
+from trl_opsd.types.rollout import PromptIds, images_of, together
 
 WRITTEN = 16
 """Tokens the engine generates after the probe."""

@@ -22,7 +22,7 @@ from trl_opsd.rollout.base import Engine, RolloutBackend
 from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.types import Completion
-from trl_opsd.types.images import RowImages
+from trl_opsd.types.rollout import RowImages
 
 E = TypeVar("E", bound=Engine)
 
