@@ -51,7 +51,7 @@ def shown(
                 models[role] = str(lab.folder / role)
         data = Dataset.from_list([dict.fromkeys(row) | {"prompt": first}, row])
         seeing = {"processing_class": vision_language.processor("gemma3"), "train_dataset": data}
-        lab.make(**{**models, **({"model": None} if blind == "model" else {}), **seeing, **given})
+        lab.make(**{**models, **seeing, **given})
 
     return Case("images", name, message, provoke, error, before_loading=True)
 
@@ -88,7 +88,11 @@ CASES: list[Case] = [
     ),
     shown(
         "a text teacher without a caption",
+<<<<<<< HEAD
         "The teacher's prompt in row 1 .* but the teacher reads text only: pass its processor .* 'teacher_prompt'",
+=======
+        "The teacher's prompt in row 1 .* but the teacher reads text only: pass its processor .* column 'teacher_pr",
+>>>>>>> oddimages
         ONE,
         blind="teacher_model",
     ),
