@@ -88,11 +88,7 @@ CASES: list[Case] = [
     ),
     shown(
         "a text teacher without a caption",
-<<<<<<< HEAD
         "The teacher's prompt in row 1 .* but the teacher reads text only: pass its processor .* 'teacher_prompt'",
-=======
-        "The teacher's prompt in row 1 .* but the teacher reads text only: pass its processor .* column 'teacher_pr",
->>>>>>> oddimages
         ONE,
         blind="teacher_model",
     ),
