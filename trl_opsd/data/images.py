@@ -247,7 +247,7 @@ def probe_prompts(read: Callable[[list[dict[str, Any]]], PromptIds]) -> list[Pro
 
 
 def _positions(processor: ProcessorMixin, values: Mapping[str, Any]) -> int:
-    """Patches of all images: what the vision tower reads."""
+    """Patches of all images, of 14 pixels where the processor does not say: what the vision tower reads."""
     tower = processor.image_processor
     side = getattr(tower, "patch_size", None) or getattr(processor, "patch_size", None) or 14
     side = side.get("height", 14) if isinstance(side, Mapping) else side
