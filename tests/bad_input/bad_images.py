@@ -76,7 +76,7 @@ SENDS = {"type": "image", "image": "a.png"}
 CASES: list[Case] = [
     shown(
         "a tokenizer",
-        "The prompt in row 1 of train_dataset has images, but `processing_class` is a tokenizer: pass the student's pro",
+        "The prompt in row 1 of train_dataset has images, but `processing_class` is a tokenizer: pass the student's",
         ONE,
         processing_class=tiny.tokenizer(),
     ),
