@@ -121,7 +121,11 @@ def opened(image: Any) -> Any:
     """An image as PIL has it, upright and in RGB; raises whatever is wrong with it."""
     from PIL import ImageOps  # only who reads images needs it
 
-    return ImageOps.exif_transpose(_undecoded(image)).convert("RGB")
+    found = _undecoded(image)
+    upright = ImageOps.exif_transpose(found).convert("RGB")
+    if found is not image:
+        found.close()  # else the file of an animation stays open
+    return upright
 
 
 def size_of(image: Any) -> tuple[int, int]:

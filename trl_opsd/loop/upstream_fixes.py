@@ -212,7 +212,8 @@ class UpstreamFixes(DistillationTrainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        args, stream, order, options = self.args, None, None, dict[str, Any]()
+        args, stream, options = self.args, None, dict[str, Any]()
+        order: Any = None
         number = 1 if is_training else args.num_generations_eval or args.num_generations
         if isinstance(dataset, IterableDataset):
             if number > 1:
