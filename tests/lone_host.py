@@ -49,6 +49,7 @@ class LoneHost:
         self.reading = PADDED
         self.loads = 0
         self.show_progress = False
+        self.reads_images, self.processors = False, {}
         self.reads_logprobs = self.learns_from_draws = False
 
     def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:

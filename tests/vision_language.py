@@ -284,12 +284,17 @@ def picture(seed: int, height: int = 56, width: int = 56) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def rows(numbers: Sequence[int], theirs: Sequence[int] | None = None) -> Dataset:
-    """Rows with so many images each and, for the teacher, so many others."""
+def rows(numbers: Sequence[int], theirs: Sequence[int] | None = None, height: int | None = None) -> Dataset:
+    """Rows with so many images each, and, for the teacher, so many others; of one size with a `height`."""
     found = []
     for row, number in enumerate(numbers):
-        images = [picture(10 * row + place, 40 + 8 * row, 56) for place in range(number)]
-        found.append({"prompt": [{"role": "user", "content": f"{'What is it? ' * (row % 3)}{row}"}], "images": images})
+        images = [picture(10 * row + place, height or 40 + 8 * row, 56) for place in range(number)]
+        found.append(
+            {
+                "prompt": [{"role": "user", "content": f"{'' if height else 'What is it? ' * (row % 3)}{row}"}],
+                "images": images,
+            }
+        )
         if theirs is not None:
             found[-1]["teacher_images"] = [picture(500 + 10 * row + place, 90, 70) for place in range(theirs[row])]
     columns = {name: List(ImageFeature()) for name in found[0] if name != "prompt"}

@@ -4,7 +4,8 @@
     python tools/families.py bart mamba phi3       # some, printed
 
 Each family is built at toy size with random weights and run through the trainer, in float32, for two optimizer steps:
-as a student, in full and with LoRA, as a teacher, and for greedy rollouts. The oracle is the model itself in float64 on
+as a student, in full and with LoRA, as a teacher, for greedy rollouts, and, if it sees, as a student and a teacher of
+rows with and without images. The oracle is the model itself in float64 on
 each row alone, without padding: its logits, a dense forward KL, plain autograd and plain SGD; for rollouts the tokens
 of largest logit, each from a forward pass on the whole row alone. Each trial runs in a process of its own, with limits
 on time and memory.
@@ -36,14 +37,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import vision_language
+
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
+from trl_opsd.types.rollout import images_of, together
 
 VOCABULARY = 259
 PROMPTS = ["2+2=", "The sky is", "a", "Count: one", "red, green,", "x y z"]
 ANSWERS = ["4 or so.", " blue today", "bc", " two three", " blue", "!"]
 RATE, STEPS, ROWS, TOKENS, SECONDS, BYTES = 1e-2, 2, 3, 12, 120, 6 << 30
+IMAGES = (0, 1, 2, 1, 1, 0)
 ENDS = list(range(2, VOCABULARY, 12))
 EXACT = 1e-3
 """Tolerance for the change of the weights over two steps, relative to the norm of the oracle's."""
@@ -68,26 +74,13 @@ def trainer_of(student: Any, teacher: Any, folder: str, rollout: Any, **given: A
         disable_tqdm=True, bf16=False, use_cpu=True, gradient_checkpointing=False,
         generation_kwargs={"do_sample": False},
     )  # fmt: skip
-    data = Dataset.from_dict({"prompt": PROMPTS})
-    return OPSDTrainer(
-        model=student,
-        teacher_model=teacher,
-        args=args,
-        train_dataset=data,
-        processing_class=make_tokenizer(),
-        rollout=rollout,
-        **given,
-    )
+    given = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), "processing_class": make_tokenizer(), **given}
+    return OPSDTrainer(model=student, teacher_model=teacher, args=args, rollout=rollout, **given)
 
 
 def qwen2(seed: int) -> Any:
     sizes = {name: value for name, value in toys.SIZES.items() if name in Qwen2Config().to_dict()}
     return toys.toy("qwen2", VOCABULARY, seed, sharpness=12.0, **{**sizes, "num_hidden_layers": 2})
-
-
-def recorded() -> tuple[list[list[int]], list[list[int]]]:
-    tokenizer = make_tokenizer()
-    return tokenizer(PROMPTS)["input_ids"], tokenizer(ANSWERS)["input_ids"]
 
 
 def in_float64(model: Any) -> Any:
@@ -104,14 +97,16 @@ def in_float64(model: Any) -> Any:
 
 
 def log_probs(model: Any, prompt: list[int], completion: list[int]) -> Tensor:
-    """[C, V], float64, from a forward pass on one row alone."""
-    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits
+    """[C, V], float64, from a forward pass on one row alone, with its images if it has any."""
+    ids = torch.tensor([prompt + completion])
+    images = together(images_of([prompt]), [0], ids.size(1))
+    images = {name: one.double() if one.is_floating_point() else one for name, one in images.items()}
+    logits = model(input_ids=ids, use_cache=False, **images).logits
     return logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
 
 
-def train_oracle(student: Any, teacher: Any) -> None:
+def train_oracle(student: Any, teacher: Any, prompts: list[list[int]], completions: list[list[int]]) -> None:
     """The oracle: two steps of SGD on the mean forward KL over the tokens of each batch, row by row, in place."""
-    prompts, completions = recorded()
     student.train()  # there is no dropout; Reformer needs this mode
     trained = [one for one in student.parameters() if one.requires_grad]
     for start in (0, ROWS):
@@ -132,12 +127,13 @@ def train_oracle(student: Any, teacher: Any) -> None:
 
 def compare(student: Any, teacher: Any, folder: str, **given: Any) -> tuple[float, str]:
     """The relative distance between the trainer's change of the weights and the oracle's, and how rows are batched."""
-    prompts, completions = recorded()
-    pairs = {tuple(prompt): answer for prompt, answer in zip(prompts, completions, strict=True)}
-    theirs = in_float64(teacher)
+    theirs, pairs = in_float64(teacher), {}
     trainer = trainer_of(student, teacher, folder, FixedRollout(pairs), **given)
+    prompts = trainer.prompt_ids_of(trainer.teaching.read_rows(list(trainer.train_dataset)))
+    completions = make_tokenizer()(ANSWERS)["input_ids"]
+    pairs.update({tuple(prompt): answer for prompt, answer in zip(prompts, completions, strict=True)})
     before, after = in_float64(trainer.model), in_float64(trainer.model)
-    train_oracle(after, theirs)
+    train_oracle(after, theirs, prompts, completions)
     trainer.train()
     gap = size = rounding = 0.0
     start, wanted = dict(before.named_parameters()), dict(after.named_parameters())
@@ -164,7 +160,7 @@ def write(student: Any, folder: str) -> tuple[float, str]:
     student.generation_config = GenerationConfig(eos_token_id=ENDS, pad_token_id=0)
     alone = copy.deepcopy(student).eval()
     trainer = trainer_of(student, qwen2(1), folder, HFRollout())
-    prompts, _ = recorded()
+    prompts = make_tokenizer()(PROMPTS)["input_ids"]
     written = trainer.complete(prompts)
     wrong = sum(greedy(alone, prompt) != ids for prompt, ids in zip(prompts, written, strict=True))
     how = str(trainer.rollout.writing)
@@ -181,6 +177,14 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return cut_after_end(ids[len(prompt) :], ENDS)
 
 
+def see(student: Any, folder: str) -> tuple[float, str]:
+    """As [`compare`], for a model that sees, with a teacher of its family, and rows of no, one and two images."""
+    family = student.config.model_type
+    teacher = vision_language.model(family, 48, 1, sees=True)
+    given = {"processing_class": vision_language.processor(family), "train_dataset": vision_language.rows(IMAGES)}
+    return compare(student, teacher, folder, **given)
+
+
 def lora() -> LoraConfig:
     return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
 
@@ -190,6 +194,7 @@ ROLES: dict[str, Callable[[Any, str], tuple[float, str]]] = {
     "LoRA": lambda model, folder: compare(model, qwen2(1), folder, peft_config=lora()),
     "teacher": lambda model, folder: compare(qwen2(1), model, folder),
     "rollout": write,
+    "images": see,
 }
 
 
@@ -198,7 +203,10 @@ def verdict(role: str, family: str) -> str:
     try:
         # A random model with a tied head repeats its last token forever.
         untied = {"tie_word_embeddings": False} if role == "rollout" else {}
-        model = toys.toy(family, VOCABULARY, sharpness=12.0, **untied).eval()
+        if role == "images":
+            model = vision_language.model(family, 32, 0, sees=True).eval()
+        else:
+            model = toys.toy(family, VOCABULARY, sharpness=12.0, **untied).eval()
         with torch.no_grad():
             model(input_ids=torch.arange(3, 9)[None], use_cache=False)
     except Exception as error:
@@ -264,6 +272,9 @@ allows; *refused* is an error at construction, before anything is trained, that 
 
 def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
     """The lab note, from results by family and role; `roles` are the columns, in order."""
+    seen = {family: one["images"] for family, one in found.items() if "images" in one}
+    roles = [role for role in roles if role != "images"]
+    found = {family: {role: one[role] for role in roles} for family, one in found.items()}
     built = {family: one for family, one in found.items() if not one["student"].startswith("not built")}
     sound = [family for family, one in built.items() if all(text.startswith("exact") for text in one.values())]
     slow = [family for family in sound if any("without a cache" in text for text in built[family].values())]
@@ -307,6 +318,14 @@ def document(found: dict[str, dict[str, str]], roles: list[str]) -> str:
             if family not in sound
         ),
         "",
+        "## With images",
+        "",
+        "Two steps on rows of no, one and two images of several sizes, in one batch, with a teacher of the family.",
+        "",
+        "| family | change of the weights against float64 |",
+        "|---|---|",
+        *(f"| {family} | {text.replace('|', '/')[:200]} |" for family, text in seen.items()),
+        "",
         f"Not built, at this size or because a package is not installed: {', '.join(sorted(set(found) - set(built)))}.",
         "",
     ]
@@ -335,13 +354,13 @@ def main() -> int:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     found: dict[str, dict[str, str]] = {}
-    for family in options.families or toys.families():
+    for family in options.families or sorted({*toys.families(), *vision_language.SEEING}):
         found[family] = {}
-        for role in options.roles:
+        for role in [one for one in options.roles if one != "images" or family in vision_language.SEEING]:
             found[family][role] = isolated(lambda role=role, family=family: verdict(role, family))
             print(f"{family:24} {role:8} {found[family][role]}", flush=True)
     for role in options.roles:
-        print(role, dict(Counter(one[role].split()[0] for one in found.values())))
+        print(role, dict(Counter(one[role].split()[0] for one in found.values() if role in one)))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     if not options.families:

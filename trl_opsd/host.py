@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.padding import Reading
+from trl_opsd.types.rollout import PromptIds
 
 
 class Host(Protocol):
@@ -39,6 +41,10 @@ class Host(Protocol):
     """Number of times a checkpoint was loaded into the student."""
     show_progress: bool
     """Whether this process may draw progress bars."""
+    reads_images: bool | None
+    """Whether prompts have images; `None` if that is not known yet."""
+    processors: Mapping[str, ProcessorMixin | None]
+    """What reads images; the student's processor under an empty name."""
 
     @property
     def reads_logprobs(self) -> bool:
@@ -54,6 +60,9 @@ class Host(Protocol):
 
     def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
         """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
+
+    def probe_prompts(self, processor: str = "") -> list[PromptIds]:
+        """Prompts with images to examine the model with that this processor belongs to; the first has one."""
 
     def student_for_generation(self) -> AbstractContextManager[Any]:
         """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""

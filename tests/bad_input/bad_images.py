@@ -76,7 +76,7 @@ SENDS = {"type": "image", "image": "a.png"}
 CASES: list[Case] = [
     shown(
         "a tokenizer",
-        "The prompt in row 1 of train_dataset has images, but `processing_class` is a tokenizer: pass the student's",
+        "The prompt in row 1 of train_dataset has images, but `processing_class` is a tokenizer: pass the student",
         ONE,
         processing_class=tiny.tokenizer(),
     ),
@@ -88,7 +88,7 @@ CASES: list[Case] = [
     ),
     shown(
         "a text teacher without a caption",
-        "The teacher's prompt in row 1 .* but the teacher reads text only: pass its processor .* column 'teacher_pr",
+        "The teacher's prompt in row 1 .* but the teacher reads text only: pass its processor .* 'teacher_prompt'",
         ONE,
         blind="teacher_model",
     ),

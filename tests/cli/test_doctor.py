@@ -174,7 +174,7 @@ def test_both_models_read_an_image_as_their_own_forward_pass_does(tmp_path):
     found = {one.name: one for one in checks.examine(made)}
     said = [found.pop(f"{role}'s images").said for role in ("student", "teacher")]
     assert all(
-        "a prompt with one of 96 x 64 pixels has 30 tokens, and the vision tower reads 16 " in one for one in said
+        "a prompt with one of 96 x 64 pixels has 30 tokens, and the vision tower reads 5 " in one for one in said
     )
     assert verdicts(found.values())["failed"] == []
     for weight in made.teacher.model.model.multi_modal_projector.parameters():

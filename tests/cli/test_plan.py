@@ -418,11 +418,11 @@ def test_images_are_counted_by_the_processor(sees, tmp_path):
     assert list(found["images"]) == ["student"], "the teacher reads text"
     of_student = found["images"]["student"]
     assert (of_student["tokens"], of_student["counted_by"]) == (tokens, "processor")
-    assert (of_student["positions"], of_student["pixels"]) == (2 * 4**2, 2 * 4 * 3 * 56**2)
+    assert (of_student["positions"], of_student["pixels"]) == (10, 2 * 4 * 3 * 32**2)
     assert "pixels" not in found["phases"]["scoring"]
     table = CliRunner().invoke(app, given).stdout
     assert re.search(r"^ *vision tower +[\d.]+ +[\d.]+ *$", table, re.MULTILINE)
-    assert f"The student's images take {tokens} tokens and 32 positions of its vision tower in each row" in " ".join(
+    assert f"The student's images take {tokens} tokens and 10 positions of its vision tower in each row" in " ".join(
         table.split()
     )
 

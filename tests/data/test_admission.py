@@ -9,9 +9,11 @@ import datasets
 import numpy as np
 import pytest
 import tiny
+import vision_language
 from datasets import Dataset
 
 from trl_opsd import OPSDTrainer
+from trl_opsd.data import images
 from trl_opsd.fingerprint import FILE
 
 
@@ -143,3 +145,10 @@ def test_checkpoints_with_an_older_digest_compare_the_number_of_rows(make_traine
         return
     trainer.teaching.check_fingerprint(str(file.parent))
     assert "only their number was compared" in caplog.text
+
+
+def test_images_that_a_processor_fails_to_count_have_an_unknown_number_of_tokens():
+    processor = vision_language.processor("llava")
+    assert images.tokens_of(processor, [(32, 32), (80, 20)]) == 2 * 4
+    processor.image_processor.crop_size = None  # as SigLIP's
+    assert images.tokens_of(processor, [(32, 32), (80, 20)]) is None

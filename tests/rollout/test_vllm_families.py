@@ -227,9 +227,10 @@ def test_architectures_that_may_have_a_separate_head_are_known(architecture, the
 
 @pytest.mark.refusal
 def test_a_library_missing_for_an_architecture_is_named_at_construction(make, reader, monkeypatch):
+    monkeypatch.setattr("trl_opsd._compat.vllm.supported.is_torchvision_available", lambda: False)
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.delitem(sys.modules, "vllm.model_executor.models.gemma3_mm", raising=False)
-    with pytest.raises(ValueError, match=r"does not start an engine for .*torchvision"):
+    with pytest.raises(ValueError, match=r"vLLM needs torchvision .*`pip install torchvision`, or set"):
         make(model=reader("gemma3"))
 
 

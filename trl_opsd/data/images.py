@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import ProcessorMixin
 
-from trl_opsd.types.images import PromptIds, RowImages
+from trl_opsd.types.rollout import PromptIds, RowImages
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a prompt, one or several, named as in TRL."""
@@ -169,7 +169,10 @@ def _undecoded(image: Any) -> Any:
 def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
     """Tokens of images of these sizes (height, width); `None` if the processor does not say."""
     count = getattr(processor, "_get_num_multimodal_tokens", None)  # transformers' own, used by vLLM
-    return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
+    try:
+        return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
+    except Exception:  # it fails for some image processors: LLaVA's needs a crop size, and SigLIP's has none
+        return None
 
 
 def tokens_in(processor: Any, messages: Sequence[Mapping[str, Any]]) -> int | None:
@@ -214,14 +217,10 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
         else one
         for one in messages
     ]
+    template = {"add_generation_prompt": True, **template}
     try:
-        made = processor.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **{"add_generation_prompt": True, **template},
-        )
+        made = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **template)
+        text = processor.apply_chat_template(messages, tokenize=False, **template)
     except Exception as error:
         for number, one in enumerate(originals):
             with naming(number):  # it may be the size of one
@@ -231,7 +230,11 @@ def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], 
     made.pop("attention_mask", None)
     kinds = {name: value[0] for name, value in made.items() if value.shape == ids.shape}
     values = {name: value for name, value in made.items() if name not in kinds}
-    return PromptIds(ids[0].tolist(), RowImages(values, kinds, tuple(originals), _positions(processor, values)))
+    # As `apply_chat_template` does: a start token that the template writes is not added again.
+    bos = processor.tokenizer.bos_token
+    unexpanded = processor.tokenizer(text, add_special_tokens=bos is None or not text.startswith(bos))["input_ids"]
+    positions = _positions(processor, values)
+    return PromptIds(ids[0].tolist(), RowImages(values, kinds, tuple(originals), positions, tuple(unexpanded)))
 
 
 def probe_prompts(read: Callable[[list[dict[str, Any]]], PromptIds]) -> list[PromptIds]:
@@ -248,7 +251,7 @@ def probe_prompts(read: Callable[[list[dict[str, Any]]], PromptIds]) -> list[Pro
 
 
 def _positions(processor: ProcessorMixin, values: Mapping[str, Any]) -> int:
-    """Patches of all images: what the vision tower reads."""
+    """Patches of all images, of 14 pixels where the processor does not say: what the vision tower reads."""
     tower = processor.image_processor
     side = getattr(tower, "patch_size", None) or getattr(processor, "patch_size", None) or 14
     side = side.get("height", 14) if isinstance(side, Mapping) else side

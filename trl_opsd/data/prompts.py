@@ -17,7 +17,7 @@ from itertools import cycle
 from typing import Any, TypeAlias
 
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, free, images_in, places
-from trl_opsd.types.images import RowImages
+from trl_opsd.types.rollout import RowImages
 
 _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
 """Code that converts a message in ShareGPT's format."""

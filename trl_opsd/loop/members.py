@@ -36,7 +36,7 @@ from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import ReadOnce, above, from_to
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.types.images import PromptIds
+from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.generation import Generation
@@ -290,6 +290,11 @@ class TrainerMembers(UpstreamFixes):
         if not any(row.student.has_images for row in rows):
             prompt_ids: list[list[int]] = self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0]
             return prompt_ids
+        if self.reads_images is False:
+            raise ValueError(
+                f"{self.teaching.batch_name} has images, but no dataset of this trainer had any when it was built: "
+                "build another trainer with this one."
+            )
         if self.reads_images is None:  # the first images of a stream
             self.reads_images = True
             self._generation.prove_images()

@@ -25,7 +25,7 @@ from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
-from trl_opsd.types.images import images_of
+from trl_opsd.types.rollout import images_of
 from trl_opsd.types.targets import check_targets, kept_by_row
 
 logger = get_logger(__name__)

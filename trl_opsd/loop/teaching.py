@@ -38,7 +38,7 @@ from trl_opsd.teacher.checks import teachers_processors
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.images import images_of
+from trl_opsd.types.rollout import images_of
 
 
 class Teaching:

@@ -12,7 +12,7 @@ from trl_opsd.data.prompts import Prompt, Request, Row
 from trl_opsd.host import Host
 from trl_opsd.models.padding import Reading
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.images import PromptIds
+from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.teaching import Teaching
@@ -39,8 +39,6 @@ class TrainerHost(Host, Protocol):
     teaching: Teaching
     log_completions: bool
     reads_solutions: bool
-    reads_images: bool | None
-    processors: Any
 
     @property
     def reading_to_learn(self) -> Reading: ...
@@ -56,7 +54,6 @@ class TrainerHost(Host, Protocol):
 
     def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]: ...
     def see(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds: ...
-    def probe_prompts(self, processor: str = "") -> list[PromptIds]: ...
     def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]: ...
     def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]: ...
     def in_student(self, function: Callable[..., Any], *args: Any) -> Any: ...

@@ -231,8 +231,8 @@ class UpstreamFixes(DistillationTrainer):
             if not len(dataset):
                 raise ValueError(f"{description}: the dataset is empty: pass one with rows.")
             if number > 1:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
-                order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
-                order, sampler_fn = np.repeat(order, number), SequentialSampler
+                each = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
+                order, sampler_fn = np.repeat(each, number), SequentialSampler
         if stream is None:
             where = "train_dataset" if is_training else "test_dataset" if description == "test" else "eval_dataset"
             where += f"[{dataloader_key!r}]" if dataloader_key not in (None, "eval") else ""

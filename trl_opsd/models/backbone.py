@@ -20,7 +20,7 @@ from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import in_zero3, is_split_model, unsharded, whole_shape
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Length, OutputHead, Rollout
-from trl_opsd.types.images import RowImages, together
+from trl_opsd.types.rollout import RowImages, together
 
 Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, also where the weights are sharded or offloaded."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.parallel.precision import rounds_float32
-from trl_opsd.types.images import PromptIds
+from trl_opsd.types.rollout import PromptIds
 
 Read = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps token ids, attention mask and positions (`None`: derived from the mask), all [n, L], to hidden states [n, L, H].

@@ -42,7 +42,7 @@ from trl_opsd.models.padding import PADDED, Read, Reading, agree, distances, gap
 from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
-from trl_opsd.types.images import PromptIds, together
+from trl_opsd.types.rollout import PromptIds, together
 
 Subject = TypeVar("Subject")
 

@@ -21,7 +21,7 @@ from trl_opsd.checkpoints.resume import newest_complete
 from trl_opsd.monitor.progress import evaluated
 from trl_opsd.report.samples import Sample, Token
 from trl_opsd.types import Rollout
-from trl_opsd.types.images import RowImages
+from trl_opsd.types.rollout import RowImages
 
 FOLDER = "report"
 """Folder in that of the run, for what is recorded while it trains."""

@@ -26,8 +26,8 @@ class RolloutBackend(ABC):
     """Whether `logprobs` may return any."""
 
     reads_images: ClassVar[bool] = False
-    """Whether the images of prompts are seen: each prompt is a list that has them as [`~types.images.RowImages`] in its
-    attribute `images`, or `None`, if the dataset has any."""
+    """Whether it sees images: a prompt has [`~types.rollout.RowImages`] or `None` in its attribute `images`, if a row
+    of the dataset has any."""
 
     def __str__(self) -> str:
         return type(self).__name__

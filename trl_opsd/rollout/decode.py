@@ -326,9 +326,10 @@ class _Batch:
         kept = [*self.unfinished, *idle[: size - len(self.unfinished)]]
         self.unfinished = dict(enumerate(self.unfinished.values()))
         places = torch.tensor(kept, device=self.rows.device)
-        self.rows = self.rows[places]
+        rows, self.rows = self.size, self.rows[places]
         for name, value in self.model_kwargs.items():
-            if isinstance(value, Tensor):  # [n, L], or [.., n, L] where positions have several axes
+            # [n, L], or [.., n, L] where positions have several axes; others are images, read with the prompt.
+            if isinstance(value, Tensor) and value.ndim > 1 and value.size(-2) == rows:
                 self.model_kwargs[name] = value.index_select(-2, places.to(value.device))
         cache = self.model_kwargs[CACHE]
         if self._caches:

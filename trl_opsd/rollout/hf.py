@@ -31,7 +31,7 @@ from trl_opsd.rollout.decode import KnownTokensOnly, RaggedDecoding, custom_gene
 from trl_opsd.rollout.generate import BY_LENGTH, Batching, completions_of, generate, prove_batching
 from trl_opsd.rollout.generation_config import IN_GENERATE, assigned, check_followed, of_model
 from trl_opsd.rollout.static_caches import StaticCaches
-from trl_opsd.types.images import images_of, together
+from trl_opsd.types.rollout import images_of, together
 
 logger = get_logger(__name__)
 

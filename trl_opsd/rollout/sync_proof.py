@@ -5,8 +5,9 @@ L probe tokens · T generated tokens · V vocabulary
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
+from trl_opsd._compat.peft import without_peft
 from trl_opsd.errors import SyncError
 from trl_opsd.host import Host
+from trl_opsd.models.backbone import seen
 from trl_opsd.rollout.base import Engine
 from trl_opsd.types import Completion
+from trl_opsd.types.rollout import PromptIds, images_of, together
 
 WRITTEN = 16
 """Tokens the engine generates after the probe."""
@@ -54,11 +58,14 @@ class SyncProof:
     prompts, the engine generates the text itself. The probe is sent twice. The first time the engine also scores it,
     which it can only do without its prefix cache; the second time it may use the cache, and as the probe is longer than
     a block, a stale cache is detected. `dtype` is that of both, or the less precise; `with_adapter` enables a diagnosis
-    of its own.
+    of its own. With `sees`, a prompt with an image is compared, too, of which the text after the image counts.
     """
 
-    def __init__(self, trainer: Host, engine: Engine, dtype: torch.dtype, with_adapter: bool) -> None:
+    def __init__(
+        self, trainer: Host, engine: Engine, dtype: torch.dtype, with_adapter: bool, sees: bool = False
+    ) -> None:
         self._trainer, self._engine, self._dtype, self._with_adapter = trainer, engine, dtype, with_adapter
+        self._sees = sees
         self._last_scores_L: Tensor | None = None
         # A shorter probe than a block never uses the prefix cache, and a stale one would go unnoticed.
         self._length = max(engine.block_size + 2, PROMPTED)
@@ -72,7 +79,9 @@ class SyncProof:
         Collective until there is a probe.
         """
         if self._probe_ids is None:
-            text = list(islice(cycle(chain.from_iterable(prompt_ids)), self._length))
+            placeholders = set(self._trainer.placeholders)
+            text = [one for one in chain.from_iterable(prompt_ids) if one not in placeholders]
+            text = list(islice(cycle(text), self._length))
             (text,) = broadcast_object_list([text])
             self._probe_ids, self._last_scores_L = text or None, None
 
@@ -80,18 +89,24 @@ class SyncProof:
         """The largest log-probability difference in nats over all processes; an error if rounding cannot explain it."""
         ids_RL, scores = self._engine_scores()
         own_RL, scale = self._student(ids_RL)
-        gap = self._gap(scores, own_RL, scale)
+        of_text = gap = self._gap(scores, own_RL, scale)
+        if self._sees:
+            pairs = zip(astuple(of_text), astuple(self._gap_after_image()), strict=True)
+            gap = Gap(*(float(torch.tensor(pair).max()) for pair in pairs))  # unlike `max`, it keeps NaN
         worst = self._trainer.accelerator.gather(
             torch.tensor([gap.largest, gap.excess], device=self._trainer.accelerator.device)
         ).view(-1, 2)
         if not worst[:, 1].max() <= 1:  # not `> 1`: NaN has to fail, too
             # All processes get here together, as the forward of a sharded student is collective.
             bare_RL = self._student(ids_RL, without_adapter=True)[0] if self._with_adapter else None
+            diagnosis = "Likely the vision tower: text agrees, images do not."
+            if not of_text.excess <= 1 or gap.excess <= 1:
+                diagnosis = self._diagnosis(scores, own_RL, bare_RL, scale)
             raise SyncError(
                 f"After a weight sync {self._engine.name} and the student disagree by {gap.average:.3g} nats on the "
                 f"average log-probability: {worst[:, 1].max():.3g} times what rounding in "
                 f"{str(self._dtype).removeprefix('torch.')} explains. "
-                f"{self._diagnosis(scores, own_RL, bare_RL, scale)} No rollout was generated with these weights. Set "
+                f"{diagnosis} No rollout was generated with these weights. Set "
                 "`use_vllm=False` and no `sglang_server_url` to continue without an engine."
             )
         self._last_scores_L = scores[0]
@@ -101,10 +116,23 @@ class SyncProof:
         """Records the engine's log-probabilities before the first sync, to detect a sync that changes nothing."""
         self._last_scores_L = self._engine_scores()[1][0]
 
-    def _engine_scores(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _gap_after_image(self) -> Gap:
+        """The difference in the text after an image, as states of the image itself were never trained to predict."""
+        prompt, limits = self._trainer.probe_prompts()[0], self._trainer.limits
+        if limits.context is not None and len(prompt) + WRITTEN > limits.context:
+            raise ValueError(
+                f"The prompt with an image that verifies a weight sync needs {len(prompt) + WRITTEN} tokens, but the "
+                f"context has {limits.context}: raise `vllm_max_model_length`, or set `vllm_sync_check='never'`."
+            )
+        ids_RL, (scored, cached) = self._engine_scores(prompt)
+        own_RL, scale = self._student(ids_RL, prompt)
+        after = 1 + max(place for place, one in enumerate(prompt) if one in self._trainer.placeholders)
+        return self._gap((scored[after:], cached), own_RL[:, after:], scale)
+
+    def _engine_scores(self, prompt: PromptIds | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The token ids [2, L + T] and the engine's log-probabilities: the whole first row, the end of the second."""
-        probe = self._probe_ids or [0]
-        length = WRITTEN if self._probe_ids else self._length
+        probe = prompt or self._probe_ids or [0]
+        length = WRITTEN if prompt or self._probe_ids else self._length
         sampled = {"max_tokens": length, "ignore_eos": True, "seed": 0, "logprobs": 0}
         rows = self._engine.write([probe] * 2, [{**sampled, "prompt_logprobs": 0}, {**sampled, "seed": 1}])
         _check_answer(self._engine.name, rows, probe, length)
@@ -112,17 +140,21 @@ class SyncProof:
         scored = torch.tensor(rows[0].prompt_logprobs + rows[0].logprobs)
         return ids_RL, (scored, torch.tensor(rows[1].logprobs))
 
-    def _student(self, ids_RL: Tensor, without_adapter: bool = False) -> tuple[Tensor, float]:
+    def _student(
+        self, ids_RL: Tensor, prompt: PromptIds | None = None, without_adapter: bool = False
+    ) -> tuple[Tensor, float]:
         """The student's log-probabilities of all tokens but the first, [2, L + T - 1], and the RMS of its logits."""
         trainer = self._trainer
         ids_RL = ids_RL.to(trainer.accelerator.device)
+        images = together(images_of([prompt] * len(ids_RL)), [0] * len(ids_RL), ids_RL.size(1))
         # As in rollouts, gathered: under ZeRO-3 a forward of the bare student breaks the next backward pass.
         with trainer.student_for_generation() as student:
             off: AbstractContextManager[Any] = student.disable_adapter() if without_adapter else nullcontext()
+            given = seen(images, inspect.signature(without_peft(student).forward).parameters, ids_RL.device)
             with off:
-                logits_RLV = student(input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), use_cache=False).logits[
-                    :, :-1
-                ]
+                logits_RLV = student(
+                    input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), use_cache=False, **given
+                ).logits[:, :-1]
         logits_RLV = logits_RLV.float()
         chosen_RL = logits_RLV.gather(-1, ids_RL[:, 1:, None])[..., 0] - logits_RLV.logsumexp(-1)
         return chosen_RL.cpu(), float(torch.linalg.vector_norm(logits_RLV)) / logits_RLV.numel() ** 0.5

@@ -22,11 +22,14 @@ from trl_opsd.rollout.base import Engine, RolloutBackend
 from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.types import Completion
+from trl_opsd.types.rollout import RowImages
 
 E = TypeVar("E", bound=Engine)
 
-Logprobs: TypeAlias = dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]]
-"""Log-probabilities of a completion's tokens, by its prompt and its ids."""
+Key: TypeAlias = tuple[tuple[int, ...], RowImages | None, tuple[int, ...]]
+"""A prompt, its images, and the ids of a completion."""
+Logprobs: TypeAlias = dict[Key, list[float]]
+"""Log-probabilities of a completion's tokens."""
 
 
 class SyncedRollout(RolloutBackend, Generic[E]):
@@ -44,6 +47,8 @@ class SyncedRollout(RolloutBackend, Generic[E]):
     tells_logprobs = True
     of_student: ClassVar[Mapping[str, Any]] = {}
     """What it takes from the student's own generation config: nothing."""
+    sees: bool = False
+    """Whether the engine reads images in this run."""
 
     def __init__(self, args: OPSDConfig) -> None:
         self.args = args
@@ -70,7 +75,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         """
         self.trainer, self.engine, self._sampling = trainer, engine, sampling
         self._bound = copy.deepcopy(trainer.generation_config)
-        self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model))
+        self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model), self.sees)
         self._sent, self._proved, self._has_weights = None, False, True
 
     @abstractmethod
@@ -222,8 +227,8 @@ def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((local(one).data_ptr(), one._version) for one in tensors if not in_zero3(one))
 
 
-def key_of(prompt_ids: list[int], completion_ids: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(prompt_ids), tuple(completion_ids)
+def key_of(prompt_ids: list[int], completion_ids: list[int]) -> Key:
+    return tuple(prompt_ids), getattr(prompt_ids, "images", None), tuple(completion_ids)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
@@ -36,6 +36,8 @@ _SHAPES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_
 class VLLMRollout(SyncedRollout[VLLMEngine]):
     """Generates with vLLM in the training process; rejects options that cannot work before a model is loaded."""
 
+    reads_images: ClassVar[bool] = True
+
     def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
         if args.vllm_tensor_parallel_size != 1:
@@ -55,7 +57,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         self.trainer = trainer
         check_student(trainer)
         checkpoint = _checked_checkpoint(trainer)
-        self._text_alone = checkpoint.get_text_config() is not checkpoint
+        self._is_multimodal = checkpoint.get_text_config() is not checkpoint
+        self.sees = self._is_multimodal and trainer.reads_images is not False
         self._dtype = dtype_of(trainer)
         self._choose_sync(why_no_adapter(checkpoint, self.args.vllm_model_impl, adapter_layers(trainer.model)))
         sampling = sampling_options(self.args, list(trainer.eos_token_ids))
@@ -65,6 +68,9 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         trainer.model.config.save_pretrained(self._tokenizer_folder.name)
         with preserved_rng(trainer.accelerator.device):
             engine = self._started()
+        self._why_blind = engine.why_blind if self.sees else None
+        self.sees = self.sees and self._why_blind is None
+        self._check_sight()
         trainer.accelerator.wait_for_everyone()  # else the others wait in a later collective for one still building
         self.set_up(trainer, engine, sampling, self._dtype)
         self._asleep: set[str] = set()
@@ -87,6 +93,14 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         if self._mode == "adapter" and (lost := engine.unknown_layers(adapter_layers(self.trainer.model))):
             self._choose_sync(f"vLLM's model of the student has no separate layer for {lost[0]}")
         return engine
+
+    def _check_sight(self) -> None:
+        if self._why_blind and self.trainer.reads_images:
+            raise ValueError(f"The prompts have images, but {self._why_blind}: set `use_vllm=False`.")
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        self._check_sight()  # a stream may have images by now
+        return super().complete(prompt_ids, step)
 
     def _choose_sync(self, against: str | None) -> None:
         self._mode, why = chosen_sync(self.args.vllm_weight_sync, self.trainer.model, LORA_RANKS, against)
@@ -168,7 +182,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             "seed": trainer.accelerator.process_index,  # else all processes would sample with the same random numbers
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
             "model_impl": args.vllm_model_impl,
-            "language_model_only": self._text_alone,
+            "language_model_only": self._is_multimodal and not self.sees,
+            "processor": trainer.processors.get("") if self.sees else None,
             "trust_remote_code": args.trust_remote_code,
             "enable_sleep_mode": args.vllm_enable_sleep_mode,
             **adapter,

@@ -26,7 +26,7 @@ from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.images import PromptIds
+from trl_opsd.types.rollout import PromptIds
 from trl_opsd.types.targets import Keeper
 
 

@@ -1,19 +1,17 @@
-"""Prompts and completions, as tensors with padding and as an engine returns them.
+"""Prompts with their images, and completions, as tensors with padding and as an engine returns them.
 
-B rows · P prompt tokens · C completion tokens
+B rows · P prompt tokens · C completion tokens · L columns of a pass
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from trl_opsd.types.images import RowImages, images_of
 
 
 class Length(NamedTuple):
@@ -47,6 +45,69 @@ class OnHost:
     def holds(self, tensor: Tensor) -> bool:
         """Whether it is a copy of this tensor as it is now."""
         return self.of is tensor and self.version == tensor._version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowImages:
+    """The images of one row, in host memory."""
+
+    values: Mapping[str, Tensor]
+    """What the processor made of them, by the name of the model's argument: pixels, grids, sizes."""
+    kinds: Mapping[str, Tensor]
+    """By the name of the model's argument, [P]: the kind of each prompt token."""
+    originals: tuple[Any, ...]
+    """The images as PIL has them, for an engine and for the report."""
+    positions: int
+    """Positions of the vision tower that they take."""
+    unexpanded: tuple[int, ...]
+    """The prompt's token ids with one placeholder for each image, for an engine, which expands them itself."""
+
+
+class PromptIds(list[int]):
+    """The token ids of a prompt that know its images, also when others are appended."""
+
+    def __init__(self, ids: Iterable[int], images: RowImages | None = None) -> None:
+        super().__init__(ids)
+        self.images = images
+
+    def __add__(self, more: list[int]) -> PromptIds:  # type: ignore[override]
+        images = self.images and replace(self.images, unexpanded=(*self.images.unexpanded, *more))
+        return PromptIds([*self, *more], images)
+
+    def copy(self) -> PromptIds:
+        return PromptIds(self, self.images)
+
+
+def images_of(rows: Iterable[Any]) -> tuple[RowImages | None, ...] | None:
+    """The images of each prompt or row; `None` if none has any."""
+    found = tuple(getattr(one, "images", None) for one in rows)
+    return None if all(one is None for one in found) else found
+
+
+def together(images: Sequence[RowImages | None] | None, starts: Sequence[int], columns: int) -> dict[str, Tensor]:
+    """Arguments of a forward pass over rows that begin at these of its columns; empty without images."""
+    seen = [one for one in images or () if one is not None]
+    found = {name: _joined([one.values[name] for one in seen]) for name in (seen[0].values if seen else ())}
+    for name in seen[0].kinds if seen else ():
+        kinds_BL = torch.zeros(len(starts), columns, dtype=torch.long)
+        for row, (one, start) in enumerate(zip(images or (), starts, strict=True)):
+            if one is not None:
+                kinds_BL[row, start : start + len(one.kinds[name])] = one.kinds[name]
+        found[name] = kinds_BL
+    return found
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """Concatenated along the first dimension; the others are padded with zeros to the largest."""
+    widest = [max(sizes) for sizes in zip(*(one.shape[1:] for one in values), strict=True)]
+    if all(list(one.shape[1:]) == widest for one in values):
+        return torch.cat(list(values))
+    joined = values[0].new_zeros(sum(map(len, values)), *widest)
+    start = 0
+    for one in values:
+        joined[(slice(start, start + len(one)), *map(slice, one.shape[1:]))] = one
+        start += len(one)
+    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

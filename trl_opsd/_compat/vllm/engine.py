@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+from vllm.multimodal.processing import InputProcessingContext
 from vllm.platforms import current_platform
 
 from trl_opsd._compat.vllm.process import launcher_environment, preserved_classes, preserved_process, retype
@@ -28,18 +30,27 @@ _DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
 class VLLMEngine:
     """One vLLM engine inside this process, an [`~rollout.base.Engine`]; `llm` are arguments of `vllm.LLM`.
 
-    Token ids from `vocabulary` on and `placeholders` are never sampled.
+    Token ids from `vocabulary` on and `placeholders` are never sampled. With a `processor` it reads images.
     """
 
     name = "vLLM"
 
     @preserved_process()
-    def __init__(self, vocabulary: int, placeholders: Collection[int], **llm: Any) -> None:
+    def __init__(self, vocabulary: int, placeholders: Collection[int], processor: Any = None, **llm: Any) -> None:
         # A first engine without experts created no expert-parallel group; each group is one process.
         if parallel_state._EP is None:
             parallel_state._EP = parallel_state._TP
+        self._processor = processor
+        if processor is not None:
+            # Else vLLM normalises pixels by buffers that no checkpoint has, and that are random here.
+            llm |= {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0, "audio": 0}}
         # vLLM's transformers backend modifies the model classes of transformers, among them the student's.
-        with launcher_environment(), preserved_classes(PreTrainedModel) as changed, starting(llm["model"]):
+        with (
+            launcher_environment(),
+            preserved_classes(PreTrainedModel) as changed,
+            starting(llm["model"]),
+            _reading(processor),
+        ):
             self._llm = LLM(
                 # Random weights, so that a weight the student has not sent cannot be right by accident.
                 load_format="dummy",
@@ -53,6 +64,8 @@ class VLLMEngine:
                 **llm,
             )
         retype(self._worker.model_runner.get_model(), changed)
+        if processor is not None:
+            self._llm.llm_engine.renderer.get_mm_processor().info.get_hf_processor = lambda *_, **__: processor
         self._adapter: LoRARequest | None = None
         if llm.get("enable_lora"):  # vLLM itself loads adapters from files
             self._lora_manager._load_adapter = lambda request: self._arriving
@@ -73,7 +86,7 @@ class VLLMEngine:
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
         """Generates one completion for each prompt, with arguments of `vllm.SamplingParams` for each."""
         outputs = self._llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompt_ids],
+            [_prompt(ids) for ids in prompt_ids],
             [SamplingParams(**{"detokenize": False, **given}) for given in options],
             use_tqdm=False,
             lora_request=self._adapter,
@@ -82,7 +95,9 @@ class VLLMEngine:
 
     @preserved_process()
     def forget_prefixes(self) -> None:
-        """Clears the prefix cache, which was computed with earlier weights."""
+        """Clears the caches of prefixes and images, which were computed with earlier weights."""
+        if self._processor is not None:
+            self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache; completions would come from earlier weights.")
 
@@ -97,6 +112,15 @@ class VLLMEngine:
     def block_size(self) -> int:
         size: int = self._llm.llm_engine.vllm_config.cache_config.block_size
         return size
+
+    @property
+    def why_blind(self) -> str | None:
+        """Why it would read images otherwise than the student, or `None`."""
+        runner = self._worker.model_runner
+        is_causal = not all(one.backend.supports_mm_prefix() for group in runner.attn_groups for one in group)
+        if runner.model_config.is_mm_prefix_lm and is_causal:
+            return "vLLM's attention on this device ignores that tokens of an image attend to later ones of it"
+        return None
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
@@ -210,6 +234,26 @@ def why_no_sleep_mode() -> str | None:
     if current_platform.is_sleep_mode_available():
         return None
     return f"vLLM cannot release the memory of an engine on the platform {current_platform.device_name!r}"
+
+
+@contextmanager
+def _reading(processor: Any) -> Iterator[None]:
+    """An engine that is built meanwhile uses `processor`: the checkpoint's may differ, or be missing."""
+    theirs = InputProcessingContext.get_hf_processor
+    if processor is not None:
+        InputProcessingContext.get_hf_processor = lambda *_, **__: processor
+    try:
+        yield
+    finally:
+        InputProcessingContext.get_hf_processor = theirs
+
+
+def _prompt(ids: list[int]) -> dict[str, Any]:
+    """A prompt as vLLM takes it, which expands the placeholders of images itself."""
+    images = getattr(ids, "images", None)
+    if images is None:
+        return {"prompt_token_ids": ids}
+    return {"prompt_token_ids": list(images.unexpanded), "multi_modal_data": {"image": list(images.originals)}}
 
 
 def _written(output: Any) -> Completion:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import is_torchvision_available
 from vllm import SamplingParams
 from vllm.config.lora import MaxLoRARanks
 from vllm.exceptions import VLLMValidationError
@@ -79,6 +80,12 @@ def starting(model: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
+        # vLLM inspects some models in a process of their own, and logs what they lack.
+        if not is_torchvision_available() and (isinstance(error, ImportError) or "to be inspected" in str(error)):
+            raise ValueError(
+                f"vLLM needs torchvision for the student's checkpoint {model!r}, as for most models that read images: "
+                "`pip install torchvision`, or set `use_vllm=False`."
+            ) from error
         raise refused(f"does not start an engine for the student's checkpoint {model!r}", error) from error
 
 

@@ -1,0 +1,194 @@
+"""Students that see images, in vLLM: text, one and several images, before and after syncs."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from operator import add
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vision_language
+
+pytest.importorskip("vllm")
+
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, InternVLVideoProcessor
+from transformers.utils import is_torchvision_available
+from vllm_lab import by_hf
+
+from trl_opsd._compat.vllm.engine import VLLMEngine
+from trl_opsd.data.images import probe_prompts, read_with_images
+from trl_opsd.errors import SyncError
+from trl_opsd.models.backbone import seen
+from trl_opsd.types.rollout import PromptIds, images_of, together
+
+pytestmark = pytest.mark.vllm
+
+with_torchvision = pytest.mark.skipif(
+    not is_torchvision_available(),
+    reason="vLLM needs torchvision for these families, whose build for a CPU is not on the index that the tests use",
+)
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+TEXT = {"qwen2_5_vl": ROPE}
+RESIZED = {"do_resize": True, "size": {"longest_edge": 64}}
+"""vLLM counts the tiles of an image as if it was resized, whatever the processor's option."""
+LAYERS = r".*(language_model|text_model).*(q|v)_proj"
+IMAGES = {"idefics3": RESIZED, "smolvlm": RESIZED}
+
+
+@pytest.fixture
+def seeing(make, tmp_path):
+    """Builds a trainer whose student sees, and whose checkpoint has no processor."""
+
+    def seeing(family, **given):
+        sizes = {"num_attention_heads": 2, "head_dim": 32, **TEXT.get(family, {})}
+        vision_language.model(family, 64, 0, sees=True, **sizes).save_pretrained(tmp_path / "student")
+        if family == "internvl":  # vLLM loads it whenever it starts
+            InternVLVideoProcessor().save_pretrained(tmp_path / "student")
+        if family == "llava":
+            in_old_names(tmp_path / "student" / "model.safetensors")
+        return make(
+            model=AutoModelForImageTextToText.from_pretrained(tmp_path / "student"),
+            processing_class=vision_language.processor(family, **IMAGES.get(family, {})),
+            teacher_model=vision_language.model(family, 48, 1, sees=True),
+            **{"train_dataset": vision_language.rows([0, 1, 2, 1]), "top_k": 1, **given},
+        )
+
+    return seeing
+
+
+def in_old_names(file: Path) -> None:
+    """Names the weights of a tower as checkpoints on the hub do; vLLM knows only those."""
+    old, new = "vision_tower.vision_model.", "vision_tower."
+    named = {name.replace(old, new).replace(new, old): one for name, one in load_file(file).items()}
+    save_file(named, file, {"format": "pt"})
+
+
+def prompts_of(trainer):
+    one, other, two = trainer.probe_prompts()
+    return [*trainer.tokenize(["why?"]), one, two, other, one + trainer.tokenize(["and then?"])[0]]
+
+
+@torch.no_grad()
+def largest_gap(trainer, prompts):
+    """As [`vllm_lab.gap`], after images."""
+    options, largest = {"max_tokens": 6, "ignore_eos": True, "logprobs": 0, "seed": 5}, 0.0
+    was_training = trainer.model.training
+    trainer.model.eval()
+    taken = inspect.signature(trainer.model.forward).parameters
+    for prompt, row in zip(prompts, trainer.rollout.engine.write(prompts, [options] * len(prompts)), strict=True):
+        ids = torch.tensor([row.prompt_ids + row.completion_ids])
+        given = seen(together(images_of([prompt]), [0], ids.size(1)), taken, ids.device)
+        logits = trainer.model(ids, attention_mask=torch.ones_like(ids), **given).logits.double()
+        logprobs = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+        largest = max(largest, float((logprobs[-6:] - torch.tensor(row.logprobs)).abs().max()))
+    trainer.model.train(was_training)
+    return largest
+
+
+def move(trainer):
+    with torch.no_grad():
+        for part in trainer.model.parameters():
+            part.mul_(1.1) if part.requires_grad else None
+
+
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "idefics3",
+        pytest.param("qwen2_5_vl", marks=with_torchvision),
+        *(pytest.param(one, marks=[with_torchvision, pytest.mark.long]) for one in ("llava", "internvl")),
+        pytest.param("smolvlm", marks=pytest.mark.long),
+    ],
+)
+def test_completions_after_images_equal_those_of_generate(seeing, family, lora):
+    adapter = {"peft_config": LoraConfig(r=4, target_modules=LAYERS, init_lora_weights=False)} if lora else {}
+    trainer = seeing(family, vllm_sync_check="every", **adapter)
+    assert trainer.rollout._mode == ("adapter" if lora else "full")
+    prompts, gaps, proven = prompts_of(trainer), [], []
+    check = trainer.rollout._proof.check
+    trainer.rollout._proof.check = lambda: proven.append(check()) or proven[-1]
+    for _ in range(4):
+        assert trainer.complete(prompts) == by_hf(trainer, prompts)
+        gaps.append(largest_gap(trainer, prompts))
+        move(trainer)
+        assert largest_gap(trainer, prompts) > 1e-3
+    print(f"\n{family}: gaps {[f'{one:.1e}' for one in gaps]}, in the proof {[f'{one:.1e}' for one in proven]}")
+    assert len(proven) == 4
+    assert max(gaps + proven) <= 1e-4
+
+
+def test_a_tower_that_is_not_sent_is_found_by_the_proof(seeing, monkeypatch):
+    trainer = seeing("idefics3")
+    load = VLLMEngine.load
+
+    def lost(self, weights):
+        return load(self, ((name, 0.5 * one if "vision_model" in name else one) for name, one in weights))
+
+    monkeypatch.setattr(VLLMEngine, "load", lost)
+    with pytest.raises(SyncError, match="Likely the vision tower: text agrees, images do not"):
+        trainer.complete(prompts_of(trainer))
+
+
+def test_outputs_of_the_tower_of_earlier_weights_are_not_used_again(seeing, monkeypatch):
+    trainer = seeing("idefics3", vllm_sync_check="every")
+    prompts = prompts_of(trainer)
+    trainer.complete(prompts)
+    before = trainer.rollout.engine.write(prompts[1:2], [{"max_tokens": 1, "logprobs": 0, "temperature": 0.0}])
+    with torch.no_grad():
+        for name, part in trainer.model.named_parameters():
+            part.mul_(2) if "connector" in name else None
+    trainer.complete(prompts)
+    after = trainer.rollout.engine.write(prompts[1:2], [{"max_tokens": 1, "logprobs": 0, "temperature": 0.0}])
+    assert before[0].logprobs != after[0].logprobs
+    assert largest_gap(trainer, prompts) <= 1e-4
+
+
+@pytest.mark.refusal
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma4"])
+def test_a_missing_torchvision_is_named(seeing, family):
+    with pytest.raises(ValueError, match=r"vLLM needs torchvision .*`pip install torchvision`, or set"):
+        seeing(family)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("both_ways", "supported", "blind"), [(1, 0, True), (1, 1, False), (0, 0, False)])
+def test_an_attention_that_ignores_later_tokens_of_an_image_is_known(monkeypatch, both_ways, supported, blind):
+    """As vLLM's on a CPU, which computes a Gemma 3 that attends to all tokens of an image as if it did not."""
+    backends = [SimpleNamespace(supports_mm_prefix=lambda one=one: bool(one)) for one in (True, supported)]
+    config = SimpleNamespace(is_mm_prefix_lm=bool(both_ways))
+    runner = SimpleNamespace(model_config=config, attn_groups=[[SimpleNamespace(backend=one)] for one in backends])
+    monkeypatch.setattr(VLLMEngine, "_worker", SimpleNamespace(model_runner=runner))
+    engine = object.__new__(VLLMEngine)
+    assert ("attend to later ones" in str(engine.why_blind)) is blind
+
+
+def test_a_stream_is_refused_when_images_come_that_the_engine_would_misread(seeing, monkeypatch):
+    monkeypatch.setattr(VLLMEngine, "why_blind", "it squints")
+    rows = vision_language.rows([0, 1]).to_iterable_dataset()
+    trainer = seeing("idefics3", train_dataset=rows, max_steps=1)
+    assert trainer.reads_images is None
+    trainer.complete(trainer.tokenize(["why?"]))
+    trainer.reads_images = True
+    with pytest.raises(ValueError, match="The prompts have images, but it squints: set `use_vllm=False`"):
+        trainer.complete(prompts_of(trainer))
+
+
+@pytest.mark.quick
+def test_the_ids_of_a_later_turn_are_appended_to_those_before_expansion():
+    processor = vision_language.processor("idefics3", **RESIZED)
+    prompt = probe_prompts(partial(read_with_images, processor))[0]
+    image = processor.tokenizer.image_token_id
+    assert prompt.images.unexpanded.count(image) == 1 < prompt.count(image)
+
+    longer = add(add(prompt, [5, 6]), [7])
+    assert longer == [*prompt, 5, 6, 7]
+    assert longer.images.unexpanded == (*prompt.images.unexpanded, 5, 6, 7)
+    assert prompt.copy().images is prompt.images
+    assert add(PromptIds([1]), [2]).images is None
