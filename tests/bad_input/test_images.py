@@ -13,11 +13,10 @@ import pytest
 import vision_language
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from PIL import Image as PILImage
-from torch.utils.data import DataLoader
 from vision_language import answer, picture
 
 from trl_opsd import FixedRollout
-from trl_opsd.data.datasets import NamedRows, WholeStream
+from trl_opsd.data.datasets import WholeStream
 from trl_opsd.data.images import opened, read_with_images, size_of
 
 
@@ -159,32 +158,6 @@ def test_what_the_header_shows_is_refused_at_construction(make_trainer, case):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", [None, [0, 0, 3, 3]], ids=["once", "repeated"])
-def test_a_row_that_cannot_be_decoded_is_named(workers, order):
-    loader = DataLoader(
-        NamedRows(rows(BROKEN["cut PNG"][0]), "eval_dataset", order), batch_size=2, num_workers=workers, collate_fn=list
-    )
-    found = iter(loader)
-    assert all(are_equal(one["image"], PICTURE) for one in next(found))
-    with pytest.raises(ValueError, match=r"row 3 of eval_dataset cannot be read: image file is truncated. Replace or"):
-        next(found)
-
-
-@pytest.mark.refusal
-def test_an_exception_of_a_transform_keeps_its_type_and_names_the_row():
-    def fail(batch: dict[str, Any]) -> dict[str, Any]:
-        if len(batch["prompt"]) == 2 or "3" in batch["prompt"][0][0]["content"]:
-            raise KeyError("mine")
-        return batch
-
-    named = NamedRows(rows(written(PICTURE)).with_transform(fail), "train_dataset")
-    with pytest.raises(KeyError, match="mine") as raised:
-        named.__getitems__([2, 3])
-    assert raised.value.__notes__ == ["This was raised by row 3 of train_dataset."]
-
-
-@pytest.mark.refusal
 def test_a_stream_that_cannot_be_decoded_says_where():
     stream = WholeStream(rows(BROKEN["cut PNG"][0], 20).to_iterable_dataset(), ["prompt", "image"], "empty")
     with pytest.raises(OSError, match="image file is truncated") as raised:
@@ -203,27 +176,6 @@ def test_processes_that_stream_the_same_images_agree():
         return stream.digest
 
     assert digest(0, 1) == digest(0, 1) != digest(1, 0)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("kind", ["train", "eval", "paths", "stream"])
-def test_a_broken_picture_ends_a_run_with_its_row(make_trainer, tmp_path, kind):
-    broken, fine = rows(BROKEN["cut PNG"][0]), rows(written(PICTURE))
-    where, given = "row 3 of train_dataset", {"train_dataset": broken}
-    if kind == "eval":
-        where = r"row 3 of eval_dataset\['x'\]"
-        given = {"train_dataset": fine, "eval_dataset": {"x": broken}, "eval_strategy": "steps", "eval_steps": 1}
-    elif kind != "train":
-        where = "The prompt in row 1 of the batch of step 2: image 0"
-        for name, data in (("fine.png", written(PICTURE)), ("cut.png", BROKEN["cut PNG"][0])):
-            (tmp_path / name).write_bytes(data)
-        files = [str(tmp_path / name) for name in ["fine.png"] * 3 + ["cut.png"]]
-        listed = Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}], "image": one} for one in files])
-        given = {"train_dataset": listed if kind == "paths" else listed.to_iterable_dataset()}
-    trainer = make_trainer(**vision_language.arguments(), rollout=Answering({}), shuffle_dataset=False, **given)
-    with pytest.raises(ValueError, match=f"^{where} cannot be read: image file is truncated"):
-        trainer.train()
-    assert trainer.state.global_step <= 1  # rows are read a batch ahead
 
 
 def test_one_row_of_each_shape_is_decoded_at_construction(make_trainer, monkeypatch):

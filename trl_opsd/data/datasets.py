@@ -24,7 +24,6 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
 from datasets.fingerprint import Hasher
-from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchStream
 from tqdm.auto import tqdm
 
@@ -127,39 +126,6 @@ def _noting(where: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"This was raised by {where}.")
         raise
-
-
-@final
-class NamedRows(TorchDataset):
-    """The rows of a dataset in an order; one that cannot be decoded is named."""
-
-    def __init__(self, dataset: Dataset, where: str, order: Sequence[int] | Numbers | None = None) -> None:
-        self._dataset, self._where = dataset, where
-        self._order = range(len(dataset)) if order is None else order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        row = int(self._order[place])
-        try:
-            with _noting(f"row {row} of {self._where}"):
-                found: dict[str, Any] = self._dataset[row]
-        except Exception as error:
-            if has_transform(self._dataset):  # the user's own
-                raise
-            what = str(error).rstrip(".") or type(error).__name__
-            raise ValueError(f"row {row} of {self._where} cannot be read: {what}. Replace or remove it.") from error
-        return found
-
-    def __getitems__(self, places: Sequence[int]) -> list[dict[str, Any]]:
-        try:
-            found: list[dict[str, Any]] = self._dataset.__getitems__([int(self._order[place]) for place in places])
-        except Exception:
-            for place in places:  # one by one, to find the row
-                self[place]
-            raise
-        return found
 
 
 _BATCH = 1000

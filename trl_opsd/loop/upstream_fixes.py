@@ -29,7 +29,7 @@ from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.datasets import NamedRows, WholeStream
+from trl_opsd.data.datasets import WholeStream
 from trl_opsd.loop.overrides import of_package
 from trl_opsd.models.checks import check_optimizer, check_trainable
 from trl_opsd.options.rules import batch_in_words
@@ -213,7 +213,6 @@ class UpstreamFixes(DistillationTrainer):
         dataloader_key: str | None = None,
     ) -> DataLoader:
         args, stream, options = self.args, None, dict[str, Any]()
-        order: Any = None
         number = 1 if is_training else args.num_generations_eval or args.num_generations
         if isinstance(dataset, IterableDataset):
             if number > 1:
@@ -231,12 +230,8 @@ class UpstreamFixes(DistillationTrainer):
             if not len(dataset):
                 raise ValueError(f"{description}: the dataset is empty: pass one with rows.")
             if number > 1:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
-                each = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
-                order, sampler_fn = np.repeat(each, number), SequentialSampler
-        if stream is None:
-            where = "train_dataset" if is_training else "test_dataset" if description == "test" else "eval_dataset"
-            where += f"[{dataloader_key!r}]" if dataloader_key not in (None, "eval") else ""
-            dataset = NamedRows(self._remove_unused_columns(dataset, description), where, order)
+                order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
+                dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
         self._streams = {**self._streams, "train" if is_training else "eval": stream}
         before = {name: getattr(args, name) for name in options}
         args.__dict__.update(options)  # what transformers builds the loader with
