@@ -242,10 +242,11 @@ def test_a_resumed_run_has_the_weights_of_its_checkpoint(tmp_path):
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     options = tiny.options(
         tmp_path, learning_rate=1.0, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps",
-        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False,
     )  # fmt: skip
     data = rows([1, 0, 2, 1])
     ended = trained(OPSDTrainer, OPSDConfig(**options), "gemma3", data, rollout=Answering(), eval_dataset=rows([1, 0]))
+    assert ended.state.best_model_checkpoint.endswith("checkpoint-1")
     best = type(ended.model).from_pretrained(ended.state.best_model_checkpoint)
     for mine, expected in zip(ended.model.parameters(), best.parameters(), strict=True):
         assert torch.equal(mine, expected)

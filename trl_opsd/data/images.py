@@ -171,7 +171,7 @@ def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
     count = getattr(processor, "_get_num_multimodal_tokens", None)  # transformers' own, used by vLLM
     try:
         return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
-    except Exception:  # it fails for some image processors: LLaVA's needs a crop size, and SigLIP's has none
+    except (AttributeError, KeyError, TypeError):  # LLaVA's image processor needs a crop size, and SigLIP's has none
         return None
 
 
