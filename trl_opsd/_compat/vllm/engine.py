@@ -40,7 +40,6 @@ class VLLMEngine:
         # A first engine without experts created no expert-parallel group; each group is one process.
         if parallel_state._EP is None:
             parallel_state._EP = parallel_state._TP
-        self._processor = processor
         if processor is not None:
             # Else vLLM normalises pixels by buffers that no checkpoint has, and that are random here.
             llm |= {"mm_device_do_normalize": False, "limit_mm_per_prompt": {"video": 0, "audio": 0}}
@@ -96,8 +95,7 @@ class VLLMEngine:
     @preserved_process()
     def forget_prefixes(self) -> None:
         """Clears the caches of prefixes and images, which were computed with earlier weights."""
-        if self._processor is not None:
-            self._llm.llm_engine.reset_encoder_cache()
+        self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache; completions would come from earlier weights.")
 
