@@ -223,3 +223,30 @@ def test_rows_leave_a_batch_of_more_rows_than_their_images_have_pixels(make_trai
     together = trainer.complete(prompts)
     assert len(set(map(len, together))) > 1, "some leave before others"
     assert together[30:] == trainer.complete(prompts[30:])
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_has_the_weights_of_its_checkpoint(tmp_path):
+    """Which has other names than the model: transformers' trainer loads none of those, and only warns."""
+    options = tiny.options(tmp_path, learning_rate=1e-2, max_steps=4, save_strategy="steps", save_steps=2)
+    whole = trained(OPSDTrainer, OPSDConfig(**options), "gemma3", rows([1, 0, 2, 1] * 2), rollout=HFRollout())
+    given = {**models("gemma3"), "processing_class": processor("gemma3"), "train_dataset": rows([1, 0, 2, 1] * 2)}
+    resumed = OPSDTrainer(args=OPSDConfig(**options), rollout=HFRollout(), **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for mine, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
+    options = tiny.options(
+        tmp_path, learning_rate=1.0, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps",
+        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False,
+    )  # fmt: skip
+    data = rows([1, 0, 2, 1])
+    ended = trained(OPSDTrainer, OPSDConfig(**options), "gemma3", data, rollout=Answering(), eval_dataset=rows([1, 0]))
+    assert ended.state.best_model_checkpoint.endswith("checkpoint-1")
+    best = type(ended.model).from_pretrained(ended.state.best_model_checkpoint)
+    for mine, expected in zip(ended.model.parameters(), best.parameters(), strict=True):
+        assert torch.equal(mine, expected)

@@ -121,7 +121,11 @@ def opened(image: Any) -> Any:
     """An image as PIL has it, upright and in RGB; raises whatever is wrong with it."""
     from PIL import ImageOps  # only who reads images needs it
 
-    return ImageOps.exif_transpose(_undecoded(image)).convert("RGB")
+    found = _undecoded(image)
+    upright = ImageOps.exif_transpose(found).convert("RGB")
+    if found is not image:
+        found.close()  # else the file of an animation stays open
+    return upright
 
 
 def size_of(image: Any) -> tuple[int, int]:
@@ -167,7 +171,7 @@ def tokens_of(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
     count = getattr(processor, "_get_num_multimodal_tokens", None)  # transformers' own, used by vLLM
     try:
         return None if count is None else sum(count(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
-    except Exception:  # it fails for some image processors: LLaVA's needs a crop size, and SigLIP's has none
+    except (AttributeError, KeyError, TypeError):  # LLaVA's image processor needs a crop size, and SigLIP's has none
         return None
 
 

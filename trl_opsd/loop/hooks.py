@@ -39,7 +39,7 @@ from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.models.weights import Samples, sampled
+from trl_opsd.models.weights import Samples, load_renamed, sampled
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import BUILD, START, ReadOnce
@@ -238,6 +238,8 @@ class TrainerHooks(TrainerMembers):
     # When a training resumes; not under DeepSpeed.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self.is_fsdp_enabled:
+            load_renamed(self.model if model is None else model, resume_from_checkpoint)
         self.loads += 1
 
     # Once a training, after the model was wrapped; with `None` where it does not resume.
@@ -619,6 +621,8 @@ class TrainerHooks(TrainerMembers):
     def _load_best_model(self) -> None:
         self._checkpoints.whole(str(self.state.best_model_checkpoint))  # after this, others may be deleted
         super()._load_best_model()
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            load_renamed(self.model, str(self.state.best_model_checkpoint))
         self.loads += 1
 
     # ---- The model card ---------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import sha256
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 import transformers
 from accelerate.utils import broadcast_object_list
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -79,6 +81,17 @@ def as_saved(model: CausalLM, name: str, tensor: Tensor) -> list[tuple[str, Tens
         return [(name, tensor)]
     # The tensor is unsharded, or on the meta device where only the names are needed.
     return list(revert_weight_conversion(model, {name: tensor}).items())
+
+
+def load_renamed(model: CausalLM, folder: str) -> None:
+    """Loads a checkpoint that has other names than the model: of those, transformers' trainer loads none, and warns."""
+    saved = set[str]()
+    for file in Path(folder).glob("model*.safetensors"):  # no adapter's
+        with safe_open(file, "pt") as weights:
+            saved.update(weights.keys())
+    if saved <= model.state_dict().keys():
+        return
+    model.load_state_dict(type(model).from_pretrained(folder, dtype="auto").state_dict())
 
 
 def without_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
