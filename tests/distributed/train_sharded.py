@@ -216,7 +216,7 @@ def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
     process, losses_of_steps = trainer.accelerator.process_index, losses(trainer)
     prompt_ids = trainer.tokenize(tiny.PROMPTS[2 * process : 2 * process + 2])
     if trainer.reads_images:  # one process has images, the other none
-        rows = [trainer.train_dataset[row] for row in ((0, 3), (1, 2))[process]]
+        rows = [trainer.train_dataset[row] for row in ((0, 3), (1, 4))[process]]
         prompt_ids = trainer.prompt_ids_of(trainer.teaching.read_rows(rows))
     trainer.generation_config.do_sample = False
     trainer.generation_config.min_new_tokens = LENGTHS[process]
