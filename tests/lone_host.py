@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, TrainerState
 from trl_opsd import OPSDConfig
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.padding import PADDED
+from trl_opsd.types.rollout import PromptIds
 
 
 class LoneHost:
@@ -58,6 +59,9 @@ class LoneHost:
         real = [[0] * (longest - len(row)) + [1] * len(row) for row in prompt_ids]
         device = self.model.device
         return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(real, device=device)}
+
+    def probe_prompts(self, processor: str = "") -> list[PromptIds]:
+        raise NotImplementedError("it reads no images")
 
     def student_for_generation(self) -> AbstractContextManager[Any]:
         return nullcontext(self.model)
