@@ -18,8 +18,10 @@ from test_parity import Replaying
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import BloomConfig, BloomForCausalLM, TrainerCallback
 from trl import DistillationConfig
+
+CALL = {"type": "function", "function": {"name": "none", "arguments": {}}}
 
 
 class Noting(Replaying):
@@ -41,9 +43,9 @@ class At(TrainerCallback):
 def trls(tmp_path):
     """Builds TRL's trainer, of 8 rows, two for a step."""
 
-    def build(rows: Any = None, callbacks: Any = None, **options: Any) -> Noting:
+    def build(rows: Any = None, callbacks: Any = None, model: Any = None, **options: Any) -> Noting:
         return Noting(
-            model=tiny.qwen2(32, seed=0),
+            model=model or tiny.qwen2(32, seed=0),
             teacher_model=tiny.qwen2(48, seed=1),
             args=DistillationConfig(**tiny.options(tmp_path, **options)),
             train_dataset=tiny.rows() if rows is None else rows,
@@ -154,3 +156,14 @@ def test_stream_is_divided_by_files_and_of_unknown_length():
 def test_kept_loader_is_used_for_another_dataset(trls):
     trainer = trls(dataloader_num_workers=1, dataloader_persistent_workers=True)
     assert trainer.get_eval_dataloader(tiny.rows(2)) is trainer.get_eval_dataloader(tiny.rows(4))
+
+
+def test_tools_ask_every_config_for_a_context_of_its_own(trls):
+    config = BloomConfig(vocab_size=tiny.VOCABULARY, hidden_size=32, n_layer=1, n_head=2)
+    trainer = trls(model=BloomForCausalLM(config))
+    trainer.tools = [tiny.add]
+    called = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = [{}], [{}]
+    trainer._get_tool_suffix_ids = lambda messages: [5]
+    with pytest.raises(AttributeError, match="max_position_embeddings"):
+        trainer._tool_call_loop([[]], [[5]], [[6]], [called], None, {})

@@ -27,8 +27,8 @@ Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 LORA = {"r": 4, "target_modules": "all-linear"}
 LAYERS = {"r": 4, "target_modules": r".*language_model.*(q_proj|up_proj)"}
 IMAGES = (1, 0, 1, 2, 0, 1, 0, 1)
-"""Images of each row: of two processes, one may have some in a pass and the other none; each step of four rows has some,
-as AdamW leaves weights without a gradient alone, but moves on where it is zero."""
+"""Images of each row: of two processes, one may have some in a pass and the other none; each step of four rows has
+some, as AdamW leaves weights without a gradient alone, but moves on where it is zero."""
 HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
 
 ALONE: dict[str, dict[str, Any]] = {

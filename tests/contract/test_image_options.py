@@ -1,0 +1,182 @@
+"""Images stay with their rows under each option: with those that change no number, all weights are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import vision_language
+from datasets import Dataset
+from test_tools import CALL, CallsOnce
+from trl.chat_template_utils import add_response_schema, qwen3_vl_chat_template
+from vision_language import answer, rows
+
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+
+NUMBERS = [1, 0, 2, 1, 0, 1, 1, 2]
+WORDS = vision_language.tokenizer()
+
+
+class Answering(FixedRollout):
+    """Completes each prompt with its [`answer`], one row after the other, in any order."""
+
+    writes_apart = True
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return [answer(ids) for ids in prompt_ids]
+
+    def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
+        written = self.complete(prompt_ids, step)
+        yield from ((row, written[row]) for row in random.Random(step).sample(range(len(written)), len(written)))
+
+
+def trained(make_trainer, cls: type = OPSDTrainer, **given: Any) -> OPSDTrainer:
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "optim": "sgd"}
+    arguments = {"train_dataset": rows(NUMBERS), "rollout": Answering(), "shuffle_dataset": False}
+    models = vision_language.arguments("qwen2_5_vl")
+    trainer = make_trainer(cls, **{**models, **arguments, **options, "learning_rate": 1e-2, **given})
+    trainer.train()
+    return trainer
+
+
+def with_answers(trainer: OPSDTrainer, data: Dataset) -> Dataset:
+    """Rows whose column `completion` holds what [`Answering`] writes."""
+    prompts = trainer.prompt_ids_of(trainer.teaching.read_rows(list(data)))
+    return data.add_column("completion", [[{"role": "assistant", "content": text(answer(ids))}] for ids in prompts])
+
+
+def text(ids: list[int]) -> str:
+    return WORDS.decode(ids[:-1])
+
+
+def others() -> dict[str, Any]:
+    return {name: vision_language.model("qwen2_5_vl", 48, seed, sees=True) for name, seed in (("one", 1), ("two", 1))}
+
+
+SAME: dict[str, dict[str, Any]] = {
+    "a budget of tokens": {"max_tokens_per_microbatch": 90},
+    "one call": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+    "rows as they end": {"overlap": "step"},
+    "rows as they end, a budget": {"overlap": "step", "max_tokens_per_microbatch": 90},
+    "a streamed teacher": {"teacher_offload": "stream"},
+    "a teacher on the CPU": {"teacher_offload": "cpu"},
+    "two teachers alike": {"teacher_model": others},
+    "recomputed": {"gradient_checkpointing": True},
+    "before each step, an evaluation": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_dataset": lambda: rows([2, 0]),
+    },
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_images_stay_with_their_rows(make_trainer, case):
+    options = {name: value() if callable(value) else value for name, value in SAME[case].items()}
+    if case.startswith("two"):
+        options["train_dataset"] = rows(NUMBERS).add_column("teacher", ["one", "two", "two", "one"] * 2)
+    expected, found = trained(make_trainer), trained(make_trainer, **options)
+    mine, theirs = ([one["loss"] for one in each.state.log_history if "loss" in one] for each in (found, expected))
+    assert mine == pytest.approx(theirs, abs=1e-6)
+    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+class Keeping(OPSDTrainer):
+    """Keeps what each row was taught with."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        self.taught: list[tuple[Any, Any, list[int], list[int]]] = []
+        super().__init__(*args, **given)
+
+    def teach(self, rollout, rows):
+        seen = rollout.images or [None] * len(rows)
+        self.taught += zip(rows, seen, rollout.prompt_lists(), rollout.completion_lists(), strict=True)
+        return super().teach(rollout, rows)
+
+
+def test_completions_of_rows_with_images_are_learned(make_trainer):
+    expected, data = trained(make_trainer), rows(NUMBERS)
+    found = trained(make_trainer, Keeping, lmbda=0.0, train_dataset=with_answers(expected, data))
+    assert [ids for *_, ids in found.taught] == [answer(prompt) for *_, prompt, _ in found.taught]
+    assert [len(row["images"]) for row, *_ in found.taught] == NUMBERS
+    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_the_teacher_writes_what_it_sees(make_trainer):
+    """With `seq_kd`, from its own images: prompts and the student's images are alike."""
+    image, size = vision_language.picture(0), (70, 90)
+    same = {"prompt": [{"role": "user", "content": "a"}], "images": [image]}
+    theirs = [[vision_language.picture(seed, *size)] for seed in (1, 2, 1, 3)]
+    data = Dataset.from_list([{**same, "teacher_images": one} for one in theirs])
+    options = {"lmbda": 0.0, "seq_kd": True, "top_k": 1, "max_completion_length": 12, "max_steps": 1}
+    found = trained(make_trainer, Keeping, rollout=HFRollout(), train_dataset=data, **options)
+    first, second, again, third = ([*prompt, *ids] for *_, prompt, ids in found.taught)
+    assert first == again
+    assert len({tuple(one) for one in (first, second, third)}) > 1
+
+
+def test_generations_of_a_prompt_share_its_images_and_reward_functions_get_them(make_trainer):
+    got: list[tuple[int, list[int]]] = []
+
+    def reward(completions: list[Any], completion_ids: list[list[int]], images: list[Any], **_: Any) -> list[float]:
+        assert all(hasattr(one, "size") for each in images for one in each)
+        got.extend((len(each), ids) for each, ids in zip(images, completion_ids, strict=True))
+        return [float(len(ids)) for ids in completion_ids]
+
+    options = {"num_generations": 2, "reward_funcs": reward, "reward_weight": 0.5}
+    found = trained(make_trainer, Keeping, rollout=HFRollout(), max_completion_length=6, **options)
+    numbers = [len(row["images"]) for row, *_ in found.taught]
+    assert numbers == [number for number, _ in got] == [1, 1, 0, 0, 2, 2, 1, 1]
+    for (_, one, prompt, _), (_, other, again, _) in zip(found.taught[::2], found.taught[1::2], strict=True):
+        assert prompt == again
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert all(torch.equal(value, other.values[name]) for name, value in one.values.items())
+
+
+class SeesAndCalls(CallsOnce):
+    """For each prompt, keeps how many images it has."""
+
+    reads_images = True
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def complete(self, prompt_ids: list[Any], step: int) -> list[list[int]]:
+        self.seen += [0 if ids.images is None else len(ids.images.originals) for ids in prompt_ids]
+        return super().complete(prompt_ids, step)
+
+
+def test_a_tool_is_called_in_rows_with_images(make_trainer):
+    reader, marks = vision_language.processor("qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"
+    reader.chat_template = qwen3_vl_chat_template
+    add_response_schema(reader)
+    reader.chat_template = reader.tokenizer.chat_template = qwen3_vl_chat_template.replace(marks, "<boi><image><eoi>")
+    sizes = {"sees": True, "max_position_embeddings": 4096}
+    models = {
+        "model": vision_language.model("qwen3_vl", 32, 0, **sizes),
+        "teacher_model": vision_language.model("qwen3_vl", 48, 1, **sizes),
+        "processing_class": reader,
+    }
+    called = {"tools": [tiny.add], "rollout": SeesAndCalls(), "max_completion_length": 400}
+    found = trained(make_trainer, Keeping, **models, **called)
+    for row, images, prompt, completion in found.taught:
+        text = reader.decode(completion)
+        assert text.startswith(CALL)
+        assert text.endswith("four<|im_end|>")
+        assert "<tool_response>\n4\n</tool_response>" in text
+        assert (images is None) == (not row["images"])
+        if images is not None:
+            assert len(images.originals) == len(row["images"])
+            assert prompt.count(reader.image_token_id) == images.kinds["mm_token_type_ids"].sum()
+    assert found.rollout.seen == [1, 0, 2, 1, 1, 0, 2, 1, 0, 1, 1, 2, 0, 1, 1, 2], "in both turns"
+    assert found.state.log_history[0]["tools/call_frequency"] == 1
