@@ -17,7 +17,7 @@ from trl_opsd.data.prompts import check_template
 from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
-from trl_opsd.losses.registry import Settings, divergence_of
+from trl_opsd.losses.registry import DIVERGENCES, Settings, divergence_of
 from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.losses.validation import check_clip
@@ -32,8 +32,12 @@ from trl_opsd.options.normalize import (
 )
 from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
 from trl_opsd.options.table import (
+    ANCHOR,
+    ANCHORS,
     ASSIGN,
     CONTEXT,
+    CONTRAST,
+    CONTRASTS,
     EMA,
     ENGINE,
     FRACTION,
@@ -47,6 +51,7 @@ from trl_opsd.options.table import (
     ORIGIN,
     OVERLAP_AHEAD,
     OVERLAP_STEP,
+    POSITIVES,
     REWARD_WEIGHT,
     REWARDS,
     SELECTION,
@@ -122,10 +127,49 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Softmax temperature of the teacher in the loss. When `None`, `temperature`."""
     eval_temperature: Annotated[float | None, Option(at_least(0) | None, read=LIVE)] = None
     """Sampling temperature in evaluations and predictions; 0 is greedy decoding. When `None`, `temperature`."""
-    position_discount: Annotated[
-        float, Option(share(), resumed=True, words="each token counted {:g} times the one before")
+    contrast_weight: Annotated[
+        float,
+        Option(
+            at_least(0), (CONTRAST,), resumed=True, words="moved {:g} times away from a contrast", also="contrast_alpha"
+        ),
+    ] = 0.0
+    """How far the target moves from the teacher's distribution away from the one in the context of the column
+    `contrast_context` or `contrast_prompt`: log-probabilities plus so many times their difference."""
+    contrast_clip: Annotated[float | None, Option(above(0) | None, (CONTRASTS,), resumed=CONTRASTS)] = None
+    """Soft bound of that difference in nats, `c * tanh(difference / c)`. When `None`, none."""
+    extrapolation: Annotated[
+        float,
+        Option(
+            at_least(0),
+            resumed=True,
+            words="extrapolated {:g} times from the student as it was passed",
+            also="lambda_vals",
+        ),
     ] = 1.0
-    """In training, the weight of each completion token relative to the one before it."""
+    """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
+    which the target adds it; above 1 beyond the teacher."""
+    anchor_weight: Annotated[
+        float,
+        Option(
+            at_least(0),
+            resumed=True,
+            words="plus {:g} times the divergence from the student as it was passed",
+            also="ref_kl_coef kl_coef",
+        ),
+    ] = 0.0
+    """Weight of the divergence of the student from itself as it was passed, which is added to that from the teacher."""
+    anchor_divergence: Annotated[str, Option(one_of(*ANCHORS), (ANCHOR,), resumed=ANCHOR)] = "reverse_kl"
+    """That divergence."""
+    position_discount: Annotated[
+        float, Option(above(0), resumed=True, words="each token counted {:g} times the one before")
+    ] = 1.0
+    """In training, the weight of each completion token relative to the one before it; above 1, later tokens count
+    more."""
+    position_weights: Annotated[
+        list[float] | None, Option(POSITIVES | None, resumed=True, words="weighted along the completion by {}")
+    ] = None
+    """In training, weights at equally spaced places of a completion, from its first token to its last, between which
+    they are interpolated. When `None`, all are 1."""
     token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), (FRACTION,), resumed=True)] = None
     """In training, which tokens of each row count in the loss: the first, random ones, or those with the highest
     entropy or divergence; see `docs/objectives.md`. When `None`, all."""
@@ -348,7 +392,16 @@ class OPSDConfig(StrictNames, DistillationConfig):
             chunk_tokens=self.loss_chunk_tokens,
             vocabulary=vocabulary,
             kl_clip=self.kl_clip,
+            contrast=(self.contrast_weight, self.contrast_clip),
+            extrapolation=self.extrapolation,
+            anchor_weight=self.anchor_weight,
+            anchor=DIVERGENCES[self.anchor_divergence](self.settings),
         )
+
+    @property
+    def reads_origin(self) -> bool:
+        """Whether the loss uses the student as it was passed."""
+        return self.extrapolation != 1 or self.anchor_weight > 0
 
     def build_selection(self) -> Selection | None:
         """Which tokens of a row count in the loss; `None` if all do."""

@@ -30,6 +30,7 @@ from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.registry import divergence_of
+from trl_opsd.losses.token_selection import along
 from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.models.backbone import completion_hidden, gathered_head, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
@@ -205,7 +206,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             check_trainable(self.model, optimizers)
             self._try_rate()
         self._use_special_tokens()
-        self.divergence = self.args.divergence if divergence is None else divergence
+        self.divergence = self.args.build_divergence() if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
         self._guard.may_be_same = not given.is_same_model  # else the user was warned already
         self.dropped_prompts: Counter[str] = Counter()
@@ -262,7 +263,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         return self.teaching.targets(rollout, rows)
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
-        """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount`.
+        """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount` and
+        `position_weights`.
 
         Token selection and discounts belong here: the returned weights apply to the loss, its gradient, its denominator
         and the logs alike. Rewards are in `rollout.pull`.
@@ -278,9 +280,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Returns:
             `torch.Tensor`: [B, C], finite and at least 0.
         """
-        discount = self.args.position_discount if self.model.training else 1.0
-        places_C = torch.arange(rollout.weights.size(1), device=rollout.weights.device)
-        return rollout.weights * discount**places_C
+        if not self.model.training:
+            return rollout.weights
+        args = self.args
+        return along(rollout.completion_mask, rollout.weights, args.position_discount, args.position_weights)
 
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
@@ -301,10 +304,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         selection = selection if selection is not None and selection.is_late else None
         teachers, vocabulary = self.teaching.teachers, self.teaching.vocabulary
         # First, as these reads wait for the device, which has no work queued yet.
-        mine = shares(teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host())
+        origin = None if teachers.origin is None else teachers.origin.head
+        mine = shares(teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host(), origin)
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         # The teachers' heads are read once the student's is gathered, as both may share one.
-        with whole_head(student) as head, gathered_head(*(teacher_heads := teachers.heads)):
+        teacher_heads, origin = teachers.heads, None if teachers.origin is None else teachers.origin.head
+        with whole_head(student) as head, gathered_head(*teacher_heads, *([] if origin is None else [origin])):
             parts = compared(
                 hidden_BCH,
                 head,
@@ -314,6 +319,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 num_items,
                 self.args.objective(self.divergence, self.temperatures, vocabulary),
                 criterion=None if selection is None else selection.criterion,
+                origin=origin,
             )
             if self._recording is not None and rollout.begins_at is None:
                 from trl_opsd.report.samples import samples_of

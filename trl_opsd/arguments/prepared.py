@@ -34,7 +34,7 @@ from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
-from trl_opsd.data.prompts import Intake, check_prompt_fn
+from trl_opsd.data.prompts import CONTRAST, Intake, check_prompt_fn
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
     check_processing_class,
@@ -154,7 +154,12 @@ def prepared(
     if needs_context:
         train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
     datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
-    intake = Intake(teachers=tuple(models), template=args.teacher_prompt_template, prompt_fn=teacher_prompt_fn)
+    intake = Intake(
+        teachers=tuple(models),
+        template=args.teacher_prompt_template,
+        prompt_fn=teacher_prompt_fn,
+        contrasts=args.contrast_weight > 0,
+    )
     # a reference beside rewards, or a sharper self, differs from the student without a column
     check_datasets(datasets, args, intake, needs_context and not (args.tempers_apart or args.pulls))
     check_models(model, models, args)
@@ -188,7 +193,12 @@ def prepared(
             refuse(GENERATING_SEEN, replace(now, rollout=picked))
             check_sees(model, args.model_init_kwargs or {})
     unread = without_effect(
-        replace(now, teachers=list(models.values()), has_context=may_have(datasets, ("privileged_context",)))
+        replace(
+            now,
+            teachers=list(models.values()),
+            has_context=may_have(datasets, ("privileged_context",)),
+            has_contrast=may_have(datasets, CONTRAST),
+        )
     )
     if unread:
         logger.warning(without_effect_in_words(args, unread))

@@ -158,7 +158,10 @@ TEXT_TEMPLATE = "{privileged_context}\n\n{prompt}"
 PRIVILEGED = ("teacher_prompt", "privileged_context")
 """The columns that give a teacher a prompt other than the student's; a row has at most one of them."""
 
-COLUMNS = ("prompt", *PRIVILEGED, "teacher", *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
+CONTRAST = ("contrast_prompt", "contrast_context")
+"""Those that give the prompt of a contrast, with `contrast_weight`; a row has one of them."""
+
+COLUMNS = ("prompt", *PRIVILEGED, *CONTRAST, "teacher", *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
 """The columns that are read from a dataset; all but the first are optional."""
 
 
@@ -202,6 +205,7 @@ class Request(dict[str, Any]):
 
     __slots__ = (
         "advantage",
+        "contrast",
         "images",
         "is_off_policy",
         "logprobs",
@@ -220,6 +224,7 @@ class Request(dict[str, Any]):
         self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
         self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
         self.advantage = 0.0  # of the completion within its group, once there are rewards
+        self.contrast: Prompt | None = None  # the teacher's prompt that its target moves away from
         self.images: RowImages | None = None  # of the student's prompt, once it is tokenized
 
 
@@ -233,6 +238,8 @@ class Intake:
     """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
     prompt_fn: Callable[[dict[str, Any], str], Any] | None
     """Builds a teacher's prompt from a row and the completion's text; takes precedence over the columns."""
+    contrasts: bool = False
+    """Whether rows have the prompt of a contrast."""
     processors: Mapping[str, str | None] = field(default_factory=dict)
     """Who reads images with which processor, once that is known: the student under an empty name, and teachers that do
     not have its processor; `None` for one that reads text only."""
@@ -255,7 +262,10 @@ class Intake:
                 f"{named} has images, but `processing_class` is a tokenizer: pass the student's processor, "
                 "`AutoProcessor.from_pretrained(...)`, and a student that reads images; or remove them."
             )
-        return Request(row, where, student, teacher, self._of_teacher(row, where, teacher, student, images))
+        request = Request(row, where, student, teacher, self._of_teacher(row, where, teacher, student, images))
+        if self.contrasts:
+            request.contrast = self._contrast(request, images)
+        return request
 
     def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
         """Parses the rows of a generation batch of this name."""
@@ -305,6 +315,23 @@ class Intake:
         elif teacher not in self.processors and images_in(row, TEACHER_IMAGE_COLUMNS, where) is None:
             return student
         return self._seen_by(teacher, Prompt.of(value, named), row, images)
+
+    def _contrast(self, request: Request, images: list[Any] | None) -> Prompt:
+        whole, context = CONTRAST
+        where, teacher = request.where, request.teacher
+        if (whole in request) == (context in request):
+            both = "both" if whole in request else "neither"
+            raise ValueError(
+                f"{where} has {both} of {whole!r} and {context!r}: with `contrast_weight`, give one of them."
+            )
+        value = request[whole] if whole in request else self._with_context(request["prompt"], request[context], where)
+        found = self._seen_by(teacher, Prompt.of(value, f"The contrast in {where}"), request, images)
+        if not found.has_images and found.value == request.of_teacher.value:
+            raise ValueError(
+                f"The contrast in {where} is the teacher's own prompt, so nothing would be subtracted: give a context "
+                "that lacks what should be learned."
+            )
+        return found
 
     def _seen_by(self, teacher: str, prompt: Prompt, row: Row, images: list[Any] | None) -> Prompt:
         """A teacher's prompt with the images that it sees: those of its columns or, without, the student's."""

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, tokens_in
-from trl_opsd.data.prompts import PRIVILEGED, Intake, Prompt, Request, common_kind, tells_more
+from trl_opsd.data.prompts import CONTRAST, PRIVILEGED, Intake, Prompt, Request, common_kind, tells_more
 from trl_opsd.data.tokenization import added_at_end, at_most_one_token_per_byte, check_parts
 
 logger = get_logger(__name__)
@@ -100,9 +100,13 @@ class Reader:
     """What both depend on."""
     is_teachers: bool
     """Whether it reads for the teachers."""
+    is_contrast: bool = False
+    """Whether it reads the teachers' contrasts."""
 
     def prompt_of(self, request: Request) -> Prompt:
         """The prompt of a row, a teacher's from the columns."""
+        if self.is_contrast and request.contrast is not None:
+            return request.contrast
         return request.of_teacher if self.is_teachers else request.student
 
     def limits_of(self, request: Request) -> PromptLimits:
@@ -134,7 +138,7 @@ class Reader:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that prompts are built from."""
-        theirs = (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS) if self.is_teachers else ()
+        theirs = (*(CONTRAST if self.is_contrast else PRIVILEGED), *TEACHER_IMAGE_COLUMNS) if self.is_teachers else ()
         return ("prompt", *IMAGE_COLUMNS, *theirs)
 
     @property
@@ -150,7 +154,7 @@ class Reader:
 
     def is_needed(self, columns: Iterable[str] | None) -> bool:
         """Whether rows with these columns need checking (`None` if unknown), the student's prompts being checked."""
-        if not self.is_teachers:
+        if not self.is_teachers or self.is_contrast:
             return True
         if self.of.intake.prompt_fn is not None:
             return False
@@ -281,6 +285,11 @@ class Readers:
         """The teachers' reader."""
         return Reader(of=self, is_teachers=True)
 
+    @property
+    def contrast(self) -> Reader | None:
+        """The reader of the teachers' contrasts, if there are any."""
+        return Reader(of=self, is_teachers=True, is_contrast=True) if self.intake.contrasts else None
+
     def with_teachers(self, vocabulary: int | None, contexts: Mapping[str, int | None]) -> Readers:
         """A copy with the limits of the loaded teachers: their contexts, and the shared vocabulary or `None`."""
         # The student's prompts too may only have ids that all models know.
@@ -350,6 +359,14 @@ class Readers:
             prompt_ids = reader.token_ids(prompts)
         self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
         return None if alike else prompt_ids
+
+    def contrast_prompt_ids(self, requests: Sequence[Request], completion_ids: list[list[int]]) -> list[list[int]]:
+        """The prompts of the contrasts before these completions, as token ids."""
+        prompts = [request.contrast for request in requests if request.contrast is not None]
+        self.teacher.check_kind(prompts)
+        prompt_ids = self.teacher.token_ids(prompts)
+        self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
+        return prompt_ids
 
     def _check_fits_teacher(
         self, requests: Sequence[Request], prompt_ids: Sequence[list[int]], completion_lengths: Sequence[int]

@@ -185,7 +185,8 @@ class StepStats:
 
     def add(self, batch: Mapping[str, Any], rows: Tensor, scored: Tensor | None) -> None:
         """Adds a micro-batch of the step; `rows` are those of `by_teacher`."""
-        kept = {name: one for name, one in batch.items() if name != "teacher_rows"}  # the largest, and not needed
+        # Targets are the largest, and not needed.
+        kept = {name: one for name, one in batch.items() if not name.startswith("teacher_rows")}
         self._waiting.append((kept, rows, scored))
 
     def reduced(self) -> list[Counted]:
@@ -218,6 +219,7 @@ class StepStats:
         is_on = {
             "clipped": self._trainer.args.kl_clip is not None,
             "pulled": batch.get("pull") is not None,
+            "anchored": self._trainer.args.anchor_weight > 0,
             "importance": batch.get("logprobs") is not None,
         }
         return {name: one for name, one in named.items() if is_on.get(name, True)}

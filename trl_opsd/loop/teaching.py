@@ -100,6 +100,7 @@ class Teaching:
                 lambda: host.reading_to_learn,
                 host.args,
                 host.base_samples,
+                origin=self.teachers.origin if hasattr(self, "teachers") else None,
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
         self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args)}
@@ -175,6 +176,8 @@ class Teaching:
 
     def _admit_for_teachers(self, rows: dict[str, Rows]) -> None:
         self._admit(rows, self.readers.teacher)
+        if self.readers.contrast is not None:
+            self._admit(rows, self.readers.contrast)
         self.readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
 
     def _admit(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
@@ -229,7 +232,14 @@ class Teaching:
 
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """The teachers' targets for a generation batch."""
-        return self.teachers.targets(*self._for_teachers(rollout, rows))
+        beside = {}
+        if self.readers.intake.contrasts:
+            requests = self.readers.intake.read_batch(rows, self.batch_name)
+            prompts = self.readers.contrast_prompt_ids(requests, rollout.completion_lists())
+            beside["contrast"] = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
+        if self.teachers.origin is not None:
+            beside["origin"] = rollout
+        return self.teachers.targets(*self._for_teachers(rollout, rows), beside)
 
     @property
     def begins_early(self) -> bool:

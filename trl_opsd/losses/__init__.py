@@ -5,6 +5,7 @@ from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.entrywise import (
     AdaptiveKL,
     AlphaDivergence,
+    EntropyAwareKL,
     ForwardKL,
     GeneralizedJSD,
     ReverseKL,
@@ -17,13 +18,15 @@ from trl_opsd.losses.reduce import reduce
 from trl_opsd.losses.registry import DIVERGENCES
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_divergence
-from trl_opsd.types import LazyLogits, OutputHead, PerToken, Sampled
+from trl_opsd.types import Beside, LazyLogits, OutputHead, PerToken, Sampled
 
 __all__ = [
     "DIVERGENCES",
     "AdaptiveKL",
     "AlphaDivergence",
+    "Beside",
     "Divergence",
+    "EntropyAwareKL",
     "ForwardKL",
     "GeneralizedJSD",
     "LazyLogits",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -50,6 +50,30 @@ class Finish:
         if self.cap is None:
             return None
         return (logits_RV / self.cap).square_().neg_().add_(1.0)
+
+
+def target_(
+    finishes: Sequence[Finish], products: Sequence[Tensor], pushes: Sequence[tuple[float, float | None]]
+) -> None:
+    """Turns products [R, V] into logits, and the first, the teacher's, into those of the target.
+
+    `pushes` are [`~types.Beside.push`] and `bound` of the others. What the teacher excludes stays excluded.
+    """
+    limits, (teacher_RV, *others) = torch.finfo(torch.float32), products
+    for finish, products_RV in zip(finishes, products, strict=False):
+        finish(products_RV)
+    if any(bound is not None for _, bound in pushes):  # a bound is of log-probabilities
+        for products_RV in products[: len(finishes)]:
+            products_RV.sub_(products_RV.logsumexp(-1, keepdim=True)).clamp_(min=limits.min)
+    target_RV = teacher_RV.clone()
+    for (push, bound), other_RV in zip(pushes, others, strict=False):
+        gap_RV = teacher_RV - other_RV
+        if bound is not None:
+            gap_RV.div_(bound).tanh_().mul_(bound)
+        target_RV.add_(gap_RV, alpha=push)
+    if finishes[0].bias is not None:
+        target_RV.masked_fill_(teacher_RV <= limits.min, limits.min)
+    teacher_RV.copy_(target_RV.clamp_(limits.min, limits.max))
 
 
 Step: TypeAlias = Callable[

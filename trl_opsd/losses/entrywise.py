@@ -5,6 +5,7 @@ R rows (tokens) · V vocabulary size · K + 1 buckets; log-probabilities in nats
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import final
 
@@ -190,9 +191,32 @@ def _to_mixture(log_p_RV: Tensor, log_q_RV: Tensor, skew: float) -> tuple[Tensor
     return surplus_RV, torch.log1p(surplus_RV, out=log_q_RV), far_RV
 
 
+class _BothKL(Entrywise):
+    """The forward and the reverse KL of each token, with factors that are constants."""
+
+    @abstractmethod
+    def factors(self, student_RV: Tensor, teacher_RV: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Of the forward KL, [R, 1], and of the reverse KL."""
+
+    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        forward, reverse = self.factors(log_student_RV.detach().exp(), log_teacher_RV.detach().exp())
+        forward_RV, reverse_RV = (one.entries(log_student_RV, log_teacher_RV) for one in (ForwardKL(), ReverseKL()))
+        return forward * forward_RV + reverse * reverse_RV
+
+    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
+        forward, reverse = self.factors(student_RV, teacher_RV)
+        # One gap, negated in place, serves both directions.
+        gap_RV = log_teacher_RV.sub_(log_student_RV)
+        forward_RV = kl_terms(gap_RV, teacher_RV, student_RV, log_student_RV)
+        reverse_RV = kl_terms(gap_RV.neg_(), student_RV, teacher_RV, log_student_RV)
+        values_RV = reverse_RV.mul_(reverse).add_(forward_RV.mul_(forward))
+        slopes_RV = gap_RV.mul_(student_RV).mul_(reverse).add_((student_RV - teacher_RV).mul_(forward))
+        return Terms(values_RV, slopes_RV, drift=forward - reverse)
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class AdaptiveKL(Entrywise):
+class AdaptiveKL(_BothKL):
     """`h KL(p_t || p_s) + (1 - h) KL(p_s || p_t)` with a share `h` for each token of the completion (AKL, arXiv
     2404.02657): that of the head in `sum |p_s - p_t|`.
 
@@ -218,30 +242,56 @@ class AdaptiveKL(Entrywise):
         if not 0.0 <= self.mu <= 1.0:
             raise ValueError(f"mu is {self.mu}, expected a probability from 0 to 1; the paper uses 0.5.")
 
-    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
-        share_R1 = self._share(log_student_RV.detach().exp(), log_teacher_RV.detach().exp())
-        forward_RV, reverse_RV = (one.entries(log_student_RV, log_teacher_RV) for one in (ForwardKL(), ReverseKL()))
-        return share_R1 * forward_RV + (1 - share_R1) * reverse_RV
-
-    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
-        share_R1 = self._share(student_RV, teacher_RV)
-        # One gap, negated in place, serves both directions.
-        gap_RV = log_teacher_RV.sub_(log_student_RV)
-        forward_RV = kl_terms(gap_RV, teacher_RV, student_RV, log_student_RV)
-        reverse_RV = kl_terms(gap_RV.neg_(), student_RV, teacher_RV, log_student_RV)
-        values_RV = reverse_RV.lerp_(forward_RV, share_R1)
-        slopes_RV = gap_RV.mul_(student_RV).lerp_(student_RV - teacher_RV, share_R1)
-        return Terms(values_RV, slopes_RV, drift=2 * share_R1 - 1)
-
-    def _share(self, student_RV: Tensor, teacher_RV: Tensor) -> Tensor:
-        """The weight of the forward KL, [R, 1]."""
+    def factors(self, student_RV: Tensor, teacher_RV: Tensor) -> tuple[Tensor, Tensor]:
         sorted_RV, order_RV = teacher_RV.sort(dim=-1, descending=True, stable=True)
         gaps_RV = (student_RV.gather(-1, order_RV) - sorted_RV).abs_()
         tail_RV = sorted_RV.cumsum(-1) > self.mu
         tail_RV[:, :1] = False
         total_R1 = gaps_RV.sum(-1, keepdim=True)
         head_R1 = gaps_RV.masked_fill_(tail_RV, 0.0).sum(-1, keepdim=True)
-        return torch.where(total_R1 > 0, head_R1 / total_R1, 0.5)
+        share_R1 = torch.where(total_R1 > 0, head_R1 / total_R1, 0.5)
+        return share_R1, 1 - share_R1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EntropyAwareKL(_BothKL):
+    """`KL(p_s || p_t)`, plus `KL(p_t || p_s)` where the teacher's entropy is above a threshold, so that the student
+    keeps the choices that the teacher leaves open (EOPD, arXiv 2603.07079).
+
+    There the reverse KL is estimated from the sampled token, and the forward KL from the teacher's 16 likeliest; here
+    both are of the whole vocabulary. The gradient with respect to the student's logits is the sum of both. There is no
+    fused kernel.
+
+    Args:
+        threshold (`float`, *optional*, defaults to `0.8`):
+            In nats, at least 0; that of the paper.
+
+    Raises:
+        ValueError: If the threshold is below 0.
+    """
+
+    threshold: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0.0:
+            raise ValueError(f"threshold is {self.threshold}, expected nats, at least 0; the paper uses 0.8.")
+
+    def factors(self, student_RV: Tensor, teacher_RV: Tensor) -> tuple[Tensor, float]:
+        entropy_R1 = torch.special.entr(teacher_RV).sum(-1, keepdim=True)
+        return (entropy_R1 > self.threshold).to(teacher_RV), 1.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NoDivergence(Entrywise):
+    """0, with a gradient of 0: for a control that learns nothing from a teacher."""
+
+    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        return 0.0 * log_student_RV
+
+    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
+        return Terms(log_student_RV.zero_(), log_teacher_RV.zero_())
 
 
 @final

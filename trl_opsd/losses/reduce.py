@@ -46,9 +46,11 @@ def reduce(
         # Scattered to [B, C] rather than weights gathered to [N]: boolean indexing would wait for the device.
         return torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N.to(weights_BC))
 
-    added_N = 0.0 if per_token.pulled is None else per_token.pulled
-    # The pull is logged separately: divergences are those of the distributions alone.
-    divergence_BC, entropy_BC = spread(divergence.detach() - added_N), spread(per_token.student_entropy)
+    # Pull and anchor are logged separately: divergences are those from the target alone.
+    alone_N = divergence.detach()
+    for added_N in (per_token.pulled, per_token.anchored):
+        alone_N = alone_N if added_N is None else alone_N - added_N
+    divergence_BC, entropy_BC = spread(alone_N), spread(per_token.student_entropy)
     unweighted = {name: values_N for name in UNWEIGHTED if (values_N := getattr(per_token, name)) is not None}
     sums = {
         "weight": weights_BC.sum(1),

@@ -10,6 +10,7 @@ from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.entrywise import (
     AdaptiveKL,
     AlphaDivergence,
+    EntropyAwareKL,
     ForwardKL,
     GeneralizedJSD,
     ReverseKL,
@@ -31,6 +32,8 @@ class Settings:
     """Share of a skewed KL's own distribution in the mixture."""
     alpha: float = 0.5
     """Of the alpha-divergence: towards the reverse KL near 0, towards the forward KL near 1."""
+    threshold: float = 0.8
+    """Teacher's entropy in nats, above which the forward KL is added."""
     clip_max: float | None = 3.0
     """Largest importance weight of a sampled token; `None` for no bound."""
     top_k: int | None = None
@@ -47,6 +50,7 @@ DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingPr
         "total_variation": lambda given: TotalVariation(),
         "alpha_divergence": lambda given: AlphaDivergence(given.alpha),
         "adaptive_kl": lambda given: AdaptiveKL(),
+        "entropy_aware_kl": lambda given: EntropyAwareKL(given.threshold),
         "sampled_reverse_kl": lambda given: SampledReverseKL(given.clip_max),
     }
 )

@@ -10,9 +10,10 @@ have to be projected again.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, step_for, top_shared_
+from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, step_for, target_, top_shared_
 from trl_opsd.losses.validation import check_arguments
-from trl_opsd.types import LazyLogits, OutputHead, PerToken, Sampled
+from trl_opsd.types import Beside, LazyLogits, OutputHead, PerToken, Sampled
 
 TILE_BYTES = 600_000_000
 """Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes; more on a large accelerator."""
@@ -78,6 +79,8 @@ def streamed_divergence(
     vocabulary: int | None = None,
     kl_clip: float | None = None,
     sampled: Sampled | None = None,
+    beside: Sequence[Beside] = (),
+    anchor: Divergence | None = None,
 ) -> PerToken:
     """The per-token divergence between two models, without materialising either model's logits in full.
 
@@ -114,6 +117,10 @@ def streamed_divergence(
         sampled ([`~types.Sampled`], *optional*):
             The token that was sampled at each position, and how much the student is pulled towards it. Needed by
             [`SampledReverseKL`].
+        beside (sequence of [`~types.Beside`], *optional*):
+            Further models, each for one more product: what the target moves away from, and an anchor.
+        anchor ([`Divergence`], *optional*):
+            The divergence from the anchor; when `None`, `divergence`.
 
     Returns:
         [`PerToken`]: in nats; `inf` where one model excludes a token that the other expects, `nan` where the gradient
@@ -122,9 +129,11 @@ def streamed_divergence(
     Raises:
         ValueError: If shapes, devices or settings are incompatible.
     """
-    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled)
-    dtypes = _product_dtype(student), _product_dtype(teacher)
-    fold = _Fold(student, teacher, divergence, kl_clip, sampled, dtypes, chunk_tokens, vocabulary)
+    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled, beside, anchor)
+    beside = [one for one in beside if one.push or one.anchor]
+    dtypes = tuple(map(_product_dtype, (student, teacher, *(one.logits for one in beside))))
+    anchor = anchor or divergence
+    fold = _Fold(student, teacher, divergence, kl_clip, sampled, dtypes, chunk_tokens, vocabulary, beside, anchor)
     inputs = (student.hidden, student.head.weight, student.head.bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         value_N, *others = _Streamed.apply(*inputs, weights, fold)
@@ -132,7 +141,7 @@ def streamed_divergence(
         with torch.no_grad():
             (value_N, *others), _ = fold.run(weights, (False, False, False))
     student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, pulled_N, same_N, first_N, *of_some = others
-    importance_N, ranked_N, shared_N, mass_N = of_some
+    importance_N, ranked_N, shared_N, mass_N, anchored_N = of_some
     return PerToken(
         divergence=value_N,
         student_entropy=student_entropy_N,
@@ -140,6 +149,7 @@ def streamed_divergence(
         teacher_uniform=mean_ratio_N > 1 - _ROUNDING,
         clipped=clipped_N,
         pulled=pulled_N,
+        anchored=anchored_N if any(one.anchor for one in beside) else None,
         same_first=same_N,
         teacher_first=None if sampled is None else first_N,
         importance=importance_N,
@@ -159,6 +169,13 @@ class Objective:
     chunk_tokens: int | None = None
     vocabulary: int | None = None
     kl_clip: float | None = None
+    contrast: tuple[float, float | None] = (0.0, None)
+    """How far the target moves away from the contrast, and the bound of that: [`~types.Beside.push`]."""
+    extrapolation: float = 1.0
+    """Factor of the teacher's log-probabilities relative to those of the origin, whose share is the rest."""
+    anchor_weight: float = 0.0
+    anchor: Divergence | None = None
+    """The divergence from the origin, times that weight."""
 
     def of(
         self,
@@ -166,8 +183,13 @@ class Objective:
         teacher: tuple[Tensor, OutputHead],
         weights: Tensor | None,
         sampled: Sampled | None,
+        beside: Mapping[str, tuple[Tensor, OutputHead]] = MappingProxyType({}),
     ) -> PerToken:
-        """The divergence of tokens, each model as hidden states [N, H] and head [V, H]."""
+        """The divergence of tokens, each model as hidden states [N, H] and head [V, H]; `beside` by what it is for."""
+        roles = {
+            "contrast": partial(Beside, push=self.contrast[0], bound=self.contrast[1]),
+            "origin": partial(Beside, push=self.extrapolation - 1, anchor=self.anchor_weight),
+        }
         return streamed_divergence(
             LazyLogits(*student, self.temperatures[0]),
             LazyLogits(*teacher, self.temperatures[1]),
@@ -177,7 +199,13 @@ class Objective:
             self.vocabulary,
             self.kl_clip,
             sampled,
+            [roles[name](LazyLogits(*one, self._temperature_of(name))) for name, one in beside.items()],
+            self.anchor,
         )
+
+    def _temperature_of(self, beside: str) -> float:
+        # An anchor alone is compared with the student as they are; what makes the target is tempered like the teacher.
+        return self.temperatures[0 if beside == "origin" and self.extrapolation == 1 else 1]
 
 
 class _Streamed(torch.autograd.Function):
@@ -224,37 +252,49 @@ class _Fold:
     divergence: Divergence
     clip: float | None
     sampled: Sampled | None
-    dtypes: tuple[torch.dtype, torch.dtype]
+    dtypes: tuple[torch.dtype, ...]
     chunk_tokens: int | None
     vocabulary: int | None
+    beside: Sequence[Beside]
+    anchor: Divergence
 
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`."""
-        # Statistics are those of `eager_`, the first with the pull added, then `ranked`, `top_shared` and `top_mass`.
+        # Statistics are those of `eager_`, the first with pull and anchors added, then `ranked`, `top_shared`,
+        # `top_mass`, and the anchors' part.
         # The gradients are those of the sum of the weighted divergences, in float32.
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
-        teacher = _Side.of(self.teacher, self.dtypes[1], self.vocabulary)
+        given = self.teacher, *(one.logits for one in self.beside)
+        others = [_Side.of(one, dtype, self.vocabulary) for one, dtype in zip(given, self.dtypes[1:], strict=True)]
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
         device, dtype = student.hidden_NH.device, student.weight_VH.dtype
 
         # In float32 the gradient overwrites the student's logits; lower-precision products need it in their own dtype.
         in_place = dtype == torch.float32 or not any(wanted)
         stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
-        token_bytes = stride * (8 if in_place else 8 + _GROUP_TILES * dtype.itemsize)
+        anchor = next((number for number, one in enumerate(self.beside) if one.anchor), None)
+        tiles = 1 + len(others) + (anchor is not None)
+        token_bytes = stride * (4 * tiles + (0 if in_place else _GROUP_TILES * dtype.itemsize))
         tile_tokens = max(1, min(tokens, self.chunk_tokens or tile_of(tokens, token_bytes, memory_of(device))))
         group_tokens = tile_tokens if in_place else min(tokens, tile_tokens * _GROUP_TILES)
-        products_2CV = torch.empty(2, tile_tokens, stride, device=device)[..., :vocabulary]
-        student_CV, teacher_CV = products_2CV
+        # Of the student, the teacher and others, and a copy of the student's, which the first comparison overwrites.
+        products_TCV = torch.empty(tiles, tile_tokens, stride, device=device)[..., :vocabulary]
+        products_2CV, (student_CV, *others_CV) = products_TCV[:2], products_TCV
         gradient_GV = student_CV
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
 
         step = step_for(self.divergence, self.clip, device)
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
-        finishes, objective = (student.finish, teacher.finish), (self.divergence, self.clip)
+        pushes = [(one.push, one.bound) for one in self.beside]
+        is_pushed = any(push for push, _ in pushes)
+        # What makes the target finishes the logits.
+        finish_others = [Finish(None, None) if is_pushed else one.finish for one in others]
+        finishes, objective = (student.finish, finish_others[0]), (self.divergence, self.clip)
         statistics_9N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
+        anchored_N = torch.zeros(tokens, device=device)
         # Ranked rows are collected over several tiles: tile by tile they would be many small kernels.
         ranked_tokens = max(1, min(tokens, tile_tokens * _GROUP_TILES))
         ranked_2KV = torch.empty(2, -(-ranked_tokens // EVERY), stride, device=device)[..., :vocabulary]
@@ -271,30 +311,58 @@ class _Fold:
         for group in _spans(0, tokens, max(1, group_tokens)):
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
-                teacher.project_(teacher_CV, tile)
+                for other, other_CV in zip(others, others_CV, strict=False):
+                    other.project_(other_CV, tile)
+                if is_pushed:
+                    some_CV = [one[: tile.stop - tile.start] for one in others_CV]
+                    target_([one.finish for one in others], some_CV, pushes)
+                if anchor is not None:
+                    others_CV[-1].copy_(student_CV)
                 some_2KV = products_2CV[:, looked_at(tokens, tile)]
                 ranked_2KV[:, kept : kept + some_2KV.size(1)] = some_2KV
                 kept += some_2KV.size(1)
                 # Logits are finished in a copy, as the step below finishes the tile itself.
                 if tile.stop == min(ranked_from + ranked_tokens, tokens):
                     span = slice(ranked_from, tile.stop)
-                    for side, products_KV in zip((student, teacher), ranked_2KV[:, :kept], strict=True):
-                        side.finish(products_KV)
+                    for finish, products_KV in zip(finishes, ranked_2KV[:, :kept], strict=True):
+                        finish(products_KV)
                     top_3N[1:, span][:, looked_at(tokens, span)] = top_shared_(ranked_2KV[:, :kept])
                     ranked_from, kept = tile.stop, 0
                 for rows in _spans(tile.start, tile.stop, step_rows):
                     here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
-                    products = student_CV[here], teacher_CV[here]
+                    products = student_CV[here], others_CV[0][here]
                     drawn = None if self.sampled is None else self.sampled.rows(rows)
                     gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
                     statistics_9N[:, rows] = step(*objective, finishes, *products, weights_R, drawn, gradient_RV)
+                    if anchor is not None:
+                        pair = (
+                            (student.finish, others_CV[-1][here]),
+                            (finish_others[1 + anchor], others_CV[1 + anchor][here]),
+                        )
+                        anchored_N[rows] = self._anchored(pair, self.beside[anchor].anchor, weights_R, gradient_RV)
             # Once per group: each product reads and writes the whole gradient of the head.
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
-        statistics_9N[0].add_(statistics_9N[_PULLED])
+        statistics_9N[0].add_(statistics_9N[_PULLED]).add_(anchored_N)
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
             broken_N = ~hidden_NH.sum(-1).isfinite()
             statistics_9N[0].masked_fill_(broken_N & statistics_9N[0].isfinite(), torch.nan)
-        return (*statistics_9N, *top_3N), gradients
+        return (*statistics_9N, *top_3N, anchored_N), gradients
+
+    def _anchored(
+        self,
+        pair: tuple[tuple[Finish, Tensor], tuple[Finish, Tensor]],
+        weight: float,
+        weights_R: Tensor | None,
+        gradient_RV: Tensor | None,
+    ) -> Tensor:
+        """The weighted divergence of the student from the anchor, [R]; adds its gradient where there is one."""
+        (mine, mine_RV), (theirs, theirs_RV) = pair
+        step, wanted = step_for(self.anchor, None, mine_RV.device), None if gradient_RV is None else mine_RV
+        weights_R = mine_RV.new_full((len(mine_RV),), weight) if weights_R is None else weights_R * weight
+        found_9R = step(self.anchor, None, (mine, theirs), mine_RV, theirs_RV, weights_R, None, wanted)
+        if gradient_RV is not None:
+            gradient_RV.add_(mine_RV)
+        return found_9R[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ R rows (tokens) · V vocabulary size
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.types import LazyLogits, Sampled
+from trl_opsd.types import Beside, LazyLogits, Sampled
 
 
 def check_arguments(
@@ -26,10 +26,14 @@ def check_arguments(
     vocabulary: int | None,
     kl_clip: float | None,
     sampled: Sampled | None,
+    beside: Sequence[Beside],
+    anchor: Divergence | None,
 ) -> None:
     """Refuses what would be sliced, broadcast or left out without an error; all else torch refuses itself."""
-    (mine, yours), tokens = (len(one.head.weight) for one in (student, teacher)), len(student.hidden)
-    for name, side in (("student", student), ("teacher", teacher)):
+    others = [(f"beside[{number}]", one.logits) for number, one in enumerate(beside)]
+    mine, tokens = len(student.head.weight), len(student.hidden)
+    yours = min(len(one.head.weight) for _, one in (("", teacher), *others))
+    for name, side in (("student", student), ("teacher", teacher), *others):
         if side.hidden.ndim != 2 or len(side.hidden) != tokens:
             raise ValueError(
                 f"{name} hidden states have shape {list(side.hidden.shape)}, expected [N, H] with {tokens} tokens, "
@@ -39,12 +43,15 @@ def check_arguments(
             raise ValueError(
                 f"{name} temperature is {side.temperature}, expected a number above 0: use 1.0 for no temperature."
             )
-    if mine != yours if vocabulary is None else not 1 <= vocabulary <= min(mine, yours):
+    heads = {len(one.head.weight) for _, one in (("", student), ("", teacher), *others)}
+    if len(heads) > 1 if vocabulary is None else not 1 <= vocabulary <= min(heads):
         raise ValueError(
             f"vocabulary is {vocabulary}, but the student's head has {mine} rows and the teacher's {yours}: pass a "
             f"teacher with the same tokenizer, and the number of shared ids, from 1 to {min(mine, yours)}."
         )
     check_clip(kl_clip, divergence)
+    if isinstance(anchor or divergence, SampledReverseKL) and any(one.anchor for one in beside):
+        raise ValueError("SampledReverseKL cannot hold the student near an anchor: pass `anchor=ReverseKL()`.")
     if sampled is None and isinstance(divergence, SampledReverseKL):
         raise ValueError("SampledReverseKL needs sampled tokens: pass `sampled=Sampled(ids)`, or use ReverseKL().")
     per_token = {"weights": weights_N}

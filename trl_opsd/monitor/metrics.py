@@ -118,6 +118,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             Logs(_WEIGHTED, "rows with a `pull`", evaluated=False),
             "pulled / weight",
         ),
+        "anchor/mean": Metric(
+            "nats",
+            "What the anchor adds to the divergence, per token.",
+            Logs(_WEIGHTED, "`anchor_weight` above 0"),
+            "anchored / weight",
+        ),
         "importance/mean": Metric(
             "1",
             "Importance weight of a sampled token, after its bound.",
@@ -219,7 +225,7 @@ def evaluated_names(datasets: Any, rewards: Collection[str]) -> tuple[list[str],
     return known, tuple(start + one for start in starts for one in of_any_name)
 
 
-_OF_LOSS = ("divergence/", "entropy/", "agreement/", "pull/", "importance/", "time/", "tokens")
+_OF_LOSS = ("divergence/", "entropy/", "agreement/", "pull/", "anchor/", "importance/", "time/", "tokens")
 TAKEN = {
     *("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"),
     *(name for name in METRICS if name.startswith(_OF_LOSS)),

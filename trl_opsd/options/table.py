@@ -93,6 +93,15 @@ NUMBERS = Values(
     "a list of finite numbers, one for each function",
     lambda value: isinstance(value, list | tuple) and all(is_number(one) and math.isfinite(one) for one in value),
 )
+POSITIVES = Values(
+    "a list of at least two numbers of at least 0, not all of them 0",
+    lambda value: (
+        isinstance(value, list | tuple)
+        and len(value) > 1
+        and all(is_number(one) and 0 <= one < math.inf for one in value)
+        and any(value)
+    ),
+)
 NAMES = Values("a list of names", lambda value: isinstance(value, list))
 ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
 
@@ -144,6 +153,8 @@ class Situation:
     """Columns that are read."""
     has_context: bool = True
     """Whether a dataset may have a column `privileged_context`."""
+    has_contrast: bool = True
+    """Whether a dataset may have a column of contrasts."""
     rollout: Any = None
     """What generates, once it is chosen."""
 
@@ -194,6 +205,11 @@ LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(pat
 TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda now: now.teacher_server_url is not None)
 NO_PROMPT_FN = Need("`teacher_prompt_fn` makes the teacher's prompts", lambda now: now.teacher_prompt_fn is None)
 CONTEXT = Need("no dataset has a column 'privileged_context'", lambda now: now.has_context)
+CONTRAST = Need("no dataset has a column 'contrast_context' or 'contrast_prompt'", lambda now: now.has_contrast)
+CONTRASTS = Need("`contrast_weight` is 0", lambda now: now.contrast_weight)
+ANCHOR = Need("`anchor_weight` is 0", lambda now: now.anchor_weight)
+ANCHORS = tuple(name for name in DIVERGENCES if name != "sampled_reverse_kl")
+"""Divergences of whole distributions."""
 VLLM = _of_engine("`use_vllm` is False", lambda now: now.use_vllm)
 ENGINE = _of_engine("`use_vllm` is False", lambda now: now.has_engine)
 NO_ENGINE = _of_engine("an engine generates the completions", lambda now: not now.has_engine)

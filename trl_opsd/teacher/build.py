@@ -63,10 +63,15 @@ def build_teachers(
     reading: Callable[[], Reading],
     args: OPSDConfig,
     handed_in: Samples | None = None,
+    origin: Teacher | None = None,
 ) -> Teachers:
-    """All teachers by name, from what was passed for each; `None` is the student itself."""
+    """All teachers by name, from what was passed for each; `None` is the student itself.
+
+    `origin` is the student as it was passed, if it is known from teachers that these replace.
+    """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
-    origin = Origin(student, handed_in) if args.teacher_model_kind == "base" and handed_in is not None else None
+    reads_base = args.teacher_model_kind == "base" or args.reads_origin
+    checked = Origin(student, handed_in) if reads_base and handed_in is not None else None
     urls = servers(args)
     teachers: dict[str, Teacher] = {}
     average: Average | None = None
@@ -77,7 +82,10 @@ def build_teachers(
             teachers[name] = served(model, urls[name], args)
         else:
             teachers[name] = build_teacher(model, args)
-    return Teachers(teachers, average, origin)
+    if args.reads_origin and origin is None:
+        own = next((one for one in teachers.values() if args.teacher_model_kind == "base"), None)
+        origin = own or _build_base(student, run, reading, args)
+    return Teachers(teachers, average, checked, origin)
 
 
 def _build_own(
@@ -90,13 +98,11 @@ def _build_own(
             f"`teacher_offload={args.teacher_offload!r}` has nothing to offload: with `teacher_model_kind={kind!r}` "
             "the student teaches with its own weights. Set `teacher_offload='none'`."
         )
-    own = partial(
-        OwnTeacher, student, run, reading=reading, cache_device=args.teacher_cache_device, progress=_progress(args)
-    )
+    if kind == "base":
+        return _build_base(student, run, reading, args), None
+    own = _own(student, run, reading, args)
     if kind == "live":
         return own(nullcontext), None
-    if kind == "base" and is_peft(student):
-        return own(partial(without_adapter, student)), None
     averaged = partial(
         Average, partial(trained_parameters, student), rate=args.teacher_update_rate, every=args.teacher_sync_steps
     )
@@ -113,13 +119,27 @@ def _build_own(
         broadcast_from_first(adapter, args.device)
         average = averaged(adapter)
         return own(average.swapped_in, kept=adapter.values()), average
-    copied = whole_copy(student)
-    broadcast_from_first(copied.state_dict(), args.device)
-    teacher = _frozen(copied, args)
-    if kind == "base":
-        return teacher, None
+    teacher = _copied(student, args)
     parameters = dict(teacher.model.named_parameters())
     return teacher, averaged({name: parameters[name] for name in followed})
+
+
+def _build_base(student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig) -> Teacher:
+    """The student as it was passed: without its adapter, or a copy."""
+    if is_peft(student):
+        return _own(student, run, reading, args)(partial(without_adapter, student))
+    return _copied(student, args)
+
+
+def _own(student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig) -> Callable[..., OwnTeacher]:
+    device, progress = args.teacher_cache_device, _progress(args)
+    return partial(OwnTeacher, student, run, reading=reading, cache_device=device, progress=progress)
+
+
+def _copied(student: CausalLM, args: OPSDConfig) -> FrozenTeacher:
+    copied = whole_copy(student)
+    broadcast_from_first(copied.state_dict(), args.device)
+    return _frozen(copied, args)
 
 
 def _progress(args: OPSDConfig) -> bool:

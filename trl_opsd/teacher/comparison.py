@@ -5,8 +5,8 @@ B rows · C completion tokens · M states that are kept · N tokens in the loss 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
 import torch
@@ -37,6 +37,8 @@ class Share:
     """The teacher's states of these tokens and possibly of others, while they are copied."""
     kept_N: Tensor | None
     """Indices of these tokens in `kept`, int64; `None` if they are all of it."""
+    beside: Mapping[str, Arriving] = field(default_factory=dict)
+    """As `kept`, in other contexts or of another model, by what the states are for."""
     highest_K: Tensor | None = None
     """[K], int64: indices to select once the tokens of each row are sorted by score; `None` for no selection."""
 
@@ -55,9 +57,9 @@ class Share:
         ids_N = _selected(rollout.completion_ids.flatten(), self.places_N)
         return Sampled(ids_N, of_share(pull_BC), of_share(rollout.logprobs)).to(device)
 
-    def of_teacher(self, device: torch.device) -> Tensor:
-        """The teacher's states of these tokens, [N, H], on a device; no copy unless its head has moved since."""
-        kept_MH = self.kept.wait()
+    def of_teacher(self, device: torch.device, beside: str = "") -> Tensor:
+        """The teacher's states of these tokens, or those `beside`, [N, H], on a device; copied only from another."""
+        kept_MH = (self.beside[beside] if beside else self.kept).wait()
         return (kept_MH if self.kept_N is None else _selected(kept_MH, self.kept_N)).to(device)
 
 
@@ -67,6 +69,7 @@ def shares(
     weights_BC: Tensor,
     selection: Selection | None = None,
     host_BC: Tensor | None = None,
+    origin: OutputHead | None = None,
 ) -> list[Share]:
     """Splits the tokens in a loss by teacher, and starts to copy their targets, beside the student's forward."""
     # Without a copy of the weights in host memory, this waits for the device.
@@ -94,6 +97,12 @@ def shares(
         kept = [rows[row].hidden for row in theirs] or [_no_states(head)]
         if targets.teacher is not None:
             kept = [_as_of(head, states) for states in kept]
+        heads_beside = {"contrast": head, "origin": origin or head}
+        beside = {
+            name: fetch([one[row].hidden for row in theirs] or [_no_states(it)], it.weight.device)
+            for name, one in targets.beside.items()
+            for it in [heads_beside[name]]
+        }
         found.append(
             Share(
                 teacher=number,
@@ -102,6 +111,7 @@ def shares(
                 weights_N=None if bool((weights_N == 1).all()) else weights_N,
                 kept=fetch(kept, head.weight.device),
                 kept_N=None if bool(counts_M.all()) else counts_M.nonzero().squeeze(1),
+                beside=beside,
                 highest_K=None if selection is None else _highest(theirs_BC, selection),
             )
         )
@@ -167,8 +177,12 @@ def compared(
     num_items: Tensor | float | None,
     objective: Objective,
     criterion: str | None = None,
+    origin: OutputHead | None = None,
 ) -> LossParts:
-    """The loss of a micro-batch, without waiting for a device; `criterion` is one of `token_selection.LATE`."""
+    """The loss of a micro-batch, without waiting for a device; `criterion` is one of `token_selection.LATE`.
+
+    `origin` is the head of the student as it was passed, if targets have its states.
+    """
     # The denominator is that of the whole optimizer step; without one, of this micro-batch.
     if num_items is None:
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
@@ -178,7 +192,9 @@ def compared(
         teacher_head = teacher_heads[share.teacher]
         weights_N = None if share.weights_N is None else share.weights_N.to(device, non_blocking=True)
         student_NH, teacher_NH = share.of_student(hidden_BCH, device), share.of_teacher(teacher_head.weight.device)
-        return objective.of((student_NH, head), (teacher_NH, teacher_head), weights_N, sampled)
+        heads = {"contrast": teacher_head, "origin": origin or teacher_head}
+        beside = {name: (share.of_teacher(heads[name].weight.device, name), heads[name]) for name in share.beside}
+        return objective.of((student_NH, head), (teacher_NH, teacher_head), weights_N, sampled, beside)
 
     @torch.no_grad()
     def scores(share: Share, criterion: str) -> Tensor:
@@ -188,6 +204,18 @@ def compared(
             found_N = of(replace(share, weights_N=None), sampled).divergence
             # A log ratio has either sign.
             return found_N.abs() if isinstance(objective.divergence, SampledReverseKL) else found_N
+        if criterion == "student_surprise":
+            sampled = share.of_tokens(rollout, device)
+            found = of(
+                replace(share, weights_N=None), Sampled(sampled.ids, torch.ones_like(sampled.ids, dtype=torch.float32))
+            )
+            assert found.pulled is not None, "there is a pull"
+            return found.pulled
+        if criterion == "teacher_confidence":
+            its_head = teacher_heads[share.teacher]
+            teacher_NH = share.of_teacher(its_head.weight.device)
+            logits = LazyLogits(teacher_NH, its_head, objective.temperatures[1])
+            return -streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary)
         logits = LazyLogits(share.of_student(hidden_BCH, device), head, objective.temperatures[0])
         return streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary)
 

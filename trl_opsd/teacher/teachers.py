@@ -29,11 +29,17 @@ class Teachers(dict[str, Teacher]):
     """The teachers by name, with the average behind an `"ema"` teacher and the check of a `"base"` one."""
 
     def __init__(
-        self, by_name: Mapping[str, Teacher], average: Average | None = None, origin: Origin | None = None
+        self,
+        by_name: Mapping[str, Teacher],
+        average: Average | None = None,
+        checked: Origin | None = None,
+        origin: Teacher | None = None,
     ) -> None:
         super().__init__(by_name)
         self.average = average
-        self._origin = origin
+        self._checked_origin = checked
+        self.origin = origin
+        """The student as it was passed, where the loss uses it."""
         # The teachers of this package align their targets. A class made by `exec` may have no module at all.
         ours = str(__package__)
         self._unproved = {
@@ -50,8 +56,22 @@ class Teachers(dict[str, Teacher]):
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]
 
-    def targets(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
-        """The targets of each row from its teacher in `names`."""
+    def targets(self, rollout: Rollout, names: Sequence[str], beside: Mapping[str, Rollout]) -> TeacherTargets:
+        """The targets of each row from its teacher in `names`, and states of the same tokens in rollouts `beside`.
+
+        Those of `"origin"` are of the student as it was passed, all others of the teachers.
+        """
+        found = self._of(rollout, names)
+        if not beside:
+            return found
+        more = {
+            name: self._of(one, names) if name != "origin" or self.origin is None else _scored(self.origin, one)
+            for name, one in beside.items()
+        }
+        found = kept_by_row(found, rollout.weights)
+        return found.with_beside({name: kept_by_row(one, rollout.weights).rows or () for name, one in more.items()})
+
+    def _of(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
         if self.only is not None:
             return self._checked(next(iter(self)), rollout)
         number_of = {name: number for number, name in enumerate(self)}
@@ -92,8 +112,8 @@ class Teachers(dict[str, Teacher]):
 
     def check(self) -> None:
         """Raises `ValueError` if a teacher has changed since the start. Collective."""
-        if self._origin is not None:
-            self._origin.check()
+        if self._checked_origin is not None:
+            self._checked_origin.check()
 
     def save(self, folder: str) -> None:
         """Writes the teachers' state to a checkpoint folder."""

@@ -1,11 +1,12 @@
 """The values that flow through one training step: shapes and units only; no loss is computed here."""
 
-from trl_opsd.types.loss import LazyLogits, LossParts, OutputHead, PerToken, Sampled
+from trl_opsd.types.loss import Beside, LazyLogits, LossParts, OutputHead, PerToken, Sampled
 from trl_opsd.types.rollout import Completion, Length, OnHost, Rollout, lengths_of
 from trl_opsd.types.targets import RowTargets, TeacherTargets
 from trl_opsd.types.weight import Weight
 
 __all__ = [
+    "Beside",
     "Completion",
     "LazyLogits",
     "Length",

@@ -78,6 +78,21 @@ class LazyLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """A third model beside student and teacher: the target moves away from it, or it is an anchor of the student."""
+
+    logits: LazyLogits
+    """Hidden states [N, H] and head [V, H], without a gradient."""
+    push: float = 0.0
+    """Adds so many times the teacher's log-probabilities minus its own to those of the target, which is renormalised;
+    at -1, it takes the teacher's place."""
+    bound: float | None = None
+    """Soft bound of that difference in nats, `bound * tanh(difference / bound)`."""
+    anchor: float = 0.0
+    """Weight of the student's divergence from it, beside that from the target."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """The completion tokens at the positions of a loss, and how they were sampled; all constants."""
 
@@ -123,6 +138,8 @@ class PerToken:
     """[N], float32, 1 where an entry of the vocabulary was clipped; `None` where not known."""
     pulled: Tensor | None = None
     """[N], no gradient: weighted part of `divergence` that `Sampled.pull` added; `None` where there was no pull."""
+    anchored: Tensor | None = None
+    """[N], no gradient: weighted part of `divergence` that anchors added; `None` where there are none."""
     same_first: Tensor | None = None
     """[N], float32, 1 where the same token is the likeliest of both models; `None` where not known."""
     teacher_first: Tensor | None = None
@@ -162,7 +179,7 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 36], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    """[B, 37], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
     and pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
     all are 0 where the row is only a part of a completion."""
 

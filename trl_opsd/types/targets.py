@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trl_opsd.types.rollout import Rollout
+
+_BESIDE = "teacher_rows_"
+"""Begins the names of states beside the teacher's, in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +52,37 @@ class TeacherTargets:
     """[B], in host memory, the number of the teacher that scored the row; `None` where there is only one."""
     rows: tuple[RowTargets, ...] | None = field(default=None, init=False, repr=False)
     """The targets row by row, or `None` where `hidden` holds them."""
+    beside: Mapping[str, tuple[RowTargets, ...]] = field(default_factory=dict, init=False, repr=False)
+    """States of the same tokens in other contexts or of another model, row by row: `"contrast"`, `"origin"`."""
     tokens: int = field(default=0, init=False, repr=False)
     """C, where `rows` hold the targets."""
 
     def cut(self, tokens: int) -> TeacherTargets:
         """The targets of the first completion tokens, for a batch in which no later token counts."""
+        beside = {name: tuple(row.cut(tokens) for row in rows) for name, rows in self.beside.items()}
         if self.rows is None:
-            return replace(self, hidden=self.hidden[:, :tokens])
-        return TeacherTargets.by_row([row.cut(tokens) for row in self.rows], tokens, self.teacher)
+            return replace(self, hidden=self.hidden[:, :tokens]).with_beside(beside)
+        return TeacherTargets.by_row([row.cut(tokens) for row in self.rows], tokens, self.teacher, beside)
 
     @classmethod
-    def by_row(cls, rows: Iterable[RowTargets], tokens: int, teacher: Tensor | None = None) -> TeacherTargets:
+    def by_row(
+        cls,
+        rows: Iterable[RowTargets],
+        tokens: int,
+        teacher: Tensor | None = None,
+        beside: Mapping[str, tuple[RowTargets, ...]] = MappingProxyType({}),
+    ) -> TeacherTargets:
         """Targets of B rows of C = `tokens` completion tokens."""
         # Without `__init__` the slot `hidden` stays empty, so that `__getattr__` fills it on first access.
         self = object.__new__(cls)
-        for name, value in {"rows": tuple(rows), "tokens": tokens, "teacher": teacher}.items():
+        values = {"rows": tuple(rows), "tokens": tokens, "teacher": teacher, "beside": beside}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
+        return self
+
+    def with_beside(self, beside: Mapping[str, tuple[RowTargets, ...]]) -> TeacherTargets:
+        """These targets, with states beside the teacher's."""
+        object.__setattr__(self, "beside", beside)
         return self
 
     def __getattr__(self, name: str) -> Tensor:
@@ -92,12 +111,15 @@ class TeacherTargets:
         """The row-aligned values that are dealt to micro-batches, of targets kept by row."""
         assert self.rows is not None, "only `rows` do not depend on the longest completion of a batch"
         packed = {"teacher_rows": list(self.rows)}
+        packed.update({f"{_BESIDE}{name}": list(rows) for name, rows in self.beside.items()})
         return packed if self.teacher is None else {**packed, "teacher_number": self.teacher}
 
     @classmethod
     def unpack(cls, batch: Mapping[str, Any]) -> TeacherTargets:
         """The inverse of [`~TeacherTargets.pack`], on any subset of the rows."""
-        return cls.by_row(batch["teacher_rows"], batch["completion_ids"].size(1), batch.get("teacher_number"))
+        beside = {name[len(_BESIDE) :]: tuple(rows) for name, rows in batch.items() if name.startswith(_BESIDE)}
+        tokens = batch["completion_ids"].size(1)
+        return cls.by_row(batch["teacher_rows"], tokens, batch.get("teacher_number"), beside)
 
 
 CACHE_BYTES = 1_000_000_000
@@ -171,7 +193,7 @@ def kept_by_row(targets: TeacherTargets, weights_BC: Tensor) -> TeacherTargets:
         return targets
     keeper = Keeper(weights_BC, "cpu" if targets.hidden.device.type == "cpu" else "accelerator")
     keeper.put(range(len(weights_BC)), targets.hidden)
-    return keeper.targets(targets.teacher)
+    return keeper.targets(targets.teacher).with_beside(targets.beside)
 
 
 @dataclass(frozen=True, slots=True)
