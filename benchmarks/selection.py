@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
-from trl_opsd.losses.streamed import Objective
+from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.teacher.comparison import compared, shares
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets

@@ -17,8 +17,9 @@ from trl_opsd.data.prompts import check_template
 from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
+from trl_opsd.losses.entrywise import NoDivergence
+from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.registry import DIVERGENCES, Settings, divergence_of
-from trl_opsd.losses.streamed import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.losses.validation import check_clip
 from trl_opsd.options.foreign_names import StrictNames, without_meaning
@@ -36,16 +37,18 @@ from trl_opsd.options.table import (
     ANCHORS,
     ASSIGN,
     CONTEXT,
-    CONTRAST,
     CONTRASTS,
+    CONTROLS,
     EMA,
     ENGINE,
     FRACTION,
+    GATE,
     LIVE,
     LOADED,
     LONG,
     NAMES,
     NO_PROMPT_FN,
+    NUMBER,
     NUMBERS,
     OFF_POLICY,
     ORIGIN,
@@ -57,6 +60,7 @@ from trl_opsd.options.table import (
     SELECTION,
     SGLANG,
     SKIPS,
+    SUCCESS,
     TEACHER_SERVER,
     VLLM,
     Option,
@@ -129,9 +133,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Sampling temperature in evaluations and predictions; 0 is greedy decoding. When `None`, `temperature`."""
     contrast_weight: Annotated[
         float,
-        Option(
-            at_least(0), (CONTRAST,), resumed=True, words="moved {:g} times away from a contrast", also="contrast_alpha"
-        ),
+        Option(at_least(0), resumed=True, words="moved {:g} times away from a contrast", also="contrast_alpha"),
     ] = 0.0
     """How far the target moves from the teacher's distribution away from the one in the context of the column
     `contrast_context` or `contrast_prompt`: log-probabilities plus so many times their difference."""
@@ -212,6 +214,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
         str, Option(one_of("sum_then_normalize", "normalize_then_sum"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT)
     ] = "sum_then_normalize"
     """Whether several rewards are scaled after they are added, or each before, as there."""
+    reward_gate: Annotated[
+        float | str | None, Option(GATE | None, (REWARDS,), resumed=True, words="rows gated by their reward ({})")
+    ] = None
+    """In training, which completions of the student count in the loss: those with a reward of at least this number, or
+    all, weighted by `"reward"` or by `"advantage"` where these are above 0. When `None`, all alike."""
     # rows and memory
     overlong_prompts: Annotated[str, Option(one_of("error", "drop"))] = "error"
     """Whether a prompt that leaves no room for a completion is an error, or is dropped and counted."""
@@ -244,6 +251,21 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Weight of the student in each update of the `"ema"` teacher."""
     teacher_sync_steps: Annotated[int, Option(integer(1), (EMA,), resumed=EMA, also="ref_model_sync_steps")] = 1
     """Optimizer steps between updates of the `"ema"` teacher."""
+    teacher_context: Annotated[
+        str | None, Option(one_of(None, "group_success"), (REWARDS, NO_PROMPT_FN), resumed=True)
+    ] = None
+    """What the teacher reads beside the columns: `"group_success"`, another completion of the same prompt whose reward
+    is high enough; a row without one, and without context in the columns, does not count in the loss."""
+    success_threshold: Annotated[
+        float, Option(NUMBER, (SUCCESS,), resumed=SUCCESS, also="success_reward_threshold")
+    ] = 1.0
+    """Least reward of that completion."""
+    teacher_control: Annotated[
+        str | None,
+        Option(one_of(None, *CONTROLS), resumed=True, words="control: {} teacher"),
+    ] = None
+    """A control for studies: `"shuffled"`, the teacher reads the prompt of another row; `"unprivileged"`, that of the
+    student; `"constant"`, nothing is learned from it, but the least likely fifth of the tokens is made less likely."""
     teacher_prompt_template: Annotated[str | None, Option(check_template, (NO_PROMPT_FN, CONTEXT), resumed=True)] = None
     """Joins the prompt and the column `privileged_context` into the teacher's prompt; see `docs/teachers.md`."""
     teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None
@@ -378,10 +400,27 @@ class OPSDConfig(StrictNames, DistillationConfig):
     @property
     def pulls(self) -> bool:
         """Whether the loss has terms beside the divergence: a policy gradient of rewards, or `sft_weight`."""
-        return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1))
+        return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1) or self.constant_advantage)
+
+    @property
+    def calls_rewards(self) -> bool:
+        """Whether training depends on rewards."""
+        return self.reward_weight > 0 or self.reward_gate is not None or self.teacher_context is not None
+
+    @property
+    def differs_from_itself(self) -> bool:
+        """Whether a student without a teacher's context has something to learn from itself."""
+        return self.tempers_apart or self.pulls or self.contrast_weight > 0 or self.extrapolation != 1
+
+    @property
+    def constant_advantage(self) -> float:
+        """The advantage of every token that counts, of a control: "fixed negative" in arXiv 2608.31046."""
+        return -0.5 if self.teacher_control == "constant" else 0.0
 
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
+        if self.teacher_control == "constant":
+            return NoDivergence()
         return divergence_of(self.divergence, self.settings)
 
     def objective(self, divergence: Divergence, temperatures: tuple[float, float], vocabulary: int | None) -> Objective:
@@ -405,6 +444,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     def build_selection(self) -> Selection | None:
         """Which tokens of a row count in the loss; `None` if all do."""
+        if self.teacher_control == "constant":
+            return Selection("student_surprise", 0.2)
         if self.token_selection is None or self.token_fraction == 1:
             return None
         return Selection(self.token_selection, self.token_fraction)

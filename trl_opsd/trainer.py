@@ -302,14 +302,15 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """
         selection = selection_of(self)
         selection = selection if selection is not None and selection.is_late else None
-        teachers, vocabulary = self.teaching.teachers, self.teaching.vocabulary
+        teachers = self.teaching.teachers
+        objective = self.args.objective(self.divergence, self.temperatures, self.teaching.vocabulary)
         # First, as these reads wait for the device, which has no work queued yet.
-        origin = None if teachers.origin is None else teachers.origin.head
-        mine = shares(teachers.heads, targets, rollout.weights, selection, rollout.weights_on_host(), origin)
+        host_BC = rollout.weights_on_host()
+        mine = shares(teachers.heads, targets, rollout.weights, selection, host_BC, teachers.origin_head)
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         # The teachers' heads are read once the student's is gathered, as both may share one.
-        teacher_heads, origin = teachers.heads, None if teachers.origin is None else teachers.origin.head
-        with whole_head(student) as head, gathered_head(*teacher_heads, *([] if origin is None else [origin])):
+        teacher_heads, origin = teachers.heads, teachers.origin_head
+        with whole_head(student) as head, gathered_head(*teacher_heads, *filter(None, [origin])):
             parts = compared(
                 hidden_BCH,
                 head,
@@ -317,7 +318,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 mine,
                 rollout,
                 num_items,
-                self.args.objective(self.divergence, self.temperatures, vocabulary),
+                objective,
                 criterion=None if selection is None else selection.criterion,
                 origin=origin,
             )
@@ -327,9 +328,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 sampled = partial(
                     samples_of,
                     *(hidden_BCH, head, teacher_heads, rollout, targets),
-                    divergence=self.divergence,
-                    temperatures=self.temperatures,
-                    vocabulary=vocabulary,
+                    objective=objective,
+                    origin=origin,
                     tokenizer=self.processing_class,
                     placeholders=self.placeholders,
                     names=list(teachers),

@@ -12,7 +12,7 @@ from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.losses import ForwardKL, LazyLogits, OutputHead, ReverseKL, dense_divergence
-from trl_opsd.losses.streamed import Objective
+from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.teacher.comparison import best, compared, shares
 from trl_opsd.types import LossParts, Rollout, RowTargets, Sampled, TeacherTargets

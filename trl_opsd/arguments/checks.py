@@ -17,7 +17,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, check_completion
 from trl_opsd.data.datasets import AnyDataset, Rows, check_alike, columns_of, describe_rows, look_ahead
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS
-from trl_opsd.data.prompts import COLUMNS, PRIVILEGED, Intake, Request, check_columns, tells_more
+from trl_opsd.data.prompts import COLUMNS, CONTRAST, PRIVILEGED, Intake, Request, check_columns, tells_more
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import (
@@ -114,7 +114,7 @@ def warn_of_same_model(
     tells_more: bool,
 ) -> bool:
     """Warns of a teacher that is the student and reads nothing more: the divergence is 0, and stays 0."""
-    if tells_more or args.tempers_apart or args.pulls or may_have(datasets, (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS)):
+    if tells_more or args.differs_from_itself or may_have(datasets, (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS)):
         return False
     loading = args.model_init_kwargs or {}
     theirs = teacher_loading(args)
@@ -149,7 +149,7 @@ def check_rows_of_rewards(
     """Checks that functions can be called for the rows that are evaluated, and learned where they are called then."""
     known: dict[str, Collection[str] | None] = {}
     for where, dataset in datasets.items():
-        if dataset is None or (where == "train_dataset" and not args.reward_weight):
+        if dataset is None or (where == "train_dataset" and not args.calls_rewards):
             continue
         columns = columns_of(dataset)
         if columns is not None:
@@ -222,9 +222,9 @@ def check_datasets(
 ) -> None:
     """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
     teachers = intake.teachers if len(intake.teachers) > 1 else ()
-    optional = (
-        (*PRIVILEGED, *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS) if intake.prompt_fn is None else ()
-    )  # a function may read columns of any name
+    # A function may read columns of any name.
+    contrast = CONTRAST if intake.contrasts else ()
+    optional = () if intake.prompt_fn else (*PRIVILEGED, *contrast, *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
     if datasets.keys() == {"train_dataset", "eval_dataset"} and not any(one is not None for one in datasets.values()):
         raise ValueError("`train_dataset` is None: pass a dataset with a column 'prompt'.")
     for where, dataset in datasets.items():
@@ -271,7 +271,7 @@ def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> b
     """Whether a column has to give the teacher context, because it starts as the student and reads nothing else."""
     kind = args.teacher_model_kind  # without the adapter it came with, a student is another model
     is_another = kind is None or (kind == "base" and not isinstance(student, str) and is_peft(student))
-    return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs)
+    return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs or args.teacher_context)
 
 
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:

@@ -34,7 +34,8 @@ from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
-from trl_opsd.data.prompts import CONTRAST, Intake, check_prompt_fn
+from trl_opsd.data.outcomes import check_prompt_fn
+from trl_opsd.data.prompts import Intake
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
     check_processing_class,
@@ -158,10 +159,11 @@ def prepared(
         teachers=tuple(models),
         template=args.teacher_prompt_template,
         prompt_fn=teacher_prompt_fn,
+        success=args.success_threshold if args.teacher_context else None,
         contrasts=args.contrast_weight > 0,
     )
     # a reference beside rewards, or a sharper self, differs from the student without a column
-    check_datasets(datasets, args, intake, needs_context and not (args.tempers_apart or args.pulls))
+    check_datasets(datasets, args, intake, needs_context and not args.differs_from_itself)
     check_models(model, models, args)
     refuse(SURPRISES, now, logger.warning)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
@@ -193,12 +195,7 @@ def prepared(
             refuse(GENERATING_SEEN, replace(now, rollout=picked))
             check_sees(model, args.model_init_kwargs or {})
     unread = without_effect(
-        replace(
-            now,
-            teachers=list(models.values()),
-            has_context=may_have(datasets, ("privileged_context",)),
-            has_contrast=may_have(datasets, CONTRAST),
-        )
+        replace(now, teachers=list(models.values()), has_context=may_have(datasets, ("privileged_context",)))
     )
     if unread:
         logger.warning(without_effect_in_words(args, unread))

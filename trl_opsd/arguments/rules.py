@@ -13,9 +13,10 @@ from transformers import Trainer
 from trl_opsd._compat.sharding import launched
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import by_name
+from trl_opsd.data.outcomes import reads_outcome
 from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.options.rules import Rule, together
-from trl_opsd.options.table import Situation
+from trl_opsd.options.table import Situation, shown
 
 
 def _unusable_optimizer(now: Situation) -> str:
@@ -30,6 +31,12 @@ def _unusable_optimizer(now: Situation) -> str:
         # One that needs the model says "pass a model": there will be one.
         return "" if "pass a" in str(error) else f"{given} cannot be used: {error}"
     return ""
+
+
+def _of_rewards(now: Situation) -> str:
+    """An option that needs rewards."""
+    names = ("reward_weight", "reward_gate", "teacher_context")
+    return next((shown(name, getattr(now, name)) for name in names if getattr(now, name) not in (None, 0.0)), "")
 
 
 LEARNING = (
@@ -63,9 +70,8 @@ EVALUATING = (
 
 BUILDING = (
     Rule(
-        lambda now: now.reward_weight and not now.rewards and now.train_dataset is not None,
-        "`reward_weight={0.reward_weight}` without rewards: pass `reward_funcs` to `OPSDTrainer`, or remove "
-        "`reward_weight`.",
+        lambda now: not now.rewards and now.train_dataset is not None and _of_rewards(now),
+        "{1} without rewards: pass `reward_funcs` to `OPSDTrainer`, or remove it.",
     ),
     Rule(
         lambda now: (
@@ -81,6 +87,15 @@ BUILDING = (
         lambda now: now.teacher_prompt_fn is not None and now.seq_kd,
         "`teacher_prompt_fn` with `seq_kd=True`: the function needs a completion, but the teacher needs its prompt to "
         "generate one: add a column 'teacher_prompt' or 'privileged_context' instead.",
+    ),
+    Rule(
+        lambda now: (
+            now.teacher_prompt_fn is not None
+            and reads_outcome(now.teacher_prompt_fn)
+            and ("without `reward_funcs`" if not now.rewards else now.overlap == "step" and "with `overlap='step'`")
+        ),
+        "`teacher_prompt_fn` takes a third argument, the rewards of all completions of a prompt, {1}: take two "
+        "arguments, or change that.",
     ),
     Rule(
         lambda now: now.teacher_prompt_fn is not None and now.remove_unused_columns,
@@ -157,7 +172,7 @@ SURPRISES = (
     ),
     Rule(
         lambda now: (
-            now.rewards and not now.reward_weight and now.train_dataset is not None and now.eval_strategy == "no"
+            now.rewards and not now.calls_rewards and now.train_dataset is not None and now.eval_strategy == "no"
         ),
         "`reward_funcs` are called only in evaluations, and this training has none: set `reward_weight` above 0 to "
         "train on rewards, or `eval_strategy` to log them.",

@@ -7,7 +7,6 @@ It turns dataset rows into text and messages; tokenization happens elsewhere.
 
 from __future__ import annotations
 
-import inspect
 import re
 import string
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,6 +16,7 @@ from itertools import cycle
 from typing import Any, TypeAlias
 
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, free, images_in, places
+from trl_opsd.data.outcomes import Outcome, reads_outcome
 from trl_opsd.types.rollout import RowImages
 
 _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
@@ -155,6 +155,9 @@ TEMPLATE = "{prompt}\n\n{privileged_context}"
 TEXT_TEMPLATE = "{privileged_context}\n\n{prompt}"
 """The template for text: a prompt ends where its answer begins, as in "Q: 1+1? A:", so nothing may follow it."""
 
+SUCCESS_TEMPLATE = "{prompt}\n\nA correct solution:\n\n{privileged_context}\n\nNow solve it yourself."
+"""The template for a successful completion of the same prompt."""
+
 PRIVILEGED = ("teacher_prompt", "privileged_context")
 """The columns that give a teacher a prompt other than the student's; a row has at most one of them."""
 
@@ -179,22 +182,6 @@ def check_template(option: str, template: Any) -> None:
         )
 
 
-def check_prompt_fn(function: Any) -> None:
-    """Refuses a `teacher_prompt_fn` that cannot be called with a row and the text of a completion (`TypeError`)."""
-    expected = "expected a function of two arguments, the row as a dict and the text of the completion"
-    if not callable(function) or isinstance(function, type):
-        what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
-        raise TypeError(f"`teacher_prompt_fn` is {what}: {expected}.")
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise TypeError(f"`teacher_prompt_fn` is asynchronous, but would not be awaited: {expected}.")
-    try:
-        inspect.signature(function).bind({}, "")
-    except TypeError as error:
-        raise TypeError(f"`teacher_prompt_fn` has another signature ({error}): {expected}.") from None
-    except ValueError:  # built-in functions may have no signature
-        return
-
-
 def tells_more(columns: Iterable[str]) -> bool:
     """Whether the columns give the teacher a prompt other than the student's."""
     return not {*PRIVILEGED, *TEACHER_IMAGE_COLUMNS}.isdisjoint(columns)
@@ -206,10 +193,12 @@ class Request(dict[str, Any]):
     __slots__ = (
         "advantage",
         "contrast",
+        "gate",
         "images",
         "is_off_policy",
         "logprobs",
         "of_teacher",
+        "outcome",
         "place",
         "student",
         "teacher",
@@ -224,6 +213,8 @@ class Request(dict[str, Any]):
         self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
         self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
         self.advantage = 0.0  # of the completion within its group, once there are rewards
+        self.outcome: Outcome | None = None  # once there are rewards, and a teacher's prompt depends on them
+        self.gate = 1.0  # weight of the row in the loss: by its reward, and 0 where the teacher has no prompt
         self.contrast: Prompt | None = None  # the teacher's prompt that its target moves away from
         self.images: RowImages | None = None  # of the student's prompt, once it is tokenized
 
@@ -236,8 +227,10 @@ class Intake:
     """Names of the teachers."""
     template: str | None
     """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
-    prompt_fn: Callable[[dict[str, Any], str], Any] | None
+    prompt_fn: Callable[..., Any] | None
     """Builds a teacher's prompt from a row and the completion's text; takes precedence over the columns."""
+    success: float | None = None
+    """The least reward of a completion that is shown to the teacher as a solution for the others of its prompt."""
     contrasts: bool = False
     """Whether rows have the prompt of a contrast."""
     processors: Mapping[str, str | None] = field(default_factory=dict)
@@ -271,16 +264,42 @@ class Intake:
         """Parses the rows of a generation batch of this name."""
         return [self.read(row, f"row {number} of {batch}") for number, row in enumerate(rows)]
 
-    def called(self, request: Request, completion_text: str) -> Prompt:
+    @property
+    def reads_outcomes(self) -> bool:
+        """Whether teachers' prompts depend on rewards."""
+        return self.success is not None or (self.prompt_fn is not None and reads_outcome(self.prompt_fn))
+
+    @property
+    def reads_completions(self) -> bool:
+        """Whether teachers' prompts depend on completions."""
+        return self.prompt_fn is not None or self.success is not None
+
+    def after(self, request: Request, completion_text: str) -> Prompt:
+        """The teacher's prompt after this completion, which excludes the row from the loss where there is none."""
+        if self.prompt_fn is not None:
+            return self._called(request, completion_text)
+        solution = None if self.success is None or request.outcome is None else request.outcome.success(self.success)
+        if solution is None:
+            request.gate *= float(request.of_teacher is not request.student)
+            return request.of_teacher
+        value = self._with_context(request["prompt"], solution, request.where, SUCCESS_TEMPLATE)
+        found = Prompt.of(value, f"The teacher's prompt in {request.where}")
+        return self._seen_by(request.teacher, found, request, images_in(request, IMAGE_COLUMNS, request.where))
+
+    def _called(self, request: Request, completion_text: str) -> Prompt:
         """What `prompt_fn` makes of a row and this completion."""
         assert self.prompt_fn is not None
+        given = dict(request), completion_text, *([request.outcome] if reads_outcome(self.prompt_fn) else ())
         try:
-            prompt = self.prompt_fn(dict(request), completion_text)
+            prompt = self.prompt_fn(*given)
         except Exception as error:
             # The user's own exception goes on, with the row named.
             columns = sorted(request)
             error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, which has the columns {columns}.")
             raise
+        if prompt is None:
+            request.gate = 0.0
+            return request.student
         found = Prompt.of(prompt, f"What `teacher_prompt_fn` returned for {request.where}")
         return self._seen_by(request.teacher, found, request, images_in(request, IMAGE_COLUMNS, request.where))
 
@@ -350,7 +369,7 @@ class Intake:
             )
         return prompt
 
-    def _with_context(self, prompt: Any, context: Any, where: str) -> Any:
+    def _with_context(self, prompt: Any, context: Any, where: str, template: str | None = None) -> Any:
         context = _as_text(context, where)
         if not context:
             raise ValueError(
@@ -358,7 +377,7 @@ class Intake:
                 "the row."
             )
         if isinstance(prompt, str):
-            return (self.template or TEXT_TEMPLATE).format(prompt=prompt, privileged_context=context)
+            return (self.template or template or TEXT_TEMPLATE).format(prompt=prompt, privileged_context=context)
         # The context goes to the last user message, which the answer follows.
         users = [position for position, message in enumerate(prompt) if message["role"] == "user"]
         if not users:
@@ -367,7 +386,8 @@ class Intake:
                 "privileged context: add one, or give a complete 'teacher_prompt' instead."
             )
         message = prompt[users[-1]]
-        text = (self.template or TEMPLATE).format(prompt=_text_of(message, _IMAGE), privileged_context=context)
+        template = self.template or template or TEMPLATE
+        text = template.format(prompt=_text_of(message, _IMAGE), privileged_context=context)
         content: Any = text
         if isinstance(message["content"], list):  # images stay where they are in the text
             images = cycle(places([message]))

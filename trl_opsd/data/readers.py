@@ -332,7 +332,7 @@ class Readers:
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher gets the same prompts as the student."""
         reads_apart = any(self.intake.processors)  # with a processor of its own
-        return not (self.template or self.intake.prompt_fn is not None or reads_apart or tells_more(columns))
+        return not (self.template or self.intake.reads_completions or reads_apart or tells_more(columns))
 
     def teacher_prompt_ids(
         self,
@@ -343,21 +343,21 @@ class Readers:
     ) -> list[list[int]] | None:
         """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
         # Where no row differs, the student's token ids are reused and nothing is tokenized again.
-        alike = not self.template and self.intake.prompt_fn is None
+        alike = not self.template and not self.intake.reads_completions
         alike = alike and all(request.of_teacher is request.student for request in requests)
         if not alike:
             reader = self.teacher
             prompts = [request.of_teacher for request in requests]
-            if self.intake.prompt_fn is not None:
+            if self.intake.reads_completions:
                 texts = decode(completion_ids, skip_special_tokens=True)
-                prompts = [self.intake.called(request, text) for request, text in zip(requests, texts, strict=True)]
+                prompts = [self.intake.after(request, text) for request, text in zip(requests, texts, strict=True)]
             if reader.check_kind(prompts) == "text" and requests[0].student.kind == "messages":
                 logger.warning_once(
                     "The prompts are text for the teacher but messages for the student, so no chat template is applied "
                     "to the teacher's. If the teacher is a chat model, give it messages, too."
                 )
             prompt_ids = reader.token_ids(prompts)
-        self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
+        self.check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
         return None if alike else prompt_ids
 
     def contrast_prompt_ids(self, requests: Sequence[Request], completion_ids: list[list[int]]) -> list[list[int]]:
@@ -365,10 +365,10 @@ class Readers:
         prompts = [request.contrast for request in requests if request.contrast is not None]
         self.teacher.check_kind(prompts)
         prompt_ids = self.teacher.token_ids(prompts)
-        self._check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
+        self.check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
         return prompt_ids
 
-    def _check_fits_teacher(
+    def check_fits_teacher(
         self, requests: Sequence[Request], prompt_ids: Sequence[list[int]], completion_lengths: Sequence[int]
     ) -> None:
         """Checks that each prompt and its completion fit into the context of the row's teacher."""

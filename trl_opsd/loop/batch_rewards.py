@@ -5,6 +5,7 @@ B rows of this process · R rows of all · F reward functions · G prompts · n 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pandas import DataFrame
 from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
+from trl_opsd.data.outcomes import Outcome, gate
 from trl_opsd.data.prompts import Request
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.checks import whole_checkpoint
@@ -49,12 +51,14 @@ class BatchRewards:
 
         To be called before rows are exchanged between processes: the completions of a prompt have to be adjacent.
         """
-        trainer = self._trainer
-        is_trained = trainer.model.training and trainer.args.reward_weight > 0
-        if not (is_trained or self._evaluated is not None):
+        trainer, tells = self._trainer, self._trainer.teaching.readers.intake.reads_outcomes
+        is_trained = trainer.model.training and (trainer.args.calls_rewards or tells)
+        if not (is_trained or self._evaluated is not None or tells):
             return
         with trainer.phase("reward"):
             rewards_BF = self._rewards_of(batch, rows)
+            if tells:
+                self._set_outcomes(batch, trainer.accelerator.gather(rewards_BF).cpu(), rows)
             if is_trained:
                 self._set_advantages(trainer.accelerator.gather(rewards_BF).cpu(), rows)
             elif self._evaluated is not None:
@@ -69,10 +73,29 @@ class BatchRewards:
             rewards_RF, weights_F, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
         )
         first = self._trainer.accelerator.process_index * len(rows)
-        for row, value in zip(rows, values_R[first : first + len(rows)].tolist(), strict=True):
+        mine = slice(first, first + len(rows))
+        totals = _total(rewards_RF, weights_F)[mine].tolist()
+        for row, value, total in zip(rows, values_R[mine].tolist(), totals, strict=True):
             row.advantage = value
+            if args.reward_gate is not None and not row.is_off_policy:
+                row.gate = gate(args.reward_gate, total, value)
         self._record(rewards_RF)
         self._trainer.record("frac_reward_zero_std", float(is_flat_R.float().mean()))
+
+    def _set_outcomes(self, batch: Mapping[str, Any], rewards_RF: Tensor, rows: Sequence[Request]) -> None:
+        """Tells each row the completions of its prompt and their rewards. Collective."""
+        trainer, args = self._trainer, self._trainer.args
+        number = args.num_generations if trainer.model.training else args.num_generations_eval or args.num_generations
+        texts = trainer.processing_class.batch_decode(
+            Rollout.unpack(batch).completion_lists(), skip_special_tokens=True
+        )
+        totals = [None if math.isnan(one) else one for one in _total(rewards_RF, self._rewards.weights).tolist()]
+        everyone = list(zip(gather_object(texts), totals, strict=True))
+        first = trainer.accelerator.process_index * len(rows)
+        for place, row in enumerate(rows, start=first):
+            start = place - place % number
+            group = tuple(everyone[start : start + number])
+            row.outcome = Outcome(group[place - start][1], place - start, group)
 
     # ---- Calling the functions --------------------------------------------------------------------------------------
 

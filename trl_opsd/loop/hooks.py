@@ -314,8 +314,8 @@ class TrainerHooks(TrainerMembers):
         stay = self._overlap is not None and self._overlap.notifies_teacher
         batch, rows = self._dealer.exchanged(written, requests, stay)
         if self.model.training and self.args.pulls:
-            reward, sft = self.args.reward_weight, self.args.sft_weight
-            pulls = [reward * row.advantage + sft * bool(row.is_off_policy) for row in rows]
+            reward, sft, constant = self.args.reward_weight, self.args.sft_weight, self.args.constant_advantage
+            pulls = [constant + reward * row.advantage + sft * bool(row.is_off_policy) for row in rows]
             batch["pull"] = torch.tensor(pulls, dtype=torch.float32, device=self.accelerator.device)
         batch.update(self._scorer.score(batch, rows))
         batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
@@ -410,8 +410,7 @@ class TrainerHooks(TrainerMembers):
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            if self.args.token_selection is not None:
-                self._scorer.warn_if_unscored(scored)
+            self._scorer.warn_if_unscored(scored)
             self._stats.add(inputs, rows, scored)
             if not self.accelerator.gradient_state.sync_gradients:
                 return (loss, None) if return_outputs else loss

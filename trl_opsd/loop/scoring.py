@@ -22,6 +22,7 @@ from trl_opsd.loop.step_stats import CANDIDATES
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.backbone import preserved_mode
+from trl_opsd.options.table import LARGEST_WEIGHT
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
@@ -30,8 +31,6 @@ from trl_opsd.types.targets import check_targets, kept_by_row
 
 logger = get_logger(__name__)
 
-LARGEST = 1e20
-"""Sums of weighted nats are float32, whose maximum is 3e38."""
 _SALT = 1
 """Separates the seeds of token selection from those of `lmbda`."""
 
@@ -57,11 +56,20 @@ class Scorer:
             with host.phase("teach"), autocast(host.accelerator):
                 targets = host.teach(rollout, rows)
             check_targets(targets, rollout, f"{name}.teach")
+            if missing := host.teaching.beside - set(targets.beside):
+                raise ValueError(
+                    f"`{name}.teach` returned targets without those of {sorted(missing)}, which the objective needs: "
+                    "change those of `super().teach(rollout, rows)`."
+                )
             _check_unchanged(batch, digest, f"`{name}.teach`, or the teacher that it calls,")
             weights = host.weigh(rollout, rows, targets)
         _check_unchanged(batch, digest, f"`{name}.weigh`")
         rollout = replace(rollout, weights=counted)
         weights = checked_weights(weights, rollout)
+        gates = [getattr(row, "gate", 1.0) for row in rows]
+        if host.teaching.readers.intake.reads_outcomes or (host.model.training and host.args.reward_gate is not None):
+            weights = weights * weights.new_tensor(gates).unsqueeze(1)
+            host.record("gate/mean", sum(gates) / len(gates))
         found = {
             **kept_by_row(targets, counted).pack(),
             "loss_weights": weights,
@@ -133,7 +141,7 @@ class Scorer:
 def selection_of(host: Host) -> Selection | None:
     """Which tokens of each row are trained on; `None` for all, as in every evaluation."""
     args = host.args
-    return args.build_selection() if args.token_selection is not None and host.model.training else None
+    return args.build_selection() if host.model.training else None
 
 
 def _generated(batch: Mapping[str, Any]) -> Rollout:
@@ -168,10 +176,10 @@ def checked_weights(weights: Any, rollout: Rollout) -> Tensor:
         raise ValueError(f"`weigh` returned weights of shape {tuple(weights.shape)}: expected {tuple(expected)}.")
     # A user may have computed them with a model; the loss has no gradient through them.
     weights = weights.detach().to(rollout.weights.device, torch.float32)
-    if not (weights.isfinite() & (weights >= 0) & (weights <= LARGEST)).all():
+    if not (weights.isfinite() & (weights >= 0) & (weights <= LARGEST_WEIGHT)).all():
         raise ValueError(
             f"`weigh` returned weights from {weights.min():g} to {weights.max():g}: expected finite weights from 0 to "
-            f"{LARGEST:g}. The loss is divided by their sum, so only their ratios matter."
+            f"{LARGEST_WEIGHT:g}. The loss is divided by their sum, so only their ratios matter."
         )
     if (outside := (weights != 0) & ~rollout.counts).any():
         row, place = outside.nonzero()[0].tolist()

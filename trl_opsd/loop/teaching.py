@@ -38,7 +38,7 @@ from trl_opsd.teacher.checks import teachers_processors
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.rollout import images_of
+from trl_opsd.types.rollout import PromptIds, images_of
 
 
 class Teaching:
@@ -230,15 +230,19 @@ class Teaching:
             )
         return [{"prompt": text} for text in self._host.processing_class.batch_decode(rollout.prompt_lists())]
 
+    @property
+    def beside(self) -> set[str]:
+        """What the objective compares with besides the teacher."""
+        found = {"contrast": self.readers.intake.contrasts, "origin": self.teachers.origin is not None}
+        return {name for name, is_read in found.items() if is_read}
+
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """The teachers' targets for a generation batch."""
-        beside = {}
-        if self.readers.intake.contrasts:
+        beside = dict.fromkeys(self.beside, rollout)
+        if "contrast" in beside:
             requests = self.readers.intake.read_batch(rows, self.batch_name)
             prompts = self.readers.contrast_prompt_ids(requests, rollout.completion_lists())
             beside["contrast"] = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
-        if self.teachers.origin is not None:
-            beside["origin"] = rollout
         return self.teachers.targets(*self._for_teachers(rollout, rows), beside)
 
     @property
@@ -255,11 +259,33 @@ class Teaching:
         requests = self.readers.intake.read_batch(rows, self.batch_name)
         decode = self._host.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
+        prompts = self._of_control(prompts, requests, rollout)
         if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:
             self.first_made = prompts[0]
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
         return rollout, [request.teacher for request in requests]
+
+    def _of_control(
+        self, prompts: list[list[int]] | None, requests: Sequence[Request], rollout: Rollout
+    ) -> list[list[int]] | None:
+        """The teachers' prompts, or those that `teacher_control` puts in their place."""
+        args = self._host.args
+        if args.teacher_control == "unprivileged":
+            return None
+        if args.teacher_control != "shuffled":
+            return prompts
+        if prompts is None:
+            prompts = [PromptIds(ids, row.images) for ids, row in zip(rollout.prompt_lists(), requests, strict=True)]
+        away = args.num_generations  # the completions of a prompt are adjacent
+        if len({tuple(ids) for ids in prompts}) == 1:
+            raise ValueError(
+                f"`teacher_control='shuffled'`, but {self.batch_name} has one prompt alone: raise "
+                "`per_device_train_batch_size` or `gradient_accumulation_steps`."
+            )
+        prompts = [*prompts[away:], *prompts[:away]]
+        self.readers.check_fits_teacher(requests, prompts, list(map(len, rollout.completion_lists())))
+        return prompts
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------
 
@@ -318,4 +344,5 @@ class Teaching:
         }
 
     def _learned_rewards(self) -> Sequence[Any]:
-        return self._given.rewards if self._host.args.reward_weight else ()
+        is_read = self._host.args.calls_rewards or self._given.intake.reads_outcomes
+        return self._given.rewards if is_read else ()

@@ -124,6 +124,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             Logs(_WEIGHTED, "`anchor_weight` above 0"),
             "anchored / weight",
         ),
+        "gate/mean": Metric(
+            "1",
+            "Weight of a row by its reward; 0 where the teacher has no prompt of its own.",
+            Logs(_STEPS, "`reward_gate`, `teacher_context`, or a `teacher_prompt_fn` that takes rewards"),
+        ),
         "importance/mean": Metric(
             "1",
             "Importance weight of a sampled token, after its bound.",

@@ -6,9 +6,10 @@ in `table.py`; conflicts with the trainer's arguments are in `arguments/rules.py
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from trl_opsd.losses import Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS
 from trl_opsd.losses.token_selection import LATE
-from trl_opsd.options.table import Values, above, below, one_of, shown
+from trl_opsd.options.table import LARGEST_WEIGHT, Values, above, below, one_of, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ def together(why: str, *, warns: bool = False, **when: Any) -> Rule:
         return (f"{first} with {' and '.join(others)}" if others else first) if all(fit) else ""
 
     return Rule(broken, f"{{1}}{why}", warns)
+
+
+def each(why: str, of: Mapping[str, Any], **when: Any) -> Iterator[Rule]:
+    """A rule as of `together` for each of these options."""
+    return (together(why, **{name: value}, **when) for name, value in of.items())
 
 
 SET = Values("not None", lambda value: value is not None)
@@ -138,6 +144,10 @@ def _of_whole_rows(at: Launch) -> str:
         "padding_free": [False],
         "pad_to_multiple_of": [None, "auto"],
         "torch_compile": [False],
+        "contrast_weight": [0.0],
+        "extrapolation": [1.0],
+        "anchor_weight": [0.0],
+        "teacher_control": [None, "shuffled", "unprivileged"],
     }
     values = {name: getattr(at.args, name) for name in fine}
     return next((shown(name, value) for name, value in values.items() if value not in fine[name]), "")
@@ -444,10 +454,10 @@ AFTER = (
     _several_alike("num_generations_eval"),
     *EVALUATION,
     # rewards
-    together(
+    *each(
         ": rewards are compared among the completions of a prompt, and there is only one: set `num_generations` to 2 "
         "or more (TRL's GRPO uses 8).",
-        reward_weight=above(0),
+        {"reward_weight": above(0), "reward_gate": one_of("advantage"), "teacher_context": SET},
         num_generations=1,
     ),
     together(
@@ -456,11 +466,29 @@ AFTER = (
         reward_weight=above(0),
         lmbda=0,
     ),
-    together(
-        ": a row is trained on before the other completions of its prompt, whose rewards it needs, are complete: "
-        "remove `overlap`, or set `overlap='ahead'`.",
-        reward_weight=above(0),
+    *each(
+        ": a row is trained on before the other completions of its step, which it needs, are complete: remove "
+        "`overlap`, or set `overlap='ahead'`.",
+        {
+            "reward_weight": above(0),
+            "reward_gate": SET,
+            "teacher_context": SET,
+            "teacher_control": one_of("shuffled"),
+        },
         overlap="step",
+    ),
+    *each(
+        ": the control replaces the objective, and its tokens: remove one of them.",
+        {"divergence": SET, "token_selection": SET, "top_k_teacher": SET, "kl_clip": SET},
+        teacher_control="constant",
+    ),
+    together(
+        ": the teacher's context is not read: remove one of them.", teacher_control="unprivileged", teacher_context=SET
+    ),
+    Rule(
+        lambda args: math.log(args.position_discount) * args.max_completion_length > math.log(LARGEST_WEIGHT),
+        "`position_discount={0.position_discount}` to the power of `max_completion_length={0.max_completion_length}` "
+        "is too large for a weight: set it nearer to 1, or use `position_weights`.",
     ),
 )
 """Of options as they are read."""

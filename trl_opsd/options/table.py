@@ -93,6 +93,13 @@ NUMBERS = Values(
     "a list of finite numbers, one for each function",
     lambda value: isinstance(value, list | tuple) and all(is_number(one) and math.isfinite(one) for one in value),
 )
+NUMBER = _number("a finite number", math.isfinite)
+GATE = Values(
+    "a finite number, 'reward' or 'advantage'", lambda value: value in ("reward", "advantage") or NUMBER.fits(value)
+)
+CONTROLS = ("shuffled", "unprivileged", "constant")
+LARGEST_WEIGHT = 1e20
+"""Of a token in the loss: sums of weighted nats are float32, whose maximum is 3e38."""
 POSITIVES = Values(
     "a list of at least two numbers of at least 0, not all of them 0",
     lambda value: (
@@ -153,8 +160,6 @@ class Situation:
     """Columns that are read."""
     has_context: bool = True
     """Whether a dataset may have a column `privileged_context`."""
-    has_contrast: bool = True
-    """Whether a dataset may have a column of contrasts."""
     rollout: Any = None
     """What generates, once it is chosen."""
 
@@ -205,8 +210,8 @@ LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(pat
 TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda now: now.teacher_server_url is not None)
 NO_PROMPT_FN = Need("`teacher_prompt_fn` makes the teacher's prompts", lambda now: now.teacher_prompt_fn is None)
 CONTEXT = Need("no dataset has a column 'privileged_context'", lambda now: now.has_context)
-CONTRAST = Need("no dataset has a column 'contrast_context' or 'contrast_prompt'", lambda now: now.has_contrast)
 CONTRASTS = Need("`contrast_weight` is 0", lambda now: now.contrast_weight)
+SUCCESS = Need("`teacher_context` is not 'group_success'", lambda now: now.teacher_context is not None)
 ANCHOR = Need("`anchor_weight` is 0", lambda now: now.anchor_weight)
 ANCHORS = tuple(name for name in DIVERGENCES if name != "sampled_reverse_kl")
 """Divergences of whole distributions."""

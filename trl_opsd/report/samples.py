@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_opsd.losses import Divergence, ReverseKL, SampledReverseKL, streamed_divergence
+from trl_opsd.losses import ReverseKL, SampledReverseKL
+from trl_opsd.losses.objective import Objective
 from trl_opsd.models.backbone import logits_of
 from trl_opsd.models.tokenizers import readable
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
@@ -72,16 +73,17 @@ def samples_of(
     targets: TeacherTargets,
     rows: Sequence[int],
     *,
-    divergence: Divergence,
-    temperatures: tuple[float, float],
-    vocabulary: int | None,
+    objective: Objective,
+    origin: OutputHead | None,
     tokenizer: Any,
     placeholders: Collection[int],
     names: Sequence[str],
 ) -> list[Sample]:
     """Some rows of a batch, with the distributions that its loss compares; waits for the device."""
     # A sampled estimate says little about a single token: the reverse KL, its mean, is recorded instead.
-    measure = ReverseKL() if isinstance(divergence, SampledReverseKL) else divergence
+    measure = ReverseKL() if isinstance(objective.divergence, SampledReverseKL) else objective.divergence
+    objective = replace(objective, divergence=measure, chunk_tokens=CHUNK, kl_clip=None, anchor_weight=0.0)
+    temperatures, vocabulary = objective.temperatures, objective.vocabulary
     prompts, completions = rollout.prompt_lists(), rollout.completion_lists()
     found = []
     for row in rows:
@@ -97,8 +99,13 @@ def samples_of(
         ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
         values: dict[int, Any] = {}
         if len(places_n):
-            compared = streamed_divergence(student, teacher, measure, chunk_tokens=CHUNK, vocabulary=vocabulary)
-            nats_n = compared.divergence.tolist()
+            heads = {"contrast": teacher_head, "origin": origin or teacher_head}
+            beside = {
+                name: (states_nH.to(heads[name].weight.device), heads[name])
+                for name, states_nH in targets.beside_of(row, places_n).items()
+            }
+            pair = (student.hidden, head), (teacher.hidden, teacher_head)
+            nats_n = objective.of(*pair, None, None, beside).divergence.tolist()
             of_student_n, _, _ = _said(student, vocabulary, ids_n)
             of_teacher_n, best_nK, ids_nK = _said(teacher, vocabulary, ids_n)
             columns = (nats_n, of_student_n, of_teacher_n, ids_nK, best_nK)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses import reduce
+from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.losses.streamed import Objective, streamed_entropy
+from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled, TeacherTargets

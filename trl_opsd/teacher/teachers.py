@@ -56,6 +56,11 @@ class Teachers(dict[str, Teacher]):
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]
 
+    @property
+    def origin_head(self) -> OutputHead | None:
+        """The output head of `origin`."""
+        return None if self.origin is None else self.origin.head
+
     def targets(self, rollout: Rollout, names: Sequence[str], beside: Mapping[str, Rollout]) -> TeacherTargets:
         """The targets of each row from its teacher in `names`, and states of the same tokens in rollouts `beside`.
 

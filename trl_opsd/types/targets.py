@@ -107,6 +107,11 @@ class TeacherTargets:
         kept = self.rows[row]
         return kept.hidden.index_select(0, torch.searchsorted(kept.places, places_n).to(kept.hidden.device))
 
+    def beside_of(self, row: int, places_n: Tensor) -> dict[str, Tensor]:
+        """[n, H_t] each: the states beside, at these positions of a row, as of [`~TeacherTargets.of`]."""
+        each = {name: TeacherTargets.by_row(rows, self.tokens) for name, rows in self.beside.items()}
+        return {name: one.of(row, places_n) for name, one in each.items()}
+
     def pack(self) -> dict[str, Any]:
         """The row-aligned values that are dealt to micro-batches, of targets kept by row."""
         assert self.rows is not None, "only `rows` do not depend on the longest completion of a batch"

@@ -1,0 +1,181 @@
+"""Each remedy for self-distillation equals a few lines of float64, alone and with others, in losses and weights."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+
+from trl_opsd import FixedRollout, OPSDTrainer
+from trl_opsd.losses import DIVERGENCES, EntropyAwareKL, ForwardKL, ReverseKL
+from trl_opsd.losses.registry import Settings
+
+WORDS = tiny.tokenizer()
+RATE = 1e-2
+
+
+class Answering(FixedRollout):
+    """Completes each prompt with tokens that follow from it."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return [answer(ids) for ids in prompt_ids]
+
+
+def answer(prompt_ids: list[int]) -> list[int]:
+    start = sum(prompt_ids)
+    return [5 + (start + 3 * place) % 60 for place in range(3 + start % 5)] + [WORDS.eos_token_id]
+
+
+def rows(**columns: list[Any]) -> Dataset:
+    contexts = {
+        "privileged_context": [f"hint {row}" for row in range(8)],
+        "contrast_context": [f"wrong {7 * row % 5}" for row in range(8)],
+    }
+    return Dataset.from_dict({"prompt": tiny.PROMPTS, **contexts, **columns})
+
+
+def trained(make_trainer, cls: type = OPSDTrainer, **given: Any) -> OPSDTrainer:
+    options = {
+        "learning_rate": RATE, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 1e9,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "shuffle_dataset": False,
+    }  # fmt: skip
+    trainer = make_trainer(cls, **{"train_dataset": rows(), "rollout": Answering(), **options, **given})
+    trainer.train()
+    return trainer
+
+
+# ---- In float64 ------------------------------------------------------------------------------------------------------
+
+
+def log_probs(model: Any, text: str, completion: list[int]) -> Tensor:
+    """[C, V], float64, of a row alone."""
+    prompt = WORDS(text)["input_ids"]
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.double().log_softmax(-1)
+
+
+def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, options: dict[str, Any]) -> list[float]:
+    """Plain SGD, four rows a step; the losses of the steps, and the student changed in place."""
+    own = options.get("teacher_model_kind")
+    student, origin = student.double().train(), copy.deepcopy(student).double().eval()
+    models = {name: one.double().eval() for name, one in teachers.items()}
+    compared = DIVERGENCES[options.get("divergence", "reverse_kl")](Settings(beta=0.5))
+    anchored = DIVERGENCES[options.get("anchor_divergence", "reverse_kl")](Settings(beta=0.5))
+    weight, bound = options.get("contrast_weight", 0.0), options.get("contrast_clip")
+    factor, anchor = options.get("extrapolation", 1.0), options.get("anchor_weight", 0.0)
+    found = []
+    for start in range(0, len(data), 4):
+        total, weights = torch.zeros((), dtype=torch.float64), 0.0
+        for row in data.select(range(start, start + 4)):
+            completion = answer(WORDS(row["prompt"])["input_ids"])
+            mine = log_probs(student, row["prompt"], completion)
+            with torch.no_grad():
+                live = {"live": student, "base": origin}
+                teacher = live.get(own) or models[row.get("teacher", "one")]
+                told = log_probs(teacher, f"{row['privileged_context']}\n\n{row['prompt']}", completion)
+                less = log_probs(teacher, f"{row['contrast_context']}\n\n{row['prompt']}", completion)
+                first = log_probs(origin, row["prompt"], completion)
+                gap = told - less
+                gap = gap if bound is None else bound * (gap / bound).tanh()
+                target = (first + factor * (told - first) + weight * gap).log_softmax(-1)
+            each = compared.value(mine, target) + anchor * anchored.value(mine, first)
+            places = torch.arange(len(completion), dtype=torch.float64)
+            scale = options.get("position_discount", 1.0) ** places
+            if (table := options.get("position_weights")) is not None:
+                at = places / (len(completion) - 1) * (len(table) - 1)
+                low = at.long().clamp(max=len(table) - 2)
+                knots = torch.tensor(table, dtype=torch.float64)
+                scale = scale * (knots[low] + (at - low) * (knots[low + 1] - knots[low]))
+            if options.get("token_selection") == "prefix":
+                scale = scale * (places < -(-len(completion) // 2))
+            total, weights = total + (scale * each).sum(), weights + float(scale.sum())
+        loss = total / weights
+        trainable = [one for one in student.parameters() if one.requires_grad]
+        gradients = torch.autograd.grad(loss, trainable)
+        found.append(float(loss.detach()))
+        with torch.no_grad():
+            for one, gradient in zip(trainable, gradients, strict=True):
+                one.sub_(gradient, alpha=RATE)
+    return found
+
+
+REMEDIES: dict[str, dict[str, Any]] = {
+    "contrast": {"contrast_weight": 0.5},
+    "contrast, bounded": {"contrast_weight": 1.0, "contrast_clip": 3.0},
+    "purified": {"contrast_weight": 1.0, "contrast_clip": 10.0, "extrapolation": 0.0},
+    "beyond the teacher": {"extrapolation": 1.25},
+    "anchor": {"anchor_weight": 0.3},
+    "anchor, forward": {"anchor_weight": 0.3, "anchor_divergence": "forward_kl"},
+    "entropy-aware": {"divergence": "entropy_aware_kl"},
+    "rising weights": {"position_weights": [0.25, 0.5, 1.0]},
+    "rising discount": {"position_discount": 1.1},
+}
+WITH: dict[str, dict[str, Any]] = {
+    "itself": {},
+    "forward KL": {"divergence": "forward_kl"},
+    "JSD, selection": {"divergence": "jsd", "token_selection": "prefix", "token_fraction": 0.5},
+    "two teachers": {"teacher_model": "two"},
+    "itself as a teacher": {"teacher_model_kind": "live"},
+    "one micro-batch": {"max_tokens_per_microbatch": 100_000},
+    "rows as they end": {"overlap": "step"},
+    "tiles of two": {"loss_chunk_tokens": 2},
+}
+PAIRS = {
+    **{(one, "itself"): {} for one in REMEDIES},
+    **{("contrast, bounded", one): {} for one in WITH},
+    **{(remedy, one): {} for remedy, one in itertools.product(("anchor", "beyond the teacher"), WITH)},
+}
+
+
+def options_of(*names: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        found.update(REMEDIES.get(name, WITH.get(name, {})))
+    return found
+
+
+def assert_equals_float64(make_trainer, options: dict[str, Any]) -> None:
+    options, data = dict(options), rows()
+    own = options.get("teacher_model_kind")
+    teachers = {} if own else {"one": tiny.qwen2(48, 1)}
+    if options.pop("teacher_model", None) == "two":
+        teachers["two"] = tiny.qwen2(40, 2)
+        data = rows(teacher=["one", "two", "two", "one"] * 2)
+    student = tiny.qwen2(32, 0)
+    given = teachers if len(teachers) > 1 else teachers.get("one")
+    ours = trained(
+        make_trainer, model=copy.deepcopy(student), teacher_model=copy.deepcopy(given), train_dataset=data, **options
+    )
+    expected = losses_in_float64(student, teachers, data, options)
+    found = [entry["loss"] for entry in ours.state.log_history if "loss" in entry]
+    assert found == pytest.approx(expected, rel=2e-5)
+    for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
+def test_a_remedy_equals_float64(make_trainer, pair):
+    assert_equals_float64(make_trainer, options_of(*pair))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", itertools.combinations(REMEDIES, 2), ids=", ".join)
+@pytest.mark.parametrize("other", WITH)
+def test_two_remedies_equal_float64(make_trainer, pair, other):
+    assert_equals_float64(make_trainer, options_of(*pair, other))
+
+
+def test_all_remedies_at_once_equal_float64(make_trainer):
+    assert_equals_float64(
+        make_trainer, options_of("contrast, bounded", "beyond the teacher", "anchor, forward", "rising weights")
+    )

@@ -1,0 +1,66 @@
+"""How the models of a run are compared: what does not depend on the token.
+
+N tokens in the loss · H hidden size · V vocabulary size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from torch import Tensor
+
+from trl_opsd.losses.divergence import Divergence
+from trl_opsd.losses.streamed import streamed_divergence
+from trl_opsd.types import Beside, LazyLogits, OutputHead, PerToken, Sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """How two models are compared: the arguments of [`streamed_divergence`] that are the same for all tokens."""
+
+    divergence: Divergence
+    temperatures: tuple[float, float] = (1.0, 1.0)
+    """Of the student and of the teacher."""
+    chunk_tokens: int | None = None
+    vocabulary: int | None = None
+    kl_clip: float | None = None
+    contrast: tuple[float, float | None] = (0.0, None)
+    """How far the target moves away from the contrast, and the bound of that: [`~types.Beside.push`]."""
+    extrapolation: float = 1.0
+    """Factor of the teacher's log-probabilities relative to those of the origin, whose share is the rest."""
+    anchor_weight: float = 0.0
+    anchor: Divergence | None = None
+    """The divergence from the origin, times that weight."""
+
+    def of(
+        self,
+        student: tuple[Tensor, OutputHead],
+        teacher: tuple[Tensor, OutputHead],
+        weights: Tensor | None,
+        sampled: Sampled | None,
+        beside: Mapping[str, tuple[Tensor, OutputHead]] = MappingProxyType({}),
+    ) -> PerToken:
+        """The divergence of tokens, each model as hidden states [N, H] and head [V, H]; `beside` by what it is for."""
+        roles = {
+            "contrast": partial(Beside, push=self.contrast[0], bound=self.contrast[1]),
+            "origin": partial(Beside, push=self.extrapolation - 1, anchor=self.anchor_weight),
+        }
+        return streamed_divergence(
+            LazyLogits(*student, self.temperatures[0]),
+            LazyLogits(*teacher, self.temperatures[1]),
+            self.divergence,
+            weights,
+            self.chunk_tokens,
+            self.vocabulary,
+            self.kl_clip,
+            sampled,
+            [roles[name](LazyLogits(*one, self._temperature_of(name))) for name, one in beside.items()],
+            self.anchor,
+        )
+
+    def _temperature_of(self, beside: str) -> float:
+        # An anchor alone is compared with the student as they are; what makes the target is tempered like the teacher.
+        return self.temperatures[0 if beside == "origin" and self.extrapolation == 1 else 1]
