@@ -43,6 +43,7 @@ from trl_opsd.options.table import (
     ENGINE,
     FRACTION,
     GATE,
+    GROWS,
     LIVE,
     LOADED,
     LONG,
@@ -182,6 +183,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion."""
     num_generations_eval: Annotated[int | None, Option(integer(1) | None)] = None
     """The same in evaluations, and in `predict`. When `None`, `num_generations`."""
+    completion_length_start: Annotated[
+        int | None, Option(integer(1) | None, resumed=True, words="completions of at most {} tokens at first")
+    ] = None
+    """Most tokens of a completion in the first step of a training, from where the limit rises to
+    `max_completion_length`. When `None`, it is the same in all steps."""
+    completion_length_steps: Annotated[int, Option(integer(1), (GROWS,), resumed=GROWS)] = 100
+    """Optimizer steps until it has risen."""
     lmbda: Annotated[float, Option(from_to(0, 1), resumed=True)] = 1.0
     """Share of rows that the student completes, as in TRL's `GKDConfig`; the others have a column `completion`."""
     seq_kd: Annotated[bool, Option(resumed=True, also="generate_from_teacher")] = False
@@ -416,6 +424,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
     def constant_advantage(self) -> float:
         """The advantage of every token that counts, of a control: "fixed negative" in arXiv 2608.31046."""
         return -0.5 if self.teacher_control == "constant" else 0.0
+
+    def completion_limit(self, step: int) -> int:
+        """Most tokens of a completion that is generated in training after so many steps."""
+        most, first = self.max_completion_length, self.completion_length_start
+        if first is None:
+            return most
+        return most - int((most - first) * max(0.0, 1 - step / self.completion_length_steps))
 
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""

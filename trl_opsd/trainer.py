@@ -389,7 +389,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     @property
     def limits(self) -> PromptLimits:
         """Limits on the student's prompts and completions: vocabulary and context."""
-        return self.teaching.readers.student_limits
+        limits = self.teaching.readers.student_limits
+        if self.args.completion_length_start is None or not (self.is_built and self.model.training):
+            return limits
+        return replace(limits, completion=self.args.completion_limit(self.state.global_step))
 
     @property
     def reading_to_learn(self) -> Reading:

@@ -10,11 +10,10 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from torch import Tensor
 
-from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.losses import DIVERGENCES, EntropyAwareKL, ForwardKL, ReverseKL
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 
 WORDS = tiny.tokenizer()
@@ -169,7 +168,7 @@ def test_a_remedy_equals_float64(make_trainer, pair):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pair", itertools.combinations(REMEDIES, 2), ids=", ".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(REMEDIES, 2)), ids=", ".join)
 @pytest.mark.parametrize("other", WITH)
 def test_two_remedies_equal_float64(make_trainer, pair, other):
     assert_equals_float64(make_trainer, options_of(*pair, other))
@@ -179,3 +178,34 @@ def test_all_remedies_at_once_equal_float64(make_trainer):
     assert_equals_float64(
         make_trainer, options_of("contrast, bounded", "beyond the teacher", "anchor, forward", "rising weights")
     )
+
+
+# ---- Short completions first -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_completions_grow_to_their_limit(make_trainer, tmp_path, resumes):
+    class Noting(OPSDTrainer):
+        def teach(self, rollout, rows):
+            if self.model.training:
+                longest.append(rollout.completion_mask.sum(1).max().item())
+            return super().teach(rollout, rows)
+
+    longest: list[int] = []
+    options = {
+        "rollout": HFRollout(), "max_completion_length": 20, "completion_length_start": 4, "max_steps": 6,
+        "completion_length_steps": 4, "learning_rate": 1e-9, "save_strategy": "steps", "save_steps": 2,
+    }  # fmt: skip
+    trainer = make_trainer(Noting, **options)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    limits = [4, 8, 12, 16, 20, 20]
+    assert [entry["completions/limit"] for entry in logs] == limits
+    assert longest == limits
+    evaluated = trainer.predict(tiny.rows(4)).predictions
+    assert evaluated.shape[1] > 16, "an evaluation has the whole length"
+    if resumes:
+        again = make_trainer(Noting, **options)
+        longest.clear()
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert [entry["completions/limit"] for entry in again.state.log_history if "loss" in entry] == limits

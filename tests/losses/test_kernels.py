@@ -97,10 +97,12 @@ ALL = (
     " and not (Skewed or Alpha or Total or Adaptive)"
     " or weights_multiply and not Adaptive or clipped_divergence and 0.005 and temperature and not Adaptive"
     " or sampled_tokens and not Adaptive"
+    " or equal_the_oracle and not AdaptiveKL and not EntropyAware"
 )
 SOME = (
     "freezing or second_backward or weights_multiply and not Adaptive"
     " or temperature and ReverseKL and not Skewed and (PaddedVocabularies or sampled_tokens and given3)"
+    " or equal_the_oracle and ForwardKL and (bounded or place)"
 )
 
 
@@ -109,7 +111,7 @@ SOME = (
     [pytest.param(SOME, 15, id="some"), pytest.param(ALL, 60, id="all", marks=pytest.mark.long)],
 )
 def test_streamed_divergence_passes_its_tests_with_the_kernel(chosen, least):
-    files = [str(Path(__file__).with_name(name)) for name in ("test_streamed.py", "test_sampled.py")]
+    files = [str(Path(__file__).with_name(name)) for name in ("test_streamed.py", "test_sampled.py", "test_beside.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-c", COUNTED, *files, "-k", chosen], env=env, capture_output=True, text=True, check=False

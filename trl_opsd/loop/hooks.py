@@ -337,6 +337,8 @@ class TrainerHooks(TrainerMembers):
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         self._generation.requests = rows
         batch: dict[str, Any] = super()._generate_and_score_completions(text)
+        if self.model.training and self.args.completion_length_start is not None:
+            self.record("completions/limit", self.limits.completion)
         batch["completion_mask"][self._generation.empty_rows] = 0
         return batch
 

@@ -52,6 +52,16 @@ class Finish:
         return (logits_RV / self.cap).square_().neg_().add_(1.0)
 
 
+FARTHEST = 80.0
+"""Most nats between two log-probabilities of a token that a target is made of: one model may exclude it."""
+
+
+def gap(log_p: Tensor, log_q: Tensor, bound: float | None) -> Tensor:
+    """The difference of log-probabilities, with a soft bound if there is one."""
+    difference = (log_p - log_q).clamp(-FARTHEST, FARTHEST)
+    return difference if bound is None else bound * (difference / bound).tanh()
+
+
 def target_(
     finishes: Sequence[Finish], products: Sequence[Tensor], pushes: Sequence[tuple[float, float | None]]
 ) -> None:
@@ -62,18 +72,13 @@ def target_(
     limits, (teacher_RV, *others) = torch.finfo(torch.float32), products
     for finish, products_RV in zip(finishes, products, strict=False):
         finish(products_RV)
-    if any(bound is not None for _, bound in pushes):  # a bound is of log-probabilities
-        for products_RV in products[: len(finishes)]:
-            products_RV.sub_(products_RV.logsumexp(-1, keepdim=True)).clamp_(min=limits.min)
+        products_RV.sub_(products_RV.logsumexp(-1, keepdim=True)).clamp_(min=limits.min)
     target_RV = teacher_RV.clone()
     for (push, bound), other_RV in zip(pushes, others, strict=False):
-        gap_RV = teacher_RV - other_RV
-        if bound is not None:
-            gap_RV.div_(bound).tanh_().mul_(bound)
-        target_RV.add_(gap_RV, alpha=push)
+        target_RV.add_(gap(teacher_RV, other_RV, bound), alpha=push)
     if finishes[0].bias is not None:
         target_RV.masked_fill_(teacher_RV <= limits.min, limits.min)
-    teacher_RV.copy_(target_RV.clamp_(limits.min, limits.max))
+    teacher_RV.copy_(target_RV.clamp_(min=limits.min))
 
 
 Step: TypeAlias = Callable[

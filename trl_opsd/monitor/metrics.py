@@ -210,6 +210,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "Steps skipped because of a loss or gradient that is NaN or infinite.",
             Logs("the same in all processes; total since `train` was called", _SKIPS, evaluated=False),
         ),
+        "completions/limit": Metric(
+            "tokens",
+            "Most tokens of a completion in this step.",
+            Logs(_STEPS, "`completion_length_start`", evaluated=False),
+        ),
         "images/mean": Metric("images", "Images per prompt.", _IMAGES),
         "images/tokens": Metric("tokens", "Prompt tokens that stand for images, per prompt.", _IMAGES),
     }

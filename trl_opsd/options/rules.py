@@ -450,6 +450,11 @@ AFTER = (
         "`num_generations={0.num_generations}`: a generation batch has {1} rows, which must be whole groups of "
         "completions of one prompt: set a divisor of {1}, or change the batch size.",
     ),
+    Rule(
+        lambda args: (args.completion_length_start or 0) > args.max_completion_length,
+        "`completion_length_start={0.completion_length_start}` is above "
+        "`max_completion_length={0.max_completion_length}`, to which the limit rises: lower it.",
+    ),
     _several_alike("num_generations"),
     _several_alike("num_generations_eval"),
     *EVALUATION,

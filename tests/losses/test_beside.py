@@ -1,0 +1,130 @@
+"""A third model beside student and teacher: what the target moves away from, and an anchor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_cost import STUDENT, TEACHER, TOKENS, VOCABULARY, counted_flops
+from torch.testing import assert_close
+
+from trl_opsd.losses import (
+    DIVERGENCES,
+    Beside,
+    ForwardKL,
+    LazyLogits,
+    OutputHead,
+    ReverseKL,
+    Sampled,
+    SampledReverseKL,
+    dense_divergence,
+    streamed_divergence,
+)
+from trl_opsd.losses.registry import Settings
+
+pytestmark = pytest.mark.quick
+
+MADE = [make(Settings(beta=0.5)) for make in DIVERGENCES.values()]
+
+
+def third(rows: int, width: int, tokens: int = 7, vocabulary: int = 37) -> LazyLogits:
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight = (torch.randn(size, width, generator=generator) for size in (tokens, vocabulary))
+    return LazyLogits(hidden, OutputHead(weight), temperature=1.1)
+
+
+SET = {
+    "contrast": ([Beside(third(1, 8), push=0.5)], None),
+    "bounded contrast": ([Beside(third(1, 8), push=2.0, bound=1.5)], None),
+    "anchor": ([Beside(third(2, 5), anchor=0.3)], ReverseKL()),
+    "both, and one that takes the teacher's place": (
+        [Beside(third(1, 8), push=1.0, bound=3.0), Beside(third(2, 5), push=-1.0, anchor=0.3)],
+        ForwardKL(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SET)
+@pytest.mark.parametrize("divergence", MADE, ids=repr)
+@pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
+def test_values_and_gradients_equal_the_oracle(make_pair, gradients, divergence, rich, case):
+    beside, anchor = SET[case]
+    generator = torch.Generator().manual_seed(3)
+    pull, weights = torch.randn(7, generator=generator), torch.rand(7, generator=generator)
+    given = {"beside": beside, "anchor": anchor, "weights": weights, "sampled": Sampled(torch.arange(7), pull)}
+    expected, expected_gradients = gradients(dense_divergence, make_pair(rich=rich), divergence, **given)
+    for chunk in (None, 3):
+        found, its_gradients = gradients(
+            streamed_divergence, make_pair(rich=rich), divergence, chunk_tokens=chunk, **given
+        )
+        for name in ("divergence", "teacher_entropy", "student_entropy", "pulled", "same_first", "teacher_first"):
+            assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-5)
+        if "anchor" in case or "place" in case:
+            assert_close(found.anchored, expected.anchored, rtol=1e-4, atol=2e-5)
+        else:
+            assert found.anchored is expected.anchored is None
+        assert_close(its_gradients, expected_gradients, rtol=1e-4, atol=2e-5)
+
+
+def test_the_target_is_the_teachers_distribution_moved_away(make_pair):
+    """Against a target that is written out: log-probabilities plus their bounded difference, renormalised."""
+    student, teacher = make_pair()
+    other = third(1, 8)
+    logs = [
+        (one.hidden @ one.head.weight.T / one.temperature).double().log_softmax(-1) for one in (student, teacher, other)
+    ]
+    gap = 2 * ((logs[1] - logs[2]) / 2).tanh()
+    target = (logs[1] + 0.7 * gap).log_softmax(-1)
+    found = streamed_divergence(student, teacher, ForwardKL(), beside=[Beside(other, push=0.7, bound=2.0)])
+    assert_close(found.divergence.double(), (target.exp() * (target - logs[0])).sum(-1), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("bound", [None, 3.0])
+def test_what_the_teacher_excludes_stays_excluded(make_pair, gradients, bound):
+    student, teacher = make_pair()
+    bias = torch.zeros(37).index_fill(0, torch.tensor([0, 5, 36]), -torch.inf)
+    pair = student, replace(teacher, head=replace(teacher.head, bias=bias))
+    also = third(1, 8)
+    also = replace(also, head=replace(also.head, bias=bias.roll(1)))  # which excludes 0, 1 and 6
+    given = {"beside": [Beside(also, push=0.5, bound=bound)]}
+    found, found_gradients = gradients(streamed_divergence, pair, ForwardKL(), **given)
+    assert found.divergence.isfinite().all()
+    assert all(one.isfinite().all() for one in found_gradients)
+    with torch.no_grad():
+        reverse = streamed_divergence(*pair, ReverseKL(), **given)
+    assert (reverse.divergence == torch.inf).all(), "the student expects what is excluded"
+
+
+@pytest.mark.parametrize(("case", "products"), [("contrast", TEACHER), ("anchor", STUDENT)])
+def test_each_model_costs_one_product(make_pair, gradients, case, products):
+    (one,), anchor = SET[case]
+    beside = [replace(one, logits=third(1, one.logits.hidden.size(1), TOKENS, VOCABULARY))]
+    with counted_flops() as counter:
+        gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), beside=beside, anchor=anchor)
+    assert counter.get_total_flops() == 3 * STUDENT + TEACHER + products
+
+
+def test_one_without_a_part_costs_nothing(make_pair, gradients):
+    with counted_flops() as counter:
+        gradients(
+            streamed_divergence,
+            make_pair(TOKENS, VOCABULARY),
+            ForwardKL(),
+            beside=[Beside(third(1, 8, TOKENS, VOCABULARY))],
+        )
+    assert counter.get_total_flops() == 3 * STUDENT + TEACHER
+
+
+@pytest.mark.refusal
+def test_what_does_not_fit_is_refused(make_pair):
+    sampled = Sampled(torch.arange(7))
+    pair, few, narrow = make_pair(), third(1, 8, tokens=6), third(1, 8, vocabulary=36)
+    with pytest.raises(ValueError, match=r"^beside\[0\] hidden states have shape \[6, 8\], expected \[N, H\] with 7"):
+        streamed_divergence(*pair, ForwardKL(), beside=[Beside(few, push=1.0)])
+    with pytest.raises(
+        ValueError, match=r"^vocabulary is None, but the student's head has 37 rows and the teacher's 36"
+    ):
+        streamed_divergence(*pair, ForwardKL(), beside=[Beside(narrow, push=1.0)])
+    with pytest.raises(ValueError, match=r"^SampledReverseKL cannot hold the student near an anchor"):
+        streamed_divergence(*pair, SampledReverseKL(), sampled=sampled, beside=[Beside(third(1, 8), anchor=1.0)])

@@ -1,0 +1,231 @@
+"""Rewards decide which rows count, and what the teacher reads; controls take the teacher's part away."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+
+from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd.data.outcomes import Outcome
+
+WORDS = tiny.tokenizer()
+REWARDS = [1 / 3, 1.0, 5 / 3, 2 / 3]
+"""Of the completions of each prompt."""
+
+
+class Numbered(RolloutBackend):
+    """Writes the number of a completion within its prompt, and characters, as many as its reward has thirds."""
+
+    def bind(self, trainer):
+        """Nothing is needed."""
+
+    def complete(self, prompt_ids, step):
+        count: dict[tuple[int, ...], int] = defaultdict(int)
+        texts = []
+        for ids in map(tuple, prompt_ids):
+            texts.append(f"{count[ids]}{'x' * round(3 * REWARDS[count[ids]] - 1)}<|im_end|>")
+            count[ids] += 1
+        return WORDS(texts)["input_ids"]
+
+
+def thirds(completions: list[str], **_: Any) -> list[float]:
+    return [len(one) / 3 for one in completions]
+
+
+class Keeping(OPSDTrainer):
+    """Keeps prompts, gates and weights of all rows."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        self.read: list[str] = []
+        self.gates: list[float] = []
+        self.weights: list[torch.Tensor] = []
+        super().__init__(*args, **given)
+
+    def teach(self, rollout, rows):
+        found = super().teach(rollout, rows)
+        self.gates += [row.gate for row in rows]
+        return found
+
+    def compare(self, student, rollout, targets, num_items):
+        self.weights += list(rollout.weights)
+        return super().compare(student, rollout, targets, num_items)
+
+
+def trained(make_trainer, cls: type = Keeping, **given: Any) -> Any:
+    options = {
+        "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1, "shuffle_dataset": False,
+        "optim": "sgd", "divergence": "forward_kl", "learning_rate": 1e-2, "max_grad_norm": 1e9,
+    }  # fmt: skip
+    trainer = make_trainer(
+        cls, **{"reward_funcs": thirds, "rollout": Numbered(), "train_dataset": tiny.rows(), **options, **given}
+    )
+    trainer.train()
+    return trainer
+
+
+def log(trainer: Any) -> dict[str, float]:
+    return next(entry for entry in trainer.state.log_history if "loss" in entry)
+
+
+ADVANTAGES = (torch.tensor(REWARDS) - torch.tensor(REWARDS).mean()) / (torch.tensor(REWARDS).std() + 1e-4)
+GATES = {1.0: [0, 1, 1, 0], "reward": REWARDS, "advantage": ADVANTAGES.clamp(min=0).tolist(), -1: [1] * 4}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_rows_count_by_their_reward(make_trainer, gate):
+    gated = trained(make_trainer, reward_gate=gate)
+    assert gated.gates == pytest.approx(GATES[gate] * 2)
+    assert log(gated)["gate/mean"] == pytest.approx(sum(GATES[gate]) / 4)
+
+    class Weighing(Keeping):
+        """As a user would do it."""
+
+        def weigh(self, rollout, rows, targets):
+            return rollout.weights * torch.tensor(GATES[gate] * 2)[:, None]
+
+    by_hand = trained(make_trainer, Weighing)
+    assert log(gated)["loss"] == pytest.approx(log(by_hand)["loss"], abs=1e-6)
+    for mine, other in zip(gated.model.parameters(), by_hand.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_a_gate_applies_in_training_only(make_trainer):
+    gated = trained(make_trainer, reward_gate=99.0, eval_dataset=tiny.rows(4))
+    found = gated.evaluate()
+    assert gated.gates[:8] == [0.0] * 8
+    assert found["eval_divergence/mean"] > 0
+
+
+def test_a_step_in_which_no_row_counts_changes_nothing(make_trainer):
+    before = tiny.qwen2(32, seed=0)
+    gated = trained(make_trainer, reward_gate=99.0)
+    assert log(gated)["loss"] == log(gated)["gate/mean"] == 0
+    for mine, other in zip(gated.model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_row_without_a_reward_does_not_pass_a_gate(make_trainer):
+    def some(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if one.startswith("2") else 5.0 for one in completions]
+
+    assert trained(make_trainer, reward_gate=1.0, reward_funcs=some).gates == [1, 1, 0, 1] * 2
+
+
+def test_the_teacher_reads_another_success_or_its_columns_or_the_row_is_left_out(make_trainer):
+    class Reading(Keeping):
+        def teach(self, rollout, rows):
+            teaching, texts = self.teaching, WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
+            self.outcomes = [row.outcome for row in rows]
+            found = super().teach(rollout, rows)
+            for row in rows:
+                row.gate = 1.0  # it is asked again below
+            self.read = [teaching.readers.intake.after(row, text).value for row, text in zip(rows, texts, strict=True)]
+            return found
+
+    given = {"teacher_context": "group_success", "success_threshold": 1.5}
+    data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
+    alone = trained(make_trainer, Reading, **given)
+    told = trained(
+        make_trainer, Reading, **given, train_dataset=data, teacher_prompt_template="{prompt}<{privileged_context}>"
+    )
+    texts = ("0", "1xx", "2xxxx", "3x")
+    for place, (prompt, number) in enumerate((prompt, number) for prompt in tiny.PROMPTS[:2] for number in range(4)):
+        outcome = Outcome(
+            pytest.approx(REWARDS[number]), number, tuple(zip(texts, map(pytest.approx, REWARDS), strict=True))
+        )
+        assert alone.outcomes[place] == outcome
+        solution = f"{prompt}\n\nA correct solution:\n\n2xxxx\n\nNow solve it yourself."
+        assert alone.read[place] == (prompt if number == 2 else solution)
+        assert told.read[place] == f"{prompt}<{f'hint {place // 4}' if number == 2 else '2xxxx'}>"
+    assert sorted(float(row.sum() > 0) for row in alone.weights) == sorted([1, 1, 0, 1] * 2)
+    assert log(alone)["gate/mean"] == 0.75
+    assert log(told)["gate/mean"] == 1
+
+
+def test_what_was_thought_is_not_shown():
+    group = (("<think>so\nmuch</think> 4", 1.0), ("<think>only</think>", 1.0), ("5", 0.0), ("6", None))
+    assert Outcome(0.0, 2, group).success(1.0) == "4"
+    assert Outcome(1.0, 0, group).success(1.0) is None
+
+
+def test_a_function_reads_the_rewards_of_a_group_and_may_leave_a_row_out(make_trainer):
+    read = []
+
+    def prompt(row: dict[str, Any], completion: str, outcome: Outcome) -> str | None:
+        read.append((completion, outcome))
+        return None if outcome.reward > 1 else f"{row['prompt']} ({outcome.reward:.2f})"
+
+    found = trained(make_trainer, teacher_prompt_fn=prompt)
+    assert [outcome.group[outcome.number][0] for _, outcome in read] == [text for text, _ in read]
+    assert found.gates == [1, 1, 0, 1] * 2
+
+
+# ---- Controls --------------------------------------------------------------------------------------------------------
+
+
+def test_controls_take_the_teachers_part_away(make_trainer):
+    data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
+    prompts = {}
+    for control in (None, "shuffled", "unprivileged"):
+
+        class Reading(OPSDTrainer):
+            def teach(self, rollout, rows):
+                for_teachers = self.teaching._for_teachers(rollout, rows)[0]
+                prompts[control] = WORDS.batch_decode(for_teachers.prompt_lists())  # noqa: B023
+                return super().teach(rollout, rows)
+
+        given = {"num_generations": 2, "per_device_train_batch_size": 6, "teacher_control": control}
+        trained(make_trainer, Reading, train_dataset=data, reward_funcs=None, **given)
+    own = [f"hint {row}\n\n{tiny.PROMPTS[row]}" for row in (0, 0, 1, 1, 2, 2)]
+    assert prompts == {
+        None: own,
+        "shuffled": [*own[2:], *own[:2]],
+        "unprivileged": [tiny.PROMPTS[row] for row in (0, 0, 1, 1, 2, 2)],
+    }
+
+
+def test_the_constant_control_pushes_the_least_likely_fifth_down_and_nothing_else(make_trainer):
+    student = tiny.qwen2(32, seed=0).double()
+    given = {"teacher_control": "constant", "divergence": None, "reward_funcs": None, "num_generations": 1}
+    found = trained(make_trainer, **given)
+    losses, kept = [], 0
+    for prompt in tiny.PROMPTS:
+        ids, written = WORDS(prompt)["input_ids"], WORDS("0<|im_end|>")["input_ids"]
+        logits = student(torch.tensor([ids + written])).logits[0, len(ids) - 1 : -1]
+        mine = logits.log_softmax(-1).gather(-1, torch.tensor(written)[:, None]).squeeze(-1)
+        losses.append(0.5 * mine.min())  # of two tokens, one
+        kept += 1
+    loss = torch.stack(losses).sum() / kept
+    loss.backward()
+    with torch.no_grad():
+        for one in student.parameters():
+            one.sub_(one.grad, alpha=1e-2)
+    assert log(found)["loss"] == pytest.approx(float(loss), abs=1e-5)
+    assert log(found)["divergence/mean"] == 0
+    assert log(found)["selection/share"] == 0.5
+    for mine, other in zip(found.model.parameters(), student.parameters(), strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=0, atol=1e-5)
+    assert "control: constant teacher" in repr(found)
+
+
+@pytest.mark.parametrize("criterion", ["teacher_confidence", "student_surprise"])
+def test_tokens_are_selected_by_the_teachers_certainty_or_the_students_surprise(make_trainer, criterion):
+    student, teacher = tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)
+    given = {"reward_funcs": None, "num_generations": 1, "token_selection": criterion, "token_fraction": 0.5}
+    found = trained(make_trainer, **given)
+    total, kept = 0.0, 0
+    for prompt in tiny.PROMPTS:
+        ids, written = WORDS(prompt)["input_ids"], WORDS("0<|im_end|>")["input_ids"]
+        both = [model(torch.tensor([ids + written])).logits[0, len(ids) - 1 : -1] for model in (student, teacher)]
+        mine, theirs = (logits.double().log_softmax(-1) for logits in both)
+        scores = (theirs.exp() * theirs).sum(-1)
+        if criterion == "student_surprise":
+            scores = -mine.gather(-1, torch.tensor(written)[:, None]).squeeze(-1)
+        total += float((theirs.exp() * (theirs - mine)).sum(-1)[scores.argmax()])
+        kept += 1
+    assert log(found)["loss"] == pytest.approx(total / kept, abs=1e-5)
