@@ -6,6 +6,7 @@ import ast
 import copy
 import importlib
 import inspect
+import math
 import pickle
 import re
 import warnings
@@ -151,12 +152,13 @@ def test_messages_of_rules_name_options_that_exist(tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", [name for name, one in TABLE.items() if isinstance(one.takes, Values)])
 def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
-    wrong = next(value for value in (-7, -7.5) if not TABLE[name].takes.fits(value))
+    wrong = next(value for value in (-7, -7.5, math.nan) if not TABLE[name].takes.fits(value))
     with pytest.raises(ValueError, match=f"^`{name}={wrong}`: expected "):
         tiny.config(tmp_path, **{name: wrong})
 
 
 WITHOUT_EFFECT = """
+    contrast_clip anchor_divergence completion_length_steps reward_gate teacher_context success_threshold
     skew alpha vllm_importance_sampling_clip_max token_selection token_fraction sft_weight reward_weights scale_rewards
     multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
     teacher_model_revision teacher_trust_remote_code teacher_server_timeout nonfinite_skip_limit eval_delay eval_steps
@@ -186,7 +188,8 @@ def test_needs_of_each_option(tmp_path):
     server = "vllm_gpu_memory_utilization vllm_model_impl vllm_tensor_parallel_size vllm_server_host vllm_server_port"
     others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
     still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
-    still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model"
+    still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model contrast_clip "
+    still += "anchor_divergence completion_length_steps success_threshold"
     url = "http://localhost:9"
     assert unread(
         given,

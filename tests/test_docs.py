@@ -132,6 +132,7 @@ WITH_OPTIONS = (
     "tools.md",
     "teachers.md",
     "objectives.md",
+    "remedies.md",
     "start.md",
 )
 

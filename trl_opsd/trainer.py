@@ -309,8 +309,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         mine = shares(teachers.heads, targets, rollout.weights, selection, host_BC, teachers.origin_head)
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         # The teachers' heads are read once the student's is gathered, as both may share one.
-        teacher_heads, origin = teachers.heads, teachers.origin_head
-        with whole_head(student) as head, gathered_head(*teacher_heads, *filter(None, [origin])):
+        with (
+            whole_head(student) as head,
+            gathered_head(*(teacher_heads := teachers.heads), (origin := teachers.origin_head)),
+        ):
             parts = compared(
                 hidden_BCH,
                 head,

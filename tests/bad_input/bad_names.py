@@ -30,9 +30,7 @@ CASES: list[Case] = [
     unknown("is used for one optimizer step; `num_generations` sets the completions", num_iterations=2),
     unknown("it is called `max_completion_length`; docs/migration.md", max_new_tokens=128),
     unknown("all tokens of a completion have the same weight", loss_type="grpo"),
-    unknown(
-        "'success_reward_threshold': see docs/reference.md for all, docs/migration.md", success_reward_threshold=1.0
-    ),
+    unknown("'max_reprompt_len': see docs/reference.md for all, docs/migration.md", max_reprompt_len=1.0),
     unknown("`overlong_prompts='drop'` drops", max_prompt_length=512),
     unknown("prompts are never cut", max_length=512),
     unknown("`per_device_train_batch_size` x processes x", generation_batch_size=8),

@@ -412,7 +412,7 @@ PROMPT_FUNCTIONS = [
     ("text", "{prompt}", "is a str: expected a function of two arguments"),
     ("a class", Asynchronous, "is the class Asynchronous: expected a function of two"),
     ("one argument", lambda row: "a", "has another signature .*: expected a function of two arguments, the row"),
-    ("three arguments", lambda row, completion, ids: "a", "has another signature .*missing"),
+    ("four arguments", lambda row, completion, outcome, ids: "a", "has another signature .*missing"),
     ("by keyword only", lambda *, row, completion: "a", "has another signature"),
     ("asynchronous", asynchronous, "is asynchronous, but would not be awaited"),
     ("an asynchronous object", Asynchronous(), "is asynchronous"),

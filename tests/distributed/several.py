@@ -200,6 +200,14 @@ REWARDED: dict[str, dict[str, Any]] = {
     "some off policy": {"reward_weight": 0.5, "lmbda": 0.7, "sft_weight": 3.0, "num_generations": 8},
     "ahead": {"reward_weight": 0.5, "apart": True, "overlap": "ahead", "overlap_max_divergence": 1e9},
 }
+GATED: dict[str, Any] = {
+    "rewarded": True,
+    "reward_weight": 0.5,
+    "reward_gate": 8.0,
+    "teacher_context": "group_success",
+    "success_threshold": 14.0,
+    "num_generations": 8,
+}
 OFF_POLICY: dict[str, Any] = {"num_generations": 1, "lmbda": 0.5}
 BY_TEACHER: dict[str, Any] = {**OFF_POLICY, "seq_kd": True, "top_k": 1}
 EVALUATIONS: dict[str, dict[str, Any]] = {
@@ -218,6 +226,7 @@ def all_of(folder: Path, processes: int) -> dict[str, Any]:
         "rewarded": {
             name: trained(folder, processes=processes, rewarded=True, **given) for name, given in REWARDED.items()
         },
+        "gated": trained(folder, processes=processes, **GATED),
         "off policy": trained(folder, processes=processes, **OFF_POLICY),
         "by the teacher": trained(folder, processes=processes, **BY_TEACHER),
         "eval": {name: evaluated(folder, processes=processes, **given) for name, given in EVALUATIONS.items()},

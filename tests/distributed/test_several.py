@@ -194,6 +194,16 @@ def test_each_completion_has_the_advantage_of_its_own_reward(results, name, proc
     assert max(abs(pull) for pulls in by_group.values() for pull in pulls.values()) > 0.1
 
 
+def test_two_processes_gate_what_one_gates(results):
+    """With groups in both of them."""
+    one, two = (results[processes]["gated"] for processes in (1, 2))
+    for row, other in zip(one["logs"], two["logs"], strict=True):
+        for metric in ("loss", "gate/mean", "num_tokens"):
+            assert close(row[metric], other[metric]), metric
+    assert 0 < sum(row["gate/mean"] for row in one["logs"]) < len(one["logs"])
+    assert close(one["weights"], two["weights"])
+
+
 @pytest.mark.parametrize("name", REWARDED)
 def test_two_processes_reward_what_one_rewards(results, name):
     one, two = (results[processes]["rewarded"][name] for processes in (1, 2))

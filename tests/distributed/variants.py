@@ -29,6 +29,7 @@ LAYERS = {"r": 4, "target_modules": r".*language_model.*(q_proj|up_proj)"}
 IMAGES = (1, 0, 1, 2, 0, 1, 0, 1)
 """Images of each row: of two processes, one may have some in a pass and the other none; each step of four rows has
 some, as AdamW leaves weights without a gradient alone, but moves on where it is zero."""
+REMEDIES = {"contrast_weight": 0.5, "contrast_clip": 10.0, "extrapolation": 1.25, "anchor_weight": 0.3}
 HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -49,6 +50,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "lora, own ema": {"lora": LORA, "teacher_model_kind": "ema"},
     "lora and head": {"lora": HEAD_TOO},
     "lora and head, own base": {"lora": HEAD_TOO, "teacher_model_kind": "base"},
+    "full, remedies": REMEDIES,
+    "lora, remedies": {"lora": LORA, **REMEDIES},
+    "lora, remedies, own base": {"lora": LORA, "teacher_model_kind": "base", **REMEDIES},
     "full, images": {"family": "qwen2_5_vl"},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
 }
@@ -74,6 +78,7 @@ IN_ZERO3 = {
         "full, own base",
         "full, images",
         "lora",
+        "lora, remedies",
     )
 }
 """Variants with the teacher placed elsewhere: which of `ALONE` each must equal, and `teacher_offload`."""
@@ -122,6 +127,7 @@ SHORT = {
         "lora, served",
         "full, stream",
         "lora, images, own base",
+        "lora, remedies, own base",
     ),
     "zero3": (
         "full",
@@ -134,8 +140,10 @@ SHORT = {
         "lora, zero3",
         "full, teacher in bfloat16, zero3",
         "full, images, zero3",
+        "full, remedies",
+        "lora, remedies, zero3",
     ),
-    "fsdp2": ("full", "lora, own ema", "full, images"),
+    "fsdp2": ("full", "lora, own ema", "full, images", "lora, remedies"),
 }
 """Variants of the short run: every option of all of them, though not every pair of two."""
 
@@ -223,6 +231,8 @@ def build(
     if options.pop("served", False):
         options["teacher_server_url"] = _server(models / "teacher")
     own, rows = "teacher_model_kind" in options, vision_language.rows(IMAGES) if sees else tiny.rows()
+    if "contrast_weight" in options:
+        rows = rows.add_column("contrast_context", [f"another {number}" for number in range(len(rows))])
     if own:
         rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(len(rows))])
     args = tiny.config(

@@ -23,6 +23,10 @@ COLUMNS = {
     "lora_sampled": [],
     "several_teachers": ["teacher"],
     "context_distillation": ["teacher_prompt"],
+    "sdpo": [],
+    "sdft": ["privileged_context"],
+    "concise": ["privileged_context"],
+    "few_shot": ["teacher_prompt"],
 }
 """What rows have besides `prompt`."""
 
@@ -36,9 +40,16 @@ SMALLER = {
     "gradient_checkpointing": False,
     "teacher_offload": "none",
     "max_tokens_per_microbatch": 200,
+    "num_generations": 2,
+    "success_threshold": 0.0,
 }
 """Options that only say how large a run is, and where; set where a recipe has them."""
 ALWAYS = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "bf16": False}
+
+
+def length(completions, **_):
+    """A reward, by its name on the command line."""
+    return [float(len(one[0]["content"])) for one in completions]
 
 
 def given(name):
@@ -79,16 +90,17 @@ def run(request, disk, tmp_path_factory):
     if "teacher_models" in options:
         models["teacher_models"] = dict.fromkeys(options["teacher_models"], disk.teacher)
 
-    def reading(teachers, rollout, names):
+    def reading(teachers, rollout, names, beside):
         read.extend(zip(rollout.prompt_lists(), rollout.completion_lists(), names, strict=True))
-        return targets(teachers, rollout, names)
+        return targets(teachers, rollout, names, beside)
 
     smaller = {option: value for option, value in SMALLER.items() if option in options} | ALWAYS
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump({**options, **models, **smaller, "output_dir": str(folder / "out")}))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Teachers, "targets", reading)
-        trainer = train.main(["--config", str(file), "--dataset_name", rows(name, folder)])
+        rewards = ["--reward_funcs", f"{__name__}.length"] if name == "sdpo" else []
+        trainer = train.main(["--config", str(file), "--dataset_name", rows(name, folder), *rewards])
     decode = trainer.processing_class.decode
     read = [(decode(prompt), decode(completion), teacher) for prompt, completion, teacher in read]
     return SimpleNamespace(name=name, options=options, trainer=trainer, read=read)
@@ -127,9 +139,15 @@ def test_a_recipe_trains_with_its_own_options(run):
 def test_teacher_of_a_recipe_scores_its_rows(run):
     assert len(run.read) == 8
     hinted = {HINT in prompt for prompt, *_ in run.read}
-    assert hinted == {run.name in ("opsd", "context_distillation")}
+    assert hinted == {bool({"privileged_context", "teacher_prompt"} & set(COLUMNS[run.name]))}
     completions = [completion for _, completion, _ in run.read]
     of_dataset = sum(completion.startswith("4") for completion in completions)
     assert (0 < of_dataset < 8) if run.name == "gkd" else not of_dataset
+    if run.name == "sdpo":  # another completion of the prompt
+        solved = [
+            prompt.partition("A correct solution:\n\n")[2].partition("\n\nNow solve")[0] for prompt, *_ in run.read
+        ]
+        others = [run.read[place + 1 - 2 * (place % 2)][1] for place in range(8)]
+        assert [re.sub(r"<\|\w+\|>", "", one).strip() for one in others] == solved
     if run.name == "several_teachers":
         assert {teacher for *_, teacher in run.read} == set(run.options["teacher_models"])

@@ -70,6 +70,8 @@ def oracle(trainer, criterion, fraction=FRACTION):
                 "random": rollout.weights[number, :n] != 0,
                 "student_entropy": _highest(of_all.student_entropy, int(k)),
                 "teacher_divergence": _highest(value.abs() if trainer.learns_from_draws else value, int(k)),
+                "teacher_confidence": _highest(-of_all.teacher_entropy, int(k)),
+                "student_surprise": _highest(-_chosen(sides[0], completion), int(k)),
             }[criterion]
             assert kept.sum() == k
             wanted = kept * trainer.args.position_discount ** torch.arange(n, dtype=torch.float64)
@@ -81,6 +83,11 @@ def oracle(trainer, criterion, fraction=FRACTION):
     for model in models:
         model.float()
     return float(total.detach()) / divisor, [one.float() for one in gradients]
+
+
+def _chosen(student, completion):
+    """The log-probabilities of the tokens of a completion."""
+    return student.hidden.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
 
 
 def _highest(scores, k):
@@ -101,7 +108,7 @@ WAYS = {
 }
 
 
-CASES = [(one, "accumulated") for one in CRITERIA] + [(LATE[number % 2], way) for number, way in enumerate(WAYS)]
+CASES = [(one, "accumulated") for one in CRITERIA] + [(LATE[number % 4], way) for number, way in enumerate(WAYS)]
 
 
 @pytest.mark.parametrize(("criterion", "way"), sorted(set(CASES)))
@@ -241,10 +248,17 @@ def test_evaluation_uses_all_tokens_and_training_logs_the_kept_share(make_traine
     lengths = [len(ids) for ids in tiny.recorded(tiny.tokenizer()).values()]
     kept = sum(Selection(criterion, FRACTION).kept(n) for n in lengths)
     assert logged["selection/share"] == pytest.approx(kept / sum(lengths))
-    chosen_by = {"student_entropy": "entropy/student", "teacher_divergence": "divergence/mean"}.get(criterion)
-    if chosen_by is None:
+    chosen_by = {
+        "student_entropy": "entropy/student",
+        "teacher_divergence": "divergence/mean",
+        "teacher_confidence": "entropy/teacher",
+    }.get(criterion)
+    if criterion in EARLY:
         assert "selection/score" not in logged
-    else:
+    elif criterion == "teacher_confidence":  # the score is the entropy, negative
+        assert logged["selection/score"] == pytest.approx(-found[f"eval_{chosen_by}"], rel=1e-5)
+        assert logged[chosen_by] < -logged["selection/score"]
+    elif chosen_by is not None:
         assert logged["selection/score"] == pytest.approx(found[f"eval_{chosen_by}"], rel=1e-5)
         assert logged[chosen_by] > logged["selection/score"]
 

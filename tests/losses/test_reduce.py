@@ -24,7 +24,8 @@ def per_token(values):
         teacher_entropy=values.detach() * 100,
         teacher_uniform=values > 3,
         clipped=(values < 3).float(),
-        pulled=values.detach() / 2,
+        pulled=values.detach() / 4,
+        anchored=values.detach() / 4,
         same_first=(values > 1).float(),
         teacher_first=(values > 0).float(),
         importance=values.detach() / 4,
@@ -36,7 +37,7 @@ def per_token(values):
 
 def test_values_are_summed_over_the_tokens_of_each_row():
     parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
-    assert parts.ROW_NAMES[:14] == (
+    assert parts.ROW_NAMES[:15] == (
         "weight",
         "divergence",
         "student_entropy",
@@ -45,6 +46,7 @@ def test_values_are_summed_over_the_tokens_of_each_row():
         "teacher_uniform",
         "clipped",
         "pulled",
+        "anchored",
         "same_first",
         "teacher_first",
         "importance",
@@ -53,12 +55,12 @@ def test_values_are_summed_over_the_tokens_of_each_row():
         "top_mass",
     )
     # divergences and what is added to them come weighted, entropies do not
-    assert parts.rows[:, :14].tolist() == [
-        [1.5, 1.5, 20, 200, 2, 0, 2, 1.5, 1, 2, 0.75, 1, 0.375, 0.1875],
-        [0] * 14,
-        [2, 2, 80, 800, 1, 1, 0, 2, 1, 1, 1, 0, 0.5, 0.25],
+    assert parts.rows[:, :15].tolist() == [
+        [1.5, 1.5, 20, 200, 2, 0, 2, 0.75, 0.75, 1, 2, 0.75, 1, 0.375, 0.1875],
+        [0] * 15,
+        [2, 2, 80, 800, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0.5, 0.25],
     ]
-    assert parts.rows[:, 14:].abs().sum() == 0, "where rows are parts, places are not known"
+    assert parts.rows[:, 15:].abs().sum() == 0, "where rows are parts, places are not known"
     assert parts.rows.shape == (3, len(parts.ROW_NAMES))
     assert not parts.rows.requires_grad
 
@@ -90,7 +92,7 @@ def test_values_are_summed_by_place_and_where_the_student_is_least_certain():
     number = int((weights != 0).sum())
     values, entropies = torch.rand(2, number, generator=generator)
     tokens = PerToken(divergence=values, student_entropy=entropies, teacher_entropy=entropies)
-    found = reduce(tokens, weights, None, real).rows[:, 14:]
+    found = reduce(tokens, weights, None, real).rows[:, 15:]
     assert_close(found, naive(values.tolist(), entropies.tolist(), weights.tolist(), lengths))
     assert found[:, 2:12].sum() > 20, "there was something to sum"
 

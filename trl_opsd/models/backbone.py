@@ -211,9 +211,10 @@ def shape_of(head: OutputHead) -> tuple[int, int]:
     return rows, width
 
 
-def gathered_head(*heads: OutputHead) -> AbstractContextManager[Any]:
+def gathered_head(*heads: OutputHead | None) -> AbstractContextManager[Any]:
     """Gathers heads that ZeRO-3 has sharded while the context is open; a no-op otherwise."""
-    parts = [part for head in heads for part in (head.weight, head.bias) if part is not None and in_zero3(part)]
+    tensors = [part for head in heads if head is not None for part in (head.weight, head.bias)]
+    parts = [part for part in tensors if part is not None and in_zero3(part)]
     split = list({id(part): part for part in parts}.values())  # a teacher may share the student's head
     from trl_opsd._compat.trl import maybe_gather_lm_head_ctx
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import final
 
 import torch
@@ -61,7 +62,9 @@ class Teachers(dict[str, Teacher]):
         """The output head of `origin`."""
         return None if self.origin is None else self.origin.head
 
-    def targets(self, rollout: Rollout, names: Sequence[str], beside: Mapping[str, Rollout]) -> TeacherTargets:
+    def targets(
+        self, rollout: Rollout, names: Sequence[str], beside: Mapping[str, Rollout] = MappingProxyType({})
+    ) -> TeacherTargets:
         """The targets of each row from its teacher in `names`, and states of the same tokens in rollouts `beside`.
 
         Those of `"origin"` are of the student as it was passed, all others of the teachers.

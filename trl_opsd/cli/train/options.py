@@ -9,6 +9,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, make_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -74,6 +75,8 @@ class ExtraArguments:
     """dtype of the teacher's weights; 'auto' is that of its checkpoint."""
     teacher_attn_implementation: str | None = None
     """Attention implementation of the teacher. If not set, `attn_implementation`."""
+    reward_funcs: list[str] | None = None
+    """Reward functions, as TRL's `grpo.py` takes them: names in `trl.rewards`, or `module.function`."""
     dry_run: bool = False
     """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 
@@ -86,6 +89,25 @@ class ExtraArguments:
                 f"`teacher_models={given!r}`: expected a mapping of names to paths or ids, for instance "
                 '\'{"math": "Qwen/Qwen2.5-Math-1.5B-Instruct", "code": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}\'.'
             )
+
+
+def loaded_rewards(names: Sequence[str] | None) -> list[Any] | None:
+    """The reward functions of these names."""
+    return None if names is None else [_loaded_reward(name) for name in names]
+
+
+def _loaded_reward(name: str) -> Any:
+    module, _, function = name.rpartition(".")
+    sys.path.insert(0, os.getcwd())  # as for a script that is run there
+    try:
+        return getattr(import_module(module or "trl.rewards"), function)
+    except (AttributeError, ImportError) as error:
+        raise ValueError(
+            f"`reward_funcs`: {name!r} was not found ({error}): expected the name of a function in `trl.rewards`, or "
+            "`module.function` of a module that can be imported from here."
+        ) from error
+    finally:
+        sys.path.pop(0)
 
 
 _FILE = "--config FILE reads any of these options from a YAML file; the command line takes precedence."

@@ -22,7 +22,7 @@ from trl_opsd._compat.trl import (
     get_peft_config,
     get_quantization_config,
 )
-from trl_opsd.cli.train.options import ExtraArguments, Given, OptionParser, Task
+from trl_opsd.cli.train.options import ExtraArguments, Given, OptionParser, Task, loaded_rewards
 from trl_opsd.config import OPSDConfig
 from trl_opsd.monitor.progress import PHASES
 from trl_opsd.monitor.progress import in_words as duration
@@ -86,7 +86,7 @@ def _built(given: Given, task: Task | None) -> OPSDTrainer:
         eval_dataset=_split(data, "dataset_test_split", script.dataset_test_split) if evaluated else None,
         quantization_config=get_quantization_config(given.model),
         peft_config=get_peft_config(given.model),
-        reward_funcs=task.rewards if task else None,
+        reward_funcs=task.rewards if task else loaded_rewards(given.extra.reward_funcs),
     )
 
 
