@@ -12,6 +12,7 @@ import bad_models
 import bad_names
 import bad_numbers
 import bad_options
+import bad_remedies
 import bad_resuming
 import bad_rows
 import pytest
@@ -32,6 +33,7 @@ PHRASES = (
     "not a dataset",
     "misspelt column",
     "teacher_prompt_fn",
+    "remedies",
     "chat template arguments",
     "dataset None",
     "dataset empty",
@@ -119,6 +121,7 @@ FILES = (
     bad_images,
     bad_models,
     bad_engines,
+    bad_remedies,
     bad_resuming,
 )
 

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch import Tensor
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
@@ -209,3 +210,30 @@ def test_completions_grow_to_their_limit(make_trainer, tmp_path, resumes):
         longest.clear()
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert [entry["completions/limit"] for entry in again.state.log_history if "loss" in entry] == limits
+
+
+# ---- The student as it was passed ------------------------------------------------------------------------------------
+
+
+def test_it_stays_when_a_run_resumes_or_another_teacher_comes(make_trainer, tmp_path):
+    options = {
+        "train_dataset": rows(), "rollout": Answering(), "learning_rate": 1e-2, "max_steps": 4, "anchor_weight": 0.2,
+        "extrapolation": 1.2, "contrast_weight": 0.5, "save_strategy": "steps", "save_steps": 2,
+    }  # fmt: skip
+    whole, resumed = make_trainer(**options), make_trainer(**options)
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for mine, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+    resumed.teacher_model = tiny.qwen2(48, seed=3)
+    for mine, first in zip(resumed.teachers.origin.model.parameters(), tiny.qwen2(32).parameters(), strict=True):
+        assert torch.equal(mine, first)
+
+
+def test_it_is_the_base_teacher_where_there_is_one(make_trainer):
+    lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "anchor_weight": 0.2, "train_dataset": rows()}
+    trainer = make_trainer(teacher_model=None, teacher_model_kind="base", **lora)
+    assert trainer.teachers.origin is trainer.teacher
+    moved = make_trainer(teacher_model=None, teacher_model_kind="ema", **lora)
+    assert moved.teachers.origin is not moved.teacher
+    assert moved.teachers.origin.model is moved.model, "without its adapter: no copy"

@@ -1,0 +1,122 @@
+"""Remedies and controls that cannot work as they are set, or that would change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bad_rows import trained_on
+from cases import Case, Lab, option, untouched
+from datasets import Dataset
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.types import TeacherTargets
+
+EIGHT = {"per_device_train_batch_size": 8, "num_generations": 4}
+CONTRAST = {"contrast_weight": 0.5}
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(one)) for one in completions]
+
+
+def rows(**columns: Any) -> Dataset:
+    return Dataset.from_dict({"prompt": ["a"] * 4, "privileged_context": ["hint"] * 4, **columns})
+
+
+class OwnTargets(OPSDTrainer):
+    def teach(self, rollout: Any, rows: Any) -> TeacherTargets:
+        return TeacherTargets(hidden=super().teach(rollout, rows).hidden)
+
+
+def _trains(lab: Lab, **given: Any) -> None:
+    lab.make(**given).train()
+
+
+CASES: list[Case] = [
+    option("remedies", "`reward_gate='best'`: expected a finite number, 'reward' or 'advantage'", reward_gate="best"),
+    option("remedies", "`reward_gate=nan`", reward_gate=float("nan")),
+    option("remedies", "`position_weights=.1.0.`: expected a list of at least two numbers", position_weights=[1.0]),
+    option("remedies", r"`position_weights=\[0, 0\]`: expected .*, not all of them 0", position_weights=[0, 0]),
+    option("remedies", r"`position_weights=\[1, -1\]`", position_weights=[1, -1]),
+    option("remedies", "to the power of `max_completion_length=24` is too large for a weight", position_discount=10.0),
+    option("remedies", "`extrapolation=-1.0`", extrapolation=-1.0),
+    option("remedies", "`anchor_divergence='sampled_reverse_kl'`", anchor_divergence="sampled_reverse_kl"),
+    option("remedies", "`completion_length_start=99` is above `max_completion_length=24`", completion_length_start=99),
+    option("remedies", "`num_generations` to 2 or more", teacher_context="group_success"),
+    option("remedies", "`num_generations` to 2 or more", reward_gate="advantage"),
+    option("remedies", "before the other completions of its step", reward_gate=1.0, overlap="step"),
+    option("remedies", "before the other completions of its step", teacher_control="shuffled", overlap="step"),
+    option(
+        "remedies",
+        "the teacher's context is not read",
+        teacher_control="unprivileged",
+        teacher_context="group_success",
+        num_generations=2,
+    ),
+    option("remedies", "the control replaces the objective", teacher_control="constant", divergence="jsd"),
+    option("remedies", "the control replaces the objective", teacher_control="constant", token_selection="prefix"),
+    option("remedies", "`teacher_control='random'`: expected one of None, 'shuffled'", teacher_control="random"),
+    Case(
+        "remedies",
+        "a gate without rewards",
+        "`reward_gate=1.0` without rewards: pass `reward_funcs`",
+        lambda lab: lab.make(reward_gate=1.0),
+        before_loading=True,
+    ),
+    Case(
+        "remedies",
+        "a success without rewards",
+        "`teacher_context='group_success'` without rewards",
+        lambda lab: lab.make(teacher_context="group_success", **EIGHT),
+        before_loading=True,
+    ),
+    untouched(
+        "remedies",
+        "a function of rewards that there are not",
+        "takes a third argument, the rewards of all completions of a prompt, without `reward_funcs`",
+        teacher_prompt_fn=lambda row, completion, outcome: "a",
+    ),
+    trained_on(
+        "remedies", "no contrast", "row 0 of train_dataset has neither of 'contrast_prompt' and", rows(), **CONTRAST
+    ),
+    trained_on(
+        "remedies",
+        "two contrasts",
+        "row 0 of train_dataset has both of 'contrast_prompt' and 'contrast_context'",
+        rows(contrast_prompt=["a"] * 4, contrast_context=["a"] * 4),
+        **CONTRAST,
+    ),
+    trained_on(
+        "remedies",
+        "a contrast that is the context",
+        "The contrast in row 3 of train_dataset is the teacher's own prompt, so nothing would be subtracted",
+        rows(contrast_context=["wrong", "wrong", "wrong", "hint"]),
+        **CONTRAST,
+    ),
+    trained_on(
+        "remedies",
+        "an empty contrast",
+        "The privileged_context in row 1 of train_dataset is empty",
+        rows(contrast_context=["wrong", "", "wrong", "wrong"]),
+        **CONTRAST,
+    ),
+    trained_on(
+        "remedies",
+        "a contrast that is too long",
+        "The contrast in row 2 of train_dataset has .* tokens",
+        rows(contrast_context=["wrong", "wrong", "wrong" * 99, "wrong"]),
+        **CONTRAST,
+    ),
+    Case(
+        "remedies",
+        "targets without the contrast",
+        r"`OwnTargets.teach` returned targets without those of \['contrast'\], which the objective needs",
+        lambda lab: _trains(lab, cls=OwnTargets, train_dataset=rows(contrast_context=["wrong"] * 4), **CONTRAST),
+    ),
+    Case(
+        "remedies",
+        "one prompt to shuffle",
+        "`teacher_control='shuffled'`, but the batch of step 1 has one prompt alone",
+        lambda lab: _trains(lab, teacher_control="shuffled", num_generations=2, per_device_train_batch_size=2),
+    ),
+]
