@@ -7,6 +7,7 @@ from typing import Any
 from bad_rows import trained_on
 from cases import Case, Lab, option, untouched
 from datasets import Dataset
+from peft import LoraConfig
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.types import TeacherTargets
@@ -69,6 +70,19 @@ CASES: list[Case] = [
         "`teacher_context='group_success'` without rewards",
         lambda lab: lab.make(teacher_context="group_success", **EIGHT),
         before_loading=True,
+    ),
+    untouched(
+        "remedies",
+        "a control and an objective",
+        "`teacher_control='constant'` with the argument `divergence`: the control replaces the objective",
+        divergence="jsd",
+        teacher_control="constant",
+    ),
+    Case(
+        "remedies",
+        "an anchor under which the weights change",
+        "`anchor_weight` and `extrapolation` need the student without its adapter, but .* is trainable and shared",
+        lambda lab: lab.make(anchor_weight=0.1, peft_config=LoraConfig(r=4, bias="all", target_modules="all-linear")),
     ),
     untouched(
         "remedies",

@@ -147,6 +147,17 @@ def test_the_teacher_reads_another_success_or_its_columns_or_the_row_is_left_out
     assert log(told)["gate/mean"] == 1
 
 
+def test_a_solution_that_does_not_fit_is_not_shown(make_trainer):
+    given = {
+        "teacher_context": "group_success",
+        "success_threshold": 1.5,
+        "teacher_prompt_template": "{prompt}{privileged_context}" + "x" * 60,
+    }
+    found = trained(make_trainer, teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=64), **given)
+    assert found.gates == [0.0] * 8
+    assert log(found)["loss"] == 0
+
+
 def test_what_was_thought_is_not_shown():
     group = (("<think>so\nmuch</think> 4", 1.0), ("<think>only</think>", 1.0), ("5", 0.0), ("6", None))
     assert Outcome(0.0, 2, group).success(1.0) == "4"

@@ -84,6 +84,11 @@ BUILDING = (
     ),
     *EVALUATING,
     Rule(
+        lambda now: now.teacher_control == "constant" and now.objective is not None,
+        "`teacher_control='constant'` with the argument `divergence`: the control replaces the objective: remove one "
+        "of them.",
+    ),
+    Rule(
         lambda now: now.teacher_prompt_fn is not None and now.seq_kd,
         "`teacher_prompt_fn` with `seq_kd=True`: the function needs a completion, but the teacher needs its prompt to "
         "generate one: add a column 'teacher_prompt' or 'privileged_context' instead.",

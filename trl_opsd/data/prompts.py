@@ -280,11 +280,15 @@ class Intake:
             return self._called(request, completion_text)
         solution = None if self.success is None or request.outcome is None else request.outcome.success(self.success)
         if solution is None:
-            request.gate *= float(request.of_teacher is not request.student)
-            return request.of_teacher
+            return self.without_success(request)
         value = self._with_context(request["prompt"], solution, request.where, SUCCESS_TEMPLATE)
         found = Prompt.of(value, f"The teacher's prompt in {request.where}")
         return self._seen_by(request.teacher, found, request, images_in(request, IMAGE_COLUMNS, request.where))
+
+    def without_success(self, request: Request) -> Prompt:
+        """The teacher's prompt where no solution is shown: that of the columns; without any the row does not count."""
+        request.gate *= float(request.of_teacher is not request.student)
+        return request.of_teacher
 
     def _called(self, request: Request, completion_text: str) -> Prompt:
         """What `prompt_fn` makes of a row and this completion."""

@@ -357,8 +357,22 @@ class Readers:
                     "to the teacher's. If the teacher is a chat model, give it messages, too."
                 )
             prompt_ids = reader.token_ids(prompts)
+            if self.intake.success is not None:
+                prompt_ids = self._where_solutions_fit(requests, prompt_ids, completion_ids)
         self.check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
         return None if alike else prompt_ids
+
+    def _where_solutions_fit(
+        self, requests: Sequence[Request], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
+    ) -> list[list[int]]:
+        """The prompts, without the solutions that exceed the context of the row's teacher."""
+        found = []
+        for request, ids, completion in zip(requests, prompt_ids, completion_ids, strict=True):
+            context = self.teacher_limits[request.teacher].context
+            if context is not None and len(ids) + len(completion) > context:
+                (ids,) = self.teacher.token_ids([self.intake.without_success(request)])
+            found.append(ids)
+        return found
 
     def contrast_prompt_ids(self, requests: Sequence[Request], completion_ids: list[list[int]]) -> list[list[int]]:
         """The prompts of the contrasts before these completions, as token ids."""

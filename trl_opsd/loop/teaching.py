@@ -272,6 +272,11 @@ class Teaching:
         """The teachers' prompts, or those that `teacher_control` puts in their place."""
         args = self._host.args
         if args.teacher_control == "unprivileged":
+            if any(self.readers.intake.processors):
+                raise ValueError(
+                    "`teacher_control='unprivileged'`: a teacher with a processor of its own cannot read the student's "
+                    "tokens: pass one with the student's processor."
+                )
             return None
         if args.teacher_control != "shuffled":
             return prompts

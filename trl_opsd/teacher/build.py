@@ -70,8 +70,10 @@ def build_teachers(
     `origin` is the student as it was passed, if it is known from teachers that these replace.
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
-    reads_base = args.teacher_model_kind == "base" or args.reads_origin
-    checked = Origin(student, handed_in) if reads_base and handed_in is not None else None
+    is_base, checked = args.teacher_model_kind == "base", None
+    if handed_in is not None and (is_base or args.reads_origin):
+        need = "`teacher_model_kind='base'` is" if is_base else "`anchor_weight` and `extrapolation` need"
+        checked = Origin(student, handed_in, need)
     urls = servers(args)
     teachers: dict[str, Teacher] = {}
     average: Average | None = None
@@ -83,7 +85,7 @@ def build_teachers(
         else:
             teachers[name] = build_teacher(model, args)
     if args.reads_origin and origin is None:
-        own = next((one for one in teachers.values() if args.teacher_model_kind == "base"), None)
+        own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args)
     return Teachers(teachers, average, checked, origin)
 

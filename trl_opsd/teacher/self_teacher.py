@@ -30,8 +30,8 @@ _ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher
 class Origin:
     """The student as it was passed in; refuses an adapter that changes the weights under it, at once or by training."""
 
-    def __init__(self, student: CausalLM, handed_in: Mapping[str, Tensor]) -> None:
-        self._student = student
+    def __init__(self, student: CausalLM, handed_in: Mapping[str, Tensor], of: str) -> None:
+        self._student, self._of = student, of  # what needs it, and a verb, for messages
         self._handed_in = handed_in  # samples of the base weights, from before an adapter is added here
         # Some initialisations (PiSSA) move part of the base weights into the adapter.
         kinds = {name: config for name, config in student.peft_config.items() if rewrites_base(config)}
@@ -39,7 +39,7 @@ class Origin:
         if kinds or changed is not None:
             inits = [f"init_lora_weights={config.init_lora_weights!r}" for config in kinds.values()]
             raise ValueError(
-                "`teacher_model_kind='base'` is the student without its adapter, but the adapter "
+                f"{self._of} the student without its adapter, but the adapter "
                 f"({', '.join(inits) or 'as it was added'}) changed the base "
                 f"weights{'' if changed is None else f', first {changed}'}, so the base is another model now. "
                 f"Initialise the adapter without changing them (`init_lora_weights=True`), {_ANOTHER_COPY}."
@@ -51,8 +51,8 @@ class Origin:
         changed = first_change(self._handed_in, sampled(self._student))
         if changed is not None:
             raise ValueError(
-                f"{changed} has changed since the student was passed, so `teacher_model_kind='base'` is another "
-                "teacher now: do not change the base weights (in a callback, or with `merge_adapter`), "
+                f"{changed} has changed since the student was passed, but {self._of} the student without its adapter, "
+                "which is another model now: do not change the base weights (in a callback, or with `merge_adapter`), "
                 f"{_ANOTHER_COPY}."
             )
 
@@ -64,7 +64,7 @@ class Origin:
         trained = [name for name in without if name in trainable]
         if trained:
             raise ValueError(
-                f"`teacher_model_kind='base'` is the student without its adapter, but {trained[0]!r} is trainable and "
+                f"{self._of} the student without its adapter, but {trained[0]!r} is trainable and "
                 f"shared by both ({len(trained)} such parameters), so the teacher would change with the student: set "
                 f"`bias='none'` in the `peft_config`, freeze it, {_ANOTHER_COPY}."
             )
