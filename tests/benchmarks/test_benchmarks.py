@@ -50,9 +50,10 @@ def test_products_are_formed_for_the_selected_tokens_and_for_choosing_them(run):
     for what, products in {"loss, head trained": 4, "loss, head frozen": 3}.items():
         counted = {row["criterion"]: row["flops"] for row in rows if row["what"] == what}
         choosing = {"all tokens": 0.7, "prefix": 0, "random": 0, "student_entropy": 1 / products}
+        choosing |= {"teacher_confidence": 1 / products, "student_surprise": 1 / products}
         expected = {**choosing, "teacher_divergence": 2 / products}
         assert counted == {one: pytest.approx(0.3 + added) for one, added in expected.items()}
-    assert sum(row["what"] == "whole step" for row in rows) == 5
+    assert sum(row["what"] == "whole step" for row in rows) == 7
     assert "prefix" in benchmark.table(rows)
 
 

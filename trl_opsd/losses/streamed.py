@@ -411,11 +411,13 @@ def _shift(rows: slice, by: int) -> slice:
 
 
 @torch.no_grad()
-def streamed_entropy(model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None) -> Tensor:
+def streamed_entropy(
+    model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None, ids: Tensor | None = None
+) -> Tensor:
     """A model's entropy at each token, [N], nats, float32, without its logits in full and without a gradient.
 
     It is the `student_entropy` of [`~losses.streamed_divergence`] up to rounding, for one product with a head instead
-    of two; `chunk_tokens` and `vocabulary` are those of that function.
+    of two; `chunk_tokens` and `vocabulary` are those of that function. With `ids`, [N], it is `-log p` of these tokens.
     """
     side = _Side.of(model, _product_dtype(model), vocabulary)
     tokens, width, device = len(side.hidden_NH), len(side.weight_VH), side.hidden_NH.device
@@ -428,7 +430,7 @@ def streamed_entropy(model: LazyLogits, chunk_tokens: int | None = None, vocabul
         for rows in _spans(tile.start, tile.stop, _block_rows(tile_CV)):
             logits_RV = tile_CV[rows.start - tile.start : rows.stop - tile.start]
             side.finish(logits_RV)
-            entropy_N[rows] = _entropy_(logits_RV)
+            entropy_N[rows] = _entropy_(logits_RV) if ids is None else _surprise(logits_RV, ids[rows])
     return entropy_N
 
 
@@ -438,3 +440,8 @@ def _entropy_(logits_RV: Tensor) -> Tensor:
     probs_RV = logits_RV.exp()
     total_R = probs_RV.sum(-1)
     return total_R.log() - probs_RV.mul_(logits_RV).sum(-1) / total_R
+
+
+def _surprise(logits_RV: Tensor, ids_R: Tensor) -> Tensor:
+    """[R]."""
+    return logits_RV.logsumexp(-1) - logits_RV.gather(-1, ids_R.unsqueeze(-1)).squeeze(-1)

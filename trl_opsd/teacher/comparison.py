@@ -205,20 +205,14 @@ def compared(
             found_N = of(replace(share, weights_N=None), sampled).divergence
             # A log ratio has either sign.
             return found_N.abs() if isinstance(objective.divergence, SampledReverseKL) else found_N
-        if criterion == "student_surprise":
-            sampled = share.of_tokens(rollout, device)
-            found = of(
-                replace(share, weights_N=None), Sampled(sampled.ids, torch.ones_like(sampled.ids, dtype=torch.float32))
-            )
-            assert found.pulled is not None, "there is a pull"
-            return found.pulled
         if criterion == "teacher_confidence":
             its_head = teacher_heads[share.teacher]
             teacher_NH = share.of_teacher(its_head.weight.device)
             logits = LazyLogits(teacher_NH, its_head, objective.temperatures[1])
             return -streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary)
         logits = LazyLogits(share.of_student(hidden_BCH, device), head, objective.temperatures[0])
-        return streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary)
+        ids_N = share.of_tokens(rollout, device).ids if criterion == "student_surprise" else None
+        return streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary, ids_N)
 
     # A part of a completion has no positions within the whole, so sums by tenth are not computed.
     real = None if rollout.begins_at is not None else rollout.completion_mask
