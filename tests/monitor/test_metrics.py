@@ -21,7 +21,17 @@ from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.monitor.metrics import METRICS
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-_RECORDED = ("sync/", "rollout/", "nonfinite/", "overlap/", "off_policy/", "on_policy/", "selection/", "images/")
+_RECORDED = (
+    "gate/",
+    "sync/",
+    "rollout/",
+    "nonfinite/",
+    "overlap/",
+    "off_policy/",
+    "on_policy/",
+    "selection/",
+    "images/",
+)
 _RECORDED += ("reward", "frac_reward", "completions/")
 
 
@@ -92,6 +102,10 @@ def configurations(tmp_path):
             "per_device_train_batch_size": 8,
         },
         "rewards": {"reward_funcs": [Named("math"), Named("prose")], "reward_weight": 0.1, "num_generations": 2},
+        "remedies": {
+            **{"reward_funcs": Named("math"), "teacher_context": "group_success", "success_threshold": -99.0},
+            **{"num_generations": 2, "anchor_weight": 0.1, "completion_length_start": 20},
+        },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
         "rows that are written ahead": {
