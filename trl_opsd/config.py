@@ -449,7 +449,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             contrast=(self.contrast_weight, self.contrast_clip),
             extrapolation=self.extrapolation,
             anchor_weight=self.anchor_weight,
-            anchor=DIVERGENCES[self.anchor_divergence](self.settings),
+            anchor=DIVERGENCES[self.anchor_divergence](self.settings) if self.anchor_weight else None,
         )
 
     @property

@@ -301,7 +301,7 @@ class Intake:
             columns = sorted(request)
             error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, which has the columns {columns}.")
             raise
-        if prompt is None:
+        if prompt is None and reads_outcome(self.prompt_fn):
             request.gate = 0.0
             return request.student
         found = Prompt.of(prompt, f"What `teacher_prompt_fn` returned for {request.where}")
