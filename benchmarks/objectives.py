@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -82,7 +83,7 @@ class Budget(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: TrainerControl, logs: Mapping[str, float], **_: Any) -> None:
         if "loss" in logs:
             self.loss.append(logs["loss"])
-            self.entropy.append(logs["entropy/student"])
+            self.entropy.append(logs.get("entropy/student", math.nan))  # of no token where no row counts
             self.written += round(logs["completions/mean_length"] * ROWS)
             control.should_training_stop |= self.written >= self.left
 

@@ -114,7 +114,7 @@ def trained(options: Mapping[str, Any], seed: int, tokens: int) -> dict[str, Any
         **{name: last[name] for name in ("accuracy", "retention")},
         "best": max(one["accuracy"] for one in course.points),
         "length": statistics.mean(lengths[-5:]),
-        "entropy": statistics.mean(budget.entropy[-5:]),
+        "entropy": statistics.fmean([one for one in budget.entropy if one == one][-5:]),
         "steps": len(budget.loss),
         "seconds": seconds,
         "course": course.points,
