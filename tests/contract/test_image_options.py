@@ -89,6 +89,15 @@ def test_images_stay_with_their_rows(make_trainer, case):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("overlap", ["step", "ahead"])
+def test_a_step_without_images_follows_one_with_them(make_trainer, overlap):
+    data, options = rows([1, 0, 2, 1, 0, 0, 0, 0]), {"overlap": overlap, "overlap_max_divergence": 1e9}
+    expected = trained(make_trainer, train_dataset=data)
+    found = trained(make_trainer, train_dataset=data, **(options if overlap == "ahead" else {"overlap": overlap}))
+    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
 class Keeping(OPSDTrainer):
     """Keeps what each row was taught with."""
 

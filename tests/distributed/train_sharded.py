@@ -34,11 +34,11 @@ WRITTEN: dict[str, list[dict[str, Any]]] = {
     "zero3": [
         {},
         {"ds3_gather_for_generation": False},
+        {**SEEN, "ds3_gather_for_generation": False},
         UNPADDED,
         {**UNPADDED, "ds3_gather_for_generation": False},
-        {**SEEN, "ds3_gather_for_generation": False},
     ],
-    "fsdp2": [{}, UNPADDED, SEEN],
+    "fsdp2": [{}, SEEN, UNPADDED],
 }
 """Options of students that generate themselves, where they are sharded; half of them are of the short run."""
 
@@ -53,7 +53,7 @@ def train(folder: Path, strategy: str, every: bool) -> dict[str, Any]:
     written = WRITTEN.get(strategy, [])
     found["generated"] = [
         generated(folder, students[options.get("family", "qwen2")], **{"max_steps": 1, **options})
-        for options in (written if every else written[: len(written) // 2])
+        for options in (written if every else written[: (len(written) + 1) // 2])
     ]
     for name, (_, made_of) in of_strategy.items():
         began = time.process_time()

@@ -287,23 +287,25 @@ class TrainerMembers(UpstreamFixes):
 
     def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
         """The student's prompts for checked rows, which get their images."""
-        if not any(row.student.has_images for row in rows):
-            return [*map(PromptIds, self._tokenize_prompts(deepcopy([row["prompt"] for row in rows]))[0])]
-        if self.reads_images is False:
+        has_images = any(row.student.has_images for row in rows)
+        if has_images and self.reads_images is False:
             raise ValueError(
                 f"{self.teaching.batch_name} has images, but no dataset of this trainer had any when it was built: "
                 "build another trainer with this one."
             )
-        if self.reads_images is None:  # the first images of a stream
+        if has_images and self.reads_images is None:  # the first images of a stream
             self.reads_images = True
             self._generation.prove_images()
             self.teaching.prove_images()
-        found = self.teaching.readers.student.token_ids([row.student for row in rows])
+        if has_images:
+            found = self.teaching.readers.student.token_ids([row.student for row in rows])
+        else:
+            found = self.tokenize(deepcopy([row["prompt"] for row in rows]))
         self.teaching.readers.check_batch(found, self.teaching.batch_name)
         for row, ids in zip(rows, found, strict=True):
             row.images = getattr(ids, "images", None)
         prompt_ids: list[list[int]] = [PromptIds(ids, row.images) for row, ids in zip(rows, found, strict=True)]
-        if not self.teaching.steps_ahead:  # else they are read again in their own step
+        if has_images and not self.teaching.steps_ahead:  # else they are read again in their own step
             images = sum(len(row.images.originals) for row in rows if row.images is not None)
             self.record("images/mean", images / len(rows))
             tokens = sum(one in self.placeholders for ids in prompt_ids for one in ids)
