@@ -75,6 +75,8 @@ def test_two_processes_learn_what_one_learns(models, alone, strategy, every):
         found["losses"][variants.AFTER] = found["used_before"]["losses"]
         assert found["used_before"]["wrapper"] == WRAPPERS[strategy]
         _check_used_before(found["used_before"])
+        waits = set(found["used_before"]["timeouts"])
+        assert waits == {variants.TIMEOUT}, "a group waits for less, or more, than `ddp_timeout`"
     for name, same in same_as.items():
         weights, losses, _ = alone(same)
         exact = variants.EXACT.get(same)
@@ -139,7 +141,6 @@ def _check_used_before(found):
     before, once, twice = found["evaluated"]
     assert twice < once < before
     assert found["moved"] > 20 * TOLERANCE, "the second training learns nothing"
-    assert set(found["timeouts"]) == {variants.TIMEOUT}, "a group waits for less, or more, than `ddp_timeout`"
 
 
 def _check_bfloat16(strategy, name, half, in_float32):
