@@ -126,11 +126,12 @@ class Generation:
         if host.processors[""] is None:  # the teacher alone sees some
             return
         prompts = host.probe_prompts()
-        if is_split_model(host.model):
+        # DeepSpeed reduces gradients in buckets, which have to be the same in all processes, whatever it shards.
+        if is_split_model(host.model) or host.is_deepspeed_enabled:
             if not host.reading.padded_up_to:
                 raise ValueError(
-                    "The student is sharded and processes one row at a time, so its processes cannot read images "
-                    "together: do not shard it, or remove the images."
+                    "The student processes one row at a time, so processes under DeepSpeed or FSDP2 cannot read images "
+                    "together: use DDP, or remove the images."
                 )
             host.reading = replace(host.reading, beside=prompts[0])
         with autocast(host.accelerator):

@@ -36,7 +36,7 @@ class Reading:
     multiple_of: int = 1
     """The width of padded rows is rounded up to a multiple of this."""
     beside: PromptIds | None = None
-    """A prompt with an image, read beside rows without: where a model is sharded, all processes run its tower."""
+    """A prompt with an image, read beside rows without: under DeepSpeed and FSDP2 all processes run its tower."""
 
     def __str__(self) -> str:
         if self.packed:
