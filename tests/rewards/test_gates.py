@@ -200,6 +200,17 @@ def test_controls_take_the_teachers_part_away(make_trainer):
     }
 
 
+def test_an_evaluation_has_the_teacher_that_a_control_replaces(make_trainer):
+    """Also of a single row, which cannot be shuffled."""
+    data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
+    given = {"train_dataset": data, "eval_dataset": data.select([0]), "reward_funcs": None, "num_generations": 1}
+    found = [
+        trained(make_trainer, learning_rate=1e-12, teacher_control=control, **given).evaluate()["eval_divergence/mean"]
+        for control in (None, "shuffled", "unprivileged")
+    ]
+    assert found == pytest.approx([found[0]] * 3, abs=1e-6)
+
+
 def test_the_constant_control_pushes_the_least_likely_fifth_down_and_nothing_else(make_trainer):
     student = tiny.qwen2(32, seed=0).double()
     given = {"teacher_control": "constant", "divergence": None, "reward_funcs": None, "num_generations": 1}

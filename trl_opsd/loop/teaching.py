@@ -271,6 +271,8 @@ class Teaching:
     ) -> list[list[int]] | None:
         """The teachers' prompts, or those that `teacher_control` puts in their place."""
         args = self._host.args
+        if not self._host.model.training:  # evaluations compare with the teacher that it controls for
+            return prompts
         if args.teacher_control == "unprivileged":
             if any(self.readers.intake.processors):
                 raise ValueError(

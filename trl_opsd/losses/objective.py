@@ -17,6 +17,11 @@ from trl_opsd.losses.streamed import streamed_divergence
 from trl_opsd.types import Beside, LazyLogits, OutputHead, PerToken, Sampled
 
 
+def heads_beside(teacher: OutputHead, origin: OutputHead | None) -> dict[str, OutputHead]:
+    """The heads of what stands beside a teacher: a contrast is its own, in another context."""
+    return {"contrast": teacher, "origin": origin or teacher}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """How two models are compared: the arguments of [`streamed_divergence`] that are the same for all tokens."""

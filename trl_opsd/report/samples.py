@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses import ReverseKL, SampledReverseKL
-from trl_opsd.losses.objective import Objective
+from trl_opsd.losses.objective import Objective, heads_beside
 from trl_opsd.models.backbone import logits_of
 from trl_opsd.models.tokenizers import readable
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
@@ -99,7 +99,7 @@ def samples_of(
         ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
         values: dict[int, Any] = {}
         if len(places_n):
-            heads = {"contrast": teacher_head, "origin": origin or teacher_head}
+            heads = heads_beside(teacher_head, origin)
             beside = {
                 name: (states_nH.to(heads[name].weight.device), heads[name])
                 for name, states_nH in targets.beside_of(row, places_n).items()

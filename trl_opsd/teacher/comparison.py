@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses import reduce
-from trl_opsd.losses.objective import Objective
+from trl_opsd.losses.objective import Objective, heads_beside
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.losses.token_selection import Selection
@@ -98,11 +98,10 @@ def shares(
         kept = [rows[row].hidden for row in theirs] or [_no_states(head)]
         if targets.teacher is not None:
             kept = [_as_of(head, states) for states in kept]
-        heads_beside = {"contrast": head, "origin": origin or head}
         beside = {
             name: fetch([one[row].hidden for row in theirs] or [_no_states(it)], it.weight.device)
             for name, one in targets.beside.items()
-            for it in [heads_beside[name]]
+            for it in [heads_beside(head, origin)[name]]
         }
         found.append(
             Share(
@@ -193,7 +192,7 @@ def compared(
         teacher_head = teacher_heads[share.teacher]
         weights_N = None if share.weights_N is None else share.weights_N.to(device, non_blocking=True)
         student_NH, teacher_NH = share.of_student(hidden_BCH, device), share.of_teacher(teacher_head.weight.device)
-        heads = {"contrast": teacher_head, "origin": origin or teacher_head}
+        heads = heads_beside(teacher_head, origin)
         beside = {name: (share.of_teacher(heads[name].weight.device, name), heads[name]) for name in share.beside}
         return objective.of((student_NH, head), (teacher_NH, teacher_head), weights_N, sampled, beside)
 
