@@ -90,3 +90,34 @@ def _log_probs(lazy: LazyLogits, vocabulary: int | None) -> Tensor:
 
 def _entropy(log_p_NV: Tensor) -> Tensor:
     return -(log_p_NV.exp() * log_p_NV).sum(-1).float()
+
+
+def dense_byte_logarithms(
+    logits_NV: Tensor, texts: Sequence[bytes | None], ids: Sequence[int], floor: float
+) -> tuple[Tensor, Tensor]:
+    """What [`byte_logarithms`] must equal, with a loop over all tokens for each byte, in float64.
+
+    `logits_NV` predict consecutive tokens, `ids`; `texts` are the bytes of each id, `None` for special tokens. Ids
+    beyond them do not exist.
+    """
+    probs_NV = logits_NV[:, : len(texts)].double().softmax(-1)
+    found, escapes = [], []
+    for number, own in enumerate(ids):
+        begins = max([0, number - 3, *(at + 1 for at in range(number) if texts[ids[at]] is None)])
+        for end in range(len(texts[own] or b"-")):
+            masses = [probs_NV.new_zeros(()) for _ in range(257)]
+            for start in range(begins, number + 1):
+                since = b"".join(texts[one] or b"" for one in ids[start:number]) + (texts[own] or b"")[:end]
+                path = torch.stack([probs_NV[at, ids[at]] for at in range(start, number)] or [probs_NV.new_ones(())])
+                for token, text in enumerate(texts):
+                    if text is None and not since:
+                        masses[256] = masses[256] + probs_NV[number, token] / path.prod()
+                    elif text is not None and text.startswith(since) and len(text) > len(since):
+                        masses[text[len(since)]] = masses[text[len(since)]] + probs_NV[start, token] / path.prod()
+            so_far = (texts[own] or b"")[:end]
+            whole = sum(probs_NV[number, token] for token, text in enumerate(texts) if so_far and text == so_far)
+            begun = [token for token, text in enumerate(texts) if not so_far or (text or b"").startswith(so_far)]
+            total = torch.stack(masses)
+            found.append((total / total.sum() + floor).log())
+            escapes.append(torch.as_tensor(whole / probs_NV[number, begun].sum()))
+    return torch.stack(found), torch.stack(escapes).detach()

@@ -152,6 +152,12 @@ class PerToken:
     """[N], float32, share of one model's 16 likeliest tokens that are among the other's; 0 where not ranked."""
     top_mass: Tensor | None = None
     """[N], float32, the student's probability of these shared tokens; 0 where not ranked."""
+    outcomes: Tensor | None = None
+    """[N], float32, bytes of each token, 1 for a special one; `None` where models are compared by tokens."""
+    compared: Tensor | None = None
+    """[N], float32, how many of them were compared; `None` where models are compared by tokens."""
+    escaped: Tensor | None = None
+    """[N], float32, how many were left out since too much of a distribution is missed; `None` as above."""
 
 
 UNWEIGHTED = tuple(one.name for one in fields(PerToken) if one.default is None)
@@ -179,7 +185,7 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 37], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    """[B, 40], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
     and pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
     all are 0 where the row is only a part of a completion."""
 

@@ -1,0 +1,113 @@
+"""Divergences over the next byte: against loops over all tokens, finite differences, and languages that are known."""
+
+from __future__ import annotations
+
+import torch
+import pytest
+
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.losses.bytewise import _FLOOR, byte_logarithms, bytewise_divergence
+from trl_opsd.losses.dense import dense_byte_logarithms
+from trl_opsd.types import LazyLogits, OutputHead, Sampled
+from trl_opsd.types.bytewise import Spelled, byte_head
+
+from byte_languages import small_vocabulary
+
+
+def drawn(vocabulary, tokens, seed=0, bias=False, softcap=None, width=7):
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(vocabulary.texts) + 3  # padded, as heads are
+    ids = torch.randint(0, len(vocabulary.texts), (tokens,), generator=generator)
+    weight = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    offset = torch.randn(rows, generator=generator, dtype=torch.float64) if bias else None
+    return ids, LazyLogits(hidden, OutputHead(weight, offset, 0.8, softcap), 1.3)
+
+
+def logits_of(model):
+    head = model.head
+    product = model.hidden @ head.weight.T * head.scale + (0 if head.bias is None else head.bias * head.scale)
+    if head.softcap is not None:
+        product = head.softcap * (product / head.softcap).tanh()
+    return product / model.temperature
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_masses_equal_those_of_a_loop_over_all_tokens(chunk_tokens, softcap):
+    vocabulary = small_vocabulary()
+    ids, model = drawn(vocabulary, 12, softcap=softcap)
+    token, reads = vocabulary.reads(vocabulary.spelled(ids.tolist()))
+    found, escape = byte_logarithms(model, vocabulary.table, ids, token, reads, chunk_tokens)
+    expected, escaped = dense_byte_logarithms(logits_of(model), vocabulary.texts, ids.tolist(), _FLOOR)
+    assert (found - expected).abs().max() < 2e-5
+    assert (escape - escaped).abs().max() < 1e-6
+    assert escape.max() > 0.1 > escape.min()
+
+
+def dense_of(student, teacher_logs, vocabulary, ids, divergence, weights, held, pull):
+    logs, escape = dense_byte_logarithms(logits_of(student), vocabulary.texts, ids.tolist(), _FLOOR)
+    token, _ = vocabulary.reads(vocabulary.spelled(ids.tolist()))
+    held = held & (escape <= 0.1)
+    per_byte = divergence.value(logs.log_softmax(-1), teacher_logs.log_softmax(-1))
+    own = logits_of(student)[:, : len(vocabulary.texts)].log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    value = torch.zeros(len(ids), dtype=torch.float64).index_add(0, token, per_byte * held)
+    return (value + (0 if pull is None else -pull * own)) * weights
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 4])
+@pytest.mark.parametrize("divergence", [ReverseKL(), ForwardKL(), GeneralizedJSD(0.3)], ids=str)
+@pytest.mark.parametrize(("bias", "softcap", "pulls"), [(False, None, False), (True, 2.0, True)])
+def test_values_and_gradients_equal_the_dense_ones(divergence, chunk_tokens, bias, softcap, pulls):
+    vocabulary = small_vocabulary()
+    ids, student = drawn(vocabulary, 14, 1, bias, softcap)
+    token, reads = vocabulary.reads(vocabulary.spelled(ids.tolist()))
+    generator = torch.Generator().manual_seed(2)
+    teacher_logs = torch.randn(len(token), 257, generator=generator, dtype=torch.float64).log_softmax(-1)
+    held = torch.rand(len(token), generator=generator) > 0.2
+    weights = torch.rand(len(ids), generator=generator)
+    pull = torch.randn(len(ids), generator=generator) if pulls else None
+    leaves = [one for one in (student.hidden, student.head.weight, student.head.bias) if one is not None]
+
+    def gradients(function):
+        for leaf in leaves:
+            leaf.requires_grad_()
+        value = function()
+        (value.sum() / 3).backward()
+        found = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return value.detach(), found
+
+    def streamed():
+        found = bytewise_divergence(
+            student, LazyLogits(teacher_logs.float(), byte_head(ids.device)), divergence, vocabulary.table,
+            Spelled(token, held, reads.long()), Sampled(ids, pull), weights, chunk_tokens,
+        )  # fmt: skip
+        assert found.outcomes.sum() == len(token)
+        assert 0 < found.compared.sum() < held.sum()
+        assert (found.compared + found.escaped == found.outcomes).all()
+        return found.divergence
+
+    value, found = gradients(streamed)
+    expected, wanted = gradients(
+        lambda: dense_of(student, teacher_logs, vocabulary, ids, divergence, weights, held, pull)
+    )
+    assert (value - expected).abs().max() < 3e-5 * expected.abs().max()
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() < 3e-5 * other.abs().max()
+        assert other.abs().max() > 1e-3
+
+
+def test_the_dense_gradient_is_that_of_finite_differences():
+    vocabulary = small_vocabulary()
+    ids, student = drawn(vocabulary, 4, 3)
+    token, _ = vocabulary.reads(vocabulary.spelled(ids.tolist()))
+    teacher_logs = torch.randn(len(token), 257, dtype=torch.float64).log_softmax(-1)
+    held, weights = torch.ones(len(token), dtype=torch.bool), torch.ones(len(ids))
+
+    def loss(hidden):
+        moved = LazyLogits(hidden, student.head, student.temperature)
+        return dense_of(moved, teacher_logs, vocabulary, ids, ReverseKL(), weights, held, None).sum()
+
+    assert torch.autograd.gradcheck(loss, student.hidden.requires_grad_(), eps=1e-6, atol=1e-6)

@@ -1,0 +1,256 @@
+"""The bytes that each token of a tokenizer stands for, proved on texts, and texts as tokens of exactly those bytes.
+
+It knows no models.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os.path import commonprefix
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trl_opsd.types.bytewise import END, ROOT, ByteTable
+
+_BACK = 3
+"""Tokens before a byte's own that a longer token may have begun at."""
+_ANCHORS = ("\n", "a", ".", " ", "0", ";")
+"""Texts before another one, which a tokenizer may not begin as the start of a text, with a space of its own."""
+_TEXTS = (
+    "Hello, world! It's 3.14 o'clock.",
+    "def f(x):\n\treturn x  # comment\r\n\n    pass",
+    "  two leading spaces, and trailing ones  ",
+    "Größe, naïve, façade; Ελληνικά, Русский, 中文字符, 日本語, 한국어, العربية, हिन्दी",
+    "\N{GRINNING FACE}\N{WAVING HAND SIGN}\N{EMOJI MODIFIER FITZPATRICK TYPE-4} and \N{PILE OF POO}!",
+    '<b>not a token</b> {"key": [1, 2.5e-3, null]} \\frac{1}{2}',
+    "MiXeD CaSe, ＦＵＬＬ width, ﬁ ligature, ① and ™, ½",
+)
+"""Texts of every kind, in the composed form (NFC) that most tokenizers turn text into."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level vocabularies write bytes as: printable ones as themselves, others from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + number): byte for number, byte in enumerate(others)}}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes | None:
+    found = [_ALPHABET.get(char) for char in token]
+    return None if None in found else bytes(one for one in found if one is not None)
+
+
+def _sentence_piece(token: str) -> bytes:
+    if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
+        return bytes([int(fallback[1], 16)])
+    return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+
+_ALPHABETS: tuple[Callable[[str], bytes | None], ...] = (_byte_level, _sentence_piece, str.encode)
+
+
+@dataclass(frozen=True)
+class ByteVocabulary:
+    """What each token of a tokenizer adds to a text.
+
+    Raises:
+        ValueError: The tokens of a text do not spell it: it is lowercased, decomposed or otherwise changed.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    texts: tuple[bytes | None, ...]
+    """The bytes of each id; `None` for special tokens and for ids that are no tokens."""
+    special: frozenset[int]
+    """Ids of special tokens."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, called: str, more: Iterable[str] = ()) -> ByteVocabulary:
+        """Finds out what tokens stand for, and proves it on texts of many kinds, and on these."""
+        wrong = ""
+        for alphabet in _ALPHABETS:
+            found = cls._written_in(tokenizer, alphabet)
+            text = next((one for one in (*_TEXTS, *_drawn()) if found.changed(one)), None)
+            if text is None:
+                text = next((one for one in more if found.changed(_composed(one))), None)
+                if text is None:
+                    return found
+            wrong = wrong or text
+        read = tokenizer.decode(tokenizer(wrong, add_special_tokens=False)["input_ids"])
+        raise ValueError(
+            f"`cross_tokenizer='bytes'`: the tokens of {called} do not spell what they read: {wrong!r} becomes "
+            f"{read!r}. Text that a tokenizer changes (by lowercasing, NFKC, unknown words) has no next byte: use a "
+            "model whose tokenizer keeps text as it is (byte-level BPE, or SentencePiece with byte fallback)."
+        )
+
+    @classmethod
+    def _written_in(
+        cls, tokenizer: PreTrainedTokenizerBase, alphabet: Callable[[str], bytes | None]
+    ) -> ByteVocabulary:
+        added = tokenizer.added_tokens_decoder
+        special = {number for number, one in added.items() if one.special} | set(tokenizer.all_special_ids)
+        ids = tokenizer.get_vocab()
+        texts: list[bytes | None] = [None] * (max(ids.values()) + 1)
+        for token, number in ids.items():
+            if number not in special:
+                texts[number] = str(added[number]).encode() if number in added else alphabet(token)
+        # a token that adds nothing cannot be counted by the bytes that it adds
+        special |= {number for number in ids.values() if not texts[number]}
+        return cls(tokenizer, tuple(one or None for one in texts), frozenset(special))
+
+    def spelled(self, ids: Iterable[int]) -> list[bytes | None]:
+        """The bytes of each token, `None` for special ones."""
+        return [self.texts[one] if one < len(self.texts) else None for one in ids]
+
+    def changed(self, text: str) -> bool:
+        """Whether the tokens of a text do not spell it."""
+        return b"".join(one or b"" for one in self.spelled(self.ids_of(text))) != text.encode()
+
+    def ids_of(self, text: str) -> list[int]:
+        """The tokens of a text that continues another, without a space or a start token before it.
+
+        Where the tokenizer changes the text, they spell it up to there.
+        """
+        best: list[int] = []
+        agreed = -1
+        for anchor in ("", *_ANCHORS):
+            ids = self._read(anchor + text)
+            if anchor:
+                before = _without(self.spelled(ids), anchor.encode())
+                if before is None:
+                    continue
+                ids = ids[before:]
+            spelled = b"".join(one or b"\0" for one in self.spelled(ids))
+            if spelled == text.encode():
+                return ids
+            if (same := len(commonprefix([spelled, text.encode()]))) > agreed:  # noqa: RUF071 (bytes are meant)
+                best, agreed = ids, same
+        return best
+
+    def _read(self, text: str) -> list[int]:
+        # what looks like a special token in a text is text
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return ids
+
+    @cached_property
+    def table(self) -> ByteTable:
+        """The vocabulary as ranges of its sorted order."""
+        return self._nodes[0]
+
+    @cached_property
+    def _nodes(self) -> tuple[ByteTable, dict[tuple[int, int], int]]:
+        """The table, and the node that a byte leads to from another one."""
+        order = sorted((text, number) for number, text in enumerate(self.texts) if text)
+        children: dict[tuple[int, int], int] = {}
+        lows, highs, last = [0], [len(order)], b""
+        wholes = [(0, 0)]
+        path = [ROOT]
+        for rank, (text, _) in enumerate(order):
+            same = 0
+            for one, other in zip(text, last, strict=False):
+                if one != other:
+                    break
+                same += 1
+            for node in path[same + 1 :]:
+                highs[node] = rank
+            del path[same + 1 :]
+            for byte in text[same:]:
+                children[path[-1], byte] = node = len(lows)
+                path.append(node)
+                lows.append(rank)
+                highs.append(len(order))
+                wholes.append((rank, rank))
+            wholes[path[-1]] = wholes[path[-1]][0], rank + 1
+            last = text
+        specials = sorted(self.special)
+        parents, bytes_, nodes = np.array([(*pair, node) for pair, node in children.items()], np.int64).T
+        low, high = np.array(lows)[nodes], np.array(highs)[nodes]
+        if specials:
+            parents, bytes_ = np.append(parents, ROOT), np.append(bytes_, END)
+            low, high = np.append(low, len(order)), np.append(high, len(order) + len(specials))
+        by_node = np.lexsort((bytes_, parents))
+        ids = [number for _, number in order] + specials
+        rank_V = np.zeros(max(ids) + 1, np.int64)
+        rank_V[ids] = np.arange(len(ids))
+        first = np.searchsorted(parents[by_node], np.arange(len(lows) + 1))
+        table = ByteTable(*map(torch.as_tensor, (np.array(ids), rank_V, first)),
+                          *(torch.from_numpy(one[by_node].copy()) for one in (bytes_, low, high)),
+                          torch.tensor(wholes))  # fmt: skip
+        return table, children
+
+    def reads(self, texts: Sequence[bytes | None]) -> tuple[Tensor, Tensor]:
+        """The byte positions of consecutive tokens, and what their distributions are summed from.
+
+        A special token has one position; before it nothing is read for what follows it.
+
+        Returns:
+            `tuple`: [P], int64, the number of each position's token; and [R, 4], int32, as [`~types.ByteTargets`] has.
+        """
+        children, first = self._nodes[1], self._firsts
+        tokens: list[int] = []
+        found: list[tuple[int, int, int, int]] = []
+        live: list[tuple[int, int]] = []  # tokens that a longer one may have begun at, with the node of the bytes since
+        for number, text in enumerate(texts):
+            live = [(start, node) for start, node in live if number - start <= _BACK]
+            live.append((number, ROOT))
+            for byte in text or (END,):
+                position = len(tokens)
+                tokens.append(number)
+                for start, node in live:
+                    if start == number or first[node + 1] > first[node]:
+                        found.append((position, start, number - start, node))
+                steps = ((start, children.get((node, byte))) for start, node in live)
+                live = [(start, node) for start, node in steps if node is not None]
+        return torch.tensor(tokens, dtype=torch.int64), torch.tensor(found, dtype=torch.int32).reshape(-1, 4)
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return list(self.table.first.tolist())
+
+
+def _without(texts: Sequence[bytes | None], anchor: bytes) -> int | None:
+    """How many tokens spell an anchor, with a space before it or not; `None` if the next token does not begin there."""
+    spelled = b""
+    for number, text in enumerate(texts, 1):
+        spelled += text or b""
+        if spelled in (anchor, b" " + anchor) and len(spelled) >= len(anchor):
+            return number
+        if len(spelled) > len(anchor) + 1:
+            return None
+    return None
+
+
+def _composed(text: str) -> str:
+    import unicodedata
+
+    return unicodedata.normalize("NFC", text)
+
+
+def _drawn() -> list[str]:
+    """Random texts, always the same, of characters from all over Unicode that have one form."""
+    draw = random.Random(0)
+    some = [*map(chr, range(32, 127)), *"\t\n éßñøжשعक字あ한𝄞\N{ROCKET}"]
+    return ["".join(draw.choices(some, k=40)) for _ in range(20)]
+
+
+def valid_text(spelled: bytes) -> tuple[str, int]:
+    """The text at the beginning of bytes up to the first that are no UTF-8, and how many bytes that are."""
+    try:
+        return spelled.decode(), len(spelled)
+    except UnicodeDecodeError as error:
+        return spelled[: error.start].decode(), error.start
+
+
+def is_added(tokenizer: Any, token: str) -> int | None:
+    """The id of a special token of this name, if the tokenizer has it."""
+    return next((number for number, one in tokenizer.added_tokens_decoder.items() if str(one) == token), None)

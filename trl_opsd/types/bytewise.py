@@ -1,0 +1,97 @@
+"""Token vocabularies as bytes: which tokens spell which bytes, as ranges of one sorted order, and targets per byte.
+
+V token ids · T tokens with a meaning · D nodes (distinct beginnings of tokens) · E edges between them
+N tokens of a completion · P byte positions · R reads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd.types.loss import OutputHead
+from trl_opsd.types.targets import RowTargets
+
+END = 256
+"""The outcome of a position that is no byte: the end of the text, or any other special token."""
+OUTCOMES = 257
+"""The bytes, and [`END`]."""
+ROOT = 0
+"""The node of the empty beginning."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByteTable:
+    """A vocabulary, sorted by bytes, so that the tokens that begin with given bytes are one range of it."""
+
+    order: Tensor
+    """[T], int64: token ids by their bytes, special tokens last. Ids that are no tokens are left out."""
+    rank: Tensor
+    """[V], int64: the place of each id in `order`; 0 for those that are left out."""
+    first: Tensor
+    """[D + 1], int64: each node's first edge."""
+    outcome: Tensor
+    """[E], int64: the byte of an edge, or [`END`]."""
+    low: Tensor
+    """[E], int64: first place of the tokens that begin with the node's bytes and this one."""
+    high: Tensor
+    """[E], int64: the place after the last of them."""
+    whole: Tensor
+    """[D, 2], int64: first place, and the one after the last, of the tokens that are just a node's bytes."""
+    _copies: dict[torch.device, ByteTable] = field(default_factory=dict, init=False, repr=False)
+
+    def to(self, device: torch.device) -> ByteTable:
+        """A copy on a device, made once."""
+        if device == self.order.device:
+            return self
+        if device not in self._copies:
+            values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+            self._copies[device] = ByteTable(**{name: one.to(device) for name, one in values.items()})
+        return self._copies[device]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTargets(RowTargets):
+    """A teacher's distributions over the next byte of one row; `hidden` [P, 257] holds their logarithms, in nats.
+
+    `places` [P] are the positions of the student's tokens that the bytes belong to, not ascending strictly.
+    """
+
+    held: Tensor
+    """[P], bool, in host memory: whether the teacher's distribution is exact enough to be compared."""
+    reads: Tensor
+    """[R, 4], int32, in host memory: what the student's distributions are summed from. Each has the number of its byte
+    position, ascending; the place of the token whose state is read, and how many tokens before the byte's own that is;
+    and the node of the bytes between."""
+
+    def cut(self, tokens: int) -> RowTargets:
+        kept = int(torch.searchsorted(self.places, tokens))
+        if kept == len(self.places):
+            return self
+        return replace(
+            self,
+            hidden=self.hidden[:kept],
+            places=self.places[:kept],
+            held=self.held[:kept],
+            reads=self.reads[: int(torch.searchsorted(self.reads[:, 0].contiguous(), kept))],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """The byte positions of N tokens in a loss; indices in host memory."""
+
+    token: Tensor
+    """[P], int64: index of the token that each belongs to, ascending."""
+    held: Tensor
+    """[P], bool: as [`~ByteTargets.held`]."""
+    reads: Tensor
+    """[R, 4], int64: as [`~ByteTargets.reads`], with the index of the token among the N."""
+
+
+def byte_head(device: torch.device) -> OutputHead:
+    """The head of logarithms of distributions over bytes: they are logits."""
+    return OutputHead(torch.eye(OUTCOMES, device=device))
