@@ -248,6 +248,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
     deterministic: Annotated[bool, Option(needs=(OVERLAP_STEP,))] = False
     """Whether `overlap` trains on rows in their order, so that sums are rounded alike in each run."""
     # the teacher
+    cross_tokenizer: Annotated[
+        str | None, Option(one_of(None, "bytes"), resumed=True, words="compared by {}, as the tokenizers differ")
+    ] = None
+    """How a teacher is compared whose tokenizer is not the student's: `"bytes"`, by distributions over the next byte
+    (`docs/tokenizers.md`). When `None`, such a teacher is refused."""
     teacher_trust_remote_code: Annotated[bool, Option(needs=(LOADED,))] = False
     """Whether the teacher may be loaded from a repository that ships its own Python code."""
     teacher_model_kind: Annotated[str | None, Option(one_of(None, "base", "ema", "live"), resumed=True)] = None

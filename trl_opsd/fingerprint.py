@@ -122,6 +122,7 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
     """
     kind, served = args.teacher_model_kind, server_urls("teacher_server_url", args.teacher_server_url)
     described = {}
+    teachers = {name: getattr(one, "teacher", one) for name, one in teachers.items()}  # those that are read by bytes
     for name, teacher in teachers.items():
         source = teacher if kind in ("ema", "live") else getattr(teacher, "model", teacher)
         path = get_config_model_id(source.config) if hasattr(source, "config") else ""

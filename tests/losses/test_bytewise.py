@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 import pytest
+import torch
+from byte_languages import small_vocabulary
 
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.bytewise import _FLOOR, byte_logarithms, bytewise_divergence
 from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.types import LazyLogits, OutputHead, Sampled
 from trl_opsd.types.bytewise import Spelled, byte_head
-
-from byte_languages import small_vocabulary
 
 
 def drawn(vocabulary, tokens, seed=0, bias=False, softcap=None, width=7):

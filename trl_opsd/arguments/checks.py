@@ -166,7 +166,8 @@ def check_template(
     tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Rows], args: OPSDConfig, tools: Any, intake: Intake
 ) -> None:
     """Checks what the chat template is given: its arguments, and whether prompts are meant for it."""
-    if wrong := check_template_arguments(tokenizer, "teacher_chat_template_kwargs", args.teacher_template_kwargs):
+    of_teachers = {} if args.cross_tokenizer else args.teacher_template_kwargs
+    if wrong := check_template_arguments(tokenizer, "teacher_chat_template_kwargs", of_teachers):
         raise ValueError(wrong)
     if wrong := check_template_arguments(tokenizer, "chat_template_kwargs", args.chat_template_kwargs or {}):
         logger.warning(wrong)
@@ -187,7 +188,8 @@ def look_at(
     )
     warn_of_prompts(tokenizer, where, [row.student.value for row in rows], render)
     for row in rows if tokenizer.chat_template else ():
-        for prompt, read in ((row.student, render), (row.of_teacher, partial(render, **args.teacher_template_kwargs))):
+        theirs_too = ((row.of_teacher, partial(render, **args.teacher_template_kwargs)),)
+        for prompt, read in ((row.student, render), *(() if args.cross_tokenizer else theirs_too)):
             if prompt.kind == "messages":
                 check_that_all_is_read(prompt.value, read, prompt.where)
     theirs = (row.of_teacher for row in rows if row.of_teacher is not row.student)

@@ -32,6 +32,7 @@ from trl_opsd.arguments.checks import (
 from trl_opsd.arguments.rules import BUILDING, GENERATING_SEEN, LEARNING, SEEING, SURPRISES
 from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
+from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
 from trl_opsd.data.outcomes import check_prompt_fn
@@ -61,6 +62,7 @@ from trl_opsd.teacher.checks import (
     check_tokenizers,
     check_up,
     teachers_processors,
+    tokenizers_of,
 )
 
 logger = get_logger(__name__)
@@ -89,6 +91,8 @@ class Prepared:
     row_columns: tuple[str, ...]
     """Columns that are read."""
     rollout: Any
+    vocabularies: Mapping[str, ByteVocabulary]
+    """What tokens stand for, with `cross_tokenizer`: those of the student under an empty name, and of each teacher."""
     rewards: tuple[Given, ...]
     """Reward functions and models, with their names and tokenizers."""
     without_effect: tuple[str, ...]
@@ -212,14 +216,42 @@ def prepared(
         reads_images=reads_images,
         row_columns=row_columns,
         rollout=picked,
+        vocabularies=_vocabularies(
+            text_tokenizer(processing_class), models, teacher_processing_class, args, rows, intake
+        ),
         rewards=rewards,
         without_effect=tuple(unread),
         is_same_model=is_same_model,
     )
     check_template(found.tokenizer, rows, args, tools, intake)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
-    check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
+    if not found.vocabularies:
+        check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
     check_up(args)
+    return found
+
+
+def _vocabularies(
+    tokenizer: PreTrainedTokenizerBase,
+    models: Mapping[str, Any],
+    given: Any,
+    args: OPSDConfig,
+    rows: Mapping[str, Rows],
+    intake: Intake,
+) -> dict[str, ByteVocabulary]:
+    """What the tokens of student and teachers stand for, proved on the texts of the first rows."""
+    if args.cross_tokenizer is None:
+        return {}
+    requests = [one for some in rows.values() for one in some.first_requests(intake)]
+    texts = [text for one in requests for prompt in (one.student, one.of_teacher) for text in prompt.texts]
+    found = {"": ByteVocabulary.of(tokenizer, "the student's tokenizer", texts)}
+    for name, (theirs, _) in tokenizers_of(models, given, args).items():
+        if theirs is None:
+            raise ValueError(
+                f"`cross_tokenizer='bytes'`: the tokenizer of the {name} is not known: pass it as "
+                "`teacher_processing_class`."
+            )
+        found[name] = ByteVocabulary.of(text_tokenizer(theirs), f"the tokenizer of the {name}", texts)
     return found
 
 

@@ -14,6 +14,7 @@ from trl_opsd._compat.sharding import launched
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import by_name
 from trl_opsd.data.outcomes import reads_outcome
+from trl_opsd.losses import SampledReverseKL
 from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.options.rules import Rule, together
 from trl_opsd.options.table import Situation, shown
@@ -84,6 +85,15 @@ BUILDING = (
     ),
     *EVALUATING,
     Rule(
+        lambda now: now.cross_tokenizer and now.tools,
+        "`cross_tokenizer='bytes'` with `tools`: what tools answer is text of the student's template: remove one of "
+        "them.",
+    ),
+    Rule(
+        lambda now: now.cross_tokenizer and isinstance(now.objective, SampledReverseKL),
+        "`cross_tokenizer='bytes'` with `SampledReverseKL`, which compares tokens: pass another divergence.",
+    ),
+    Rule(
         lambda now: now.teacher_control == "constant" and now.objective is not None,
         "`teacher_control='constant'` with the argument `divergence`: the control replaces the objective: remove one "
         "of them.",
@@ -141,6 +151,7 @@ def _ignored_column(name: str, instead: str) -> Rule:
 
 
 SEEING = (
+    together(" cannot compare rows with images: remove the option, or the images.", cross_tokenizer="bytes"),
     together(" cannot read rows with images, which are not concatenated: remove the option.", padding_free=True),
     Rule(
         lambda now: launched(now.args).sp_enabled,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,10 @@ def _byte_alphabet() -> dict[str, int]:
     """The characters that byte-level vocabularies write bytes as: printable ones as themselves, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + number): byte for number, byte in enumerate(others)}}
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(256 + number): byte for number, byte in enumerate(others)},
+    }
 
 
 _ALPHABET = _byte_alphabet()
@@ -94,9 +98,7 @@ class ByteVocabulary:
         )
 
     @classmethod
-    def _written_in(
-        cls, tokenizer: PreTrainedTokenizerBase, alphabet: Callable[[str], bytes | None]
-    ) -> ByteVocabulary:
+    def _written_in(cls, tokenizer: PreTrainedTokenizerBase, alphabet: Callable[[str], bytes | None]) -> ByteVocabulary:
         added = tokenizer.added_tokens_decoder
         special = {number for number, one in added.items() if one.special} | set(tokenizer.all_special_ids)
         ids = tokenizer.get_vocab()
@@ -182,10 +184,18 @@ class ByteVocabulary:
         ids = [number for _, number in order] + specials
         rank_V = np.zeros(max(ids) + 1, np.int64)
         rank_V[ids] = np.arange(len(ids))
+        length_V = np.array([1 if text is None else len(text) for text in self.texts])
         first = np.searchsorted(parents[by_node], np.arange(len(lows) + 1))
-        table = ByteTable(*map(torch.as_tensor, (np.array(ids), rank_V, first)),
-                          *(torch.from_numpy(one[by_node].copy()) for one in (bytes_, low, high)),
-                          torch.tensor(wholes))  # fmt: skip
+        table = ByteTable(
+            order=torch.tensor(ids),
+            rank=torch.from_numpy(rank_V),
+            first=torch.from_numpy(first),
+            outcome=torch.from_numpy(bytes_[by_node]),
+            low=torch.from_numpy(low[by_node]),
+            high=torch.from_numpy(high[by_node]),
+            length=torch.from_numpy(length_V),
+            whole=torch.tensor(wholes),
+        )
         return table, children
 
     def reads(self, texts: Sequence[bytes | None]) -> tuple[Tensor, Tensor]:
@@ -231,8 +241,6 @@ def _without(texts: Sequence[bytes | None], anchor: bytes) -> int | None:
 
 
 def _composed(text: str) -> str:
-    import unicodedata
-
     return unicodedata.normalize("NFC", text)
 
 

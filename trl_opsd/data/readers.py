@@ -12,7 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, tokens_in
 from trl_opsd.data.prompts import CONTRAST, PRIVILEGED, Intake, Prompt, Request, common_kind, tells_more
-from trl_opsd.data.tokenization import added_at_end, at_most_one_token_per_byte, check_parts
+from trl_opsd.data.tokenization import (
+    added_at_end,
+    at_most_one_token_per_byte,
+    check_parts,
+    largest_id,
+    read_alone,
+)
 
 logger = get_logger(__name__)
 
@@ -107,7 +113,23 @@ class Reader:
         """The prompt of a row, a teacher's from the columns."""
         if self.is_contrast and request.contrast is not None:
             return request.contrast
-        return request.of_teacher if self.is_teachers else request.student
+        return self.read_by(request.teacher, request.of_teacher) if self.is_teachers else request.student
+
+    def read_by(self, teacher: str, prompt: Prompt) -> Prompt:
+        """A prompt that this teacher's tokenizer reads, if it has its own."""
+        return replace(prompt, processor=teacher) if teacher in self.of.tokenizers else prompt
+
+    def tokenizer_of(self, prompt: Prompt) -> PreTrainedTokenizerBase:
+        """What reads this prompt."""
+        return self.of.tokenizers.get(prompt.processor, self.of.tokenizer)
+
+    @property
+    def _tokenizers(self) -> dict[PreTrainedTokenizerBase, int]:
+        """The tokenizers that read these prompts, and the number of ids that their models have."""
+        limits = self.of.teacher_limits if self.is_teachers and self.of.tokenizers else {}
+        return {self.of.tokenizers[name]: one.vocabulary for name, one in limits.items()} or {
+            self.of.tokenizer: self.strictest.vocabulary
+        }
 
     def limits_of(self, request: Request) -> PromptLimits:
         """Limits of the prompt of a row."""
@@ -128,12 +150,12 @@ class Reader:
     @property
     def knows_all_ids(self) -> bool:
         """Whether the models know every token id of the tokenizer."""
-        return self.of.largest_id < self.strictest.vocabulary
+        return all(largest_id(one) < vocabulary for one, vocabulary in self._tokenizers.items())
 
     @property
     def is_bounded(self) -> bool:
         """Whether a prompt has at most one token for each byte, and only tokens that the models know."""
-        return self.knows_all_ids and at_most_one_token_per_byte(self.of.tokenizer)
+        return self.knows_all_ids and all(map(at_most_one_token_per_byte, self._tokenizers))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -149,13 +171,14 @@ class Reader:
     @property
     def settings(self) -> tuple[Any, ...]:
         """What token ids depend on beside the tokenizer; equal in runs with equal options."""
-        more = (dict(self.of.template), self.of.intake.template) if self.is_teachers else ()
+        theirs = dict(self.of.template), self.of.intake.template, *self.of.tokenizers.values()
+        more = theirs if self.is_teachers else ()
         return (*self.of.settings, *more)
 
     def is_needed(self, columns: Iterable[str] | None) -> bool:
         """Whether rows with these columns need checking (`None` if unknown), the student's prompts being checked."""
-        if not self.is_teachers or self.is_contrast:
-            return True
+        if not self.is_teachers or self.is_contrast or self.of.tokenizers:
+            return not self.is_teachers or self.of.intake.prompt_fn is None
         if self.of.intake.prompt_fn is not None:
             return False
         covered = all(limits.covers(self.of.student_limits) for limits in self.of.teacher_limits.values())
@@ -174,17 +197,19 @@ class Reader:
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """The common kind of these prompts and of those before; refuses kinds that this tokenizer cannot complete."""
         kind = common_kind(prompts, kind)
-        if kind == "messages" and not self.of.tokenizer.chat_template:
-            raise ValueError(
-                f"{prompts[0].where} is a list of messages, but the tokenizer has no chat template: set "
-                "`tokenizer.chat_template`, or give the prompts as text."
-            )
-        if kind == "text" and (added := added_at_end(self.of.tokenizer)):
-            raise ValueError(
-                f"{prompts[0].where} is text, to which the tokenizer appends {added!r}, so the completion would follow "
-                "an end token: give messages, load the tokenizer with `add_eos_token=False`, or set "
-                "`tokenizer.backend_tokenizer.post_processor` to one that appends nothing."
-            )
+        for prompt in {one.processor: one for one in prompts}.values():
+            tokenizer = self.tokenizer_of(prompt)
+            if kind == "messages" and not tokenizer.chat_template:
+                raise ValueError(
+                    f"{prompt.where} is a list of messages, but the tokenizer has no chat template: set "
+                    "`tokenizer.chat_template`, or give the prompts as text."
+                )
+            if kind == "text" and (added := added_at_end(tokenizer)):
+                raise ValueError(
+                    f"{prompt.where} is text, to which the tokenizer appends {added!r}, so the completion would follow "
+                    "an end token: give messages, load the tokenizer with `add_eos_token=False`, or set "
+                    "`tokenizer.backend_tokenizer.post_processor` to one that appends nothing."
+                )
         return kind
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -214,21 +239,37 @@ class Reader:
 
     def _of_text(self, prompts: Sequence[Prompt], template: Mapping[str, Any]) -> list[list[int]]:
         try:
-            found = self.of.tokenize([prompt.value for prompt in prompts], **template)
+            found = self._tokenized(prompts, template)
         except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
             if len(prompts) > 1:  # one by one, to find the row
                 return [ids for prompt in prompts for ids in self._of_text([prompt], template)]
             raise ValueError(f"{prompts[0].where}: the tokenizer's chat template rejects it: {error}.") from error
         for prompt, ids in zip(prompts, found, strict=True):
-            self.check_start(ids, prompt.where)
+            self.check_start(ids, prompt.where, prompt.processor)
             if prompt.has_parts:
-                check_parts(prompt.value, self.of.tokenizer.decode(ids), prompt.where)
+                check_parts(prompt.value, self.tokenizer_of(prompt).decode(ids), prompt.where)
         return found
 
-    def check_start(self, prompt_ids: list[int], where: str) -> None:
+    def _tokenized(self, prompts: Sequence[Prompt], template: Mapping[str, Any]) -> list[list[int]]:
+        """Token ids by the tokenizer of each prompt."""
+        found: list[list[int]] = [[]] * len(prompts)
+        for name in dict.fromkeys(one.processor for one in prompts):
+            numbers = [number for number, one in enumerate(prompts) if one.processor == name]
+            values = [prompts[number].value for number in numbers]
+            if name in self.of.tokenizers:
+                arguments = {**self.of.settings[0], **template}
+                ids = read_alone(self.of.tokenizers[name], values, prompts[0].kind, arguments)
+            else:
+                ids = self.of.tokenize(values, **template)
+            for number, one in zip(numbers, ids, strict=True):
+                found[number] = one
+        return found
+
+    def check_start(self, prompt_ids: list[int], where: str, processor: str = "") -> None:
         """Raises `ValueError` when a prompt has two start tokens, or one that stands for an image that is not there."""
-        tokenizer = self.of.tokenizer
-        if getattr(prompt_ids, "images", None) is None and (typed := set(prompt_ids) & self.of.placeholders):
+        tokenizer, is_apart = self.of.tokenizers.get(processor, self.of.tokenizer), processor in self.of.tokenizers
+        placeholders = frozenset[int]() if is_apart else self.of.placeholders
+        if getattr(prompt_ids, "images", None) is None and (typed := set(prompt_ids) & placeholders):
             raise ValueError(
                 f"{where} contains {tokenizer.decode([min(typed)])!r}, which stands for an image: give the image in a "
                 "column 'images', or remove it from the text."
@@ -264,10 +305,10 @@ class Readers:
     """The processors inside `see`, by [`~data.prompts.Prompt.processor`]."""
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer inside `tokenize`."""
+    tokenizers: Mapping[str, PreTrainedTokenizerBase]
+    """Those of teachers that have their own, by the teacher's name."""
     placeholders: frozenset[int]
     """Token ids that stand for an image or the like."""
-    largest_id: int
-    """Its largest token id, kept because a large vocabulary takes long to search."""
     settings: tuple[Any, ...]
     """The chat template arguments of both, and whatever else `tokenize` depends on."""
     student_limits: PromptLimits
@@ -290,13 +331,21 @@ class Readers:
         """The reader of the teachers' contrasts, if there are any."""
         return Reader(of=self, is_teachers=True, is_contrast=True) if self.intake.contrasts else None
 
-    def with_teachers(self, vocabulary: int | None, contexts: Mapping[str, int | None]) -> Readers:
-        """A copy with the limits of the loaded teachers: their contexts, and the shared vocabulary or `None`."""
+    def with_teachers(
+        self, vocabulary: int | None, contexts: Mapping[str, int | None], ids: Mapping[str, int]
+    ) -> Readers:
+        """A copy with the limits of the loaded teachers: their contexts, and the shared vocabulary or `None`.
+
+        `ids` are the numbers of ids of teachers that have a tokenizer of their own.
+        """
         # The student's prompts too may only have ids that all models know.
         limits = replace(self.student_limits, vocabulary=vocabulary or self.student_limits.vocabulary)
         theirs = {
             name: replace(
-                limits, context=context, reader=f"the teacher {name!r}" if len(contexts) > 1 else "the teacher"
+                limits,
+                vocabulary=ids.get(name, limits.vocabulary),
+                context=context,
+                reader=f"the teacher {name!r}" if len(contexts) > 1 else "the teacher",
             )
             for name, context in contexts.items()
         }
@@ -331,7 +380,7 @@ class Readers:
 
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher gets the same prompts as the student."""
-        reads_apart = any(self.intake.processors)  # with a processor of its own
+        reads_apart = any(self.intake.processors) or self.tokenizers  # with a processor or tokenizer of its own
         return not (self.template or self.intake.reads_completions or reads_apart or tells_more(columns))
 
     def teacher_prompt_ids(
@@ -343,14 +392,17 @@ class Readers:
     ) -> list[list[int]] | None:
         """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
         # Where no row differs, the student's token ids are reused and nothing is tokenized again.
-        alike = not self.template and not self.intake.reads_completions
+        alike = not (self.template or self.intake.reads_completions or self.tokenizers)
         alike = alike and all(request.of_teacher is request.student for request in requests)
         if not alike:
             reader = self.teacher
-            prompts = [request.of_teacher for request in requests]
+            prompts = [reader.prompt_of(request) for request in requests]
             if self.intake.reads_completions:
                 texts = decode(completion_ids, skip_special_tokens=True)
-                prompts = [self.intake.after(request, text) for request, text in zip(requests, texts, strict=True)]
+                prompts = [
+                    reader.read_by(request.teacher, self.intake.after(request, text))
+                    for request, text in zip(requests, texts, strict=True)
+                ]
             if reader.check_kind(prompts) == "text" and requests[0].student.kind == "messages":
                 logger.warning_once(
                     "The prompts are text for the teacher but messages for the student, so no chat template is applied "
@@ -370,7 +422,8 @@ class Readers:
         for request, ids, completion in zip(requests, prompt_ids, completion_ids, strict=True):
             context = self.teacher_limits[request.teacher].context
             if context is not None and len(ids) + len(completion) > context:
-                (ids,) = self.teacher.token_ids([self.intake.without_success(request)])
+                prompt = self.teacher.read_by(request.teacher, self.intake.without_success(request))
+                (ids,) = self.teacher.token_ids([prompt])
             found.append(ids)
         return found
 

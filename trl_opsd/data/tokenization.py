@@ -42,7 +42,8 @@ def check_token_maps(
     )
     raise ValueError(
         f"The tokenizers of student and {role} differ: {listed}{more}. The loss compares the two distributions id by "
-        f"id, so pass a teacher with the student's tokenizer.{read if source else ''}"
+        "id, so pass a teacher with the student's tokenizer; or set `cross_tokenizer='bytes'`, which compares bytes."
+        f"{read if source else ''}"
     )
 
 
@@ -69,6 +70,18 @@ def shared_vocabulary(
 def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The largest id of a token; ids need not be consecutive."""
     return max(tokenizer.get_vocab().values())
+
+
+def read_alone(
+    tokenizer: PreTrainedTokenizerBase, values: Sequence[Any], kind: str | None, template: Mapping[str, Any]
+) -> list[list[int]]:
+    """Token ids of prompts of one kind, as TRL has the student's tokenizer make them."""
+    if kind == "text":
+        found: Any = tokenizer(list(values))
+    else:
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **template}
+        found = tokenizer.apply_chat_template(list(values), **options)
+    return [list(ids) for ids in found["input_ids"]]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+from accelerate.logging import get_logger
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
@@ -25,7 +28,7 @@ from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_ro
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
 from trl_opsd.data.readers import Reader, Readers
-from trl_opsd.data.tokenization import largest_id, shared_vocabulary
+from trl_opsd.data.tokenization import shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import shape_of
@@ -34,11 +37,15 @@ from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.build import build_teachers
+from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.checks import teachers_processors
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types.bytewise import ByteTargets
 from trl_opsd.types.rollout import PromptIds, images_of
+
+logger = get_logger(__name__)
 
 
 class Teaching:
@@ -46,7 +53,7 @@ class Teaching:
 
     teachers: Teachers
     readers: Readers
-    vocabulary: int | None
+    vocabulary: int | None = None
     """Token ids that student and teachers share, where one of them has more."""
 
     def __init__(self, host: TrainerHost, given: Prepared, use_teachers: Callable[[Teachers], None]) -> None:
@@ -67,13 +74,13 @@ class Teaching:
         """Entries of the fingerprint that describe what was passed."""
         self.readers = Readers(
             intake=given.intake,
+            tokenizers={name: one.tokenizer for name, one in given.vocabularies.items() if name},
             tokenize=host.tokenize,
             see=host.see,
             processors=host.processors,
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,
             placeholders=frozenset(host.placeholders),
-            largest_id=largest_id(host.processing_class),
             settings=(
                 host.chat_template_kwargs,
                 [tool.__name__ for tool in host.tools or ()],
@@ -81,6 +88,8 @@ class Teaching:
             ),
             student_limits=student_limits(host.model, host.args),
         )
+        self.table = given.vocabularies[""].table if given.vocabularies else None
+        """The student's vocabulary by bytes, where teachers have other ones."""
         self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead
 
     def build(self) -> None:
@@ -91,7 +100,18 @@ class Teaching:
         self._admit_for_teachers(rows)
 
     def _build_teachers(self, models: Mapping[str, Any]) -> None:
-        host = self._host
+        host, vocabularies = self._host, self._given.vocabularies
+        by_bytes = {
+            name: partial(
+                ByteTeacher,
+                student=vocabularies[""],
+                its=its,
+                temperature=lambda: host.temperatures[1],
+                chunk_tokens=host.args.loss_chunk_tokens,
+            )
+            for name, its in vocabularies.items()
+            if name
+        }
         with autocast(host.accelerator):
             self.teachers = build_teachers(
                 models,
@@ -101,16 +121,21 @@ class Teaching:
                 host.args,
                 host.base_samples,
                 origin=self.teachers.origin if hasattr(self, "teachers") else None,
+                by_bytes=by_bytes,
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
         self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args)}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
-        vocabularies = {name: shape_of(one.head)[0] for name, one in self.teachers.items()}
+        ids = {
+            name: shape_of(one.teacher.head if isinstance(one, ByteTeacher) else one.head)[0]
+            for name, one in self.teachers.items()
+        }
         contexts = {name: one.context for name, one in self.teachers.items()}
-        self.vocabulary = shared_vocabulary(self.readers.student_limits.vocabulary, vocabularies, host.processing_class)
-        self.readers = self.readers.with_teachers(self.vocabulary, contexts)
+        if not by_bytes:
+            self.vocabulary = shared_vocabulary(self.readers.student_limits.vocabulary, ids, host.processing_class)
+        self.readers = self.readers.with_teachers(self.vocabulary, contexts, ids if by_bytes else {})
         self._readers_of_any_rows = self.readers
         if host.args.seq_kd:
             self._use_teachers(self.teachers)
@@ -130,6 +155,11 @@ class Teaching:
     def replace_teacher(self, teacher_model: Any) -> None:
         """Builds the teacher anew from another model or path."""
         host = self._host
+        if self._given.vocabularies:
+            raise ValueError(
+                "`trainer.teacher_model` with `cross_tokenizer='bytes'`: the tokenizer of another teacher has to be "
+                "proved first: build another trainer with it."
+            )
         check_other_teacher(teacher_model, host.model, host.args, host.processing_class, tuple(self.teachers))
         processor = host.processors[""]
         if host.reads_images and teachers_processors(processor, {"teacher": teacher_model}, None, host.args):
@@ -243,7 +273,21 @@ class Teaching:
             requests = self.readers.intake.read_batch(rows, self.batch_name)
             prompts = self.readers.contrast_prompt_ids(requests, rollout.completion_lists())
             beside["contrast"] = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
-        return self.teachers.targets(*self._for_teachers(rollout, rows), beside)
+        found = self.teachers.targets(*self._for_teachers(rollout, rows), beside)
+        if self.table is not None:
+            self._warn_of_little(rollout, found)
+        return found
+
+    def _warn_of_little(self, rollout: Rollout, targets: TeacherTargets) -> None:
+        """Warns once if less than half of a batch's bytes can be compared."""
+        assert self.table is not None
+        outcomes = sum(int(self.table.length[ids].sum()) for ids in rollout.ended().completion_lists() if ids)
+        held = sum(int(row.held.sum()) for row in targets.rows or () if isinstance(row, ByteTargets))
+        if outcomes and held < outcomes / 2:
+            logger.warning_once(
+                f"Only {held / outcomes:.0%} of the bytes of {self.batch_name} can be compared between the tokenizers: "
+                "`cross/escape` and `cross/lost` say why (docs/tokenizers.md)."
+            )
 
     @property
     def begins_early(self) -> bool:
@@ -274,10 +318,10 @@ class Teaching:
         if not self._host.model.training:  # evaluations compare with the teacher that it controls for
             return prompts
         if args.teacher_control == "unprivileged":
-            if any(self.readers.intake.processors):
+            if any(self.readers.intake.processors) or self.readers.tokenizers:
                 raise ValueError(
-                    "`teacher_control='unprivileged'`: a teacher with a processor of its own cannot read the student's "
-                    "tokens: pass one with the student's processor."
+                    "`teacher_control='unprivileged'`: a teacher with a tokenizer or processor of its own cannot read "
+                    "the student's tokens: pass one with the student's."
                 )
             return None
         if args.teacher_control != "shuffled":

@@ -210,7 +210,7 @@ def bytewise_divergence(
         values = _Streamed.apply(*inputs, weights, fold)
     else:
         values, _ = fold.run(weights, (False, False, False))
-    value_N, student_entropy_N, teacher_entropy_N, pulled_N, outcomes_N, compared_N, escaped_N = values
+    value_N, student_entropy_N, teacher_entropy_N, pulled_N, outcomes_N, compared_N, escaped_N, lost_N = values
     return PerToken(
         divergence=value_N,
         student_entropy=student_entropy_N,
@@ -219,6 +219,7 @@ def bytewise_divergence(
         outcomes=outcomes_N,
         compared=compared_N,
         escaped=escaped_N,
+        lost=lost_N,
     )
 
 
@@ -241,8 +242,10 @@ class _Fold:
         side = _Side.of(self.student, _product_dtype(self.student), None)
         (tokens, width), vocabulary, device = side.hidden_NH.shape, len(side.weight_VH), side.hidden_NH.device
         shapes = ((tokens, width), (vocabulary, width), (vocabulary,))
-        gradients = [torch.zeros(one, device=device) if want else None for one, want in zip(shapes, wanted, strict=True)]
-        found_7N = torch.zeros(7, tokens, device=device)
+        gradients = [
+            torch.zeros(one, device=device) if want else None for one, want in zip(shapes, wanted, strict=True)
+        ]
+        found_8N = torch.zeros(8, tokens, device=device)
         weights_N = torch.ones(tokens, device=device) if weights_N is None else weights_N
         size = _tile_tokens(self.student, self.table, self.chunk_tokens)
         for tile, states, here, reads_R4 in _tiles(tokens, size, self.spelled.token, self.spelled.reads):
@@ -251,18 +254,18 @@ class _Fold:
             side.finish(logits_SV)
             with torch.enable_grad():
                 leaf_SV = logits_SV.requires_grad_(any(wanted))
-                value, found_7N[:, tile] = self._compared(leaf_SV, weights_N, tile, states, here, reads_R4)
+                value, found_8N[:, tile] = self._compared(leaf_SV, weights_N, tile, states, here, reads_R4)
             if any(wanted):
                 (gradient_SV,) = torch.autograd.grad(value, leaf_SV)
                 if (slope_SV := side.finish.slope(logits_SV.detach())) is not None:
                     gradient_SV.mul_(slope_SV)
                 self._add(side, gradient_SV, states, gradients)
-        return tuple(found_7N), tuple(gradients)
+        return tuple(found_8N), tuple(gradients)
 
     def _compared(
         self, logits_SV: Tensor, weights_N: Tensor, tile: slice, states: slice, here: slice, reads_R4: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The weighted loss of the tokens of a tile, and their statistics, [7, tokens]."""
+        """The weighted loss of the tokens of a tile, and their statistics, [8, tokens]."""
         device, mine = logits_SV.device, slice(tile.start - states.start, None)
         ids_S = self.sampled.ids[states]
         masses = _masses(logits_SV, self.table, ids_S, reads_R4, here.stop - here.start)
@@ -284,20 +287,20 @@ class _Fold:
         if self.sampled.pull is not None:
             pulled_N = -masses.own[mine].float() * self.sampled.pull[tile] * weights_N[tile]
             value = value + pulled_N.sum()
+        outcomes_N, present_N = self.table.length[ids_S[mine]].float(), by_token(torch.ones_like(token_P))
         found = (
             by_token(of_bytes.divergence.detach()) + pulled_N.detach(),
             by_token(of_bytes.student_entropy * held_P),
             by_token(of_bytes.teacher_entropy * held_P),
             pulled_N.detach(),
-            by_token(torch.ones_like(token_P)),
+            outcomes_N,
             by_token(held_P),
             by_token(~held_P),
+            outcomes_N - present_N,
         )
         return value, torch.stack(found)
 
-    def _add(
-        self, side: _Side, gradient_SV: Tensor, states: slice, gradients: list[Tensor | None]
-    ) -> None:
+    def _add(self, side: _Side, gradient_SV: Tensor, states: slice, gradients: list[Tensor | None]) -> None:
         """Adds what the gradient of some logits is for hidden states, weight and bias, where wanted."""
         hidden_NH, weight_VH, bias_V = gradients
         slope = side.gain * (1.0 if side.finish.cap is None else side.finish.cap)

@@ -12,9 +12,11 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from trl_opsd.losses.bytewise import bytewise_divergence
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.streamed import streamed_divergence
 from trl_opsd.types import Beside, LazyLogits, OutputHead, PerToken, Sampled
+from trl_opsd.types.bytewise import ByteTable, Spelled
 
 
 def heads_beside(teacher: OutputHead, origin: OutputHead | None) -> dict[str, OutputHead]:
@@ -39,6 +41,8 @@ class Objective:
     anchor_weight: float = 0.0
     anchor: Divergence | None = None
     """The divergence from the origin, times that weight."""
+    table: ByteTable | None = None
+    """The student's vocabulary by bytes, where the teacher has another one."""
 
     def of(
         self,
@@ -47,8 +51,17 @@ class Objective:
         weights: Tensor | None,
         sampled: Sampled | None,
         beside: Mapping[str, tuple[Tensor, OutputHead]] = MappingProxyType({}),
+        spelled: Spelled | None = None,
     ) -> PerToken:
-        """The divergence of tokens, each model as hidden states [N, H] and head [V, H]; `beside` by what it is for."""
+        """The divergence of tokens, each model as hidden states [N, H] and head [V, H]; `beside` by what it is for.
+
+        With `spelled`, the teacher's are logarithms of its distributions over bytes, in which its temperature is.
+        """
+        if spelled is not None:
+            assert self.table is not None, "there are bytes only where there is a table"
+            assert sampled is not None, "a comparison by bytes reads the tokens"
+            pair = LazyLogits(*student, self.temperatures[0]), LazyLogits(*teacher)
+            return bytewise_divergence(*pair, self.divergence, self.table, spelled, sampled, weights, self.chunk_tokens)
         roles = {
             "contrast": partial(Beside, push=self.contrast[0], bound=self.contrast[1]),
             "origin": partial(Beside, push=self.extrapolation - 1, anchor=self.anchor_weight),

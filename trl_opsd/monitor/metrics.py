@@ -39,6 +39,7 @@ _MAIN = "main process; mean over optimizer steps"
 _ALWAYS = "always, unless the loss had no tokens"
 _TOKENS = Logs(_WEIGHTED, _ALWAYS)
 _COUNTED = Logs(_MEAN, _ALWAYS)
+_BY_BYTES = Logs(_MEAN, '`cross_tokenizer="bytes"`')
 _RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", _ALWAYS)
 _ROWS = Logs(_WEIGHTED, f"{_ALWAYS}; in training not where processes share rows")
 _PLACES = Logs(_WEIGHTED, "as `divergence/high_entropy`, if a token counts there")
@@ -100,6 +101,20 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "entropy/teacher/<name>": Metric(
             "nats", "`entropy/teacher` of this teacher's rows.", _TEACHERS, "teacher_entropy/<name> / weight/<name>"
         ),
+        **{
+            f"cross/{name}": Metric(unit, meaning, _BY_BYTES, mean_of)
+            for name, unit, meaning, mean_of in (
+                ("divergence", "nats", "Between teacher and student, per byte.", "divergence / compared"),
+                ("used", "1", "Share of bytes that were compared.", "compared / outcomes"),
+                ("escape", "1", "Share left out as a model may cut them otherwise.", "escaped / outcomes"),
+                (
+                    "lost",
+                    "1",
+                    "Share that the teacher's tokenizer does not read, or has no room for.",
+                    "lost / outcomes",
+                ),
+            )
+        },
         "agreement/first": Metric(
             "1", "Share with the same most likely token in both models.", _COUNTED, "same_first / tokens"
         ),

@@ -24,6 +24,7 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS
+from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.token_selection import LATE
 from trl_opsd.options.table import LARGEST_WEIGHT, Values, above, below, one_of, shown
 
@@ -148,6 +149,7 @@ def _of_whole_rows(at: Launch) -> str:
         "extrapolation": [1.0],
         "anchor_weight": [0.0],
         "teacher_control": [None, "shuffled", "unprivileged"],
+        "cross_tokenizer": [None],
     }
     values = {name: getattr(at.args, name) for name in fine}
     return next((shown(name, value) for name, value in values.items() if value not in fine[name]), "")
@@ -330,6 +332,25 @@ AFTER = (
         optim=_STEPS_IN_BACKWARD,
     ),
     # the teacher
+    *each(
+        ", which compares tokens, or teachers that read the student's: remove one of them.",
+        {
+            "top_k_teacher": SET,
+            "kl_clip": SET,
+            "divergence": Values(
+                "sampled", lambda one: one == "sampled_reverse_kl" or isinstance(one, SampledReverseKL)
+            ),
+            "token_selection": one_of(*LATE),
+            "contrast_weight": above(0),
+            "extrapolation": unless(1.0),
+            "anchor_weight": above(0),
+            "seq_kd": True,
+            "teacher_server_url": SET,
+            "teacher_model_kind": SET,
+            "teacher_control": one_of("constant"),
+        },
+        cross_tokenizer=SET,
+    ),
     Rule(
         _unmovable,
         "`teacher_offload={0.teacher_offload!r}` with {1}: remove it, or set `teacher_offload='none'`.",

@@ -18,7 +18,8 @@ from trl_opsd.losses import ReverseKL, SampledReverseKL
 from trl_opsd.losses.objective import Objective, heads_beside
 from trl_opsd.models.backbone import logits_of
 from trl_opsd.models.tokenizers import readable
-from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, Sampled, TeacherTargets
+from trl_opsd.types.bytewise import ByteTargets, Spelled
 
 TOKENS = 200
 """Maximum completion tokens recorded."""
@@ -95,10 +96,23 @@ def samples_of(
             head,
             temperatures[0],
         )
-        teacher = LazyLogits(targets.of(row, places_n).to(teacher_head.weight.device), teacher_head, temperatures[1])
+        by_bytes = targets.rows[row] if targets.rows is not None else None
         ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
         values: dict[int, Any] = {}
-        if len(places_n):
+        if len(places_n) and isinstance(by_bytes, ByteTargets):  # which have no distribution over tokens
+            spelled = Spelled.of([by_bytes], [0], places_n)
+            theirs = by_bytes.hidden[spelled.kept.to(by_bytes.hidden.device)], teacher_head
+            sampled = Sampled(ids_n.to(student.hidden.device))
+            nats_n = objective.of((student.hidden, head), theirs, None, sampled, spelled=spelled).divergence.tolist()
+            of_student_n, _, _ = _said(student, vocabulary, ids_n)
+            values = {
+                place: (nats, p, None, (), ())
+                for place, nats, p in zip(places_n.tolist(), nats_n, of_student_n, strict=True)
+            }
+        elif len(places_n):
+            teacher = LazyLogits(
+                targets.of(row, places_n).to(teacher_head.weight.device), teacher_head, temperatures[1]
+            )
             heads = heads_beside(teacher_head, origin)
             beside = {
                 name: (states_nH.to(heads[name].weight.device), heads[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,10 +65,12 @@ def build_teachers(
     args: OPSDConfig,
     handed_in: Samples | None = None,
     origin: Teacher | None = None,
+    by_bytes: Mapping[str, Callable[[Teacher], Teacher]] = MappingProxyType({}),
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself.
 
-    `origin` is the student as it was passed, if it is known from teachers that these replace.
+    `origin` is the student as it was passed, if it is known from teachers that these replace; `by_bytes` wraps those
+    that have a tokenizer of their own.
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
@@ -84,6 +87,8 @@ def build_teachers(
             teachers[name] = served(model, urls[name], args)
         else:
             teachers[name] = build_teacher(model, args)
+        if name in by_bytes:
+            teachers[name] = by_bytes[name](teachers[name])
     if args.reads_origin and origin is None:
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args)

@@ -209,12 +209,22 @@ def check_tokenizers(
     """Refuses teachers whose tokenizer maps ids differently than the student's, before a teacher is loaded."""
     if tokenizer is None:
         return
+    for name, (theirs, source) in tokenizers_of(teachers, given, args).items():
+        if theirs is not None:
+            check_token_maps(tokenizer, theirs, name, source)
+
+
+def tokenizers_of(
+    teachers: Mapping[str, Any], given: Any, args: OPSDConfig
+) -> dict[str, tuple[PreTrainedTokenizerBase | None, str | None]]:
+    """The tokenizer of each teacher, or `None`, and where it is kept if the teacher was loaded from there."""
     if isinstance(given, Mapping) and (unknown := set(given) - set(teachers)):
         raise ValueError(
             f"`teacher_processing_class` has {sorted(unknown)}, but the teachers are {sorted(teachers)}: use their "
             "names."
         )
-    # Without a given tokenizer, the one at the teacher's path or where the object was loaded from is compared.
+    # Without a given tokenizer, the one at the teacher's path or where the object was loaded from.
+    found: dict[str, tuple[PreTrainedTokenizerBase | None, str | None]] = {}
     for name, teacher in teachers.items():
         theirs, source = given.get(name) if isinstance(given, Mapping) else given, None
         if theirs is None and isinstance(teacher, str):
@@ -223,8 +233,8 @@ def check_tokenizers(
             model = teacher.model if isinstance(teacher, FrozenTeacher) else teacher
             if isinstance(model, nn.Module) and (source := get_config_model_id(without_peft(model).config)):
                 theirs = _tokenizer_kept(source, name, args)
-        if theirs is not None:
-            check_token_maps(tokenizer, text_tokenizer(theirs), name, source)
+        found[name] = theirs and text_tokenizer(theirs), source
+    return found
 
 
 def teachers_processors(

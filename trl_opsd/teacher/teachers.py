@@ -73,7 +73,7 @@ class Teachers(dict[str, Teacher]):
         if not beside:
             return found
         more = {
-            name: self._of(one, names) if name != "origin" or self.origin is None else _scored(self.origin, one)
+            name: self._of(one, names) if name != "origin" or self.origin is None else scored(self.origin, one)
             for name, one in beside.items()
         }
         found = kept_by_row(found, rollout.weights)
@@ -94,12 +94,13 @@ class Teachers(dict[str, Teacher]):
 
     def _checked(self, name: str, rollout: Rollout) -> TeacherTargets:
         teacher = self[name]
-        targets = _scored(teacher, rollout)
-        check_depends_on_input(rollout, targets, name)
+        targets = scored(teacher, rollout)
+        if targets.rows is None or not targets.rows[0].by_byte:
+            check_depends_on_input(rollout, targets, name)
         if name in self._unproved:
             if targets.rows is None:  # the teacher may reuse the tensor for its next answer
                 targets = replace(targets, hidden=targets.hidden.clone())
-            prove_alignment(partial(_scored, teacher), rollout, targets, f"{type(teacher).__name__}.targets")
+            prove_alignment(partial(scored, teacher), rollout, targets, f"{type(teacher).__name__}.targets")
             self._unproved.remove(name)  # the proof costs one more call
         return targets
 
@@ -134,7 +135,8 @@ class Teachers(dict[str, Teacher]):
             self.average.load(folder)
 
 
-def _scored(teacher: Teacher, rollout: Rollout) -> TeacherTargets:
+def scored(teacher: Teacher, rollout: Rollout) -> TeacherTargets:
+    """The targets of a rollout, after the check of their shape."""
     with torch.no_grad():
         targets = teacher.targets(rollout)
     check_targets(targets, rollout, f"{type(teacher).__name__}.targets", width=shape_of(teacher.head)[1])

@@ -6,8 +6,10 @@ N tokens of a completion · P byte positions · R reads
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +41,8 @@ class ByteTable:
     """[E], int64: first place of the tokens that begin with the node's bytes and this one."""
     high: Tensor
     """[E], int64: the place after the last of them."""
+    length: Tensor
+    """[V], int64: the byte positions of each id, 1 for a special token."""
     whole: Tensor
     """[D, 2], int64: first place, and the one after the last, of the tokens that are just a node's bytes."""
     _copies: dict[torch.device, ByteTable] = field(default_factory=dict, init=False, repr=False)
@@ -60,6 +64,7 @@ class ByteTargets(RowTargets):
     `places` [P] are the positions of the student's tokens that the bytes belong to, not ascending strictly.
     """
 
+    by_byte: ClassVar[bool] = True
     held: Tensor
     """[P], bool, in host memory: whether the teacher's distribution is exact enough to be compared."""
     reads: Tensor
@@ -90,6 +95,31 @@ class Spelled:
     """[P], bool: as [`~ByteTargets.held`]."""
     reads: Tensor
     """[R, 4], int64: as [`~ByteTargets.reads`], with the index of the token among the N."""
+    kept: Tensor
+    """[P], int64: indices of these positions among all of the targets."""
+
+    @classmethod
+    def of(cls, rows: Sequence[ByteTargets], starts: Sequence[int], places_N: Tensor) -> Spelled:
+        """The positions of the tokens at these places, ascending, where each row begins at its start."""
+        if not rows or not len(places_N):
+            none = torch.zeros(0, dtype=torch.long)
+            return cls(none, none.bool(), none.reshape(0, 4), none)
+        at_M = torch.cat([one.places + start for one, start in zip(rows, starts, strict=True)])
+        index_M = torch.searchsorted(places_N, at_M).clamp(max=len(places_N) - 1)
+        counts_M = places_N[index_M] == at_M
+        sizes = accumulate((len(one.places) for one in rows), initial=0)
+        position_R, state_R, back_R, node_R = torch.cat(
+            [
+                one.reads.long() + torch.tensor([before, start, 0, 0])
+                for one, start, before in zip(rows, starts, sizes, strict=False)
+            ]
+        ).T.contiguous()
+        # Of a read further back all tokens in between have to be there.
+        index_R = torch.searchsorted(places_N, state_R).clamp(max=len(places_N) - 1)
+        is_there_R = counts_M[position_R] & (places_N[index_R] == state_R) & (index_M[position_R] - index_R == back_R)
+        reads_R4 = torch.stack([counts_M.cumsum(0)[position_R] - 1, index_R, back_R, node_R], 1)[is_there_R]
+        held_M = torch.cat([one.held for one in rows])
+        return cls(index_M[counts_M], held_M[counts_M], reads_R4, counts_M.nonzero().squeeze(1))
 
 
 def byte_head(device: torch.device) -> OutputHead:

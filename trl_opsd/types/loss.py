@@ -158,6 +158,8 @@ class PerToken:
     """[N], float32, how many of them were compared; `None` where models are compared by tokens."""
     escaped: Tensor | None = None
     """[N], float32, how many were left out since too much of a distribution is missed; `None` as above."""
+    lost: Tensor | None = None
+    """[N], float32, how many the teacher's tokenizer does not have, or its context has no room for; `None` as above."""
 
 
 UNWEIGHTED = tuple(one.name for one in fields(PerToken) if one.default is None)
@@ -185,7 +187,7 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 40], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    """[B, 41], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
     and pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
     all are 0 where the row is only a part of a completion."""
 

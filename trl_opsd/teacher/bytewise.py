@@ -1,0 +1,154 @@
+"""A teacher with a tokenizer of its own: reads completions as its own tokens, and answers for each of their bytes.
+
+P byte positions of a row · n tokens of the teacher in it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from trl_opsd.data.byte_vocabulary import ByteVocabulary, is_added, valid_text
+from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
+from trl_opsd.models.backbone import gathered_head
+from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.teachers import check_depends_on_input, scored
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
+from trl_opsd.types.bytewise import ByteTargets, byte_head
+from trl_opsd.types.targets import kept_by_row
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One completion as both models read it."""
+
+    ids: list[int]
+    """The teacher's tokens."""
+    token_P: Tensor
+    """The number of the student's token of each byte position that both have."""
+    reads: Tensor
+    """Of the student, as [`~types.bytewise.ByteTargets.reads`]."""
+    its_token_P: Tensor
+    its_reads: Tensor
+
+
+@final
+class ByteTeacher(Teacher):
+    """Turns the targets of another teacher into its distributions over the next byte.
+
+    Args:
+        teacher ([`Teacher`]):
+            Reads its own tokens.
+        student, its ([`~data.byte_vocabulary.ByteVocabulary`]):
+            What the tokens of the student and of the teacher stand for.
+        temperature (`Callable`):
+            The teacher's softmax temperature, as it is now.
+        chunk_tokens (`int`, *optional*):
+            Tokens whose logits exist at a time.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        student: ByteVocabulary,
+        its: ByteVocabulary,
+        temperature: Callable[[], float],
+        chunk_tokens: int | None = None,
+    ) -> None:
+        self.teacher, self._student, self._its = teacher, student, its
+        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+
+    def __str__(self) -> str:
+        return f"{self.teacher}, by bytes"
+
+    @property
+    def head(self) -> OutputHead:
+        return byte_head(self.teacher.head.weight.device)
+
+    @property
+    def context(self) -> int | None:
+        return self.teacher.context
+
+    def targets(self, rollout: Rollout) -> TeacherTargets:
+        ended, context = rollout.ended(), self.context
+        rooms = [None if context is None else context - length.prompt for length in ended.measured()]
+        readings = [self._read(ids, room) for ids, room in zip(ended.completion_lists(), rooms, strict=True)]
+        theirs = _as_its_own(rollout, [one.ids for one in readings])
+        found = scored(self.teacher, theirs)
+        check_depends_on_input(theirs, found, type(self.teacher).__name__)
+        rows = kept_by_row(found, theirs.weights).rows or ()
+        table = self._its.table
+        targets = []
+        with gathered_head(head := self.teacher.head):
+            for row, one in zip(rows, readings, strict=True):
+                model = LazyLogits(row.hidden.to(head.weight.device), head, self._temperature())
+                ids = torch.tensor(one.ids, device=head.weight.device)
+                logs_PO, escape_P = byte_logarithms(
+                    model, table, ids, one.its_token_P, one.its_reads, self._chunk_tokens
+                )
+                count = len(one.token_P)
+                targets.append(
+                    ByteTargets(
+                        hidden=logs_PO[:count].to(row.hidden.device),
+                        places=one.token_P,
+                        held=escape_P[:count].cpu() <= MOST_ESCAPE,
+                        reads=one.reads,
+                    )
+                )
+        return TeacherTargets.by_row(targets, rollout.completion_ids.size(1))
+
+    def _read(self, ids: list[int], room: int | None) -> _Reading:
+        """Both models' byte positions in a completion, up to the first byte that they do not read alike."""
+        texts = self._student.spelled(ids)
+        theirs: list[int] = []
+        agreed, number = 0, 0  # byte positions so far, and the token that follows
+        while number < len(texts):
+            end = next((at for at in range(number, len(texts)) if texts[at] is None), len(texts))
+            spelled = b"".join(one or b"" for one in texts[number:end])
+            text, valid = valid_text(spelled)
+            more = self._its.ids_of(text) if text else []
+            same = _common(b"".join(one or b"\0" for one in self._its.spelled(more)), spelled[:valid])
+            theirs, agreed = theirs + more, agreed + same
+            if same < len(spelled) or end == len(texts):
+                break
+            # A special token: both models say whether the text ends here, whatever they call its end.
+            agreed, number = agreed + 1, end + 1
+            known = is_added(self._its.tokenizer, self._student.tokenizer.convert_ids_to_tokens(ids[end]))
+            theirs.append(self._its.tokenizer.eos_token_id or 0 if known is None else known)
+            if known is None:
+                break
+        if room is not None:
+            theirs = theirs[: max(room, 0)]
+        token_P, reads = self._student.reads(texts)
+        its_token_P, its_reads = self._its.reads(self._its.spelled(theirs))
+        count = min(agreed, len(token_P), len(its_token_P))
+        return _Reading(theirs, token_P[:count], reads[reads[:, 0] < count], its_token_P, its_reads)
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """How many bytes are the same at the beginning."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _as_its_own(rollout: Rollout, completions: list[list[int]]) -> Rollout:
+    """The same prompts before completions of the teacher's tokens; each of these counts."""
+    longest, device = max(1, *map(len, completions)), rollout.completion_ids.device
+    ids_BC, mask_BC = torch.zeros(2, len(completions), longest, dtype=torch.long)
+    for row, ids in enumerate(completions):
+        ids_BC[row, : len(ids)], mask_BC[row, : len(ids)] = torch.tensor(ids, dtype=torch.long), 1
+    return replace(
+        rollout,
+        # Padding has an id of the student's tokenizer.
+        prompt_ids=rollout.prompt_ids.masked_fill(rollout.prompt_mask == 0, 0),
+        completion_ids=ids_BC.to(device),
+        completion_mask=mask_BC.to(device, rollout.completion_mask.dtype),
+        weights=mask_BC.to(device, torch.float32),
+        pull=None,
+        logprobs=None,
+        lengths=None,
+        on_host=None,
+    )
