@@ -10,7 +10,13 @@ from typing import Any
 
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
@@ -75,7 +81,7 @@ class Described:
     def later(self) -> str | None:
         """The entry that is known only after a step: the first prompt that `teacher_prompt_fn` has made."""
         made = self.trainer.teaching.first_made
-        return None if made is None else "\n".join(_filled([(_OF_TEACHER, self._shown(made, _BY_FUNCTION))]))
+        return None if made is None else "\n".join(_filled([(_OF_TEACHER, self._shown(*made, _BY_FUNCTION))]))
 
     def settings(self) -> dict[str, str]:
         """How it trains, for a model card: the entries that name no folder and show no row."""
@@ -182,7 +188,7 @@ class Described:
         request = readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(readers.student, request)
         if made is not None:
-            yield _OF_TEACHER, self._shown(made, _BY_FUNCTION)
+            yield _OF_TEACHER, self._shown(*made, _BY_FUNCTION)
         elif readers.intake.prompt_fn is not None:
             yield _OF_TEACHER, f"what {_BY_FUNCTION} returns, shown after the first step"
         else:
@@ -202,10 +208,10 @@ class Described:
     def _decoded(self, reader: Reader, request: Request) -> str:
         prompt = reader.prompt_of(request)
         source = "chat template" if prompt.kind == "messages" else "text, no chat template"
-        return self._shown(reader.token_ids([prompt])[0], source)
+        return self._shown(reader.token_ids([prompt])[0], reader.tokenizer_of(prompt), source)
 
-    def _shown(self, ids: list[int], source: str) -> str:
-        text = readable(ids, self.trainer.processing_class, self.trainer.placeholders)
+    def _shown(self, ids: list[int], tokenizer: PreTrainedTokenizerBase, source: str) -> str:
+        text = readable(ids, tokenizer, self.trainer.placeholders)
         if len(text) > _PROMPT:
             text = f"{text[: _PROMPT // 2]} [...] {text[-_PROMPT // 2 :]}"
         return f"{len(ids)} tokens ({source}): {text!r}"

@@ -26,6 +26,7 @@ from trl_opsd.models.backbone import model_shape, shape_of
 from trl_opsd.models.weights import Samples, digest, sample, sampled
 from trl_opsd.options.table import one_of, resumed, table
 from trl_opsd.teacher import FrozenTeacher, Teacher
+from trl_opsd.teacher.bytewise import ByteTeacher
 
 logger = get_logger(__name__)
 
@@ -122,11 +123,14 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
     """
     kind, served = args.teacher_model_kind, server_urls("teacher_server_url", args.teacher_server_url)
     described = {}
-    teachers = {name: getattr(one, "teacher", one) for name, one in teachers.items()}  # those that are read by bytes
+    spelled = {name: f", {one.spelling}" for name, one in teachers.items() if isinstance(one, ByteTeacher)}
+    teachers = {name: one.teacher if isinstance(one, ByteTeacher) else one for name, one in teachers.items()}
     for name, teacher in teachers.items():
         source = teacher if kind in ("ema", "live") else getattr(teacher, "model", teacher)
         path = get_config_model_id(source.config) if hasattr(source, "config") else ""
-        described[name] = f"{Path(path).name or type(source).__name__} {list(shape_of(teacher.head))}"
+        described[name] = (
+            f"{Path(path).name or type(source).__name__} {list(shape_of(teacher.head))}{spelled.get(name, '')}"
+        )
     frozen = {name: one.model for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
     known = {name: one.head for name, one in teachers.items() if name in frozen or name in served}
     heads = {f"head of {name}": digest({"head": sample(head.weight)}) for name, head in known.items()}

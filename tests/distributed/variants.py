@@ -11,6 +11,7 @@ import fsdp_on_cpu
 import tiny
 import vision_language
 from apart import Apart
+from byte_languages import byte_pairs
 from peft import LoraConfig
 from pretended import pretended
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "full, remedies": REMEDIES,
     "lora, remedies": {"lora": LORA, **REMEDIES},
     "lora, remedies, own base": {"lora": LORA, "teacher_model_kind": "base", **REMEDIES},
+    "full, bytes": {"family": "bytes", "cross_tokenizer": "bytes"},
+    "lora, bytes": {"family": "bytes", "cross_tokenizer": "bytes", "lora": LORA},
     "full, images": {"family": "qwen2_5_vl"},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
 }
@@ -77,6 +80,7 @@ IN_ZERO3 = {
         "full, teacher in bfloat16",
         "full, own base",
         "full, images",
+        "full, bytes",
         "lora",
         "lora, remedies",
     )
@@ -126,6 +130,7 @@ SHORT = {
         "full, ahead",
         "lora, served",
         "full, stream",
+        "lora, bytes",
         "lora, images, own base",
         "lora, remedies, own base",
     ),
@@ -140,10 +145,11 @@ SHORT = {
         "lora, zero3",
         "full, teacher in bfloat16, zero3",
         "full, images, zero3",
+        "full, bytes, zero3",
         "full, remedies",
         "lora, remedies, zero3",
     ),
-    "fsdp2": ("full", "lora, own ema", "full, images", "lora, remedies"),
+    "fsdp2": ("full", "lora, own ema", "full, images", "full, bytes", "lora, remedies"),
 }
 """Variants of the short run: every option of all of them, though not every pair of two."""
 
@@ -167,6 +173,7 @@ def save_models(folder: Path) -> None:
     """Saves students and teachers, which every process loads as users do."""
     models = {
         "qwen2": (tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)),
+        "bytes": (tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1, vocab_size=len(pairs := byte_pairs(60)))),
         "gemma2": (tiny.gemma2(32), tiny.gemma2(48, 1)),
         "trocr": (trocr(32), trocr(48, 1)),
         "qwen2_5_vl": [vision_language.model("qwen2_5_vl", 32, seed, sees=True) for seed in (0, 1)],
@@ -174,6 +181,7 @@ def save_models(folder: Path) -> None:
     for name, (student, teacher) in models.items():
         student.save_pretrained(folder / name / "student")
         teacher.save_pretrained(folder / name / "teacher")
+    pairs.save_pretrained(folder / "bytes" / "teacher")
 
 
 def trocr(width: int, seed: int = 0) -> nn.Module:

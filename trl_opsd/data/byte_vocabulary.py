@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from os.path import commonprefix
 from typing import Any
 
@@ -109,6 +110,11 @@ class ByteVocabulary:
         # a token that adds nothing cannot be counted by the bytes that it adds
         special |= {number for number in ids.values() if not texts[number]}
         return cls(tokenizer, tuple(one or None for one in texts), frozenset(special))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the bytes of all tokens."""
+        return sha256(repr(self.texts).encode()).hexdigest()
 
     def spelled(self, ids: Iterable[int]) -> list[bytes | None]:
         """The bytes of each token, `None` for special ones."""

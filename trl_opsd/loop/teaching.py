@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
+from transformers import PreTrainedTokenizerBase
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
@@ -62,8 +63,8 @@ class Teaching:
         """Names of the teachers, in the order of their numbers; empty if there is one."""
         self.steps_ahead = 0
         """Offset from the step being trained to the step whose rows are read."""
-        self.first_made: list[int] | None = None
-        """Token ids of the first prompt by `teacher_prompt_fn`."""
+        self.first_made: tuple[list[int], PreTrainedTokenizerBase] | None = None
+        """Token ids of the first prompt by `teacher_prompt_fn`, and the tokenizer that made them."""
         self._described_rows: tuple[str, str] | None = None
         """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
         self._fixed: fingerprint.Fingerprint = {
@@ -305,7 +306,7 @@ class Teaching:
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
         prompts = self._of_control(prompts, requests, rollout)
         if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:
-            self.first_made = prompts[0]
+            self.first_made = prompts[0], self.readers.tokenizers.get(requests[0].teacher, self.readers.tokenizer)
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
         return rollout, [request.teacher for request in requests]

@@ -35,7 +35,7 @@ from trl_opsd.losses.streamed import (
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 from trl_opsd.types.bytewise import OUTCOMES, ByteTable, Spelled, byte_head
 
-MOST_ESCAPE = 0.1
+MOST_ESCAPE = 0.03
 """Largest share of sequences that end a token where the model's own goes on, and that the sums miss."""
 _FLOOR = 1e-6
 """Added to each probability of an outcome: what no token spells is not impossible, but missed."""

@@ -66,6 +66,11 @@ class ByteTeacher(Teacher):
         return f"{self.teacher}, by bytes"
 
     @property
+    def spelling(self) -> str:
+        """What its tokens and the student's stand for, as a digest."""
+        return f"tokens of sha256 {self._its.digest[:16]} by those of {self._student.digest[:16]}"
+
+    @property
     def head(self) -> OutputHead:
         return byte_head(self.teacher.head.weight.device)
 

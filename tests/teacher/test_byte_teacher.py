@@ -1,0 +1,242 @@
+"""Teachers with a tokenizer of their own, through the trainer: losses, rows, options, and completions of all kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from byte_languages import byte_pairs
+from peft import LoraConfig
+
+from trl_opsd import FixedRollout
+from trl_opsd.data.byte_vocabulary import ByteVocabulary
+from trl_opsd.losses.bytewise import _FLOOR, MOST_ESCAPE
+from trl_opsd.losses.dense import dense_byte_logarithms
+from trl_opsd.teacher.bytewise import ByteTeacher
+
+MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
+PROMPTS = ["Once", "def f(x):", "  Ünï ", "2+2="]
+ANSWERS = [
+    " upon a time, the trainer of trainers\r\n trained.<|im_end|>",
+    "\n    return the_same(options)",
+    "\N{GRINNING FACE}\N{WAVING HAND SIGN} ok<|im_end|>",
+    "4, and nothing else that the teacher says<|im_end|>",
+]
+
+
+def of_answers(words, prompts=PROMPTS, answers=ANSWERS):
+    ids = (words(one)["input_ids"] for one in (prompts, answers))
+    return FixedRollout(dict(zip(map(tuple, next(ids)), next(ids), strict=True)))
+
+
+def models(**names):
+    return tiny.qwen2(32, vocab_size=len(MINE) + 3), tiny.qwen2(48, 1, vocab_size=len(YOURS) + 5)
+
+
+@pytest.fixture
+def make(make_trainer):
+    def made(**given):
+        student, teacher = models()
+        rows = tiny.Dataset.from_dict({"prompt": PROMPTS * given.pop("many", 1), **given.pop("columns", {})})
+        defaults = {
+            "model": student,
+            "teacher_model": teacher,
+            "processing_class": MINE,
+            "teacher_processing_class": YOURS,
+            "rollout": of_answers(MINE),
+            "train_dataset": rows,
+            "cross_tokenizer": "bytes",
+            "per_device_train_batch_size": 4,
+        }
+        return make_trainer(**{**defaults, **given})
+
+    return made
+
+
+def logits(model, prompt, ids):
+    with torch.no_grad():
+        found = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    return found.double()
+
+
+def expected(answer, prompt, student, teacher, temperature=1.0):
+    """The reverse KL of one row, summed over its bytes, with each model alone and loops over all tokens."""
+    logs, escapes = [], []
+    for model, words in ((student, MINE), (teacher, YOURS)):
+        vocabulary = ByteVocabulary.of(words, "it")
+        ids, before = words(answer)["input_ids"], words(prompt)["input_ids"]
+        found = dense_byte_logarithms(logits(model, before, ids) / temperature, vocabulary.texts, ids, _FLOOR)
+        logs.append(found[0].log_softmax(-1))
+        escapes.append(found[1])
+    mine, yours = logs
+    held = (escapes[0] <= MOST_ESCAPE) & (escapes[1] <= MOST_ESCAPE)
+    return float(((mine.exp() * (mine - yours)).sum(-1) * held).sum()), int(held.sum())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_loss_is_that_of_each_row_alone_with_both_models_read_apart(make, temperature):
+    trainer = make(divergence="reverse_kl", max_steps=1, temperature=temperature, max_completion_length=60)
+    alone = [
+        expected(answer, prompt, trainer.model, trainer.teacher.teacher.model, temperature)
+        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
+    ]
+    tokens = sum(map(len, MINE(ANSWERS)["input_ids"]))
+    trainer.train()
+    (loss,) = tiny.logged(trainer, "loss")
+    assert loss == pytest.approx(sum(one for one, _ in alone) / tokens, rel=2e-5)
+    (used,) = tiny.logged(trainer, "cross/used")
+    outcomes = sum(len(one.removesuffix("<|im_end|>").encode()) + one.endswith("<|im_end|>") for one in ANSWERS)
+    assert used == pytest.approx(sum(held for _, held in alone) / outcomes)
+    assert tiny.logged(trainer, "cross/lost") == [0.0]
+
+
+def trained(trainer):
+    trainer.train()
+    return tiny.weights(trainer), tiny.logged(trainer, "loss")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        {"max_tokens_per_microbatch": 30},
+        {"loss_chunk_tokens": 1},
+        {"loss_chunk_tokens": 5},
+        {"padding_free": True},
+        {"teacher_offload": "stream"},
+        {"overlap": "step"},
+        {"report": True},
+    ],
+    ids=str,
+)
+def test_weights_do_not_depend_on_how_rows_are_read(make, options):
+    given = {"max_completion_length": 60, "learning_rate": 1e-3}
+    weights, losses = trained(make(**given))
+    other, others = trained(make(**{**given, **options}))
+    assert (weights - other).abs().max() < 3e-6
+    assert others == pytest.approx(losses, rel=1e-4)
+    assert (weights - tiny.weights(make())).abs().max() > 1e-4
+
+
+def test_an_equal_tokenizer_gives_the_divergence_of_tokens_within_two_percent(make_trainer):
+    losses = {}
+    for mode in (None, "bytes"):
+        trainer = make_trainer(cross_tokenizer=mode, teacher_processing_class=tiny.tokenizer(), max_steps=1)
+        trainer.train()
+        losses[mode] = tiny.logged(trainer, "loss")[0]
+    assert losses["bytes"] == pytest.approx(losses[None], rel=0.02)
+    assert losses["bytes"] < losses[None], "special tokens are one outcome"
+
+
+def test_a_model_does_not_differ_from_itself(make):
+    trainer = make(
+        teacher_model=tiny.qwen2(32, vocab_size=len(MINE) + 3), teacher_processing_class=MINE, max_completion_length=60
+    )
+    trainer.train()
+    assert tiny.logged(trainer, "loss")[0] < 1e-6
+    assert tiny.logged(trainer, "cross/used")[0] > 0.5
+
+
+def test_two_teachers_with_other_tokenizers_each_read_their_own_rows(make):
+    columns = {"teacher": ["a", "b", "a", "b"]}
+    teachers = {"a": tiny.qwen2(48, 1, vocab_size=len(YOURS) + 5), "b": tiny.qwen2(40, 2)}
+    tokenizers = {"a": YOURS, "b": tiny.tokenizer()}
+    trainer = make(
+        columns=columns, teacher_model=teachers, teacher_processing_class=tokenizers, max_completion_length=60
+    )
+    trainer.train()
+    by_name = [tiny.logged(trainer, f"divergence/teacher/{name}")[0] for name in "ab"]
+    alone = []
+    for name in "ab":
+        other = make(
+            teacher_model=tiny.qwen2(48, 1, vocab_size=len(YOURS) + 5) if name == "a" else tiny.qwen2(40, 2),
+            teacher_processing_class=tokenizers[name],
+            train_dataset=tiny.Dataset.from_dict({"prompt": PROMPTS["ab".index(name) :: 2]}),
+            per_device_train_batch_size=2,
+            max_completion_length=60,
+        )
+        other.train()
+        alone.append(tiny.logged(other, "loss")[0])
+    assert by_name == pytest.approx(alone, rel=1e-4)
+
+
+def test_options_that_change_rows_work_together(make):
+    def short(completions, **_):
+        return [-float(len(one)) for one in completions]
+
+    trainer = make(
+        columns={"privileged_context": [f"hint {number}, \N{SNOWMAN}" for number in range(4)]},
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        teacher_prompt_template="{privileged_context} {prompt}",
+        reward_funcs=short,
+        reward_weight=0.1,
+        eval_dataset=tiny.Dataset.from_dict({"prompt": PROMPTS, "privileged_context": ["x"] * 4}),
+        eval_strategy="steps",
+        eval_steps=1,
+        divergence="jsd",
+        position_discount=0.9,
+        token_selection="random",
+        token_fraction=0.7,
+        num_generations=2,
+        max_completion_length=60,
+    )
+    trainer.train()
+    assert len(tiny.logged(trainer, "eval_loss")) == 3
+    assert all(0 < one < 50 for one in tiny.logged(trainer, "eval_cross/divergence"))
+    assert "hint" in trainer.teaching.readers.tokenizers["teacher"].decode(
+        trainer.readers.teacher_prompt_ids(
+            trainer.teaching.read_rows([trainer.train_dataset[0]]), [[1]], [[2]], MINE.batch_decode
+        )[0]
+    )
+
+
+def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(make, tmp_path):
+    given = {"output_dir": str(tmp_path / "run"), "max_steps": 4, "max_completion_length": 60, "many": 3}
+    whole = make(**given, save_strategy="steps", save_steps=2)
+    whole.train()
+    resumed = make(**given)
+    resumed.train(resume_from_checkpoint=str(Path(given["output_dir"]) / "checkpoint-2"))
+    assert torch.equal(tiny.weights(whole), tiny.weights(resumed))
+    other = make(**given, teacher_processing_class=byte_pairs(199))
+    with pytest.raises(ValueError, match="teachers"):
+        other.train(resume_from_checkpoint=str(Path(given["output_dir"]) / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "compared", "lost"),
+    [
+        ([], 0, 0),
+        (MINE("the end")["input_ids"] + [MINE.eos_token_id], 8, 0),
+        (MINE("cut of")["input_ids"], 6, 0),
+        (MINE("two\r\nlines\r\n")["input_ids"], 12, 0),
+        (MINE("\N{GRINNING FACE}!")["input_ids"], 5, 0),
+        (MINE("ab\N{GRINNING FACE}")["input_ids"][:-1], 2, None),  # a character that is cut
+        ([MINE.convert_tokens_to_ids("ÿ"), *MINE("ab")["input_ids"]], 0, None),  # no UTF-8
+        ([MINE.eos_token_id, *MINE("after an end")["input_ids"]], 1, 12),
+        (MINE("e\N{COMBINING ACUTE ACCENT} x")["input_ids"], 5, 0),
+        (MINE("<think>so</think>")["input_ids"], 17, 0),
+    ],
+)
+def test_completions_of_all_kinds(make, ids, compared, lost):
+    mine, yours = ByteVocabulary.of(MINE, "mine"), ByteVocabulary.of(byte_pairs(200, special=("<|end|>",)), "yours")
+    reading = ByteTeacher(None, mine, yours, lambda: 1.0)._read(ids, None)
+    assert len(reading.token_P) == compared
+    spelled = mine.spelled(ids)
+    text = b"".join(one or b"" for one in spelled)
+    theirs = b"".join(one or b"" for one in yours.spelled(reading.ids))
+    assert text[: len(theirs)] == theirs[: len(text)]
+    total = int(mine.table.length[ids].sum()) if ids else 0
+    assert lost is None or total - compared == lost
+    assert sorted(reading.token_P.tolist()) == reading.token_P.tolist()
+
+
+def test_a_context_that_is_full_loses_what_does_not_fit():
+    mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
+    ids = MINE("the teacher reads all of it, or only some")["input_ids"]
+    teacher = ByteTeacher(None, mine, yours, lambda: 1.0)
+    whole, some, none = (teacher._read(ids, room) for room in (None, 5, -3))
+    assert len(some.ids) == 5
+    assert 0 < len(some.token_P) < len(whole.token_P)
+    assert len(none.token_P) == 0
