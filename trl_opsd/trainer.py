@@ -304,7 +304,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         selection = selection if selection is not None and selection.is_late else None
         teachers = self.teaching.teachers
         objective = self.args.objective(self.divergence, self.temperatures, self.teaching.vocabulary)
-        objective = replace(objective, table=self.teaching.table)
+        spelling = self.teaching.spelling
+        objective = replace(objective, table=None if spelling is None else spelling.table)
         # First, as these reads wait for the device, which has no work queued yet.
         host_BC = rollout.weights_on_host()
         mine = shares(teachers.heads, targets, rollout.weights, selection, host_BC, teachers.origin_head)

@@ -14,7 +14,9 @@ from trl_opsd import FixedRollout
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.losses.bytewise import _FLOOR, MOST_ESCAPE
 from trl_opsd.losses.dense import dense_byte_logarithms
+from trl_opsd.teacher import FrozenTeacher
 from trl_opsd.teacher.bytewise import ByteTeacher
+from trl_opsd.teacher.frozen import Resident
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 PROMPTS = ["Once", "def f(x):", "  Ünï ", "2+2="]
@@ -204,6 +206,11 @@ def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(make, tmp
         other.train(resume_from_checkpoint=str(Path(given["output_dir"]) / "checkpoint-2"))
 
 
+def byte_teacher(mine, yours):
+    _, teacher = models()
+    return ByteTeacher(FrozenTeacher(Resident(teacher, torch.device("cpu"))), mine, yours, lambda: 1.0)
+
+
 @pytest.mark.parametrize(
     ("ids", "compared", "lost"),
     [
@@ -221,7 +228,7 @@ def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(make, tmp
 )
 def test_completions_of_all_kinds(make, ids, compared, lost):
     mine, yours = ByteVocabulary.of(MINE, "mine"), ByteVocabulary.of(byte_pairs(200, special=("<|end|>",)), "yours")
-    reading = ByteTeacher(None, mine, yours, lambda: 1.0)._read(ids, None)
+    reading = byte_teacher(mine, yours)._read(ids, None)
     assert len(reading.token_P) == compared
     spelled = mine.spelled(ids)
     text = b"".join(one or b"" for one in spelled)
@@ -235,7 +242,7 @@ def test_completions_of_all_kinds(make, ids, compared, lost):
 def test_a_context_that_is_full_loses_what_does_not_fit():
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     ids = MINE("the teacher reads all of it, or only some")["input_ids"]
-    teacher = ByteTeacher(None, mine, yours, lambda: 1.0)
+    teacher = byte_teacher(mine, yours)
     whole, some, none = (teacher._read(ids, room) for room in (None, 5, -3))
     assert len(some.ids) == 5
     assert 0 < len(some.token_P) < len(whole.token_P)

@@ -9,11 +9,10 @@ import random
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from os.path import commonprefix
-from typing import Any
 
 import numpy as np
 import torch
@@ -111,6 +110,10 @@ class ByteVocabulary:
         special |= {number for number in ids.values() if not texts[number]}
         return cls(tokenizer, tuple(one or None for one in texts), frozenset(special))
 
+    def within(self, rows: int) -> ByteVocabulary:
+        """The tokens that a model with so many ids has: tokenizers may add some that it never learned."""
+        return replace(self, texts=self.texts[:rows], special=frozenset(one for one in self.special if one < rows))
+
     @cached_property
     def digest(self) -> str:
         """Of the bytes of all tokens."""
@@ -119,6 +122,11 @@ class ByteVocabulary:
     def spelled(self, ids: Iterable[int]) -> list[bytes | None]:
         """The bytes of each token, `None` for special ones."""
         return [self.texts[one] if one < len(self.texts) else None for one in ids]
+
+    def special_of(self, token: str) -> int | None:
+        """The id of the special token of this name, if there is one."""
+        added = self.tokenizer.added_tokens_decoder
+        return next((one for one in self.special if one in added and str(added[one]) == token), None)
 
     def changed(self, text: str) -> bool:
         """Whether the tokens of a text do not spell it."""
@@ -263,8 +271,3 @@ def valid_text(spelled: bytes) -> tuple[str, int]:
         return spelled.decode(), len(spelled)
     except UnicodeDecodeError as error:
         return spelled[: error.start].decode(), error.start
-
-
-def is_added(tokenizer: Any, token: str) -> int | None:
-    """The id of a special token of this name, if the tokenizer has it."""
-    return next((number for number, one in tokenizer.added_tokens_decoder.items() if str(one) == token), None)

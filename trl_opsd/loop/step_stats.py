@@ -221,8 +221,8 @@ class StepStats:
             "pulled": batch.get("pull") is not None,
             "anchored": self._trainer.args.anchor_weight > 0,
             "importance": batch.get("logprobs") is not None,
-            "outcomes": self._trainer.teaching.table is not None,
-            **dict.fromkeys(("same_first", "teacher_first", "ranked"), self._trainer.teaching.table is None),
+            "outcomes": self._trainer.teaching.spelling is not None,
+            **dict.fromkeys(("same_first", "teacher_first", "ranked"), self._trainer.teaching.spelling is None),
         }
         return {name: one for name, one in named.items() if is_on.get(name, True)}
 

@@ -37,6 +37,7 @@ from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.checks import teachers_processors
@@ -89,8 +90,9 @@ class Teaching:
             ),
             student_limits=student_limits(host.model, host.args),
         )
-        self.table = given.vocabularies[""].table if given.vocabularies else None
-        """The student's vocabulary by bytes, where teachers have other ones."""
+        mine = given.vocabularies.get("")
+        self.spelling = None if mine is None else mine.within(self.readers.student_limits.vocabulary)
+        """What the student's tokens stand for, where teachers have other ones."""
         self._prompts_are_seen = next(iter(given.rows.values())).can_be_read_ahead
 
     def build(self) -> None:
@@ -101,18 +103,16 @@ class Teaching:
         self._admit_for_teachers(rows)
 
     def _build_teachers(self, models: Mapping[str, Any]) -> None:
-        host, vocabularies = self._host, self._given.vocabularies
-        by_bytes = {
-            name: partial(
+        host, spelling = self._host, self.spelling
+        by_bytes: dict[str, Callable[[Teacher], Teacher]] = {}
+        if spelling is not None:
+            given = partial(
                 ByteTeacher,
-                student=vocabularies[""],
-                its=its,
+                student=spelling,
                 temperature=lambda: host.temperatures[1],
                 chunk_tokens=host.args.loss_chunk_tokens,
             )
-            for name, its in vocabularies.items()
-            if name
-        }
+            by_bytes = {name: partial(given, its=its) for name, its in self._given.vocabularies.items() if name}
         with autocast(host.accelerator):
             self.teachers = build_teachers(
                 models,
@@ -275,14 +275,14 @@ class Teaching:
             prompts = self.readers.contrast_prompt_ids(requests, rollout.completion_lists())
             beside["contrast"] = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
         found = self.teachers.targets(*self._for_teachers(rollout, rows), beside)
-        if self.table is not None:
+        if self.spelling is not None:
             self._warn_of_little(rollout, found)
         return found
 
     def _warn_of_little(self, rollout: Rollout, targets: TeacherTargets) -> None:
         """Warns once if less than half of a batch's bytes can be compared."""
-        assert self.table is not None
-        outcomes = sum(int(self.table.length[ids].sum()) for ids in rollout.ended().completion_lists() if ids)
+        assert self.spelling is not None
+        outcomes = sum(int(self.spelling.table.length[ids].sum()) for ids in rollout.ended().completion_lists() if ids)
         held = sum(int(row.held.sum()) for row in targets.rows or () if isinstance(row, ByteTargets))
         if outcomes and held < outcomes / 2:
             logger.warning_once(

@@ -12,9 +12,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trl_opsd.data.byte_vocabulary import ByteVocabulary, is_added, valid_text
+from trl_opsd.data.byte_vocabulary import ByteVocabulary, valid_text
 from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
-from trl_opsd.models.backbone import gathered_head
+from trl_opsd.models.backbone import gathered_head, shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.teachers import check_depends_on_input, scored
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
@@ -59,7 +59,7 @@ class ByteTeacher(Teacher):
         temperature: Callable[[], float],
         chunk_tokens: int | None = None,
     ) -> None:
-        self.teacher, self._student, self._its = teacher, student, its
+        self.teacher, self._student, self._its = teacher, student, its.within(shape_of(teacher.head)[0])
         self._temperature, self._chunk_tokens = temperature, chunk_tokens
 
     def __str__(self) -> str:
@@ -122,8 +122,8 @@ class ByteTeacher(Teacher):
                 break
             # A special token: both models say whether the text ends here, whatever they call its end.
             agreed, number = agreed + 1, end + 1
-            known = is_added(self._its.tokenizer, self._student.tokenizer.convert_ids_to_tokens(ids[end]))
-            theirs.append(self._its.tokenizer.eos_token_id or 0 if known is None else known)
+            known = self._its.special_of(self._student.tokenizer.convert_ids_to_tokens(ids[end]))
+            theirs.append(0 if known is None else known)  # read by nothing that is compared, if it is unknown
             if known is None:
                 break
         if room is not None:
