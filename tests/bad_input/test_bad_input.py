@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import bad_arguments
+import bad_bytes
 import bad_engines
 import bad_images
 import bad_models
@@ -28,6 +29,7 @@ PHRASES = (
     "same object as the student",
     "vocabulary mismatch",
     "tokenizer mismatch",
+    "tokenizers",
     "head rows unlike the config",
     "weights missing",
     "not a dataset",
@@ -122,6 +124,7 @@ FILES = (
     bad_models,
     bad_engines,
     bad_remedies,
+    bad_bytes,
     bad_resuming,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import tiny
 import torch
 import vision_language
+from byte_languages import byte_pairs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -425,3 +427,21 @@ def test_checks_go_on_after_one_that_raises_anything(monkeypatch):
     found = checks.examine(pair())
     assert (found[0].verdict, found[0].said) == ("failed", "no such kernel")
     assert len(found) == len(others) + 2
+
+
+def test_a_teacher_with_another_tokenizer_is_told_how_much_of_it_can_be_compared(folders):
+    words = byte_pairs(60)
+    tiny.qwen2(48, 1, vocab_size=len(words)).save_pretrained(folders / "teacher")
+    words.save_pretrained(folders / "teacher")
+    done = doctor(folders / "student", folders / "teacher")
+    assert done.exit_code == 1
+    assert "or set `cross_tokenizer='bytes'`" in " ".join(done.stdout.split())
+    file = folders / "run.yaml"
+    paths = {"model_name_or_path": folders / "student", "teacher_model_name_or_path": folders / "teacher"}
+    lines = {**paths, "output_dir": folders, "cross_tokenizer": "bytes"}
+    file.write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+    done = doctor("--config", file)
+    said = " ".join(done.stdout.split())
+    assert done.exit_code == 0, said
+    assert re.search(r"Both spell what they read; \d+% of 140 bytes of three rows can be compared", said), said
+    assert "Ready" in said

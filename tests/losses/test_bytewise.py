@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from byte_languages import Language, byte_pairs, small_vocabulary
+from test_cost import counted_flops
 
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
@@ -150,3 +151,26 @@ def _first_bytes(probs, vocabulary):
     for token, text in enumerate(vocabulary.texts):
         found[256 if text is None else text[0]] += probs[token]
     return found
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 16])
+def test_a_step_costs_three_products_with_the_students_head_and_one_with_the_teachers(chunk_tokens):
+    vocabulary = small_vocabulary()
+    tokens, width, rows = 64, 512, len(vocabulary.texts)
+    ids = torch.randint(1, rows - 1, (tokens,), generator=torch.Generator().manual_seed(0))
+    token, reads = vocabulary.reads(vocabulary.spelled(ids.tolist()))
+    head = OutputHead(torch.randn(rows, width, requires_grad=True))
+    student = LazyLogits(torch.randn(tokens, width, requires_grad=True), head)
+    held = torch.ones(len(token), dtype=torch.bool)
+    product, tiles = 2 * tokens * width * rows, 1 if chunk_tokens is None else tokens // chunk_tokens
+    again = 1 + 3 * (tiles - 1) / tokens  # each tile but the first reads three states more
+    with counted_flops() as counter, torch.no_grad():
+        logs, _ = byte_logarithms(student, vocabulary.table, ids, token, reads, chunk_tokens)
+    assert counter.get_total_flops() == product * again
+    spelled = Spelled(token, held, reads.long(), torch.arange(len(token)))
+    with counted_flops() as counter:
+        pair = student, LazyLogits(logs, byte_head(ids.device))
+        given = ReverseKL(), vocabulary.table, spelled, Sampled(ids), None, chunk_tokens
+        bytewise_divergence(*pair, *given).divergence.sum().backward()
+    of_bytes = 3 * 2 * len(token) * 257 * 257  # of the logarithms with the identity, twice, and back
+    assert counter.get_total_flops() == 3 * product * again + of_bytes

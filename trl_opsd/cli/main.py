@@ -70,7 +70,8 @@ def doctor(
             raise ValueError(f"expected STUDENT and TEACHER, or a --config FILE that sets both.{why}")
         try:
             loading = settings.loading if isinstance(settings, Settings) else ({}, {})
-            pair = load_pair(*models, tiny, loading)  # type: ignore[arg-type]
+            by_bytes = isinstance(settings, Settings) and settings.given.config.cross_tokenizer is not None
+            pair = load_pair(*models, tiny, loading, by_bytes)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
             more = (
                 " Both models are loaded in float32, 4 bytes per parameter; --tiny needs little memory."

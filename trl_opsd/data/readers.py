@@ -197,7 +197,7 @@ class Reader:
     def check_kind(self, prompts: Sequence[Prompt], kind: str | None = None) -> str | None:
         """The common kind of these prompts and of those before; refuses kinds that this tokenizer cannot complete."""
         kind = common_kind(prompts, kind)
-        for prompt in {one.processor: one for one in prompts}.values():
+        for prompt in {one.processor: one for one in reversed(prompts)}.values():
             tokenizer = self.tokenizer_of(prompt)
             if kind == "messages" and not tokenizer.chat_template:
                 raise ValueError(

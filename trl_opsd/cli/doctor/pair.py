@@ -40,7 +40,7 @@ _MOST = {
     "first_k_dense_replace": 1,
 }
 """Maximum values in a tiny model: sizes that neither its head nor its attention depends on."""
-_TEXTS = (
+TEXTS = (
     ("Name a colour.", " Blue is one, and so is green."),
     ("What does a teacher do with the answers that a student has written?", " It reads them."),
     ("Why?", " Because each token of an answer is compared, one after another, with what the teacher expects."),
@@ -78,6 +78,8 @@ class Pair:
     tiny: bool = False
     assumes_tokenizer: bool = False
     """Whether the teacher has no tokenizer of its own."""
+    by_bytes: bool = False
+    """Whether a training compares them by bytes."""
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +98,7 @@ class Pair:
     @cached_property
     def texts(self) -> tuple[tuple[list[int], ...], ...]:
         """Token ids of prompts, and of completions."""
-        return tuple(zip(*([self._ids(text) for text in row] for row in _TEXTS), strict=True))
+        return tuple(zip(*([self._ids(text) for text in row] for row in TEXTS), strict=True))
 
     def _ids(self, text: str) -> list[int]:
         tokenizer = self.student.tokenizer
@@ -115,7 +117,11 @@ class Pair:
 
 
 def load_pair(
-    student: str, teacher: str, tiny: bool = False, loading: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
+    student: str,
+    teacher: str,
+    tiny: bool = False,
+    loading: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+    by_bytes: bool = False,
 ) -> Pair:
     """Loads both models in float32, of the classes that a training loads; `loading` goes to `from_pretrained`."""
     disable_progress_bar()
@@ -135,6 +141,7 @@ def load_pair(
         teacher=Side(teacher, of_teacher, theirs or tokenizer, reads),
         tiny=tiny,
         assumes_tokenizer=theirs is None,
+        by_bytes=by_bytes,
     )
 
 
