@@ -12,7 +12,10 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import json
 
 import pytest
+import tiny
 import torch
+from byte_languages import byte_pairs
+from datasets import Dataset
 from peft import LoraConfig
 from real_model import distil
 from real_model.questions import questions
@@ -20,7 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.data.byte_vocabulary import ByteVocabulary
+from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
 from trl_opsd.rollout.vllm import VLLMRollout
+from trl_opsd.types import LazyLogits, OutputHead
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -207,3 +213,44 @@ def test_a_rule_is_learned_and_saved_results_are_not_measured_again(smollm2, tmp
     assert list(run["curve"]) == ["2", "4", "6"]
     assert table.startswith("| pirate | 0.000 | ")
     assert distil.main(asked)["pirate"] == [run]
+
+
+TEXTS = (
+    "The capital of France is Paris, and the river that flows through it is called the Seine. It is one of the most "
+    "visited cities in the world, with museums, cafés and gardens.",
+    'def add(a, b):\n    """Returns the sum."""\n    return a + b\n\nprint(add(1, 2))\n',
+)
+
+
+def test_next_bytes_of_a_pretrained_model_add_up_to_its_texts(smollm2, words):
+    model, vocabulary = student(smollm2), ByteVocabulary.of(words, "it")
+    for text in TEXTS:
+        ids = vocabulary.ids_of("\n" + text)
+        with torch.no_grad():
+            found = model(torch.tensor([ids]), output_hidden_states=True)
+        read, after = found.hidden_states[-1][0, :-1], torch.tensor(ids[1:])
+        token, reads = vocabulary.reads(vocabulary.spelled(ids[1:]))
+        states = LazyLogits(read, OutputHead.of(model))
+        logs, escape = byte_logarithms(states, vocabulary.table, after, token, reads)
+        written = torch.tensor(list(text.encode()))
+        of_bytes = -logs.log_softmax(-1).gather(1, written[:, None]).sum()
+        of_tokens = -found.logits[0, :-1].log_softmax(-1).gather(1, after[:, None]).sum()
+        assert 0.95 * of_tokens < of_bytes < 1.001 * of_tokens, "a text has other tokens too, so it is likelier"
+        assert (escape <= MOST_ESCAPE).float().mean() > 0.9
+
+
+def test_a_student_with_another_tokenizer_learns_from_a_pretrained_teacher(smollm2, words, tmp_path):
+    theirs = byte_pairs(300)
+    trainer = OPSDTrainer(
+        model=tiny.llama(64, vocab_size=len(theirs)),
+        teacher_model=smollm2,
+        args=OPSDConfig(**options(tmp_path, cross_tokenizer="bytes", max_completion_length=99, learning_rate=1e-3)),
+        train_dataset=Dataset.from_dict({"prompt": [one[:40] for one in TEXTS] * 8}),
+        processing_class=theirs,
+        rollout=FixedRollout({tuple(theirs(one[:40])["input_ids"]): theirs(one[40:])["input_ids"] for one in TEXTS}),
+    )
+    trainer.train()
+    for log in (one for one in trainer.state.log_history if "loss" in one):
+        assert log["cross/used"] > 0.5
+        assert log["cross/lost"] == 0
+        assert 0.5 < log["cross/divergence"] < 10

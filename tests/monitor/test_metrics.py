@@ -76,6 +76,7 @@ def configurations(tmp_path):
     return {
         "plain": {},
         "a clip": {"kl_clip": 0.01},
+        "bytes": {"cross_tokenizer": "bytes", "teacher_processing_class": tiny.tokenizer()},
         "a pull": {"cls": Pulled},
         "a policy gradient": {
             "rollout": Mirrored(tiny.config(tmp_path)),

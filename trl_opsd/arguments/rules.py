@@ -151,12 +151,12 @@ def _ignored_column(name: str, instead: str) -> Rule:
 
 
 SEEING = (
-    together(" cannot compare rows with images: remove the option, or the images.", cross_tokenizer="bytes"),
     together(" cannot read rows with images, which are not concatenated: remove the option.", padding_free=True),
     Rule(
         lambda now: launched(now.args).sp_enabled,
         "`parallelism_config`: `sp_size` cannot divide rows with images: remove it from the accelerate file.",
     ),
+    together(" cannot compare rows with images: remove the option, or the images.", cross_tokenizer="bytes"),
 )
 """Of prompts with images, the teacher's too."""
 

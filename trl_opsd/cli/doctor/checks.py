@@ -21,24 +21,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.versions import installed, outside
-from trl_opsd.cli.doctor.pair import LAYERS, TEXTS, Pair, Settings, Side
+from trl_opsd.cli.doctor.pair import LAYERS, Pair, Settings, Side, share_by_bytes
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.images import probe_prompts, read_with_images
 from trl_opsd.data.tokenization import check_that_all_is_read, check_token_maps, largest_id
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, dense_divergence, streamed_divergence
-from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
 from trl_opsd.models.backbone import completion_hidden, logits_of
 from trl_opsd.models.probes import GRADIENTS, HEAD, IMAGES, PADDING, Doubt, Finding, Probe, Probed, findings
 from trl_opsd.models.tokenizers import ensure_special_tokens
 from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
 from trl_opsd.rollout import RolloutBackend
-from trl_opsd.teacher import FrozenTeacher
-from trl_opsd.teacher.bytewise import ByteTeacher
-from trl_opsd.teacher.frozen import Resident
 from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
-from trl_opsd.types.bytewise import ByteTargets
 
 # ---- Tokenizers and chat templates -----------------------------------------------------------------------------------
 
@@ -51,29 +45,14 @@ def same_ids(pair: Pair) -> str:
     if pair.assumes_tokenizer:
         raise Doubt("The teacher has no tokenizer to compare: it is assumed to use the student's.")
     if pair.by_bytes:
-        return _share_by_bytes(pair)
+        return _by_bytes(pair)
     check_token_maps(pair.student.tokenizer, pair.teacher.tokenizer)
     return f"The same {len(pair.student.tokenizer.get_vocab())} tokens, id by id."
 
 
-def _share_by_bytes(pair: Pair) -> str:
+def _by_bytes(pair: Pair) -> str:
     """How much of three rows `cross_tokenizer="bytes"` compares."""
-    mine, yours = (
-        ByteVocabulary.of(side.tokenizer, f"the {role}'s tokenizer").within(side.rows)
-        for role, side in (("student", pair.student), ("teacher", pair.teacher))
-    )
-    held, outcomes, prompts = 0, 0, [prompt for prompt, _ in TEXTS]
-    teacher = ByteTeacher(FrozenTeacher(Resident(pair.teacher.model, pair.device)), mine, yours, lambda: 1.0)
-    completions = [mine.ids_of(text) for _, text in TEXTS]
-    rollouts = [Rollout.of(list(map(one.ids_of, prompts)), completions, pair.device) for one in (mine, yours)]
-    student, rows, at = _lazy(pair, "student", rollouts[0]), teacher.targets(rollouts[1]).rows or (), 0
-    for ids, row in zip(completions, rows, strict=True):
-        assert isinstance(row, ByteTargets), "by bytes"
-        token, reads = mine.reads(mine.spelled(ids))
-        states = replace(student, hidden=student.hidden[at : at + len(ids)])
-        _, escape = byte_logarithms(states, mine.table, torch.tensor(ids, device=pair.device), token, reads)
-        held += int((row.held & (escape[: len(row.held)].cpu() <= MOST_ESCAPE)).sum())
-        outcomes, at = outcomes + len(token), at + len(ids)
+    held, outcomes = share_by_bytes(pair)
     said = f"Both spell what they read; {held / outcomes:.0%} of {outcomes} bytes of three rows can be compared."
     if held < outcomes / 2:
         raise Doubt(f"{said} The rest is left out: see docs/tokenizers.md.")

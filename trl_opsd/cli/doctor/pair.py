@@ -19,13 +19,20 @@ from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.cli.train.launch import launch_options
 from trl_opsd.cli.train.options import Given, OptionParser
 from trl_opsd.cli.train.script import set_loading, warn_of_options
+from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.tokenization import shared_vocabulary
+from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
+from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer
 from trl_opsd.models.weights import without_weights
+from trl_opsd.teacher import FrozenTeacher
+from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, location, processor_at
-from trl_opsd.types import Rollout
+from trl_opsd.teacher.frozen import Resident
+from trl_opsd.types import LazyLogits, OutputHead, Rollout
+from trl_opsd.types.bytewise import ByteTargets
 
 LAYERS = 2
 """Layers of a tiny model."""
@@ -40,7 +47,7 @@ _MOST = {
     "first_k_dense_replace": 1,
 }
 """Maximum values in a tiny model: sizes that neither its head nor its attention depends on."""
-TEXTS = (
+_TEXTS = (
     ("Name a colour.", " Blue is one, and so is green."),
     ("What does a teacher do with the answers that a student has written?", " It reads them."),
     ("Why?", " Because each token of an answer is compared, one after another, with what the teacher expects."),
@@ -98,7 +105,7 @@ class Pair:
     @cached_property
     def texts(self) -> tuple[tuple[list[int], ...], ...]:
         """Token ids of prompts, and of completions."""
-        return tuple(zip(*([self._ids(text) for text in row] for row in TEXTS), strict=True))
+        return tuple(zip(*([self._ids(text) for text in row] for row in _TEXTS), strict=True))
 
     def _ids(self, text: str) -> list[int]:
         tokenizer = self.student.tokenizer
@@ -114,6 +121,31 @@ class Pair:
         prompts, completions = self.texts
         longer = role == "teacher" and self.student.source == self.teacher.source
         return Rollout.of([prompt * (1 + longer) for prompt in prompts], completions, self.device)
+
+
+@torch.no_grad()
+def share_by_bytes(pair: Pair) -> tuple[int, int]:
+    """How many bytes of three rows `cross_tokenizer="bytes"` compares, and how many they have."""
+    mine, yours = (
+        ByteVocabulary.of(side.tokenizer, f"the {role}'s tokenizer").within(side.rows)
+        for role, side in (("student", pair.student), ("teacher", pair.teacher))
+    )
+    completions = [mine.ids_of(text) for _, text in _TEXTS]
+    read, its = (
+        Rollout.of([one.ids_of(text) for text, _ in _TEXTS], completions, pair.device) for one in (mine, yours)
+    )
+    teacher = ByteTeacher(FrozenTeacher(Resident(pair.teacher.model, pair.device)), mine, yours, lambda: 1.0)
+    hidden_NH = completion_hidden(pair.student.model, read, pair.probed["student"].reading)[read.counts]
+    held, outcomes = 0, 0
+    states = hidden_NH.split([len(ids) for ids in completions])
+    for ids, row, hidden_nH in zip(completions, teacher.targets(its).rows or (), states, strict=True):
+        assert isinstance(row, ByteTargets), "its targets are by byte"
+        token, reads = mine.reads(mine.spelled(ids))
+        model, after = LazyLogits(hidden_nH, OutputHead.of(pair.student.model)), torch.tensor(ids, device=pair.device)
+        _, escape = byte_logarithms(model, mine.table, after, token, reads)
+        held += int((row.held & (escape[: len(row.held)].cpu() <= MOST_ESCAPE)).sum())
+        outcomes += len(token)
+    return held, outcomes
 
 
 def load_pair(
