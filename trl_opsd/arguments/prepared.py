@@ -34,7 +34,7 @@ from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
-from trl_opsd.data.outcomes import check_prompt_fn
+from trl_opsd.data.outcomes import check_prompt_fn, check_weight_fn
 from trl_opsd.data.prompts import Intake
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
@@ -91,6 +91,7 @@ class Prepared:
     rollout: Any
     rewards: tuple[Given, ...]
     """Reward functions and models, with their names and tokenizers."""
+    prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None
     without_effect: tuple[str, ...]
     """Options that are set and have no effect."""
     is_same_model: bool
@@ -111,6 +112,7 @@ def prepared(
     processing_class: Any,
     teacher_processing_class: Any,
     teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
+    prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None,
     divergence: Any,
     rollout: Any,
     reward_funcs: Any,
@@ -137,6 +139,7 @@ def prepared(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         teacher_prompt_fn=teacher_prompt_fn,
+        prompt_weight_fn=prompt_weight_fn,
         row_columns=tuple(row_columns),
     )
     refuse(BUILDING if train_dataset is None else (*LEARNING, *BUILDING), now)
@@ -149,6 +152,8 @@ def prepared(
         check_processing_class(processing_class)
     if teacher_prompt_fn is not None:
         check_prompt_fn(teacher_prompt_fn)
+    if prompt_weight_fn is not None:
+        check_weight_fn(prompt_weight_fn)
     train_dataset = with_prompts(train_dataset, "train_dataset")
     eval_dataset = with_prompts(eval_dataset, "eval_dataset")
     needs_context = needs_privilege(model, args, teacher_prompt_fn)
@@ -213,6 +218,7 @@ def prepared(
         row_columns=row_columns,
         rollout=picked,
         rewards=rewards,
+        prompt_weight_fn=prompt_weight_fn,
         without_effect=tuple(unread),
         is_same_model=is_same_model,
     )

@@ -35,9 +35,13 @@ def _unusable_optimizer(now: Situation) -> str:
 
 def _of_rewards(now: Situation) -> str:
     """An option that needs rewards."""
-    names = ("reward_weight", "reward_gate", "teacher_context")
-    return next((shown(name, getattr(now, name)) for name in names if getattr(now, name) not in (None, 0.0)), "")
+    needed = {name: getattr(now, name) for name in ("reward_weight", "reward_gate", "teacher_context", "skip_prompts")}
+    found = (shown(name, one) for name, one in needed.items() if one not in (None, 0.0))
+    return next(found, "") if now.calls_rewards else ""
 
+
+_OF_ROWS = ("teacher_prompt_fn", "prompt_weight_fn")
+"""Arguments that are functions of a row."""
 
 LEARNING = (
     Rule(
@@ -103,8 +107,22 @@ BUILDING = (
         "arguments, or change that.",
     ),
     Rule(
-        lambda now: now.teacher_prompt_fn is not None and now.remove_unused_columns,
-        "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: set it to False.",
+        lambda now: (
+            now.prompt_weight_fn is not None
+            and (
+                (now.overlap is not None and shown("overlap", now.overlap))
+                or (now.teacher_control == "shuffled" and shown("teacher_control", now.teacher_control))
+                or (launched(now.args).sp_enabled and "`sp_size`")
+            )
+        ),
+        "`prompt_weight_fn` with {1}, which needs to know of all prompts that they are generated for: remove one of "
+        "them.",
+    ),
+    Rule(
+        lambda now: (
+            now.remove_unused_columns and next((name for name in _OF_ROWS if getattr(now, name) is not None), "")
+        ),
+        "`remove_unused_columns=True` would hide columns from `{1}`: set it to False.",
     ),
     Rule(
         lambda now: now.report and not find_spec("vl_convert"),
@@ -177,7 +195,11 @@ SURPRISES = (
     ),
     Rule(
         lambda now: (
-            now.rewards and not now.calls_rewards and now.train_dataset is not None and now.eval_strategy == "no"
+            now.rewards
+            and not now.calls_rewards
+            and now.prompt_weight_fn is None
+            and now.train_dataset is not None
+            and now.eval_strategy == "no"
         ),
         "`reward_funcs` are called only in evaluations, and this training has none: set `reward_weight` above 0 to "
         "train on rewards, or `eval_strategy` to log them.",
