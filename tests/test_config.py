@@ -158,7 +158,8 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
 
 
 WITHOUT_EFFECT = """
-    contrast_clip anchor_divergence completion_length_steps reward_gate teacher_context success_threshold
+    contrast_clip extrapolation_reference
+    anchor_divergence completion_length_steps reward_gate teacher_context success_threshold
     skew alpha vllm_importance_sampling_clip_max token_selection token_fraction sft_weight reward_weights scale_rewards
     multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
     teacher_model_revision teacher_trust_remote_code teacher_server_timeout nonfinite_skip_limit eval_delay eval_steps

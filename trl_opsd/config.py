@@ -41,6 +41,7 @@ from trl_opsd.options.table import (
     CONTROLS,
     EMA,
     ENGINE,
+    EXTRAPOLATES,
     FRACTION,
     GATE,
     GROWS,
@@ -153,6 +154,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
     ] = 1.0
     """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
     which the target adds it; above 1 beyond the teacher."""
+    extrapolation_reference: Annotated[
+        str | None, Option(needs=(EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student")
+    ] = None
+    """The name of one of several teachers that stands in place of the student as it was passed: in G-OPD, the model
+    that the teacher was trained from. Rows name another as their teacher."""
     anchor_weight: Annotated[
         float,
         Option(

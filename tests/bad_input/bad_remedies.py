@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tiny
 from bad_rows import trained_on
 from cases import Case, Lab, option, untouched
 from datasets import Dataset
@@ -58,6 +59,28 @@ CASES: list[Case] = [
     option("remedies", "is known when the step before has ended", skip_prompts=0.1, overlap="step"),
     option("remedies", "may have one alone", skip_prompts=0.1, teacher_control="shuffled"),
     option("remedies", "the control replaces the objective", skip_prompts=0.1, teacher_control="constant"),
+    option("remedies", "there is one reference alone", extrapolation=2, extrapolation_reference="a", anchor_weight=1),
+    Case(
+        "remedies",
+        "a reference that is no teacher",
+        "`extrapolation_reference='base'`: expected the name of one of several teachers, but there are .'teacher'.: ",
+        lambda lab: lab.make(extrapolation=1.25, extrapolation_reference="base"),
+        before_loading=True,
+    ),
+    Case(
+        "remedies",
+        "a reference whose context is too short",
+        "input for row . of the batch of step 1 has .* prompt tokens and .* completion tokens, but its context is 28",
+        lambda lab: _trains(
+            lab,
+            extrapolation=1.25,
+            extrapolation_reference="base",
+            teacher_model={"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2, max_position_embeddings=28)},
+            train_dataset=tiny.rows().add_column("teacher", ["one"] * 8),
+            shuffle_dataset=False,
+            per_device_train_batch_size=8,
+        ),
+    ),
     Case(
         "remedies",
         "flat groups without rewards",

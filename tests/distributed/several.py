@@ -221,7 +221,7 @@ REWARDED: dict[str, dict[str, Any]] = {
 GATED: dict[str, Any] = {
     "rewarded": True,
     "reward_weight": 0.5,
-    "reward_gate": 8.0,
+    "reward_gate": 15.0,
     "teacher_context": "group_success",
     "success_threshold": 14.0,
     "num_generations": 8,

@@ -191,6 +191,11 @@ def prepared(
     reads_images = True if any(seen) else None if processor is not None and None in seen else False
     if reads_images is not False:
         processors.update(teachers_processors(processor, models, teacher_processing_class, args))
+        if args.extrapolation_reference in processors:
+            raise ValueError(
+                f"`extrapolation_reference={args.extrapolation_reference!r}` reads the student's prompts, which have "
+                "images, but not with the student's processor: pass a model that does, or remove the option."
+            )
         intake = replace(intake, processors={name: one and name for name, one in processors.items()})
     for one in rows.values():
         if one.has_images:

@@ -72,8 +72,11 @@ class Scorer:
         gates = [getattr(row, "gate", 1.0) for row in rows]
         if host.teaching.readers.intake.reads_outcomes or (host.model.training and host.args.reward_gate is not None):
             weights = weights * weights.new_tensor(gates).unsqueeze(1)
-            if generated := [one for one, weight in zip(gates, of_prompts, strict=True) if weight]:
-                host.record("gate/mean", sum(generated) / len(generated))
+            generated = [one for one, weight in zip(gates, of_prompts, strict=True) if weight]
+            sums = torch.tensor([sum(generated), len(generated)], dtype=torch.float32, device=weights.device)
+            total, count = host.accelerator.reduce(sums, "sum").tolist()
+            if count:
+                host.record("gate/mean", total / count)
         found = {
             **kept_by_row(targets, counted).pack(),
             "loss_weights": weights,

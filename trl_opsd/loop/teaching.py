@@ -250,6 +250,10 @@ class Teaching:
 
     def _targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         beside = dict.fromkeys(self.beside, rollout)
+        if (name := self._host.args.extrapolation_reference) is not None:  # which reads what the student has read
+            lengths = list(map(len, rollout.completion_lists()))
+            requests = self.readers.intake.read_batch(rows, self.batch_name)
+            self.readers.check_fits_teacher(requests, rollout.prompt_lists(), lengths, name)
         if "contrast" in beside:
             requests = self.readers.intake.read_batch(rows, self.batch_name)
             prompts = self.readers.contrast_prompt_ids(requests, rollout.completion_lists())

@@ -504,6 +504,11 @@ AFTER = (
         teacher_control="constant",
     ),
     together(
+        ": an anchor is the student as it was passed, and there is one reference alone: remove one of them.",
+        extrapolation_reference=SET,
+        anchor_weight=above(0),
+    ),
+    together(
         ": the teacher's context is not read: remove one of them.", teacher_control="unprivileged", teacher_context=SET
     ),
     Rule(

@@ -215,6 +215,7 @@ TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda now: now.teacher
 NO_PROMPT_FN = Need("`teacher_prompt_fn` makes the teacher's prompts", lambda now: now.teacher_prompt_fn is None)
 NO_WEIGHT_FN = Need("`prompt_weight_fn` decides", lambda now: now.prompt_weight_fn is None)
 CONTEXT = Need("no dataset has a column 'privileged_context'", lambda now: now.has_context or now.teacher_context)
+EXTRAPOLATES = Need("`extrapolation` is 1", lambda now: now.extrapolation != 1)
 CONTRASTS = Need("`contrast_weight` is 0", lambda now: now.contrast_weight)
 GROWS = Need("`completion_length_start` is not set", lambda now: now.completion_length_start is not None)
 SUCCESS = Need("`teacher_context` is not 'group_success'", lambda now: now.teacher_context is not None)
