@@ -190,7 +190,7 @@ def test_needs_of_each_option(tmp_path):
     others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
     still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
     still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model contrast_clip "
-    still += "anchor_divergence completion_length_steps success_threshold"
+    still += "anchor_divergence completion_length_steps success_threshold extrapolation_reference"
     url = "http://localhost:9"
     assert unread(
         given,

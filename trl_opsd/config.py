@@ -48,6 +48,7 @@ from trl_opsd.options.table import (
     LIVE,
     LOADED,
     LONG,
+    NAME,
     NAMES,
     NO_PROMPT_FN,
     NO_WEIGHT_FN,
@@ -155,7 +156,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
     which the target adds it; above 1 beyond the teacher."""
     extrapolation_reference: Annotated[
-        str | None, Option(needs=(EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student")
+        str | None,
+        Option(NAME | None, (EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student"),
     ] = None
     """The name of one of several teachers that stands in place of the student as it was passed: in G-OPD, the model
     that the teacher was trained from. Rows name another as their teacher."""

@@ -169,6 +169,22 @@ def test_a_remedy_equals_float64(make_trainer, pair):
     assert_equals_float64(make_trainer, options_of(*pair))
 
 
+def test_a_contrast_with_sampled_tokens_is_their_log_ratio_to_the_contrasted_target(make_trainer):
+    student, teacher, data = tiny.qwen2(32, 0), tiny.qwen2(48, 1), rows()
+    given = {"contrast_weight": 0.5, "divergence": "sampled_reverse_kl", "top_k": 0, "max_steps": 1}
+    ours = trained(make_trainer, model=copy.deepcopy(student), teacher_model=copy.deepcopy(teacher), **given)
+    ratios = []
+    for row in data.select(range(4)):
+        completion = answer(WORDS(row["prompt"])["input_ids"])
+        told, less = (
+            log_probs(teacher.double(), f"{row[name]}\n\n{row['prompt']}", completion)
+            for name in ("privileged_context", "contrast_context")
+        )
+        gap = log_probs(student.double(), row["prompt"], completion) - (told + 0.5 * (told - less)).log_softmax(-1)
+        ratios.append(gap.gather(1, torch.tensor(completion)[:, None]))
+    assert tiny.logged(ours, "loss") == pytest.approx([float(torch.cat(ratios).detach().mean())], rel=2e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("pair", list(itertools.combinations(REMEDIES, 2)), ids=", ".join)
 @pytest.mark.parametrize("other", WITH)

@@ -112,6 +112,7 @@ POSITIVES = Values(
         and any(value)
     ),
 )
+NAME = Values("the name of a teacher", lambda value: isinstance(value, str) and bool(value))
 NAMES = Values("a list of names", lambda value: isinstance(value, list))
 ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
 
