@@ -30,6 +30,8 @@ IMAGES = (1, 0, 1, 2, 0, 1, 0, 1)
 """Images of each row: of two processes, one may have some in a pass and the other none; each step of four rows has
 some, as AdamW leaves weights without a gradient alone, but moves on where it is zero."""
 REMEDIES = {"contrast_weight": 0.5, "contrast_clip": 10.0, "extrapolation": 1.25, "anchor_weight": 0.3}
+SKIPPED = {"skip_prompts": 2.3, "max_steps": 6}
+"""Of eight prompts, some; two steps are an epoch."""
 HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -53,6 +55,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "full, remedies": REMEDIES,
     "lora, remedies": {"lora": LORA, **REMEDIES},
     "lora, remedies, own base": {"lora": LORA, "teacher_model_kind": "base", **REMEDIES},
+    "full, skipped": SKIPPED,
+    "lora, skipped": {"lora": LORA, **SKIPPED},
     "full, images": {"family": "qwen2_5_vl"},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
 }
@@ -79,6 +83,7 @@ IN_ZERO3 = {
         "full, images",
         "lora",
         "lora, remedies",
+        "full, skipped",
     )
 }
 """Variants with the teacher placed elsewhere: which of `ALONE` each must equal, and `teacher_offload`."""
@@ -128,6 +133,7 @@ SHORT = {
         "full, stream",
         "lora, images, own base",
         "lora, remedies, own base",
+        "full, skipped",
     ),
     "zero3": (
         "full",
@@ -142,8 +148,9 @@ SHORT = {
         "full, images, zero3",
         "full, remedies",
         "lora, remedies, zero3",
+        "full, skipped, zero3",
     ),
-    "fsdp2": ("full", "lora, own ema", "full, images", "lora, remedies"),
+    "fsdp2": ("full", "lora, own ema", "full, images", "lora, remedies", "lora, skipped"),
 }
 """Variants of the short run: every option of all of them, though not every pair of two."""
 

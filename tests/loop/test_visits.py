@@ -12,6 +12,7 @@ import torch
 import vision_language
 from datasets import Dataset
 from mirror import Mirrored
+from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer, RolloutBackend
 from trl_opsd.data.outcomes import Visit, is_skipped
@@ -148,7 +149,14 @@ def test_a_step_whose_prompts_are_all_skipped_changes_nothing(make_trainer, tmp_
     def once(row: dict[str, Any], last: Visit | None) -> bool:
         return last is None
 
-    found = trained(make_trainer, Watching, prompt_weight_fn=once, save_strategy="steps", save_steps=2, max_steps=6)
+    def told(row: dict[str, Any], completion: str) -> str:
+        read.append(completion)
+        return f"{row['prompt']} {completion}"
+
+    read: list[str] = []
+    given = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "teacher_prompt_fn": told}
+    found = trained(make_trainer, Watching, prompt_weight_fn=once, **given)
+    assert len(read) == len(set(read)) == 8, "and never asks for the prompt of a teacher"
     two = make_trainer(model=str(tmp_path / "checkpoint-2")).model
     for mine, other in zip(found.model.parameters(), two.parameters(), strict=True):
         assert torch.equal(mine, other)
@@ -259,6 +267,22 @@ def test_a_function_reads_divergence_rewards_and_tokens(make_trainer):
         assert visit == Visit(1, pytest.approx(divergence / weight), rewards, 4 + more)
 
 
+def test_what_is_logged_of_rewards_is_of_what_was_generated(make_trainer):
+    def odd_ones(row: dict[str, Any], last: Visit | None) -> bool:
+        return last is None or tiny.PROMPTS.index(row["prompt"]) % 2 == 1
+
+    def noted(completions: list[str], **_: Any) -> list[float]:
+        rewarded.extend(completions)
+        return [1.0 + len(one) for one in completions]
+
+    rewarded: list[str] = []
+    found = trained(make_trainer, prompt_weight_fn=odd_ones, **GROUPS | {"reward_funcs": noted, "max_steps": 4})
+    assert len(rewarded) == 2 * 8 + 2 * 4
+    assert "" not in rewarded
+    assert tiny.logged(found, "frac_reward_zero_std") == [0.5, 0.5, 1, 1]
+    assert tiny.logged(found, "reward") == [2.25, 2.25, 2, 2]
+
+
 def test_rewards_are_asked_for_only_where_they_are_read(make_trainer):
     def counted(completions: list[str], **_: Any) -> list[float]:
         calls.append(len(completions))
@@ -338,3 +362,43 @@ def test_a_prompt_with_images_is_skipped_with_them(make_trainer):
                     **given, max_steps=2)  # fmt: skip
     assert tiny.logged(found, "prompts/skipped") == [0, 0.5]
     assert None not in seen[4:], "the pixels are the same, whatever the object"
+
+
+class CallsOnce(RolloutBackend):
+    """Calls the tool, then answers."""
+
+    def bind(self, trainer):
+        self.tokenizer = trainer.processing_class
+
+    def complete(self, prompt_ids, step):
+        call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
+        turns = ["four<|im_end|>" if "<tool_response>" in self.tokenizer.decode(ids) else call for ids in prompt_ids]
+        return self.tokenizer(turns)["input_ids"]
+
+
+def test_answers_of_tools_are_no_generated_tokens(make_trainer):
+    words = tiny.tokenizer()
+    words.chat_template = qwen3_chat_template
+    found = trained(
+        make_trainer,
+        Watching,
+        model=tiny.qwen2(max_position_embeddings=4096),
+        teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=4096),
+        train_dataset=tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
+        processing_class=words,
+        rollout=CallsOnce(),
+        tools=[tiny.add],
+        max_completion_length=400,
+        max_steps=3,
+        prompt_weight_fn=lambda row, last: last is None or last.skipped or len(row["prompt"][0]["content"]) > 5,
+    )
+    generated = len(
+        words('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>')["input_ids"]
+    )
+    assert tiny.logged(found, "prompts/skipped") == [0, 0.5, 0]
+    assert tiny.logged(found, "prompts/tokens_saved") == [
+        0,
+        2 * (generated + len(words("four<|im_end|>")["input_ids"])),
+        0,
+    ]
+    assert found.read == [4, 2, 4]
