@@ -317,6 +317,22 @@ def test_which_prompts_are_skipped(kind, visit, skips):
     assert is_skipped(kind, visit) is skips
 
 
+@pytest.mark.parametrize(
+    ("options", "warns"), [({"max_steps": 2}, True), ({"max_steps": 3}, False), ({"num_train_epochs": 1}, True)]
+)
+def test_a_training_in_which_no_prompt_comes_again_is_warned_of(make_trainer, caplog, options, warns):
+    make_trainer(skip_prompts=0.1, **{**OPTIONS, "max_steps": -1, **options})
+    assert ("skips prompts that come again, but in this training none does" in caplog.text) is warns
+
+
+def test_a_report_has_no_sample_of_a_skipped_prompt(make_trainer, tmp_path):
+    trained(make_trainer, prompt_weight_fn=after_the_first, report=True)
+    lines = (tmp_path / "report" / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line)["samples"] for line in lines]
+    assert len(samples) == 2
+    assert all(one["tokens"] for each in samples for one in each)
+
+
 def test_rows_that_differ_are_different_prompts(make_trainer):
     data = Dataset.from_dict({"prompt": ["a"] * 4, "privileged_context": ["b", "c", "b", "d"]})
     found = trained(make_trainer, prompt_weight_fn=lambda row, last: 1, train_dataset=data, max_steps=1)

@@ -6,6 +6,7 @@ Conditions read a [`~options.table.Situation`].
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sized
 from importlib.util import find_spec
 
 from transformers import Trainer
@@ -15,7 +16,7 @@ from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import by_name
 from trl_opsd.data.outcomes import reads_outcome
 from trl_opsd.monitor.metrics import evaluated_names
-from trl_opsd.options.rules import Rule, together
+from trl_opsd.options.rules import Rule, prompts_of_step, together
 from trl_opsd.options.table import Situation, shown
 
 
@@ -158,6 +159,15 @@ def _ignored_column(name: str, instead: str) -> Rule:
     return Rule(dataset_with_it, f"The column {name!r} of {{1}} is not used: {instead}; or remove the column.", True)
 
 
+def _comes_once(now: Situation) -> bool:
+    """Whether no prompt of a dataset comes twice in a training."""
+    if not isinstance(now.train_dataset, Sized):
+        return False
+    return 0 < now.max_steps * prompts_of_step(now.args) <= len(now.train_dataset) or (
+        now.max_steps <= 0 and now.num_train_epochs <= 1
+    )
+
+
 SEEING = (
     together(" cannot read rows with images, which are not concatenated: remove the option.", padding_free=True),
     Rule(
@@ -191,6 +201,12 @@ SURPRISES = (
         _metric,
         "`metric_for_best_model={0.metric_for_best_model!r}`: evaluations do not log {1[0]!r} by default, and training "
         "fails if an evaluation lacks it. Did you mean {1[1]!r}?",
+        warns=True,
+    ),
+    Rule(
+        lambda now: now.skip_prompts is not None and now.prompt_weight_fn is None and _comes_once(now),
+        "`skip_prompts={0.skip_prompts!r}` skips prompts that come again, but in this training none does: train for "
+        "more than an epoch, or remove the option.",
         warns=True,
     ),
     Rule(
