@@ -279,6 +279,13 @@ def test_what_an_anchor_adds(student, teacher, kept):
     assert spent[1]["training"] > spent[0]["training"]
 
 
+def test_an_anchor_has_two_more_tiles_of_logits():
+    """Of the student as it was passed, and a copy of the student's; so a tile has fewer tokens."""
+    load = replace(LOAD, origin=True)
+    assert loss_tile(of("1.5b"), of("7b"), 9999, load) == 164
+    assert loss(of("1.5b"), of("7b"), 9999, load)[0] == 151936 * (164 * (16 + 8) + 41 * 8)
+
+
 def test_the_command_counts_it(planned):
     peaks = []
     for flags in ((), ("--origin",)):
