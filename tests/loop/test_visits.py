@@ -194,6 +194,24 @@ def test_a_completion_of_the_dataset_is_skipped_too_and_was_no_generated_token(m
     assert found.visits.tokens_saved == sum(len(answers[one]) for one in written if not WEIGHTS[one])
 
 
+def test_a_teacher_generates_nothing_for_a_skipped_prompt_and_what_it_would_have_is_saved(make_trainer):
+    given = {"seq_kd": True, "lmbda": 0.0, "max_completion_length": 4, "prompt_weight_fn": after_the_first}
+    trainer = make_trainer(rollout=Noting(), **OPTIONS, **given)
+    generated, rows = trainer._generation._of_teachers, []
+
+    def noted(requests: list[Any]) -> list[list[int]]:
+        completions = generated(requests)
+        rows.append({request["prompt"]: len(one) for request, one in zip(requests, completions, strict=True)})
+        return completions
+
+    trainer._generation._of_teachers = noted
+    trainer.train()
+    assert [len(one) for one in rows] == [4, 4, 3, 2]
+    first = rows[0] | rows[1]
+    assert trainer.visits.tokens_saved == sum(first[one] for one in tiny.PROMPTS if not WEIGHTS[one]) > 0
+    assert not trainer.rollout.calls
+
+
 # ---- What is known of a visit ----------------------------------------------------------------------------------------
 
 
