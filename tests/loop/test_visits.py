@@ -301,7 +301,7 @@ def test_what_is_logged_of_rewards_is_of_what_was_generated(make_trainer):
     assert tiny.logged(found, "reward") == [2.25, 2.25, 2, 2]
 
 
-def test_rewards_are_asked_for_only_where_they_are_read(make_trainer):
+def test_rewards_are_asked_for_only_where_they_are_read(make_trainer, caplog):
     def counted(completions: list[str], **_: Any) -> list[float]:
         calls.append(len(completions))
         return [0.0] * len(completions)
@@ -310,7 +310,10 @@ def test_rewards_are_asked_for_only_where_they_are_read(make_trainer):
     calls: list[int] = []
     trained(make_trainer, skip_prompts=1e-9, **given)
     assert not calls
-    trained(make_trainer, prompt_weight_fn=lambda row, last: 1, **given)
+    assert "`reward_funcs` are called only in evaluations" in caplog.text
+    caplog.clear()
+    reads = trained(make_trainer, prompt_weight_fn=lambda row, last: 1, **given)
+    assert "only in evaluations" not in caplog.text + repr(reads)
     assert calls == [8, 8]
 
 

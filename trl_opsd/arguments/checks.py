@@ -150,11 +150,12 @@ def check_rows_of_rewards(
     args: OPSDConfig,
     row_columns: Collection[str],
     reads_solutions: bool,
+    are_learned: bool,
 ) -> None:
     """Checks that functions can be called for the rows that are evaluated, and learned where they are called then."""
     known: dict[str, Collection[str] | None] = {}
     for where, dataset in datasets.items():
-        if dataset is None or (where == "train_dataset" and not args.calls_rewards):
+        if dataset is None or (where == "train_dataset" and not are_learned):
             continue
         columns = columns_of(dataset)
         if columns is not None:

@@ -91,6 +91,8 @@ class Prepared:
     rollout: Any
     rewards: tuple[Given, ...]
     """Reward functions and models, with their names and tokenizers."""
+    learned_rewards: tuple[Given, ...]
+    """Those that training depends on: all or none."""
     prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None
     without_effect: tuple[str, ...]
     """Options that are set and have no effect."""
@@ -180,7 +182,8 @@ def prepared(
     if args.lmbda < 1:
         check_completions(train_dataset, tools, not args.seq_kd)
         row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION)
-    check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context)
+    are_learned = args.calls_rewards or intake.reads_outcomes or prompt_weight_fn is not None
+    check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
@@ -223,6 +226,7 @@ def prepared(
         row_columns=row_columns,
         rollout=picked,
         rewards=rewards,
+        learned_rewards=rewards if are_learned else (),
         prompt_weight_fn=prompt_weight_fn,
         without_effect=tuple(unread),
         is_same_model=is_same_model,

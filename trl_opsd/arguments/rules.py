@@ -214,6 +214,7 @@ SURPRISES = (
             now.rewards
             and not now.calls_rewards
             and now.prompt_weight_fn is None
+            and not (now.teacher_prompt_fn is not None and reads_outcome(now.teacher_prompt_fn))
             and now.train_dataset is not None
             and now.eval_strategy == "no"
         ),

@@ -52,7 +52,7 @@ class BatchRewards:
         To be called before rows are exchanged between processes: the completions of a prompt have to be adjacent.
         """
         trainer, tells = self._trainer, self._trainer.teaching.readers.intake.reads_outcomes
-        is_trained = trainer.model.training and bool(trainer.teaching.learned_rewards())
+        is_trained = trainer.model.training and bool(trainer.teaching.learned_rewards)
         if not (is_trained or self._evaluated is not None or tells):
             return
         with trainer.phase("reward"):

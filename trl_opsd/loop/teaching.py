@@ -154,7 +154,8 @@ class Teaching:
         check_datasets(datasets, args, intake, given.reads_solutions)
         if args.lmbda < 1:
             check_completions(train_dataset, self._host.tools, not args.seq_kd)
-        check_rows_of_rewards(given.rewards, datasets, args, given.row_columns, given.reads_solutions)
+        columns, solutions, learned = given.row_columns, given.reads_solutions, bool(given.learned_rewards)
+        check_rows_of_rewards(given.rewards, datasets, args, columns, solutions, learned)
         with self._rebuilding():
             self.readers, self._described_rows = self._readers_of_any_rows, None
             self._take_datasets(train_dataset, eval_dataset)
@@ -321,7 +322,7 @@ class Teaching:
 
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Of the run, with the teachers and options as they are now."""
-        host, rewards = self._host, self.learned_rewards()
+        host, rewards = self._host, self.learned_rewards
         if self._described_rows is None:
             calls_functions = self.readers.intake.prompt_fn is not None or bool(rewards)
             columns = None if calls_functions else self._given.row_columns  # a function may read any
@@ -362,12 +363,11 @@ class Teaching:
         return {
             **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
             **({} if weight_fn is None else {"prompt_weight_fn": weight_fn}),
-            **{f"reward_funcs: {one.name}": one.source for one in self.learned_rewards() if not one.is_model},
+            **{f"reward_funcs: {one.name}": one.source for one in self.learned_rewards if not one.is_model},
             **{f"tools: {one.__name__}": one for one in self._host.tools or ()},
         }
 
+    @property
     def learned_rewards(self) -> Sequence[Given]:
         """The rewards that training depends on."""
-        given = self._given
-        is_read = self._host.args.calls_rewards or given.intake.reads_outcomes or given.prompt_weight_fn is not None
-        return given.rewards if is_read else ()
+        return self._given.learned_rewards
