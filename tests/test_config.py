@@ -158,7 +158,8 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
 
 
 WITHOUT_EFFECT = """
-    contrast_clip anchor_divergence completion_length_steps reward_gate teacher_context success_threshold
+    contrast_clip extrapolation_reference
+    anchor_divergence completion_length_steps reward_gate teacher_context success_threshold
     skew alpha vllm_importance_sampling_clip_max token_selection token_fraction sft_weight reward_weights scale_rewards
     multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
     teacher_model_revision teacher_trust_remote_code teacher_server_timeout nonfinite_skip_limit eval_delay eval_steps
@@ -189,7 +190,7 @@ def test_needs_of_each_option(tmp_path):
     others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
     still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
     still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model contrast_clip "
-    still += "anchor_divergence completion_length_steps success_threshold"
+    still += "anchor_divergence completion_length_steps success_threshold extrapolation_reference"
     url = "http://localhost:9"
     assert unread(
         given,

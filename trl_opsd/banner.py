@@ -102,7 +102,7 @@ class Described:
         tempered = temperatures_in_words(*self.trainer.temperatures)
         yield "objective", f"{describe(self.trainer.divergence)}, {tempered}{shape_in_words(args)}"
         if self.rewards:
-            when = "" if args.calls_rewards else ", in evaluations only"
+            when = "" if self.trainer.teaching.learned_rewards else ", in evaluations only"
             yield "rewards", f"{', '.join(self.rewards)}{when}"
         yield "optimizer", self._optimizer()
         if self.without_effect:

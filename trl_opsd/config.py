@@ -41,14 +41,17 @@ from trl_opsd.options.table import (
     CONTROLS,
     EMA,
     ENGINE,
+    EXTRAPOLATES,
     FRACTION,
     GATE,
     GROWS,
     LIVE,
     LOADED,
     LONG,
+    NAME,
     NAMES,
     NO_PROMPT_FN,
+    NO_WEIGHT_FN,
     NUMBER,
     NUMBERS,
     OFF_POLICY,
@@ -60,6 +63,7 @@ from trl_opsd.options.table import (
     REWARDS,
     SELECTION,
     SGLANG,
+    SKIPPED,
     SKIPS,
     SUCCESS,
     TEACHER_SERVER,
@@ -151,6 +155,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
     ] = 1.0
     """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
     which the target adds it; above 1 beyond the teacher."""
+    extrapolation_reference: Annotated[
+        str | None,
+        Option(NAME | None, (EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student"),
+    ] = None
+    """The name of one of several teachers that stands in place of the student as it was passed: in G-OPD, the model
+    that the teacher was trained from. Rows name another as their teacher."""
     anchor_weight: Annotated[
         float,
         Option(
@@ -190,6 +200,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
     `max_completion_length`. When `None`, it is the same in all steps."""
     completion_length_steps: Annotated[int, Option(integer(1), (GROWS,), resumed=GROWS)] = 100
     """Optimizer steps until it has risen."""
+    skip_prompts: Annotated[
+        float | str | None,
+        Option(SKIPPED | None, (NO_WEIGHT_FN,), resumed=True, words="prompts skipped by their last visit ({})"),
+    ] = None
+    """In training, which prompts nothing is generated for when they come again: `"flat_groups"`, those whose
+    completions all had the same reward; a number, those whose divergence from the teacher was below it, in nats per
+    token. The visit after that is a whole one. When `None`, none."""
     lmbda: Annotated[float, Option(from_to(0, 1), resumed=True)] = 1.0
     """Share of rows that the student completes, as in TRL's `GKDConfig`; the others have a column `completion`."""
     seq_kd: Annotated[bool, Option(resumed=True, also="generate_from_teacher")] = False
@@ -418,7 +435,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     @property
     def calls_rewards(self) -> bool:
         """Whether training depends on rewards."""
-        return self.reward_weight > 0 or self.reward_gate is not None or self.teacher_context is not None
+        named = self.reward_gate is not None or self.teacher_context is not None or self.skip_prompts == "flat_groups"
+        return self.reward_weight > 0 or named
 
     @property
     def differs_from_itself(self) -> bool:

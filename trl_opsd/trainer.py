@@ -107,6 +107,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teacher_prompt_fn (`Callable`, *optional*):
             Takes a row and the text of the student's completion, and returns what the teacher reads before that
             completion: text or messages. Overrides the columns.
+        prompt_weight_fn (`Callable`, *optional*):
+            Takes a row and its last visit ([`~data.outcomes.Visit`], `None` at first), before anything is generated
+            for it, and returns the weight of its tokens in the loss; at 0 the prompt is skipped. In training only.
 
     Attributes:
         rollout ([`RolloutBackend`]): the backend that `complete` calls.
@@ -160,6 +163,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         divergence: Divergence | str | None = None,
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
+        prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None = None,
         reward_funcs: Any = None,
         reward_processing_classes: Any = None,
     ) -> None:
@@ -180,6 +184,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             divergence=divergence,
             teacher_processing_class=teacher_processing_class,
             teacher_prompt_fn=teacher_prompt_fn,
+            prompt_weight_fn=prompt_weight_fn,
             reward_funcs=reward_funcs,
             reward_processing_classes=reward_processing_classes,
             row_columns=self.row_columns,
@@ -224,6 +229,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 from trl_opsd.loop.batch_rewards import BatchRewards
 
                 self._rewards = BatchRewards(self, given.rewards)
+            if given.prompt_weight_fn is not None or self.args.skip_prompts is not None:
+                from trl_opsd.loop.visits import Visits
+
+                self.visits = Visits(self, given.prompt_weight_fn)
             self.teaching = Teaching(self, given, self._generation.use_teachers)
             self.teaching.build()
         self._prove_divergence(self.divergence)

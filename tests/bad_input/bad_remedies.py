@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tiny
 from bad_rows import trained_on
 from cases import Case, Lab, option, untouched
 from datasets import Dataset
@@ -33,7 +34,80 @@ def _trains(lab: Lab, **given: Any) -> None:
     lab.make(**given).train()
 
 
+def _skips(name: str, message: str, **given: Any) -> Case:
+    return untouched("remedies", name, message, prompt_weight_fn=lambda row, last: 1, **given)
+
+
+def _raises(row: Any, last: Any) -> float:
+    return float(row["nothing"])
+
+
+WEIGHTS = [
+    ("negative", lambda row, last: -1, "returned -1 for row 0 of the batch of step 1: expected a number from 0, which"),
+    ("NaN", lambda row, last: float("nan"), "returned nan for row 0 of the batch of step 1: expected a number from 0"),
+    ("too large", lambda row, last: 1e21, r"returned 1e\+21 for row 0"),
+    ("nothing", lambda row, last: None, "returned None for row 0"),
+    ("text", lambda row, last: "1", "returned '1' for row 0"),
+    ("an error", _raises, "raised this for row 0 of the batch of step 1"),
+]
+
 CASES: list[Case] = [
+    option("remedies", "`skip_prompts='flat'`: expected 'flat_groups', or a finite number", skip_prompts="flat"),
+    option("remedies", "`skip_prompts=0`", skip_prompts=0),
+    option("remedies", "`num_generations` to 2 or more", skip_prompts="flat_groups"),
+    option("remedies", "is known when the step before has ended", skip_prompts=0.1, overlap="ahead"),
+    option("remedies", "is known when the step before has ended", skip_prompts=0.1, overlap="step"),
+    option("remedies", "may have one alone", skip_prompts=0.1, teacher_control="shuffled"),
+    option("remedies", "the control replaces the objective", skip_prompts=0.1, teacher_control="constant"),
+    option("remedies", "there is one reference alone", extrapolation=2, extrapolation_reference="a", anchor_weight=1),
+    Case(
+        "remedies",
+        "a reference that is no teacher",
+        "`extrapolation_reference='base'`: expected the name of one of several teachers, but there are .'teacher'.: ",
+        lambda lab: lab.make(extrapolation=1.25, extrapolation_reference="base"),
+        before_loading=True,
+    ),
+    Case(
+        "remedies",
+        "a reference whose context is too short",
+        "input for row . of the batch of step 1 has .* prompt tokens and .* completion tokens, but its context is 28",
+        lambda lab: _trains(
+            lab,
+            extrapolation=1.25,
+            extrapolation_reference="base",
+            teacher_model={"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2, max_position_embeddings=28)},
+            train_dataset=tiny.rows().add_column("teacher", ["one"] * 8),
+            shuffle_dataset=False,
+            per_device_train_batch_size=8,
+        ),
+    ),
+    Case(
+        "remedies",
+        "flat groups without rewards",
+        "`skip_prompts='flat_groups'` without rewards: pass `reward_funcs`",
+        lambda lab: lab.make(skip_prompts="flat_groups", **EIGHT),
+        before_loading=True,
+    ),
+    _skips("a weight and overlap", "`prompt_weight_fn` with `overlap='ahead'`", overlap="ahead"),
+    _skips("a weight and a shuffle", "`prompt_weight_fn` with `teacher_control='sh.*'`", teacher_control="shuffled"),
+    _skips("a weight without columns", "would hide columns from `prompt_weight_fn`", remove_unused_columns=True),
+    untouched(
+        "remedies",
+        "a weight of a row alone",
+        "`prompt_weight_fn` has another signature .*: expected a function of two arguments, the row as a dict, and a",
+        TypeError,
+        prompt_weight_fn=lambda row: 1,
+    ),
+    *(
+        Case(
+            "remedies",
+            f"a weight that is {name}",
+            f"`prompt_weight_fn` {message}",
+            lambda lab, function=function: _trains(lab, prompt_weight_fn=function),
+            KeyError if name == "an error" else ValueError,
+        )
+        for name, function, message in WEIGHTS
+    ),
     option("remedies", "`reward_gate='best'`: expected a finite number, 'reward' or 'advantage'", reward_gate="best"),
     option("remedies", "`reward_gate=nan`", reward_gate=float("nan")),
     option("remedies", "`position_weights=.1.0.`: expected a list of at least two numbers", position_weights=[1.0]),

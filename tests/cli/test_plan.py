@@ -237,6 +237,63 @@ def test_base_model_as_teacher_takes_no_memory():
     assert 0.03e9 < trained < 0.05e9, "peft counts 40.4 million for rank 16 on Qwen2.5-7B"
 
 
+def test_the_student_as_it_was_passed_is_a_copy_in_float32_without_an_adapter(make_trainer, tmp_path):
+    trainer = make_trainer(anchor_weight=0.1)
+    trainer.model.save_pretrained(tmp_path / "student")
+    student, load = shape_of(str(tmp_path / "student")), replace(LOAD, half=False, origin=True)
+    copy = sum(one.numel() * one.element_size() for one in trainer.teachers.origin.model.parameters())
+    found = phases(student, student, load, Choice("single", "none", 8), a_gigabyte)
+    assert [found[name]["idle origin"] for name in ("rollout", "training")] == [copy, copy]
+    assert copy in (found["scoring"].get("idle origin"), found["scoring"].get("active origin"))
+    adapted = phases(student, student, replace(load, lora=4), Choice("single", "none", 8), a_gigabyte)
+    assert adapted["rollout"]["idle origin"] == adapted["training"]["idle origin"] == 0
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("1.5b", "7b"), ("7b", "1.5b")])
+@pytest.mark.parametrize("kept", ["none", "cpu", "stream", "served"])
+def test_what_an_anchor_adds(student, teacher, kept):
+    (student, teacher), load = (of(student), of(teacher)), replace(LOAD, length=1024)
+    with_it, choice = replace(load, origin=True), Choice("single", kept, 8)
+    alone, both = (phases(student, teacher, one, choice, a_gigabyte) for one in (load, with_it))
+    resting = 4 * (student.parameters if kept in ("none", "served") else student.head)
+    targets = 4 * 8 * 1024 * student.width
+    more = {name: sum(both[name].values()) - sum(alone[name].values()) for name in both}
+    assert more["rollout"] == resting
+    assert (
+        more["training"]
+        == resting + targets + loss(student, teacher, 8192, with_it)[0] - loss(student, teacher, 8192, load)[0]
+    )
+    reads = {"stream": student.head + student.embeddings + student.rest + 2 * student.layer}.get(
+        kept, student.parameters
+    )
+    of_teacher = {
+        "served": teacher.head,
+        "stream": teacher.head + teacher.embeddings + teacher.rest + 2 * teacher.layer,
+    }
+    theirs = 2 * of_teacher.get(kept, teacher.parameters), 2 * (teacher.parameters if kept == "none" else teacher.head)
+    assert more["scoring"] == max(theirs[0] + resting, theirs[1] + 4 * reads) - theirs[0] + targets
+    hosts = [host_bytes(student, teacher, one, choice) for one in (load, with_it)]
+    assert hosts[1] - hosts[0] == (4 * student.parameters if kept in ("cpu", "stream") else 0)
+    spent = [seconds(student, teacher, one, choice, Rates()) for one in (load, with_it)]
+    assert spent[1]["scoring"] > spent[0]["scoring"]
+    assert spent[1]["training"] > spent[0]["training"]
+
+
+def test_an_anchor_has_two_more_tiles_of_logits():
+    """Of the student as it was passed, and a copy of the student's; so a tile has fewer tokens."""
+    load = replace(LOAD, origin=True)
+    assert loss_tile(of("1.5b"), of("7b"), 9999, load) == 164
+    assert loss(of("1.5b"), of("7b"), 9999, load)[0] == 151936 * (164 * (16 + 8) + 41 * 8)
+
+
+def test_the_command_counts_it(planned):
+    peaks = []
+    for flags in ((), ("--origin",)):
+        answer = json.loads(planned(*_SHORT, "--json", *flags).stdout)
+        peaks.append(sum(answer["phases"]["rollout"].values()))
+    assert peaks[1] > peaks[0]
+
+
 def test_seconds_follow_the_rates():
     shapes, choice = (of("0.5b"), of("7b")), Choice("single", "stream", 8)
     usual, slow = Rates(), Rates(flops=40e12, memory=200e9, link=0.32e9)

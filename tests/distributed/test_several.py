@@ -11,7 +11,7 @@ import pytest
 import several
 import torch
 from datasets import Dataset
-from several import EVALUATIONS, PROMPTS, REWARDED, ROWS, STEPS, TRAININGS, number_of, value_of
+from several import EVALUATIONS, PROMPTS, REWARDED, ROWS, STEPS, TRAININGS, WEIGHED, number_of, value_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
@@ -201,6 +201,23 @@ def test_two_processes_gate_what_one_gates(results):
         for metric in ("loss", "gate/mean", "num_tokens"):
             assert close(row[metric], other[metric]), metric
     assert 0 < sum(row["gate/mean"] for row in one["logs"]) < len(one["logs"])
+    assert close(one["weights"], two["weights"])
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_two_processes_skip_and_weigh_the_prompts_that_one_does(results, name):
+    """Also where one of them has skipped all of its rows, or both have."""
+    one, two = (results[processes]["weighed"][name] for processes in (1, 2))
+    for row, other in zip(one["logs"], two["logs"], strict=True):
+        for metric in ("loss", "num_tokens", *(key for key in row if key.startswith(("prompts/", "completions/")))):
+            assert row.get(metric) is other.get(metric) is None or close(row[metric], other[metric]), metric
+    shares = {row["prompts/skipped"] for row in one["logs"]}
+    assert len(shares) > 1
+    assert 1 in shares or name != "a group in two processes"
+    for visit, other in zip(one["visits"], two["visits"], strict=True):
+        assert visit[0] == other[0]
+        assert visit[2:] == other[2:]
+        assert visit[1] is other[1] is None or close(visit[1], other[1])
     assert close(one["weights"], two["weights"])
 
 

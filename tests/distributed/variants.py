@@ -31,6 +31,8 @@ IMAGES = (1, 0, 1, 2, 0, 1, 0, 1)
 """Images of each row: of two processes, one may have some in a pass and the other none; each step of four rows has
 some, as AdamW leaves weights without a gradient alone, but moves on where it is zero."""
 REMEDIES = {"contrast_weight": 0.5, "contrast_clip": 10.0, "extrapolation": 1.25, "anchor_weight": 0.3}
+SKIPPED = {"skip_prompts": 2.3, "max_steps": 6}
+"""Of eight prompts, some; two steps are an epoch."""
 HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -56,6 +58,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "lora, remedies, own base": {"lora": LORA, "teacher_model_kind": "base", **REMEDIES},
     "full, bytes": {"family": "bytes", "cross_tokenizer": "bytes"},
     "lora, bytes": {"family": "bytes", "cross_tokenizer": "bytes", "lora": LORA},
+    "full, skipped": SKIPPED,
+    "lora, skipped": {"lora": LORA, **SKIPPED},
     "full, images": {"family": "qwen2_5_vl"},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
 }
@@ -83,6 +87,7 @@ IN_ZERO3 = {
         "full, bytes",
         "lora",
         "lora, remedies",
+        "full, skipped",
     )
 }
 """Variants with the teacher placed elsewhere: which of `ALONE` each must equal, and `teacher_offload`."""
@@ -133,6 +138,7 @@ SHORT = {
         "lora, bytes",
         "lora, images, own base",
         "lora, remedies, own base",
+        "full, skipped",
     ),
     "zero3": (
         "full",
@@ -148,8 +154,9 @@ SHORT = {
         "full, bytes, zero3",
         "full, remedies",
         "lora, remedies, zero3",
+        "full, skipped, zero3",
     ),
-    "fsdp2": ("full", "lora, own ema", "full, images", "full, bytes", "lora, remedies"),
+    "fsdp2": ("full", "lora, own ema", "full, images", "full, bytes", "lora, remedies", "lora, skipped"),
 }
 """Variants of the short run: every option of all of them, though not every pair of two."""
 

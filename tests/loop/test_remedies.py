@@ -69,6 +69,7 @@ def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, opt
     own = options.get("teacher_model_kind")
     student, origin = student.double().train(), copy.deepcopy(student).double().eval()
     models = {name: one.double().eval() for name, one in teachers.items()}
+    origin = models.get(options.get("extrapolation_reference"), origin)
     compared = DIVERGENCES[options.get("divergence", "reverse_kl")](Settings(beta=0.5))
     anchored = DIVERGENCES[options.get("anchor_divergence", "reverse_kl")](Settings(beta=0.5))
     weight, bound = options.get("contrast_weight", 0.0), options.get("contrast_clip")
@@ -168,11 +169,51 @@ def test_a_remedy_equals_float64(make_trainer, pair):
     assert_equals_float64(make_trainer, options_of(*pair))
 
 
+def test_a_contrast_with_sampled_tokens_is_their_log_ratio_to_the_contrasted_target(make_trainer):
+    student, teacher, data = tiny.qwen2(32, 0), tiny.qwen2(48, 1), rows()
+    given = {"contrast_weight": 0.5, "divergence": "sampled_reverse_kl", "top_k": 0, "max_steps": 1}
+    ours = trained(make_trainer, model=copy.deepcopy(student), teacher_model=copy.deepcopy(teacher), **given)
+    ratios = []
+    for row in data.select(range(4)):
+        completion = answer(WORDS(row["prompt"])["input_ids"])
+        told, less = (
+            log_probs(teacher.double(), f"{row[name]}\n\n{row['prompt']}", completion)
+            for name in ("privileged_context", "contrast_context")
+        )
+        gap = log_probs(student.double(), row["prompt"], completion) - (told + 0.5 * (told - less)).log_softmax(-1)
+        ratios.append(gap.gather(1, torch.tensor(completion)[:, None]))
+    assert tiny.logged(ours, "loss") == pytest.approx([float(torch.cat(ratios).detach().mean())], rel=2e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("pair", list(itertools.combinations(REMEDIES, 2)), ids=", ".join)
 @pytest.mark.parametrize("other", WITH)
 def test_two_remedies_equal_float64(make_trainer, pair, other):
     assert_equals_float64(make_trainer, options_of(*pair, other))
+
+
+@pytest.mark.parametrize("other", ["itself", "forward KL", "tiles of two"])
+@pytest.mark.parametrize("factor", [0.5, 1.25])
+def test_the_model_that_the_teacher_was_trained_from_in_place_of_the_student(make_trainer, other, factor):
+    teachers = {"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2)}
+    options = {"extrapolation": factor, "extrapolation_reference": "base", **WITH[other]}
+    student, data = tiny.qwen2(32, 0), rows(teacher=["one"] * 8)
+    ours = trained(
+        make_trainer, model=copy.deepcopy(student), teacher_model=copy.deepcopy(teachers), train_dataset=data, **options
+    )
+    expected = losses_in_float64(student, teachers, data, options)
+    assert tiny.logged(ours, "loss") == pytest.approx(expected, rel=2e-5)
+    for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=0, atol=2e-5)
+    assert "with the teacher 'base' in place of that student" in " ".join(repr(ours).split())
+
+
+def test_a_reference_needs_no_copy_of_the_student_and_may_stand_beside_any_adapter(make_trainer):
+    lora = LoraConfig(r=4, bias="all", target_modules="all-linear")  # trains what an anchor would need unchanged
+    given = {"teacher_model": {"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2)}, "peft_config": lora}
+    found = trained(make_trainer, extrapolation=1.25, extrapolation_reference="base",
+                    train_dataset=rows(teacher=["one"] * 8), **given)  # fmt: skip
+    assert found.teachers.origin is found.teachers["base"]
 
 
 def test_all_remedies_at_once_equal_float64(make_trainer):

@@ -32,7 +32,7 @@ _RECORDED = (
     "selection/",
     "images/",
 )
-_RECORDED += ("reward", "frac_reward", "completions/")
+_RECORDED += ("reward", "frac_reward", "completions/", "prompts/")
 
 
 class Named:
@@ -106,6 +106,7 @@ def configurations(tmp_path):
         "remedies": {
             **{"reward_funcs": Named("math"), "teacher_context": "group_success", "success_threshold": -99.0},
             **{"num_generations": 2, "anchor_weight": 0.1, "completion_length_start": 20},
+            "prompt_weight_fn": lambda row, last: 1,
         },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},

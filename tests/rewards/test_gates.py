@@ -164,7 +164,7 @@ def test_what_was_thought_is_not_shown():
     assert Outcome(1.0, 0, group).success(1.0) is None
 
 
-def test_a_function_reads_the_rewards_of_a_group_and_may_leave_a_row_out(make_trainer):
+def test_a_function_reads_the_rewards_of_a_group_and_may_leave_a_row_out(make_trainer, caplog):
     read = []
 
     def prompt(row: dict[str, Any], completion: str, outcome: Outcome) -> str | None:
@@ -172,6 +172,7 @@ def test_a_function_reads_the_rewards_of_a_group_and_may_leave_a_row_out(make_tr
         return None if outcome.reward > 1 else f"{row['prompt']} ({outcome.reward:.2f})"
 
     found = trained(make_trainer, teacher_prompt_fn=prompt)
+    assert "only in evaluations" not in caplog.text + repr(found)
     assert [outcome.group[outcome.number][0] for _, outcome in read] == [text for text, _ in read]
     assert found.gates == [1, 1, 0, 1] * 2
 

@@ -18,13 +18,13 @@ import torch
 
 pytest.importorskip("vllm")
 
+from trl_opsd._compat.peft import Weight
 from trl_opsd.errors import ServerError
 from trl_opsd.http import client as http
 from trl_opsd.http.urls import ROLLOUT_TOKEN
 from trl_opsd.rollout import vllm_server
 from trl_opsd.rollout.vllm_server import VLLMServerClient
 from trl_opsd.rollout.weight_sync import Stream
-from trl_opsd.types import Weight
 
 pytestmark = pytest.mark.vllm
 

@@ -14,11 +14,11 @@ from transformers import TrainerCallback
 from vllm.model_executor.layers import utils as layers
 from vllm_lab import gap, lora, student
 
+from trl_opsd._compat.peft import Weight
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.errors import SyncError
 from trl_opsd.rollout import sync_proof, weight_sync
 from trl_opsd.rollout import vllm as backend
-from trl_opsd.types import Weight
 
 pytestmark = pytest.mark.vllm
 

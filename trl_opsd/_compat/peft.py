@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_opsd._compat.sharding import plain_name
-from trl_opsd.types import Weight
 
 CausalLM: TypeAlias = PreTrainedModel | PeftModel
 """A causal language model of `transformers`, bare or wrapped by `peft`."""
@@ -49,6 +48,25 @@ class LoraFactors:
     """[out, r]."""
     scaling: float
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A named checkpoint tensor, computed on demand (`materialize`)."""
+
+    name: str
+    """Its name in the checkpoint."""
+    base: Tensor
+    """The student's own tensor, without adapters."""
+    parts: tuple[Tensor, ...]
+    """Tensors that must be gathered while it is materialised."""
+    materialize: Callable[[], Tensor]
+    """Returns the tensor, which is read-only: it may share memory with the student's."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Weight:
+        """A tensor sent unchanged."""
+        return cls(name, tensor, (tensor,), tensor.detach)
 
 
 def is_peft(model: CausalLM) -> bool:

@@ -46,6 +46,11 @@ logger = get_logger(__name__)
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
     """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
+    if (reference := args.extrapolation_reference) not in (None, *(teachers if len(teachers) > 1 else ())):
+        raise ValueError(
+            f"`extrapolation_reference={reference!r}`: expected the name of one of several teachers, but there are "
+            f"{sorted(teachers)}: pass a dict of models as `teacher_model`, this one among them."
+        )
     loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     check_own_loss({**language_config(student, "model", loading), **loading})
     check_in_memory(student, args.device)
@@ -145,11 +150,12 @@ def check_rows_of_rewards(
     args: OPSDConfig,
     row_columns: Collection[str],
     reads_solutions: bool,
+    are_learned: bool,
 ) -> None:
     """Checks that functions can be called for the rows that are evaluated, and learned where they are called then."""
     known: dict[str, Collection[str] | None] = {}
     for where, dataset in datasets.items():
-        if dataset is None or (where == "train_dataset" and not args.calls_rewards):
+        if dataset is None or (where == "train_dataset" and not are_learned):
             continue
         columns = columns_of(dataset)
         if columns is not None:

@@ -35,7 +35,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
-from trl_opsd.data.outcomes import check_prompt_fn
+from trl_opsd.data.outcomes import check_prompt_fn, check_weight_fn
 from trl_opsd.data.prompts import Intake
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
@@ -95,6 +95,9 @@ class Prepared:
     """What tokens stand for, with `cross_tokenizer`: those of the student under an empty name, and of each teacher."""
     rewards: tuple[Given, ...]
     """Reward functions and models, with their names and tokenizers."""
+    learned_rewards: tuple[Given, ...]
+    """Those that training depends on: all or none."""
+    prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None
     without_effect: tuple[str, ...]
     """Options that are set and have no effect."""
     is_same_model: bool
@@ -115,6 +118,7 @@ def prepared(
     processing_class: Any,
     teacher_processing_class: Any,
     teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
+    prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None,
     divergence: Any,
     rollout: Any,
     reward_funcs: Any,
@@ -141,6 +145,7 @@ def prepared(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         teacher_prompt_fn=teacher_prompt_fn,
+        prompt_weight_fn=prompt_weight_fn,
         row_columns=tuple(row_columns),
     )
     refuse(BUILDING if train_dataset is None else (*LEARNING, *BUILDING), now)
@@ -153,6 +158,8 @@ def prepared(
         check_processing_class(processing_class)
     if teacher_prompt_fn is not None:
         check_prompt_fn(teacher_prompt_fn)
+    if prompt_weight_fn is not None:
+        check_weight_fn(prompt_weight_fn)
     train_dataset = with_prompts(train_dataset, "train_dataset")
     eval_dataset = with_prompts(eval_dataset, "eval_dataset")
     needs_context = needs_privilege(model, args, teacher_prompt_fn)
@@ -179,7 +186,8 @@ def prepared(
     if args.lmbda < 1:
         check_completions(train_dataset, tools, not args.seq_kd)
         row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION)
-    check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context)
+    are_learned = args.calls_rewards or intake.reads_outcomes or prompt_weight_fn is not None
+    check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
@@ -190,6 +198,11 @@ def prepared(
     reads_images = True if any(seen) else None if processor is not None and None in seen else False
     if reads_images is not False:
         processors.update(teachers_processors(processor, models, teacher_processing_class, args))
+        if args.extrapolation_reference in processors:
+            raise ValueError(
+                f"`extrapolation_reference={args.extrapolation_reference!r}` reads the student's prompts, which have "
+                "images, but not with the student's processor: pass a model that does, or remove the option."
+            )
         intake = replace(intake, processors={name: one and name for name, one in processors.items()})
     for one in rows.values():
         if one.has_images:
@@ -220,6 +233,8 @@ def prepared(
             text_tokenizer(processing_class), models, teacher_processing_class, args, rows, intake
         ),
         rewards=rewards,
+        learned_rewards=rewards if are_learned else (),
+        prompt_weight_fn=prompt_weight_fn,
         without_effect=tuple(unread),
         is_same_model=is_same_model,
     )

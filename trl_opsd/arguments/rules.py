@@ -6,6 +6,7 @@ Conditions read a [`~options.table.Situation`].
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sized
 from importlib.util import find_spec
 
 from transformers import Trainer
@@ -16,7 +17,7 @@ from trl_opsd.data.datasets import by_name
 from trl_opsd.data.outcomes import reads_outcome
 from trl_opsd.losses import SampledReverseKL
 from trl_opsd.monitor.metrics import evaluated_names
-from trl_opsd.options.rules import Rule, together
+from trl_opsd.options.rules import Rule, prompts_of_step, together
 from trl_opsd.options.table import Situation, shown
 
 
@@ -36,9 +37,13 @@ def _unusable_optimizer(now: Situation) -> str:
 
 def _of_rewards(now: Situation) -> str:
     """An option that needs rewards."""
-    names = ("reward_weight", "reward_gate", "teacher_context")
-    return next((shown(name, getattr(now, name)) for name in names if getattr(now, name) not in (None, 0.0)), "")
+    needed = {name: getattr(now, name) for name in ("reward_weight", "reward_gate", "teacher_context", "skip_prompts")}
+    found = (shown(name, one) for name, one in needed.items() if one not in (None, 0.0))
+    return next(found, "") if now.calls_rewards else ""
 
+
+_OF_ROWS = ("teacher_prompt_fn", "prompt_weight_fn")
+"""Arguments that are functions of a row."""
 
 LEARNING = (
     Rule(
@@ -113,8 +118,22 @@ BUILDING = (
         "arguments, or change that.",
     ),
     Rule(
-        lambda now: now.teacher_prompt_fn is not None and now.remove_unused_columns,
-        "`remove_unused_columns=True` would hide columns from `teacher_prompt_fn`: set it to False.",
+        lambda now: (
+            now.prompt_weight_fn is not None
+            and (
+                (now.overlap is not None and shown("overlap", now.overlap))
+                or (now.teacher_control == "shuffled" and shown("teacher_control", now.teacher_control))
+                or (launched(now.args).sp_enabled and "`sp_size`")
+            )
+        ),
+        "`prompt_weight_fn` with {1}, which needs to know of all prompts that they are generated for: remove one of "
+        "them.",
+    ),
+    Rule(
+        lambda now: (
+            now.remove_unused_columns and next((name for name in _OF_ROWS if getattr(now, name) is not None), "")
+        ),
+        "`remove_unused_columns=True` would hide columns from `{1}`: set it to False.",
     ),
     Rule(
         lambda now: now.report and not find_spec("vl_convert"),
@@ -148,6 +167,15 @@ def _ignored_column(name: str, instead: str) -> Rule:
         return next(having, "")
 
     return Rule(dataset_with_it, f"The column {name!r} of {{1}} is not used: {instead}; or remove the column.", True)
+
+
+def _comes_once(now: Situation) -> bool:
+    """Whether no prompt of a dataset comes twice in a training."""
+    if not isinstance(now.train_dataset, Sized):
+        return False
+    return 0 < now.max_steps * prompts_of_step(now.args) <= len(now.train_dataset) or (
+        now.max_steps <= 0 and now.num_train_epochs <= 1
+    )
 
 
 SEEING = (
@@ -187,8 +215,19 @@ SURPRISES = (
         warns=True,
     ),
     Rule(
+        lambda now: now.skip_prompts is not None and now.prompt_weight_fn is None and _comes_once(now),
+        "`skip_prompts={0.skip_prompts!r}` skips prompts that come again, but in this training none does: train for "
+        "more than an epoch, or remove the option.",
+        warns=True,
+    ),
+    Rule(
         lambda now: (
-            now.rewards and not now.calls_rewards and now.train_dataset is not None and now.eval_strategy == "no"
+            now.rewards
+            and not now.calls_rewards
+            and now.prompt_weight_fn is None
+            and not (now.teacher_prompt_fn is not None and reads_outcome(now.teacher_prompt_fn))
+            and now.train_dataset is not None
+            and now.eval_strategy == "no"
         ),
         "`reward_funcs` are called only in evaluations, and this training has none: set `reward_weight` above 0 to "
         "train on rewards, or `eval_strategy` to log them.",

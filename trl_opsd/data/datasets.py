@@ -101,7 +101,7 @@ class WholeStream(TorchStream):
                 if (row := next(rows, None)) is None:
                     break
                 # Cheap, and enough to notice processes that stream different rows.
-                read = repr([_comparable(row.get(name)) for name in self._columns])
+                read = repr([comparable(row.get(name)) for name in self._columns])
             self.rows += 1
             self.digest = zlib.crc32(read.encode(), self.digest)
             yield row
@@ -109,12 +109,12 @@ class WholeStream(TorchStream):
             raise ValueError(self._if_empty)
 
 
-def _comparable(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """A value whose `repr` is the same in all processes: that of a PIL image has its address."""
     if isinstance(value, Mapping):
-        return {name: _comparable(one) for name, one in value.items()}
+        return {name: comparable(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_comparable(one) for one in value]
+        return [comparable(one) for one in value]
     return (value.size, zlib.crc32(value.tobytes())) if hasattr(value, "tobytes") else value
 
 

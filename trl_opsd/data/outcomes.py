@@ -1,4 +1,4 @@
-"""What rewards tell of a completion: its weight in the loss, and what its teacher may read of its group."""
+"""What rewards and visits tell: the weight of a completion or a prompt, and what a teacher may read of a group."""
 
 from __future__ import annotations
 
@@ -33,6 +33,22 @@ class Outcome:
 _THOUGHT = re.compile("<think>.*?</think>", re.DOTALL)
 
 
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What is known of a prompt since it was last generated for."""
+
+    step: int
+    """The optimizer step, counted from 1."""
+    gap: float | None
+    """Mean divergence from the teacher over the tokens that counted, in nats; `None` where none did."""
+    rewards: tuple[float | None, ...]
+    """Of each completion, as [`Outcome.reward`]; empty without `reward_funcs`."""
+    tokens: int
+    """Tokens that were generated for all of its completions."""
+    skipped: int = 0
+    """How often it was skipped since."""
+
+
 def reads_outcome(function: Any) -> bool:
     """Whether a checked `teacher_prompt_fn` takes an [`Outcome`] too."""
     try:
@@ -44,21 +60,27 @@ def reads_outcome(function: Any) -> bool:
 
 def check_prompt_fn(function: Any) -> None:
     """Refuses a `teacher_prompt_fn` that cannot be called with a row and the text of a completion (`TypeError`)."""
-    expected = (
-        "expected a function of two arguments, the row as a dict and the text of the completion, or of three, with an "
-        "`Outcome`"
-    )
+    expected = "two arguments, the row as a dict and the text of the completion, or of three, with an `Outcome`"
+    _check_function("teacher_prompt_fn", function, expected, {}, "", *([None] if reads_outcome(function) else ()))
+
+
+def check_weight_fn(function: Any) -> None:
+    """Refuses a `prompt_weight_fn` that cannot be called with a row and its last [`Visit`] (`TypeError`)."""
+    expected = "two arguments, the row as a dict, and a `Visit` or `None`"
+    _check_function("prompt_weight_fn", function, expected, {}, None)
+
+
+def _check_function(name: str, function: Any, arguments: str, *given: Any) -> None:
+    expected = f"expected a function of {arguments}"
     if not callable(function) or isinstance(function, type):
         what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
-        raise TypeError(f"`teacher_prompt_fn` is {what}: {expected}.")
+        raise TypeError(f"`{name}` is {what}: {expected}.")
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise TypeError(f"`teacher_prompt_fn` is asynchronous, but would not be awaited: {expected}.")
-    if reads_outcome(function):
-        return
+        raise TypeError(f"`{name}` is asynchronous, but would not be awaited: {expected}.")
     try:
-        inspect.signature(function).bind({}, "")
+        inspect.signature(function).bind(*given)
     except TypeError as error:
-        raise TypeError(f"`teacher_prompt_fn` has another signature ({error}): {expected}.") from None
+        raise TypeError(f"`{name}` has another signature ({error}): {expected}.") from None
     except ValueError:  # built-in functions may have no signature
         return
 
@@ -70,3 +92,13 @@ def gate(kind: float | str, reward: float, advantage: float) -> float:
     if isinstance(kind, str):
         return max(0.0, {"reward": reward, "advantage": advantage}[kind])
     return float(reward >= kind)
+
+
+def is_skipped(kind: float | str, last: Visit | None) -> bool:
+    """Whether a prompt is skipped by its last visit: `OPSDConfig.skip_prompts`."""
+    if last is None or last.skipped:  # whether it is still so, only completions tell
+        return False
+    if isinstance(kind, str):
+        known = [one for one in last.rewards if one is not None]
+        return len(known) > 1 and len(set(known)) == 1
+    return last.gap is not None and abs(last.gap) < kind

@@ -207,6 +207,7 @@ class Request(dict[str, Any]):
         "of_teacher",
         "outcome",
         "place",
+        "prompt_weight",
         "student",
         "teacher",
         "where",
@@ -219,11 +220,17 @@ class Request(dict[str, Any]):
         self.place: int | None = None  # index in the generation batch over all processes
         self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
         self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
+        self.prompt_weight = 1.0  # of all rows of the prompt; at 0 nothing is generated for it
         self.advantage = 0.0  # of the completion within its group, once there are rewards
         self.outcome: Outcome | None = None  # once there are rewards, and a teacher's prompt depends on them
         self.gate = 1.0  # weight of the row in the loss: by its reward, and 0 where the teacher has no prompt
         self.contrast: Prompt | None = None  # the teacher's prompt that its target moves away from
         self.images: RowImages | None = None  # of the student's prompt, once it is tokenized
+
+    @property
+    def by_student(self) -> bool:
+        """Whether the student generates the completion."""
+        return not self.is_off_policy and self.prompt_weight > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +290,8 @@ class Intake:
 
     def after(self, request: Request, completion_text: str) -> Prompt:
         """The teacher's prompt after this completion, which excludes the row from the loss where there is none."""
+        if not request.prompt_weight:
+            return request.of_teacher
         if self.prompt_fn is not None:
             return self._called(request, completion_text)
         solution = None if self.success is None or request.outcome is None else request.outcome.success(self.success)

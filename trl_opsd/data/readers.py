@@ -436,11 +436,15 @@ class Readers:
         return prompt_ids
 
     def check_fits_teacher(
-        self, requests: Sequence[Request], prompt_ids: Sequence[list[int]], completion_lengths: Sequence[int]
+        self,
+        requests: Sequence[Request],
+        prompt_ids: Sequence[list[int]],
+        completion_lengths: Sequence[int],
+        teacher: str | None = None,
     ) -> None:
-        """Checks that each prompt and its completion fit into the context of the row's teacher."""
+        """Checks that each prompt and its completion fit into the context of the row's teacher, or of this one."""
         for request, ids, length in zip(requests, prompt_ids, completion_lengths, strict=True):
-            limits = self.teacher_limits[request.teacher]
+            limits = self.teacher_limits[teacher or request.teacher]
             if limits.context is not None and len(ids) + length > limits.context:
                 raise ValueError(
                     f"The teacher's input for {request.where} has {len(ids)} prompt tokens and {length} completion "

@@ -52,7 +52,7 @@ class BatchRewards:
         To be called before rows are exchanged between processes: the completions of a prompt have to be adjacent.
         """
         trainer, tells = self._trainer, self._trainer.teaching.readers.intake.reads_outcomes
-        is_trained = trainer.model.training and (trainer.args.calls_rewards or tells)
+        is_trained = trainer.model.training and bool(trainer.teaching.learned_rewards)
         if not (is_trained or self._evaluated is not None or tells):
             return
         with trainer.phase("reward"):
@@ -74,11 +74,14 @@ class BatchRewards:
         )
         first = self._trainer.accelerator.process_index * len(rows)
         mine = slice(first, first + len(rows))
-        totals = _total(rewards_RF, weights_F)[mine].tolist()
-        for row, value, total in zip(rows, values_R[mine].tolist(), totals, strict=True):
+        totals = _total(rewards_RF, weights_F).tolist()
+        for row, value, total in zip(rows, values_R[mine].tolist(), totals[mine], strict=True):
             row.advantage = value
-            if args.reward_gate is not None and not row.is_off_policy:
+            if args.reward_gate is not None and row.by_student:
                 row.gate = gate(args.reward_gate, total, value)
+        if (visits := self._trainer.visits) is not None:
+            visits.rewards = [None if math.isnan(one) else one for one in totals]
+            is_flat_R = is_flat_R[torch.tensor(visits.generated)]
         self._record(rewards_RF)
         self._trainer.record("frac_reward_zero_std", float(is_flat_R.float().mean()))
 
@@ -100,9 +103,9 @@ class BatchRewards:
     # ---- Calling the functions --------------------------------------------------------------------------------------
 
     def _rewards_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> Tensor:
-        """[B, F], on the accelerator's device; NaN for a completion of the dataset, which is not the student's."""
+        """[B, F], on the accelerator's device; NaN for what is not the student's: of the dataset, or skipped."""
         metrics: dict[str, list[float]] = defaultdict(list)
-        numbers = [number for number, row in enumerate(rows) if not row.is_off_policy]
+        numbers = [number for number, row in enumerate(rows) if row.by_student]
         of_student = [rows[number] for number in numbers]
         completions, ids = self._completions_of(batch, rows)
         arguments = {

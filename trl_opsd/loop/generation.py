@@ -177,11 +177,11 @@ class Generation:
 
     def on_policy(self, completions: list[Any]) -> list[Any]:
         """Those of a batch that the student generated."""
-        return list(compress(completions, [not row.is_off_policy for row in self.requests]))
+        return list(compress(completions, [row.by_student for row in self.requests]))
 
     def note_logprobs(self, row: Request, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
-        found = self.rollout.logprobs(prompt_ids, completion_ids)
+        found = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
         row.logprobs = None if found is None else (completion_ids, found)
 
     def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
@@ -200,16 +200,17 @@ class Generation:
             self.hides_engine = hides
 
     def _mixed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """A completion for each prompt, from the dataset, the teacher or the student. Collective."""
+        """A completion for each prompt, from the dataset, the teacher or the student; empty if skipped. Collective."""
         args = self._host.args
-        if args.lmbda == 1 or not self._host.model.training:
+        if not self._host.model.training or (args.lmbda == 1 and self._host.visits is None):
             return self._checked(prompt_ids)
         self.be_ready()  # verifies the student, even if it generates nothing in this batch
-        given = {number: row for number, row in enumerate(self.requests) if row.is_off_policy}
+        found: dict[int, list[int]] = {number: [] for number, row in enumerate(self.requests) if not row.prompt_weight}
+        given = {number: row for number, row in enumerate(self.requests) if row.is_off_policy and row.prompt_weight}
         if args.seq_kd:
-            found = dict(zip(given, self._of_teachers(list(given.values())) if given else [], strict=True))
+            found.update(zip(given, self._of_teachers(list(given.values())) if given else [], strict=True))
         else:
-            found = {number: self._of_dataset(row, prompt_ids[number]) for number, row in given.items()}
+            found.update({number: self._of_dataset(row, prompt_ids[number]) for number, row in given.items()})
         rest = [number for number in range(len(prompt_ids)) if number not in found]
         written = self._together([prompt_ids[number] for number in rest]) or []
         found.update(dict(zip(rest, written, strict=True)))

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from trl_opsd.loop.ahead import Ahead
     from trl_opsd.loop.batch_rewards import BatchRewards
     from trl_opsd.loop.overlap import Overlap
+    from trl_opsd.loop.visits import Visits
 
 logger = get_logger(__name__)
 
@@ -77,6 +78,8 @@ class TrainerHooks(TrainerMembers):
     _rewards: BatchRewards | None = None
     """Only with `reward_funcs`."""
     _reward_names: Sequence[str] = ()
+    visits: Visits | None = None
+    """Only with `skip_prompts` or a `prompt_weight_fn`."""
     teaching: Teaching
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
@@ -209,6 +212,8 @@ class TrainerHooks(TrainerMembers):
         self._metrics["train"].clear()
         self._stats.clear()
         self._collapse.begin()
+        if self.visits is not None:
+            self.visits.begin()
         self.check_earlier()
         with nullcontext() if self.row_group is None else self.row_group.shares(self.model), self._guard.training():
             try:
@@ -250,6 +255,8 @@ class TrainerHooks(TrainerMembers):
             self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
             self.teachers.load(checkpoint)
             self._collapse.load(checkpoint)
+            if self.visits is not None:
+                self.visits.load(checkpoint)
 
     # ---- An optimizer step: its micro-steps -------------------------------------------------------------------------
 
@@ -329,6 +336,8 @@ class TrainerHooks(TrainerMembers):
         self.check_same_rows("train" if self.model.training else "eval")
         rows: list[Request] = self.teaching.read_rows(inputs)
         self._generation.mark(rows)
+        if self.visits is not None and self.model.training:
+            self.visits.weigh(rows)
         self._stats.now.batches += 1
         return rows
 
@@ -340,6 +349,9 @@ class TrainerHooks(TrainerMembers):
         if self.model.training and self.args.completion_length_start is not None:
             self.record("completions/limit", self.limits.completion)
         batch["completion_mask"][self._generation.empty_rows] = 0
+        for number, row in enumerate(rows):
+            if not row.prompt_weight:  # one token of its prompt is left, as a row has to have one
+                batch["prompt_mask"][number, :-1], row.images = 0, None
         return batch
 
     # By TRL's `_generate_and_score_completions`: the prompts of a batch.
@@ -347,6 +359,13 @@ class TrainerHooks(TrainerMembers):
         with self._generation.batch():
             written = super()._generate(prompts)
         self._collapse.note_completions(self._generation.on_policy(written[1]))
+        if self.visits is not None and self.model.training:
+            prompt_ids, completion_ids, tool_masks, *_ = written
+            unread, lengths = self.visits.note_completions(prompt_ids, completion_ids, tool_masks, self._generation)
+            self.state.num_input_tokens_seen -= unread
+            lengths["num_tokens"] = self.state.num_input_tokens_seen
+            for name, value in lengths.items():
+                self._metrics["train"][name][-1] = value
         return written
 
     # By TRL's `_generate`, before the first turn.
@@ -468,6 +487,8 @@ class TrainerHooks(TrainerMembers):
                 logs.update(self._stats.means())
                 if "loss" in logs and (skipped := self._guard.skipped) is not None:
                     logs["nonfinite/skipped_steps"] = skipped
+                if "loss" in logs and self.visits is not None:
+                    logs["prompts/tokens_saved_total"] = self.visits.tokens_saved
             if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
                 os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
             numbers = self._metrics["train" if self.model.training else "eval"]
@@ -612,6 +633,8 @@ class TrainerHooks(TrainerMembers):
             self.teaching.write_fingerprint(output_dir)
             self.teachers.save(output_dir)
             self._collapse.save(output_dir)
+            if self.visits is not None:
+                self.visits.save(output_dir)
 
     # By `_save_checkpoint` of transformers. An upload runs in the background, so it starts when the files are in place.
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -66,10 +66,17 @@ class Scorer:
         _check_unchanged(batch, digest, f"`{name}.weigh`")
         rollout = replace(rollout, weights=counted)
         weights = checked_weights(weights, rollout)
+        of_prompts = [getattr(row, "prompt_weight", 1.0) for row in rows]
+        if host.model.training and host.visits is not None:
+            weights = weights * weights.new_tensor(of_prompts).unsqueeze(1)
         gates = [getattr(row, "gate", 1.0) for row in rows]
         if host.teaching.readers.intake.reads_outcomes or (host.model.training and host.args.reward_gate is not None):
             weights = weights * weights.new_tensor(gates).unsqueeze(1)
-            host.record("gate/mean", sum(gates) / len(gates))
+            generated = [one for one, weight in zip(gates, of_prompts, strict=True) if weight]
+            sums = torch.tensor([sum(generated), len(generated)], dtype=torch.float32, device=weights.device)
+            total, count = host.accelerator.reduce(sums, "sum").tolist()
+            if count:
+                host.record("gate/mean", total / count)
         found = {
             **kept_by_row(targets, counted).pack(),
             "loss_weights": weights,

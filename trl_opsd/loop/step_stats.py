@@ -233,7 +233,7 @@ class StepStats:
         args, sizes = self._trainer.args, dict[str, tuple[int, ...]]()
         if self._trainer.row_group is not None:  # its processes count parts of rows
             return {}
-        if args.num_generations > 1:
+        if args.num_generations > 1 or self._trainer.visits is not None:
             rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
             sizes["prompts"] = rows * self._trainer.accelerator.num_processes, len(_BY_PROMPT)
         if args.lmbda < 1:
@@ -248,6 +248,8 @@ class StepStats:
         tables, self._tables, record = self._tables, {}, self._trainer.record
         if "prompts" in tables:
             self._record_spread(torch.from_numpy(tables["prompts"]), self._trainer.args.num_generations)
+            if self._trainer.visits is not None:
+                self._trainer.visits.end(tables["prompts"])
         if "sources" in tables:
             (of_student, *student), (of_others, *others) = tables["sources"].tolist()
             if of_student + of_others:

@@ -37,6 +37,7 @@ from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.rewards.given import Given
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.bytewise import ByteTeacher
@@ -46,6 +47,7 @@ from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets
 from trl_opsd.types.rollout import PromptIds, images_of
+from trl_opsd.types.targets import kept_by_row
 
 logger = get_logger(__name__)
 
@@ -183,7 +185,8 @@ class Teaching:
         check_datasets(datasets, args, intake, given.reads_solutions)
         if args.lmbda < 1:
             check_completions(train_dataset, self._host.tools, not args.seq_kd)
-        check_rows_of_rewards(given.rewards, datasets, args, given.row_columns, given.reads_solutions)
+        columns, solutions, learned = given.row_columns, given.reads_solutions, bool(given.learned_rewards)
+        check_rows_of_rewards(given.rewards, datasets, args, columns, solutions, learned)
         with self._rebuilding():
             self.readers, self._described_rows = self._readers_of_any_rows, None
             self._take_datasets(train_dataset, eval_dataset)
@@ -268,8 +271,21 @@ class Teaching:
         return {name for name, is_read in found.items() if is_read}
 
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        """The teachers' targets for a generation batch."""
+        """The teachers' targets for a generation batch, of which they do not read the rows that were skipped."""
+        # All processes call their teachers, which may be collective.
+        read = [number for number, row in enumerate(rows) if getattr(row, "prompt_weight", 1.0)] or [0]
+        if len(read) == len(rows):
+            return self._targets(rollout, rows)
+        rollout = rollout.select(read)
+        targets = kept_by_row(self._targets(rollout, [rows[number] for number in read]), rollout.weights)
+        return targets.among(read, len(rows))
+
+    def _targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         beside = dict.fromkeys(self.beside, rollout)
+        if (name := self._host.args.extrapolation_reference) is not None:  # which reads what the student has read
+            lengths = list(map(len, rollout.completion_lists()))
+            requests = self.readers.intake.read_batch(rows, self.batch_name)
+            self.readers.check_fits_teacher(requests, rollout.prompt_lists(), lengths, name)
         if "contrast" in beside:
             requests = self.readers.intake.read_batch(rows, self.batch_name)
             prompts = self.readers.contrast_prompt_ids(requests, rollout.completion_lists())
@@ -351,7 +367,7 @@ class Teaching:
 
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Of the run, with the teachers and options as they are now."""
-        host, rewards = self._host, self._learned_rewards()
+        host, rewards = self._host, self.learned_rewards
         if self._described_rows is None:
             calls_functions = self.readers.intake.prompt_fn is not None or bool(rewards)
             columns = None if calls_functions else self._given.row_columns  # a function may read any
@@ -388,13 +404,15 @@ class Teaching:
 
     def _functions(self) -> dict[str, Any]:
         """Functions of the user that are called, by name in messages."""
-        prompt_fn = self._given.intake.prompt_fn
+        prompt_fn, weight_fn = self._given.intake.prompt_fn, self._given.prompt_weight_fn
         return {
             **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
-            **{f"reward_funcs: {one.name}": one.source for one in self._learned_rewards() if not one.is_model},
+            **({} if weight_fn is None else {"prompt_weight_fn": weight_fn}),
+            **{f"reward_funcs: {one.name}": one.source for one in self.learned_rewards if not one.is_model},
             **{f"tools: {one.__name__}": one for one in self._host.tools or ()},
         }
 
-    def _learned_rewards(self) -> Sequence[Any]:
-        is_read = self._host.args.calls_rewards or self._given.intake.reads_outcomes
-        return self._given.rewards if is_read else ()
+    @property
+    def learned_rewards(self) -> Sequence[Given]:
+        """The rewards that training depends on."""
+        return self._given.learned_rewards

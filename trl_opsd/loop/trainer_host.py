@@ -16,6 +16,7 @@ from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.teaching import Teaching
+    from trl_opsd.loop.visits import Visits
     from trl_opsd.models.shared_rows import RowGroup
 
 
@@ -37,6 +38,7 @@ class TrainerHost(Host, Protocol):
     base_samples: Any
     row_group: RowGroup | None
     teaching: Teaching
+    visits: Visits | None
     log_completions: bool
     reads_solutions: bool
 

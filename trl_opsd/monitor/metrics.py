@@ -66,6 +66,7 @@ _IMAGES = Logs("main process; mean over generation batches that have images", "p
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
+_VISITS = "`skip_prompts`, or a `prompt_weight_fn`"
 _TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
@@ -143,6 +144,19 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "1",
             "Weight of a row by its reward; 0 where the teacher has no prompt of its own.",
             Logs(_STEPS, "`reward_gate`, `teacher_context`, or a `teacher_prompt_fn` that takes rewards"),
+        ),
+        "prompts/skipped": Metric(
+            "1", "Share of the prompts that nothing was generated for.", Logs(_STEPS, _VISITS, evaluated=False)
+        ),
+        "prompts/tokens_saved": Metric(
+            "tokens",
+            "Tokens of the completions of those prompts at their last visits.",
+            Logs(_STEPS, _VISITS, evaluated=False),
+        ),
+        "prompts/tokens_saved_total": Metric(
+            "tokens",
+            "Sum of the same.",
+            Logs("all processes; total since the run began", _VISITS, evaluated=False),
         ),
         "importance/mean": Metric(
             "1",

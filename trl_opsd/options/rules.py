@@ -150,6 +150,7 @@ def _of_whole_rows(at: Launch) -> str:
         "anchor_weight": [0.0],
         "teacher_control": [None, "shuffled", "unprivileged"],
         "cross_tokenizer": [None],
+        "skip_prompts": [None],
     }
     values = {name: getattr(at.args, name) for name in fine}
     return next((shown(name, value) for name, value in values.items() if value not in fine[name]), "")
@@ -483,7 +484,12 @@ AFTER = (
     *each(
         ": rewards are compared among the completions of a prompt, and there is only one: set `num_generations` to 2 "
         "or more (TRL's GRPO uses 8).",
-        {"reward_weight": above(0), "reward_gate": one_of("advantage"), "teacher_context": SET},
+        {
+            "reward_weight": above(0),
+            "reward_gate": one_of("advantage"),
+            "teacher_context": SET,
+            "skip_prompts": one_of("flat_groups"),
+        },
         num_generations=1,
     ),
     together(
@@ -503,10 +509,25 @@ AFTER = (
         },
         overlap="step",
     ),
+    together(
+        ": which prompts are skipped is known when the step before has ended: remove one of them.",
+        skip_prompts=SET,
+        overlap=SET,
+    ),
+    together(
+        ": a step that skips prompts may have one alone: remove one of them.",
+        skip_prompts=SET,
+        teacher_control="shuffled",
+    ),
     *each(
         ": the control replaces the objective, and its tokens: remove one of them.",
-        {"divergence": SET, "token_selection": SET, "top_k_teacher": SET, "kl_clip": SET},
+        {"divergence": SET, "token_selection": SET, "top_k_teacher": SET, "kl_clip": SET, "skip_prompts": above(0)},
         teacher_control="constant",
+    ),
+    together(
+        ": an anchor is the student as it was passed, and there is one reference alone: remove one of them.",
+        extrapolation_reference=SET,
+        anchor_weight=above(0),
     ),
     together(
         ": the teacher's context is not read: remove one of them.", teacher_control="unprivileged", teacher_context=SET

@@ -97,6 +97,9 @@ NUMBER = _number("a finite number", math.isfinite)
 GATE = Values(
     "a finite number, 'reward' or 'advantage'", lambda value: value in ("reward", "advantage") or NUMBER.fits(value)
 )
+SKIPPED = Values(
+    "'flat_groups', or a finite number above 0", lambda value: value == "flat_groups" or above(0).fits(value)
+)
 CONTROLS = ("shuffled", "unprivileged", "constant")
 LARGEST_WEIGHT = 1e20
 """Of a token in the loss: sums of weighted nats are float32, whose maximum is 3e38."""
@@ -109,6 +112,7 @@ POSITIVES = Values(
         and any(value)
     ),
 )
+NAME = Values("the name of a teacher", lambda value: isinstance(value, str) and bool(value))
 NAMES = Values("a list of names", lambda value: isinstance(value, list))
 ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
 
@@ -156,6 +160,7 @@ class Situation:
     train_dataset: Any = None
     eval_dataset: Any = None
     teacher_prompt_fn: Any = None
+    prompt_weight_fn: Any = None
     row_columns: Collection[str] = ()
     """Columns that are read."""
     has_context: bool = True
@@ -209,7 +214,9 @@ OTHER_TEACHER = Need("the student is its own teacher", lambda now: now.teacher_m
 LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(path, str) for path in now.teachers))
 TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda now: now.teacher_server_url is not None)
 NO_PROMPT_FN = Need("`teacher_prompt_fn` makes the teacher's prompts", lambda now: now.teacher_prompt_fn is None)
+NO_WEIGHT_FN = Need("`prompt_weight_fn` decides", lambda now: now.prompt_weight_fn is None)
 CONTEXT = Need("no dataset has a column 'privileged_context'", lambda now: now.has_context or now.teacher_context)
+EXTRAPOLATES = Need("`extrapolation` is 1", lambda now: now.extrapolation != 1)
 CONTRASTS = Need("`contrast_weight` is 0", lambda now: now.contrast_weight)
 GROWS = Need("`completion_length_start` is not set", lambda now: now.completion_length_start is not None)
 SUCCESS = Need("`teacher_context` is not 'group_success'", lambda now: now.teacher_context is not None)

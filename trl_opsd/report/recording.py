@@ -302,7 +302,8 @@ def _lowest(
     # The same rows in each evaluation, however they are assigned to micro-batches.
     prompts = rollout.prompt_lists()
     images = rollout.images or [None] * len(prompts)
-    rows = {key: row for row, key in enumerate(map(_checksum, prompts, images))}
+    is_there = (rollout.completion_mask != 0).any(1).tolist()  # of a prompt that was skipped there is nothing to show
+    rows = {key: row for row, key in enumerate(map(_checksum, prompts, images)) if is_there[row]}
     lowest = sorted({*kept, *rows}, key=lambda one: (one not in seen, one))[:_ROWS]
     new = [key for key in lowest if key not in kept]
     made = dict(zip(new, samples([rows[key] for key in new]), strict=True)) if new else {}

@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
-from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.peft import CausalLM, Weight
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.host import Host
@@ -31,7 +31,7 @@ from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
-from trl_opsd.types import Completion, Weight
+from trl_opsd.types import Completion
 
 logger = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from accelerate.utils import patch_environment
 
-from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.peft import CausalLM, Weight
 from trl_opsd._compat.server import pydantic
 from trl_opsd._compat.trl import VLLMClient
 from trl_opsd._compat.vllm.supported import HEAD, may_have_head
@@ -28,7 +28,7 @@ from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.served import Facts, GenerationClient
 from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Stream
-from trl_opsd.types import Completion, Weight
+from trl_opsd.types import Completion
 
 SENDS_FROM = "cuda"
 """The type of device that TRL's client can send weights from: it has only NCCL."""

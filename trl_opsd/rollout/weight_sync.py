@@ -14,10 +14,17 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.peft import CausalLM, is_peft, lora_factors, merged_weights, why_not_plain_lora, without_peft
+from trl_opsd._compat.peft import (
+    CausalLM,
+    Weight,
+    is_peft,
+    lora_factors,
+    merged_weights,
+    why_not_plain_lora,
+    without_peft,
+)
 from trl_opsd._compat.sharding import in_zero3, whole, whole_numel, whole_shape
 from trl_opsd.models.weights import as_saved
-from trl_opsd.types import Weight
 
 T = TypeVar("T")
 Gathered: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Any]]

@@ -74,7 +74,8 @@ def build_teachers(
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
-    if handed_in is not None and (is_base or args.reads_origin):
+    reads_student = args.reads_origin and args.extrapolation_reference is None
+    if handed_in is not None and (is_base or reads_student):
         need = "`teacher_model_kind='base'` is" if is_base else "`anchor_weight` and `extrapolation` need"
         checked = Origin(student, handed_in, need)
     urls = servers(args)
@@ -89,7 +90,9 @@ def build_teachers(
             teachers[name] = build_teacher(model, args)
         if name in by_bytes:
             teachers[name] = by_bytes[name](teachers[name])
-    if args.reads_origin and origin is None:
+    if args.reads_origin and not reads_student:
+        origin = teachers[str(args.extrapolation_reference)]
+    elif args.reads_origin and origin is None:
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args)
     return Teachers(teachers, average, checked, origin)

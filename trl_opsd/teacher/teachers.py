@@ -40,7 +40,7 @@ class Teachers(dict[str, Teacher]):
         self.average = average
         self._checked_origin = checked
         self.origin = origin
-        """The student as it was passed, where the loss uses it."""
+        """The student as it was passed or what stands in its place, where the loss uses it."""
         # The teachers of this package align their targets. A class made by `exec` may have no module at all.
         ours = str(__package__)
         self._unproved = {

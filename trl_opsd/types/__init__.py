@@ -3,7 +3,6 @@
 from trl_opsd.types.loss import Beside, LazyLogits, LossParts, OutputHead, PerToken, Sampled
 from trl_opsd.types.rollout import Completion, Length, OnHost, Rollout, lengths_of
 from trl_opsd.types.targets import RowTargets, TeacherTargets
-from trl_opsd.types.weight import Weight
 
 __all__ = [
     "Beside",
@@ -18,6 +17,5 @@ __all__ = [
     "RowTargets",
     "Sampled",
     "TeacherTargets",
-    "Weight",
     "lengths_of",
 ]

@@ -116,6 +116,19 @@ class TeacherTargets:
         each = {name: TeacherTargets.by_row(rows, self.tokens) for name, rows in self.beside.items()}
         return {name: one.of(row, places_n) for name, one in each.items()}
 
+    def among(self, numbers: Sequence[int], rows: int) -> TeacherTargets:
+        """The targets of a batch that has these rows at some of its places, and no token that may count elsewhere."""
+
+        def spread(kept: Sequence[RowTargets]) -> tuple[RowTargets, ...]:
+            known = dict(zip(numbers, kept, strict=True))
+            return tuple(known.get(row) or kept[0].cut(0) for row in range(rows))
+
+        assert self.rows is not None, "kept by row"
+        teacher, beside = self.teacher, {name: spread(one) for name, one in self.beside.items()}
+        if teacher is not None:
+            teacher = teacher[:1].repeat(rows).index_copy(0, torch.tensor(numbers), teacher)
+        return TeacherTargets.by_row(spread(self.rows), self.tokens, teacher, beside)
+
     def pack(self) -> dict[str, Any]:
         """The row-aligned values that are dealt to micro-batches, of targets kept by row."""
         assert self.rows is not None, "only `rows` do not depend on the longest completion of a batch"

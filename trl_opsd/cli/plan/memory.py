@@ -53,6 +53,8 @@ class Load:
     """Rank of an adapter on all linear layers; `None` where all weights are trained."""
     memory: int = 0
     """Bytes of a device, which determine the tiles of the loss; 0 for a CPU."""
+    origin: bool = False
+    """Whether the loss also reads the student as it was passed: without an adapter a copy in float32."""
 
     @property
     def itemsize(self) -> int:
@@ -94,6 +96,11 @@ def phases(
     weights, gradients, optimizer, gathered = states(student, load, choice)
     row, itemsize = load.row(student), load.itemsize
     between = {"idle teacher": resident(teacher, choice.teacher, itemsize)}
+    active = {"active teacher": reading(teacher, choice.teacher, itemsize)}
+    if load.origin:  # one reads after the other
+        idle = {"idle origin": resident(student, kept_as := _of_origin(load, choice), 4)}
+        second = {**between, "active origin": reading(student, kept_as, 4)}
+        active, between = max(active | idle, second, key=lambda parts: sum(parts.values())), between | idle
     always = {"weights": weights, "optimizer": optimizer}
     kept, reduced = buckets(student, load, choice.sharding)
     by_zero3 = choice.sharding.startswith("zero3")
@@ -105,8 +112,9 @@ def phases(
     # Autocast keeps copies of trained weights; frozen ones are cast anew, and DeepSpeed casts once.
     copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
     # `teacher_cache_device='auto'` keeps a larger batch of targets in host memory.
-    signal = load.batch * load.length * teacher.width * itemsize
-    targets = {"targets": signal if signal <= CACHE_BYTES else choice.micro * load.length * teacher.width * itemsize}
+    each = [teacher.width * itemsize, *([student.width * 4] if load.origin else [])]
+    kept_rows = [load.batch if load.batch * load.length * size <= CACHE_BYTES else choice.micro for size in each]
+    targets = {"targets": sum(rows * load.length * size for rows, size in zip(kept_rows, each, strict=True))}
     awake = {} if choice.sleeps or not engine else {"engine": engine}
     writing = {
         "gathered or cast weights": copies or (student.parameters * itemsize if by_zero3 else gathered),
@@ -120,7 +128,7 @@ def phases(
     teach = {
         **always,
         **awake,
-        "active teacher": reading(teacher, choice.teacher, load),
+        **active,
         **passes(teacher, load),
         **targets,
     }
@@ -140,6 +148,11 @@ def phases(
         **targets,
     }
     return {"rollout": rollout, "scoring": teach, "training": learn}
+
+
+def _of_origin(load: Load, choice: Choice) -> str:
+    """Where the student as it was passed is kept: as a teacher in this process is, if it is a copy."""
+    return "itself" if load.lora is not None else "none" if choice.teacher == "served" else choice.teacher
 
 
 def states(student: Shape, load: Load, choice: Choice) -> tuple[int, int, int, int]:
@@ -193,7 +206,7 @@ def resident(teacher: Shape, kept: str, itemsize: int) -> int:
     return {"none": itemsize * teacher.parameters, "zero3": 0, "itself": 0}.get(kept, itemsize * teacher.head)
 
 
-def reading(teacher: Shape, kept: str, load: Load) -> int:
+def reading(teacher: Shape, kept: str, itemsize: int) -> int:
     """Bytes of a teacher on the device during a forward pass."""
     numbers = {
         "stream": teacher.head + teacher.embeddings + teacher.rest + 2 * teacher.layer,
@@ -201,7 +214,7 @@ def reading(teacher: Shape, kept: str, load: Load) -> int:
         "zero3": max(3 * teacher.layer, teacher.head),
         "served": teacher.head,
     }
-    return load.itemsize * numbers.get(kept, teacher.parameters)
+    return itemsize * numbers.get(kept, teacher.parameters)
 
 
 def passes(teacher: Shape, load: Load) -> Parts:
@@ -227,13 +240,19 @@ def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, 
     tile, stride = loss_tile(student, teacher, tokens, load), _stride(student, teacher)
     group = min(tokens, tile * _GROUP_TILES) * stride * itemsize if itemsize < 4 else 0
     ranked = -(-min(tokens, tile * _GROUP_TILES) // EVERY) * stride * 8
-    return tile * stride * 8 + group + ranked, 4 * (student.head * learns_head + tokens * student.width)
+    return tile * stride * 4 * _tiles(load) + group + ranked, 4 * (student.head * learns_head + tokens * student.width)
 
 
 def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> int:
     """Tokens whose logits the loss forms at once, of `tokens` in a micro-batch."""
-    of_token = _stride(student, teacher) * (8 + (_GROUP_TILES * load.itemsize if load.itemsize < 4 else 0))
+    group = _GROUP_TILES * load.itemsize if load.itemsize < 4 else 0
+    of_token = _stride(student, teacher) * (4 * _tiles(load) + group)
     return tile_of(tokens, of_token, load.memory)
+
+
+def _tiles(load: Load) -> int:
+    """Tiles of logits: of student and teacher, and with an anchor of its origin, and a copy of the student's."""
+    return 4 if load.origin else 2
 
 
 def _stride(student: Shape, teacher: Shape) -> int:
@@ -261,10 +280,9 @@ def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> in
     stay there, too; models that read images alike share them.
     """
     pixels = load.gpus * load.batch * sum(images.pixels for images in {student.images, teacher.images})
-    kept = load.itemsize * teacher.parameters * load.gpus
-    parts = (load.itemsize * -(-numbers // load.gpus) for numbers in teacher.tensors)
-    pinned = load.gpus * sum(1 << (nbytes - 1).bit_length() for nbytes in parts)
-    of_teacher = {"cpu": kept, "stream": kept, "zero3": pinned}.get(choice.teacher, 0)
+    of_teacher = _offloaded(teacher, choice.teacher, load.itemsize, load.gpus)
+    if load.origin:
+        of_teacher += _offloaded(student, _of_origin(load, choice), 4, load.gpus)
     of_engine = load.itemsize * student.parameters * load.gpus if choice.sleeps and load.lora else 0
     if choice.sharding != "zero3_offload":
         return of_teacher + of_engine + pixels
@@ -272,6 +290,13 @@ def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> in
     weights = load.itemsize * (student.parameters + (0 if load.lora is None else trained))
     # In float32: weights, Adam's moments, and gradients twice, as they are added up and as Adam takes them.
     return of_teacher + of_engine + pixels + weights + 20 * trained
+
+
+def _offloaded(teacher: Shape, kept: str, itemsize: int, gpus: int) -> int:
+    parts = (itemsize * -(-numbers // gpus) for numbers in teacher.tensors)
+    pinned = gpus * sum(1 << (nbytes - 1).bit_length() for nbytes in parts)
+    whole = itemsize * teacher.parameters * gpus
+    return {"cpu": whole, "stream": whole, "zero3": pinned}.get(kept, 0)
 
 
 def tracer(student: Shape, load: Load) -> Callable[[int, str], int]:
@@ -311,6 +336,10 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: R
     heads = 2 * rows * load.length * (3 * student.head + teacher.head)
     moved = itemsize * teacher.parameters if choice.teacher in ("cpu", "stream") else 0
     reading = 2 * teacher.parameters * rows * load.row(teacher) / rates.flops
+    if load.origin:
+        heads += 2 * rows * load.length * student.head
+        moved += 4 * student.parameters if _of_origin(load, choice) in ("cpu", "stream") else 0
+        reading += 2 * student.parameters * rows * row / rates.flops
     return {
         "rollout": 2 * student.parameters * rows * prompt / rates.flops + writing,
         "scoring": max(reading, moved / rates.link),  # layers are fetched while others compute
