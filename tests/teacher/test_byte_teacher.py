@@ -247,3 +247,26 @@ def test_a_context_that_is_full_loses_what_does_not_fit():
     assert len(some.ids) == 5
     assert 0 < len(some.token_P) < len(whole.token_P)
     assert len(none.token_P) == 0
+
+
+def test_ids_without_bytes_are_never_generated(make):
+    trainer = make(rollout=None)
+    with torch.no_grad():
+        trainer.model.lm_head.weight[len(MINE) :] = 50 * trainer.model.lm_head.weight.abs().max()
+    trainer.train()
+    assert trainer.limits.vocabulary == len(MINE)
+    assert all(one > 0 for one in tiny.logged(trainer, "cross/used"))
+
+
+def test_a_prompt_that_is_skipped_has_no_bytes(make):
+    trainer = make(
+        prompt_weight_fn=lambda row, last: float(row["prompt"] != PROMPTS[0]),
+        remove_unused_columns=False,
+        max_completion_length=60,
+    )
+    trainer.train()
+    assert tiny.logged(trainer, "prompts/skipped")[0] == 0.25
+    alone = make(train_dataset=tiny.Dataset.from_dict({"prompt": PROMPTS[1:]}), per_device_train_batch_size=3,
+                 max_completion_length=60)  # fmt: skip
+    alone.train()
+    assert tiny.logged(trainer, "loss")[0] == pytest.approx(tiny.logged(alone, "loss")[0], rel=1e-4)

@@ -136,7 +136,9 @@ class Teaching:
             for name, one in self.teachers.items()
         }
         contexts = {name: one.context for name, one in self.teachers.items()}
-        if not by_bytes:
+        if spelling is not None:
+            self.vocabulary = len(spelling.texts)  # other ids have no bytes, so they are never generated
+        else:
             self.vocabulary = shared_vocabulary(self.readers.student_limits.vocabulary, ids, host.processing_class)
         self.readers = self.readers.with_teachers(self.vocabulary, contexts, ids if by_bytes else {})
         self._readers_of_any_rows = self.readers
