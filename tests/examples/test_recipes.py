@@ -27,6 +27,7 @@ COLUMNS = {
     "sdft": ["privileged_context"],
     "concise": ["privileged_context"],
     "few_shot": ["teacher_prompt"],
+    "cross_tokenizer": [],
 }
 """What rows have besides `prompt`."""
 

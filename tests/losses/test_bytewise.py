@@ -96,7 +96,7 @@ def test_values_and_gradients_equal_the_dense_ones(divergence, chunk_tokens, bia
     expected, wanted = gradients(
         lambda: dense_of(student, teacher_logs, vocabulary, ids, divergence, weights, held, pull)
     )
-    assert (value - expected).abs().max() < 3e-5 * expected.abs().max()
+    assert (value - expected).abs().max() < 1e-5 * expected.abs().max()
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).abs().max() < 3e-5 * other.abs().max()
         assert other.abs().max() > 1e-3
@@ -172,5 +172,4 @@ def test_a_step_costs_three_products_with_the_students_head_and_one_with_the_tea
         pair = student, LazyLogits(logs, byte_head(ids.device))
         given = ReverseKL(), vocabulary.table, spelled, Sampled(ids), None, chunk_tokens
         bytewise_divergence(*pair, *given).divergence.sum().backward()
-    of_bytes = 3 * 2 * len(token) * 257 * 257  # of the logarithms with the identity, twice, and back
-    assert counter.get_total_flops() == 3 * product * again + of_bytes
+    assert counter.get_total_flops() == 3 * product * again

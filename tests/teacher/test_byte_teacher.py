@@ -270,3 +270,12 @@ def test_a_prompt_that_is_skipped_has_no_bytes(make):
                  max_completion_length=60)  # fmt: skip
     alone.train()
     assert tiny.logged(trainer, "loss")[0] == pytest.approx(tiny.logged(alone, "loss")[0], rel=1e-4)
+
+
+def test_computing_in_bfloat16_rounds_products_only(make):
+    losses = {}
+    for bf16 in (False, True):
+        trainer = make(bf16=bf16, max_steps=1, max_completion_length=60)
+        trainer.train()
+        losses[bf16] = tiny.logged(trainer, "loss")[0]
+    assert 0 < abs(losses[True] - losses[False]) < 0.01 * losses[False]

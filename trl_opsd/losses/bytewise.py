@@ -29,11 +29,10 @@ from trl_opsd.losses.streamed import (
     _spans,
     _Streamed,
     memory_of,
-    streamed_divergence,
     tile_of,
 )
 from trl_opsd.types import LazyLogits, PerToken, Sampled
-from trl_opsd.types.bytewise import OUTCOMES, ByteTable, Spelled, byte_head
+from trl_opsd.types.bytewise import OUTCOMES, ByteTable, Spelled
 
 MOST_ESCAPE = 0.03
 """Largest share of sequences that end a token where the model's own goes on, and that the sums miss."""
@@ -77,7 +76,7 @@ class _Masses:
     """What a tile's logits say of its byte positions."""
 
     logarithms: Tensor
-    """[P, 257], float32: logarithms of the outcomes' probabilities."""
+    """[P, 257], float64: logarithms of the outcomes' probabilities."""
     escape: Tensor
     """[P], no gradient: share of what is missed at least."""
     own: Tensor
@@ -116,7 +115,7 @@ def _masses(logits_SV: Tensor, table: ByteTable, ids_S: Tensor, reads_R4: Tensor
         own_P = each_Q.new_zeros(len(state_R)).index_add(0, read_Q, each_Q)[last_P]
         escape_P = whole_P / (whole_P + own_P).clamp(min=1e-300)
     share_PO = mass_PO / mass_PO.sum(-1, keepdim=True).clamp(min=1e-300)
-    return _Masses((share_PO + _FLOOR).log().float(), escape_P, own_S)
+    return _Masses((share_PO + _FLOOR).log(), escape_P, own_S)
 
 
 def _tile_tokens(lazy: LazyLogits, table: ByteTable, chunk_tokens: int | None) -> int:
@@ -168,7 +167,7 @@ def byte_logarithms(
         found.append(_masses(logits_SV, table, ids[states].to(device), reads_R4, here.stop - here.start))
     if not found:
         return torch.empty(0, OUTCOMES, device=device), torch.empty(0, device=device)
-    return torch.cat([one.logarithms for one in found]), torch.cat([one.escape for one in found])
+    return torch.cat([one.logarithms for one in found]).float(), torch.cat([one.escape for one in found])
 
 
 def bytewise_divergence(
@@ -272,26 +271,26 @@ class _Fold:
         token_P = (self.spelled.token[here] - tile.start).to(device, non_blocking=True)
         held_P = self.spelled.held[here].to(device, non_blocking=True)
         held_P = held_P & (masses.escape <= MOST_ESCAPE)
-        of_bytes = streamed_divergence(
-            LazyLogits(masses.logarithms, byte_head(device)),
-            LazyLogits(self.teacher.hidden[here].to(device), byte_head(device)),
-            self.divergence,
-            weights_N[tile][token_P] * held_P,
-        )
+        logs = masses.logarithms, self.teacher.hidden[here].to(device).double()
+        log_student_PO, log_teacher_PO = (one.log_softmax(-1) for one in logs)
+        # Of 257 outcomes all can be formed: in float64, without a product that half precision would round.
+        value_P = self.divergence.value(log_student_PO, log_teacher_PO).where(held_P, 0.0) * weights_N[tile][token_P]
 
         def by_token(values_P: Tensor) -> Tensor:
             return torch.zeros(tile.stop - tile.start, device=device).index_add(0, token_P, values_P.float())
 
-        value = of_bytes.divergence.sum()
+        value = value_P.sum()
         pulled_N = torch.zeros(tile.stop - tile.start, device=device)
         if self.sampled.pull is not None:
             pulled_N = -masses.own[mine].float() * self.sampled.pull[tile] * weights_N[tile]
             value = value + pulled_N.sum()
         outcomes_N, present_N = self.table.length[ids_S[mine]].float(), by_token(torch.ones_like(token_P))
         found = (
-            by_token(of_bytes.divergence.detach()) + pulled_N.detach(),
-            by_token(of_bytes.student_entropy * held_P),
-            by_token(of_bytes.teacher_entropy * held_P),
+            by_token(value_P.detach()) + pulled_N.detach(),
+            *(
+                by_token(-(one.detach().exp() * one.detach()).sum(-1) * held_P)
+                for one in (log_student_PO, log_teacher_PO)
+            ),
             pulled_N.detach(),
             outcomes_N,
             by_token(held_P),
@@ -311,3 +310,8 @@ class _Fold:
             _addmm_(weight_VH, given_SV.T, side.hidden_NH[states], alpha=slope, beta=1)
         if bias_V is not None:
             bias_V.add_(gradient_SV.sum(0), alpha=slope)
+
+
+def _entropy(log_PO: Tensor) -> Tensor:
+    """[P], nats."""
+    return -(log_PO.exp() * log_PO).sum(-1)
