@@ -30,8 +30,8 @@ from two_tokenizers import train
 from trl_opsd import OPSDTrainer
 from trl_opsd.types import LossParts
 
-RATES = (1e-3, 3e-3)
-"""Both are tried for each loss, and the better one is shown."""
+RATES = [1e-3, 3e-3]
+"""All are tried for each loss, and the best one is shown."""
 IGNORED = -100
 
 
@@ -155,7 +155,8 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--losses", nargs="+", choices=list(LOSSES), default=list(LOSSES), metavar="NAME")
     parser.add_argument("--output", type=Path, default=Path("out/cross_tokenizer"))
     options = parser.parse_args()
@@ -163,7 +164,7 @@ def main() -> None:
     file = options.output / "results.jsonl"
     torch.set_num_threads(1)
     for seed in options.seeds:
-        for rate in RATES:
+        for rate in options.rates:
             for name in options.losses:
                 done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
                 key = {"loss": name, "rate": rate, "seed": seed, "steps": options.steps}
