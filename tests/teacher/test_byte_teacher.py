@@ -14,9 +14,10 @@ from trl_opsd import FixedRollout
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.losses.bytewise import _FLOOR, MOST_ESCAPE
 from trl_opsd.losses.dense import dense_byte_logarithms
-from trl_opsd.teacher import FrozenTeacher
+from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.frozen import Resident
+from trl_opsd.types.bytewise import ByteTargets, Spelled
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 PROMPTS = ["Once", "def f(x):", "  Ünï ", "2+2="]
@@ -279,3 +280,67 @@ def test_computing_in_bfloat16_rounds_products_only(make):
         trainer.train()
         losses[bf16] = tiny.logged(trainer, "loss")[0]
     assert 0 < abs(losses[True] - losses[False]) < 0.01 * losses[False]
+
+
+def test_each_model_has_its_own_chat_template(make):
+    theirs = byte_pairs(200)
+    theirs.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[answer] "
+    chats = [[{"role": "user", "content": one}] for one in PROMPTS]
+    asked = dict(zip(PROMPTS, ANSWERS, strict=True))
+    answers = {
+        tuple(MINE.apply_chat_template(one, add_generation_prompt=True, return_dict=False)): MINE(
+            asked[one[0]["content"]]
+        )["input_ids"]
+        for one in chats
+    }
+    seen = []
+
+    class Noting(Teacher):
+        """Notes what the teacher reads."""
+
+        def __init__(self, teacher):
+            self.teacher, self.head_, self.context_ = teacher, teacher.head, teacher.context
+
+        head = property(lambda self: self.head_)
+        context = property(lambda self: self.context_)
+
+        def targets(self, rollout):
+            seen.extend(theirs.decode(one) for one in rollout.prompt_lists())
+            return self.teacher.targets(rollout)
+
+    _, teacher = models()
+    trainer = make(
+        teacher_model=Noting(FrozenTeacher(Resident(teacher, torch.device("cpu")))),
+        teacher_processing_class=theirs,
+        train_dataset=tiny.Dataset.from_dict({"prompt": chats}),
+        rollout=FixedRollout(answers),
+        max_completion_length=60,
+        max_steps=1,
+    )
+    trainer.train()
+    assert set(PROMPTS) == {one.removeprefix("[user] ").removesuffix("\n[answer] ") for one in seen}
+    assert 0 < tiny.logged(trainer, "loss")[0] < 50
+
+
+def test_what_began_before_a_token_that_does_not_count_is_not_read():
+    vocabulary = ByteVocabulary.of(MINE, "it")
+    token, reads = vocabulary.reads([b"a", b"b", b"c", b"d"])
+    assert {tuple(one) for one in reads[:, 1:3].tolist()} >= {(3, 0), (2, 0)}
+    back = torch.tensor([[3, 3, 0, 0], [3, 2, 1, 1], [3, 1, 2, 1], [3, 0, 3, 1]], dtype=torch.int32)
+    row = ByteTargets(torch.zeros(4, 257), token, torch.ones(4, dtype=torch.bool), torch.cat([reads[:3], back]))
+    whole, some = (Spelled.of([row], [10], torch.tensor(places)) for places in ([10, 11, 12, 13], [10, 11, 13]))
+    assert whole.reads[whole.reads[:, 0] == 3].tolist() == [[3, 3, 0, 0], [3, 2, 1, 1], [3, 1, 2, 1], [3, 0, 3, 1]]
+    assert some.reads[some.reads[:, 0] == 2].tolist() == [[2, 2, 0, 0]]
+    assert some.token.tolist() == [0, 1, 2]
+    assert some.kept.tolist() == [0, 1, 3]
+    assert row.cut(2).reads[:, 0].max() == 1
+    assert len(row.cut(2).hidden) == 2
+    assert row.cut(4) is row
+
+
+def test_a_special_token_that_both_have_is_read_by_both():
+    mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
+    ids = [*MINE("so")["input_ids"], MINE.eos_token_id, *MINE("after an end")["input_ids"]]
+    reading = byte_teacher(mine, yours)._read(ids, None)
+    assert len(reading.token_P) == 2 + 1 + 12
+    assert reading.ids.count(YOURS.eos_token_id) == 1

@@ -247,7 +247,7 @@ def _without(texts: Sequence[bytes | None], anchor: bytes) -> int | None:
     spelled = b""
     for number, text in enumerate(texts, 1):
         spelled += text or b""
-        if spelled in (anchor, b" " + anchor) and len(spelled) >= len(anchor):
+        if spelled in (anchor, b" " + anchor):
             return number
         if len(spelled) > len(anchor) + 1:
             return None
