@@ -16,7 +16,6 @@ from trl_opsd.data.tokenization import (
     added_at_end,
     at_most_one_token_per_byte,
     check_parts,
-    largest_id,
     read_alone,
 )
 
@@ -124,12 +123,9 @@ class Reader:
         return self.of.tokenizers.get(prompt.processor, self.of.tokenizer)
 
     @property
-    def _tokenizers(self) -> dict[PreTrainedTokenizerBase, int]:
-        """The tokenizers that read these prompts, and the number of ids that their models have."""
-        limits = self.of.teacher_limits if self.is_teachers and self.of.tokenizers else {}
-        return {self.of.tokenizers[name]: one.vocabulary for name, one in limits.items()} or {
-            self.of.tokenizer: self.strictest.vocabulary
-        }
+    def _readers(self) -> list[str]:
+        """The names that the tokenizers of these prompts have in [`Readers`]."""
+        return [*self.of.tokenizers] if self.is_teachers and self.of.tokenizers else [""]
 
     def limits_of(self, request: Request) -> PromptLimits:
         """Limits of the prompt of a row."""
@@ -150,12 +146,15 @@ class Reader:
     @property
     def knows_all_ids(self) -> bool:
         """Whether the models know every token id of the tokenizer."""
-        return all(largest_id(one) < vocabulary for one, vocabulary in self._tokenizers.items())
+        limits = self.of.teacher_limits
+        rows = {name: limits[name].vocabulary if name else self.strictest.vocabulary for name in self._readers}
+        return all(self.of.largest_ids[name] < vocabulary for name, vocabulary in rows.items())
 
     @property
     def is_bounded(self) -> bool:
         """Whether a prompt has at most one token for each byte, and only tokens that the models know."""
-        return self.knows_all_ids and all(map(at_most_one_token_per_byte, self._tokenizers))
+        tokenizers = (self.of.tokenizers.get(name, self.of.tokenizer) for name in self._readers)
+        return self.knows_all_ids and all(map(at_most_one_token_per_byte, tokenizers))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -307,6 +306,8 @@ class Readers:
     """The tokenizer inside `tokenize`."""
     tokenizers: Mapping[str, PreTrainedTokenizerBase]
     """Those of teachers that have their own, by the teacher's name."""
+    largest_ids: Mapping[str, int]
+    """The largest token id of each, and of `tokenizer` under an empty name: a large vocabulary takes long to search."""
     placeholders: frozenset[int]
     """Token ids that stand for an image or the like."""
     settings: tuple[Any, ...]

@@ -29,7 +29,7 @@ from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_ro
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
 from trl_opsd.data.readers import Reader, Readers
-from trl_opsd.data.tokenization import shared_vocabulary
+from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import shape_of
@@ -78,7 +78,8 @@ class Teaching:
         """Entries of the fingerprint that describe what was passed."""
         self.readers = Readers(
             intake=given.intake,
-            tokenizers={name: one.tokenizer for name, one in given.vocabularies.items() if name},
+            tokenizers=(theirs := {name: one.tokenizer for name, one in given.vocabularies.items() if name}),
+            largest_ids={name: largest_id(one) for name, one in {"": host.processing_class, **theirs}.items()},
             tokenize=host.tokenize,
             see=host.see,
             processors=host.processors,
