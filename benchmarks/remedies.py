@@ -1,6 +1,6 @@
 """Trains the self-teaching student of the examples with each remedy and each control, for equally many tokens.
 
-    python benchmarks/remedies.py --tokens 750000 --seeds 0 1 2 --output out/remedies.jsonl --picture out/remedies.png
+    python benchmarks/remedies.py --seeds 0 1 2 --output out/remedies.jsonl --picture out/remedies.png
 
 A line of the output is one training, as in `objectives.py`. Accuracy, length and entropy are of held-out problems;
 retention is the accuracy where the solution is in the prompt, which the student could copy before it was trained.
@@ -9,30 +9,30 @@ retention is the accuracy where the solution is in the prompt, which the student
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-import torch
+import compare_doors
 from arithmetic import READER
 from arithmetic.evaluate import accuracy
 from arithmetic.task import draw, prompts_with_solutions, right
-from objectives import LONGEST, PROBLEMS, ROWS, Budget, read
+from objectives import LONGEST, PROBLEMS, Budget, read, studied
 from peft import LoraConfig
+from real_model import distil
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.utils.logging import disable_progress_bar
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.banner import Banner
 
-EVERY = 50
-"""Optimizer steps between two measurements."""
+ROWS = 16
+"""Completions of a step on arithmetic."""
 GROUPS = {"num_generations": 4}
 
 REMEDIES: dict[str, dict[str, Any]] = {
@@ -50,6 +50,8 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "weighted by advantage": {**GROUPS, "reward_gate": "advantage"},
     "a group's success (SDPO)": {**GROUPS, "teacher_context": "group_success"},
     "EMA 0.05": {"teacher_model_kind": "ema"},
+    "live teacher": {"teacher_model_kind": "live"},
+    "live teacher, anchor 1": {"teacher_model_kind": "live", "anchor_weight": 1.0},
     "short at first": {"completion_length_start": 12, "completion_length_steps": 100},
     "control: shuffled": {"teacher_control": "shuffled"},
     "control: unprivileged": {"teacher_control": "unprivileged"},
@@ -59,66 +61,106 @@ REMEDIES: dict[str, dict[str, Any]] = {
 
 
 class Course(TrainerCallback):
-    """Measures the student every so many steps."""
+    """Measures every so many steps and at the end."""
 
-    def __init__(self) -> None:
-        self.trainer: Any = None
+    def __init__(self, measure: Callable[[Any], dict[str, float]], every: int) -> None:
         self.points: list[dict[str, float]] = []
+        self._measure, self._every = measure, every
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % EVERY == 0:
-            self.measure(state.global_step)
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if state.global_step % self._every == 0:
+            self.points.append({"step": state.global_step, **self._measure(model)})
 
-    def measure(self, step: int) -> None:
-        model, words, problems = self.trainer.model, self.trainer.processing_class, draw(PROBLEMS, held_out=True)
-        self.points.append(
-            {
-                "step": step,
-                "accuracy": accuracy(model, words, problems),
-                "retention": accuracy(model, words, problems, show_solution=True),
-            }
-        )
+    def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if state.global_step % self._every:
+            self.points.append({"step": state.global_step, **self._measure(model)})
 
 
-def trained(options: Mapping[str, Any], seed: int, tokens: int) -> dict[str, Any]:
+Made = tuple[OPSDTrainer, list[dict[str, float]]]
+"""A trainer, and where its measurements go."""
+
+
+def of_arithmetic(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> Made:
+    """The student of `examples/self_distillation.py`, an adapter; it may forget how to read a solution."""
+    same = {
+        "teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}",
+        "divergence": "forward_kl", "max_steps": 2 * tokens // ROWS, "per_device_train_batch_size": ROWS,
+        "max_completion_length": LONGEST, "top_p": 0.6, "learning_rate": 1e-3, "warmup_steps": 10,
+        "lr_scheduler_type": "constant_with_warmup", "adam_beta2": 0.98, "logging_steps": 1, "seed": seed,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "collapse_guard": None,
+    }  # fmt: skip
+    problems, held_out = draw(tokens // 8, seed=seed), draw(PROBLEMS, held_out=True)
+    rows = prompts_with_solutions(problems).add_column("answer", [one.answer for one in problems])
+    alone = [[{"role": "user", "content": one.solution}] for one in problems]  # the reference without the question
+    trainer = OPSDTrainer(
+        model=READER,
+        args=OPSDConfig(folder, **{**same, **options}),
+        train_dataset=rows.add_column("contrast_prompt", alone),
+        reward_funcs=right,
+        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
+    )
+
+    def measure(model: Any) -> dict[str, float]:
+        shares = [accuracy(model, trainer.processing_class, held_out, show_solution=shown) for shown in (False, True)]
+        return dict(zip(("accuracy", "retention"), shares, strict=True))
+
+    course = Course(measure, every=50)
+    for callback in (Budget(tokens), course):
+        trainer.add_callback(callback)
+    return trainer, course.points
+
+
+def of_doors(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> Made:
+    """The agent of `examples/compare_doors.py`, whose teacher is another model; what it forgets is not measured."""
+    judge = compare_doors.Judge(Path(folder), 50, is_told=False)
+
+    def measure(model: Any, _: bool) -> dict[str, float]:
+        return {"accuracy": statistics.mean(judge.measure(model, greedy=False).values()), "retention": math.nan}
+
+    curve = compare_doors.Curve(measure, {"tokens": tokens, "seconds": 1}, points=5)
+    method = compare_doors.Method(divergence="forward_kl", options={"collapse_guard": None, **options})
+    mazes = compare_doors.draw(compare_doors.MAZES_TO_TRAIN, seed=seed)
+    return compare_doors.build(method, mazes, curve, seed, 2e-3, Path(folder)), curve.points
+
+
+def of_rule(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> Made:
+    """The pretrained model of `make real`, which is to talk like a pirate; it may forget facts."""
+    asked = argparse.Namespace(
+        model=".real/smollm2", divergence="forward_kl", learning_rate=2e-3, steps=tokens // 256, use_vllm=False
+    )
+    trainer = distil.build(asked, "pirate", seed, Path(folder), **{"collapse_guard": None, **options})
+    trainer.args.eval_strategy = "no"
+
+    def measure(_: Any) -> dict[str, float]:
+        found = distil.measured(trainer, "pirate", 50)
+        return {"accuracy": found["follows"], "retention": found["facts"]}
+
+    course = Course(measure, every=asked.steps)
+    trainer.add_callback(course)
+    return trainer, course.points
+
+
+def trained(task: str, options: Mapping[str, Any], seed: int, tokens: int) -> dict[str, Any]:
     """Trains once; what was learned, and the course of it."""
     with tempfile.TemporaryDirectory() as folder:
-        same = {
-            "teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}",
-            "divergence": "forward_kl", "max_steps": 2 * tokens // ROWS, "per_device_train_batch_size": ROWS,
-            "max_completion_length": LONGEST, "top_p": 0.6, "learning_rate": 5e-3, "warmup_steps": 10,
-            "lr_scheduler_type": "constant_with_warmup", "adam_beta2": 0.98, "logging_steps": 1, "seed": seed,
-            "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "collapse_guard": None,
-        }  # fmt: skip
-        problems = draw(tokens // 8, seed=seed)
-        rows = prompts_with_solutions(problems).add_column("answer", [one.answer for one in problems])
-        alone = [[{"role": "user", "content": one.solution}] for one in problems]  # the reference without the question
-        trainer = OPSDTrainer(
-            model=READER,
-            args=OPSDConfig(folder, **{**same, **options}),
-            train_dataset=rows.add_column("contrast_prompt", alone),
-            reward_funcs=right,
-            peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
-        )
+        trainer, points = TASKS[task](options, seed, tokens, folder)
         for callback in (PrinterCallback, ProgressCallback, Banner):
             trainer.remove_callback(callback)
-        budget, course = Budget(tokens), Course()
-        course.trainer = trainer
-        trainer.add_callback(budget)
-        trainer.add_callback(course)
         seconds = trainer.train().metrics["train_runtime"]
-        course.measure(trainer.state.global_step)
-        lengths = [one["completions/mean_length"] for one in trainer.state.log_history if "loss" in one]
-    last = course.points[-1]
+    logs = [one for one in trainer.state.log_history if "loss" in one]
+    entropies = [one["entropy/student"] for one in logs if "entropy/student" in one]  # of no token where no row counts
     return {
-        **{name: last[name] for name in ("accuracy", "retention")},
-        "best": max(one["accuracy"] for one in course.points),
-        "length": statistics.mean(lengths[-5:]),
-        "entropy": statistics.fmean([one for one in budget.entropy if one == one][-5:]),
-        "steps": len(budget.loss),
+        **{name: points[-1][name] for name in ("accuracy", "retention")},
+        "best": max(one["accuracy"] for one in points),
+        "length": statistics.mean(one["completions/mean_length"] for one in logs[-5:]),
+        "entropy": statistics.mean(entropies[-5:] or [math.nan]),
+        "steps": trainer.state.global_step,
         "seconds": seconds,
-        "course": course.points,
+        "course": points,
     }
+
+
+TASKS = {"arithmetic": of_arithmetic, "doors": of_doors, "rule": of_rule}
 
 
 def table(found: Iterable[Mapping[str, Any]]) -> str:
@@ -163,25 +205,20 @@ def draw_courses(found: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=300_000, help="written by the student in each training")
+    parser.add_argument("--task", choices=list(TASKS), default="arithmetic")
+    parser.add_argument("--tokens", type=int, default=90_000, help="written by the student in each training")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--remedies", nargs="+", choices=list(REMEDIES), default=list(REMEDIES), metavar="NAME")
     parser.add_argument("--output", type=Path, default=Path("out/remedies.jsonl"))
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    disable_progress_bar()
-    for seed in options.seeds:
-        for name in options.remedies:
-            key = {"remedy": name, "seed": seed, "budget": options.tokens}
-            if any(key.items() <= one.items() for one in read(options.output)):
-                continue
-            line = {**key, **trained(REMEDIES[name], seed, options.tokens)}
-            with options.output.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"{name}, seed {seed}: {line['accuracy']:.3f}, {line['seconds']:.0f} s", flush=True)
-    found = [one for one in read(options.output) if one["budget"] == options.tokens]
+    keys = (
+        {"task": options.task, "remedy": name, "seed": seed, "budget": options.tokens}
+        for seed in options.seeds
+        for name in options.remedies
+    )
+    studied(options.output, keys, lambda key: trained(key["task"], REMEDIES[key["remedy"]], key["seed"], key["budget"]))
+    found = [one for one in read(options.output) if (one["task"], one["budget"]) == (options.task, options.tokens)]
     print(table(found))
     if options.picture is not None:
         draw_courses(found, options.picture)

@@ -126,8 +126,8 @@ def fast_dtype() -> str:
     return "bfloat16" if is_fast else "float32"
 
 
-def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path) -> OPSDTrainer:
-    """The trainer of an adapter; its evaluations save completions in the folder."""
+def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path, **options: Any) -> OPSDTrainer:
+    """The trainer of an adapter, with further options; its evaluations save completions in the folder."""
     cpu = {} if torch.cuda.is_available() else {"bf16": False}
     return OPSDTrainer(
         model=asked.model,
@@ -156,6 +156,7 @@ def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path) -> OPSD
             disable_tqdm=True,
             seed=seed,
             **cpu,
+            **options,
         ),
         train_dataset=rows(rule, questions()),
         eval_dataset=rows(rule, questions(held_out=True)[::10]),
