@@ -31,7 +31,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.banner import Banner
 
-ROWS = 16
+ROWS = 32
 """Completions of a step on arithmetic."""
 GROUPS = {"num_generations": 4}
 
@@ -84,9 +84,9 @@ def of_arithmetic(options: Mapping[str, Any], seed: int, tokens: int, folder: st
     """The student of `examples/self_distillation.py`, an adapter; it may forget how to read a solution."""
     same = {
         "teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}",
-        "divergence": "forward_kl", "max_steps": 2 * tokens // ROWS, "per_device_train_batch_size": ROWS,
-        "max_completion_length": LONGEST, "top_p": 0.6, "learning_rate": 1e-3, "warmup_steps": 10,
-        "lr_scheduler_type": "constant_with_warmup", "adam_beta2": 0.98, "logging_steps": 1, "seed": seed,
+        "divergence": "forward_kl", "max_steps": tokens // (23 * ROWS), "per_device_train_batch_size": ROWS,
+        "max_completion_length": LONGEST, "top_p": 0.6, "learning_rate": 3e-3, "warmup_steps": 10,
+        "lr_scheduler_type": "linear", "adam_beta2": 0.98, "logging_steps": 1, "seed": seed,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "collapse_guard": None,
     }  # fmt: skip
     problems, held_out = draw(tokens // 8, seed=seed), draw(PROBLEMS, held_out=True)
@@ -104,7 +104,7 @@ def of_arithmetic(options: Mapping[str, Any], seed: int, tokens: int, folder: st
         shares = [accuracy(model, trainer.processing_class, held_out, show_solution=shown) for shown in (False, True)]
         return dict(zip(("accuracy", "retention"), shares, strict=True))
 
-    course = Course(measure, every=50)
+    course = Course(measure, every=40)
     for callback in (Budget(tokens), course):
         trainer.add_callback(callback)
     return trainer, course.points
@@ -206,7 +206,7 @@ def draw_courses(found: Iterable[Mapping[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(TASKS), default="arithmetic")
-    parser.add_argument("--tokens", type=int, default=90_000, help="written by the student in each training")
+    parser.add_argument("--tokens", type=int, default=118_000, help="written by the student in each training")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--remedies", nargs="+", choices=list(REMEDIES), default=list(REMEDIES), metavar="NAME")
     parser.add_argument("--output", type=Path, default=Path("out/remedies.jsonl"))
