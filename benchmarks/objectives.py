@@ -179,15 +179,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def studied(path: Path, keys: Iterable[dict[str, Any]], train: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Trains for each key of which the file has no line yet, and appends it."""
+def studied(path: Path, keys: Iterable[dict[str, Any]], train: Callable[..., dict[str, Any]]) -> None:
+    """Trains with the values of each key of which the file has no line yet, and appends it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     disable_progress_bar()
     for key in keys:
         if any(key.items() <= one.items() for one in read(path)):
             continue
-        line = {**key, **train(key)}
+        line = {**key, **train(*key.values())}
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"{', '.join(map(str, key.values()))}: {line['accuracy']:.3f}, {line['seconds']:.0f} s", flush=True)
@@ -208,11 +208,7 @@ def main() -> None:
         for task in options.tasks
         for name in options.objectives
     )
-    studied(
-        options.output,
-        keys,
-        lambda key: trained(key["task"], OBJECTIVES[key["objective"]], key["seed"], key["budget"]),
-    )
+    studied(options.output, keys, lambda task, name, *rest: trained(task, OBJECTIVES[name], *rest))
     found = [one for one in read(options.output) if one["budget"] == options.tokens]
     print(table(found))
     if options.picture is not None:

@@ -33,6 +33,8 @@ from trl_opsd.banner import Banner
 
 ROWS = 32
 """Completions of a step on arithmetic."""
+COLUMNS = {"accuracy": 3, "retention": 3, "length": 1, "entropy": 3, "steps": 0, "seconds": 0}
+"""Of the table, with their decimals."""
 GROUPS = {"num_generations": 4}
 
 REMEDIES: dict[str, dict[str, Any]] = {
@@ -143,7 +145,7 @@ def of_rule(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> 
 def trained(task: str, options: Mapping[str, Any], seed: int, tokens: int) -> dict[str, Any]:
     """Trains once; what was learned, and the course of it."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer, points = TASKS[task](options, seed, tokens, folder)
+        trainer, points = TASKS[task][0](options, seed, tokens, folder)
         for callback in (PrinterCallback, ProgressCallback, Banner):
             trainer.remove_callback(callback)
         seconds = trainer.train().metrics["train_runtime"]
@@ -151,7 +153,6 @@ def trained(task: str, options: Mapping[str, Any], seed: int, tokens: int) -> di
     entropies = [one["entropy/student"] for one in logs if "entropy/student" in one]  # of no token where no row counts
     return {
         **{name: points[-1][name] for name in ("accuracy", "retention")},
-        "best": max(one["accuracy"] for one in points),
         "length": statistics.mean(one["completions/mean_length"] for one in logs[-5:]),
         "entropy": statistics.mean(entropies[-5:] or [math.nan]),
         "steps": trainer.state.global_step,
@@ -160,68 +161,70 @@ def trained(task: str, options: Mapping[str, Any], seed: int, tokens: int) -> di
     }
 
 
-TASKS = {"arithmetic": of_arithmetic, "doors": of_doors, "rule": of_rule}
+TASKS = {"arithmetic": (of_arithmetic, 118_000), "doors": (of_doors, 900_000), "rule": (of_rule, 7_680)}
+"""What builds the trainer, and the tokens of a training; those of the doors have prompts among them."""
+
+
+def by_remedy(found: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """The figures of the seeds, the most accurate first."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for one in found:
+        group = groups.setdefault(one["remedy"], {name: [] for name in COLUMNS})
+        for name in COLUMNS:
+            group[name].append(one[name])
+    return dict(sorted(groups.items(), key=lambda item: -statistics.mean(item[1]["accuracy"])))
 
 
 def table(found: Iterable[Mapping[str, Any]]) -> str:
-    """The mean and the range over seeds of each, the most accurate at the end first."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for one in found:
-        groups.setdefault(one["remedy"], []).append(one)
-    lines = ["| | accuracy at the end | best | retention | tokens | entropy | steps |", "|---|---|---|---|---|---|---|"]
-
-    def mean(group: list[Mapping[str, Any]], name: str) -> float:
-        return statistics.mean(one[name] for one in group)
-
-    for name, group in sorted(groups.items(), key=lambda item: -mean(item[1], "accuracy")):
-        ends = [one["accuracy"] for one in group]
-        lines.append(
-            f"| {name} | {mean(group, 'accuracy'):.3f} ({min(ends):.3f}–{max(ends):.3f}) | {mean(group, 'best'):.3f} | "
-            f"{mean(group, 'retention'):.3f} | {mean(group, 'length'):.1f} | {mean(group, 'entropy'):.3f} | "
-            f"{mean(group, 'steps'):.0f} |"
-        )
+    """The mean over seeds, and the range of shares."""
+    lines = [f"| | {' | '.join(COLUMNS)} | seeds |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for name, group in by_remedy(found).items():
+        cells = [f"{statistics.mean(some):.{COLUMNS[of]}f}" for of, some in group.items()]
+        for place, some in enumerate((group["accuracy"], group["retention"])):
+            cells[place] += f" ({min(some):.2f}–{max(some):.2f})" if len(some) > 1 else ""
+        lines.append(f"| {name} | {' | '.join(cells)} | {len(group['steps'])} |")
     return "\n".join(lines)
 
 
-def draw_courses(found: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draws the accuracy along the training, the mean over seeds."""
+def draw_ends(found: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Draws what was learned against what was kept: means over seeds, and the ranges."""
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(9, 5))
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for one in found:
-        by_name.setdefault(one["remedy"], []).append(one)
-    for name, group in by_name.items():
-        steps = min(len(one["course"]) for one in group)
-        means = [statistics.mean(one["course"][place]["accuracy"] for one in group) for place in range(steps)]
-        style = {"linestyle": "--", "color": "grey"} if name.startswith("control") else {}
-        width = 3 if name == "plain" else 1.2
-        axis.plot([one["step"] for one in group[0]["course"][:steps]], means, label=name, linewidth=width, **style)
-    axis.set(xlabel="step", ylabel="accuracy, held out, greedy")
-    axis.legend(fontsize=7)
+    figure, axis = pyplot.subplots(figsize=(8, 5))
+    for name, group in by_remedy(found).items():
+        kept, learned = (group[of] for of in ("retention", "accuracy"))
+        x, y = statistics.mean(kept), statistics.mean(learned)
+        color = "grey" if name.startswith("control") else "black" if name.startswith("plain") else "tab:blue"
+        axis.errorbar(
+            x, y, xerr=[[x - min(kept)], [max(kept) - x]], yerr=[[y - min(learned)], [max(learned) - y]],
+            fmt="o", color=color, linewidth=1,
+        )  # fmt: skip
+        axis.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, color=color)
+    axis.set(xlabel="retention: right where the solution is shown", ylabel="accuracy: right where it is not")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(TASKS), default="arithmetic")
-    parser.add_argument("--tokens", type=int, default=118_000, help="written by the student in each training")
+    parser.add_argument("--tokens", type=int, help="of each training; by default those of the task")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--remedies", nargs="+", choices=list(REMEDIES), default=list(REMEDIES), metavar="NAME")
     parser.add_argument("--output", type=Path, default=Path("out/remedies.jsonl"))
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
+    budget = options.tokens or TASKS[options.task][1]
     keys = (
-        {"task": options.task, "remedy": name, "seed": seed, "budget": options.tokens}
+        {"task": options.task, "remedy": name, "seed": seed, "budget": budget}
         for seed in options.seeds
         for name in options.remedies
     )
-    studied(options.output, keys, lambda key: trained(key["task"], REMEDIES[key["remedy"]], key["seed"], key["budget"]))
-    found = [one for one in read(options.output) if (one["task"], one["budget"]) == (options.task, options.tokens)]
+    studied(options.output, keys, lambda task, name, *rest: trained(task, REMEDIES[name], *rest))
+    found = [one for one in read(options.output) if (one["task"], one["budget"]) == (options.task, budget)]
     print(table(found))
     if options.picture is not None:
-        draw_courses(found, options.picture)
+        draw_ends(found, options.picture)
 
 
 if __name__ == "__main__":
