@@ -186,22 +186,23 @@ def table(found: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw_ends(found: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draws what was learned against what was kept: means over seeds, and the ranges."""
+def draw_courses(found: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Draws what was learned and what was kept along the training: means over seeds, and the ranges."""
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(8, 5))
-    for name, group in by_remedy(found).items():
-        kept, learned = (group[of] for of in ("retention", "accuracy"))
-        x, y = statistics.mean(kept), statistics.mean(learned)
-        color = "grey" if name.startswith("control") else "black" if name.startswith("plain") else "tab:blue"
-        axis.errorbar(
-            x, y, xerr=[[x - min(kept)], [max(kept) - x]], yerr=[[y - min(learned)], [max(learned) - y]],
-            fmt="o", color=color, linewidth=1,
-        )  # fmt: skip
-        axis.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, color=color)
-    axis.set(xlabel="retention: right where the solution is shown", ylabel="accuracy: right where it is not")
-    figure.tight_layout()
+    found = list(found)
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
+    for axis, what in zip(axes, ("accuracy", "retention"), strict=True):
+        for name in by_remedy(found):
+            courses = [one["course"] for one in found if one["remedy"] == name]
+            steps = [point["step"] for point in min(courses, key=len)]
+            values = [[course[place][what] for course in courses] for place in range(len(steps))]
+            style = {"linestyle": "--", "color": "grey"} if name.startswith("control") else {}
+            (line,) = axis.plot(steps, [*map(statistics.mean, values)], marker=".", label=name, **style)
+            axis.fill_between(steps, [*map(min, values)], [*map(max, values)], color=line.get_color(), alpha=0.2)
+        axis.set(xlabel="optimizer step", title=what, ylim=(-0.02, 1.02))
+    axes[0].set_ylabel("share of held-out problems")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=100)
 
 
@@ -224,7 +225,7 @@ def main() -> None:
     found = [one for one in read(options.output) if (one["task"], one["budget"]) == (options.task, budget)]
     print(table(found))
     if options.picture is not None:
-        draw_ends(found, options.picture)
+        draw_courses(found, options.picture)
 
 
 if __name__ == "__main__":
