@@ -2,8 +2,9 @@
 
     python benchmarks/remedies.py --seeds 0 1 2 --output out/remedies.jsonl --picture out/remedies.png
 
-A line of the output is one training, as in `objectives.py`. Accuracy, length and entropy are of held-out problems;
-retention is the accuracy where the solution is in the prompt, which the student could copy before it was trained.
+A line of the output is one training, as in `objectives.py`. Accuracy is of held-out problems; length and entropy are of
+the last steps; retention is the accuracy where the solution is in the prompt, which the student could copy before it was
+trained. `--task doors` and `--task rule` train the other students of the examples.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def of_rule(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> 
         found = distil.measured(trainer, "pirate", 50)
         return {"accuracy": found["follows"], "retention": found["facts"]}
 
-    course = Course(measure, every=asked.steps)
+    course = Course(measure, every=asked.steps + 1)  # at the end alone
     trainer.add_callback(course)
     return trainer, course.points
 

@@ -185,7 +185,6 @@ def _distiller(method: Method, given: dict[str, Any], **options: Any) -> OPSDTra
         model=STUDENT,
         teacher_model=method.teacher,
         args=OPSDConfig(
-            divergence=method.divergence,
             max_completion_length=MAX_COMPLETION,
             max_tool_calling_iterations=Maze(number="0000", rooms=max(ROOMS)).budget,
             bf16=False,
@@ -194,7 +193,7 @@ def _distiller(method: Method, given: dict[str, Any], **options: Any) -> OPSDTra
             report_to="none",
             disable_tqdm=True,
             log_completions=False,
-            **options,
+            **{"divergence": method.divergence, **options},
         ),
         tools=[try_door],
         reward_funcs=escaped,

@@ -133,8 +133,6 @@ def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path, **optio
         model=asked.model,
         args=OPSDConfig(
             output_dir=str(folder),
-            teacher_model_kind="base",
-            divergence=asked.divergence,
             learning_rate=asked.learning_rate,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=3,
@@ -155,8 +153,7 @@ def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path, **optio
             report_to="none",
             disable_tqdm=True,
             seed=seed,
-            **cpu,
-            **options,
+            **{**cpu, "teacher_model_kind": "base", "divergence": asked.divergence, **options},
         ),
         train_dataset=rows(rule, questions()),
         eval_dataset=rows(rule, questions(held_out=True)[::10]),
