@@ -3,8 +3,8 @@
     python benchmarks/remedies.py --seeds 0 1 2 --output out/remedies.jsonl --picture out/remedies.png
 
 A line of the output is one training, as in `objectives.py`. Accuracy is of held-out problems; length and entropy are of
-the last steps; retention is the accuracy where the solution is in the prompt, which the student could copy before it was
-trained. `--task doors` and `--task rule` train the other students of the examples.
+the last steps; retention is the accuracy where the solution is in the prompt, which the student could copy at first.
+`--task doors` and `--task rule` train the other students of the examples.
 """
 
 from __future__ import annotations
