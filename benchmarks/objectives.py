@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Budget(TrainerCallback):
         if "loss" in logs:
             self.loss.append(logs["loss"])
             self.entropy.append(logs.get("entropy/student", math.nan))  # of no token where no row counts
-            self.written += round(logs["completions/mean_length"] * ROWS)
+            self.written += round(logs["completions/mean_length"] * args.train_batch_size)
             control.should_training_stop |= self.written >= self.left
 
 
@@ -179,6 +179,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def studied(path: Path, keys: Iterable[dict[str, Any]], train: Callable[..., dict[str, Any]]) -> None:
+    """Trains with the values of each key of which the file has no line yet, and appends it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    for key in keys:
+        if any(key.items() <= one.items() for one in read(path)):
+            continue
+        line = {**key, **train(*key.values())}
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{', '.join(map(str, key.values()))}: {line['accuracy']:.3f}, {line['seconds']:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=150_000, help="written by the student in each training")
@@ -188,19 +202,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("out/objectives.jsonl"))
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    disable_progress_bar()
-    for seed in options.seeds:
-        for task in options.tasks:
-            for name in options.objectives:
-                key = {"task": task, "objective": name, "seed": seed, "budget": options.tokens}
-                if any(key.items() <= one.items() for one in read(options.output)):
-                    continue
-                line = {**key, **trained(task, OBJECTIVES[name], seed, options.tokens)}
-                with options.output.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(f"{task}, {name}, seed {seed}: {line['accuracy']:.3f}, {line['seconds']:.0f} s", flush=True)
+    keys = (
+        {"task": task, "objective": name, "seed": seed, "budget": options.tokens}
+        for seed in options.seeds
+        for task in options.tasks
+        for name in options.objectives
+    )
+    studied(options.output, keys, lambda task, name, *rest: trained(task, OBJECTIVES[name], *rest))
     found = [one for one in read(options.output) if one["budget"] == options.tokens]
     print(table(found))
     if options.picture is not None:

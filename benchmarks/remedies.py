@@ -1,38 +1,41 @@
 """Trains the self-teaching student of the examples with each remedy and each control, for equally many tokens.
 
-    python benchmarks/remedies.py --tokens 750000 --seeds 0 1 2 --output out/remedies.jsonl --picture out/remedies.png
+    python benchmarks/remedies.py --seeds 0 1 2 --output out/remedies.jsonl --picture out/remedies.png
 
-A line of the output is one training, as in `objectives.py`. Accuracy, length and entropy are of held-out problems;
-retention is the accuracy where the solution is in the prompt, which the student could copy before it was trained.
+A line of the output is one training, as in `objectives.py`. Accuracy is of held-out problems; length and entropy are of
+the last steps; retention is the accuracy where the solution is in the prompt, which the student could copy at first.
+`--task doors` and `--task rule` train the other students of the examples.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-import torch
+import compare_doors
 from arithmetic import READER
 from arithmetic.evaluate import accuracy
 from arithmetic.task import draw, prompts_with_solutions, right
-from objectives import LONGEST, PROBLEMS, ROWS, Budget, read
+from objectives import LONGEST, PROBLEMS, Budget, read, studied
 from peft import LoraConfig
+from real_model import distil
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.utils.logging import disable_progress_bar
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.banner import Banner
 
-EVERY = 50
-"""Optimizer steps between two measurements."""
+ROWS = 32
+"""Completions of a step on arithmetic."""
+COLUMNS = {"accuracy": 3, "retention": 3, "length": 1, "entropy": 3, "steps": 0, "seconds": 0}
+"""Of the table, with their decimals."""
 GROUPS = {"num_generations": 4}
 
 REMEDIES: dict[str, dict[str, Any]] = {
@@ -50,6 +53,8 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "weighted by advantage": {**GROUPS, "reward_gate": "advantage"},
     "a group's success (SDPO)": {**GROUPS, "teacher_context": "group_success"},
     "EMA 0.05": {"teacher_model_kind": "ema"},
+    "live teacher": {"teacher_model_kind": "live"},
+    "live teacher, anchor 1": {"teacher_model_kind": "live", "anchor_weight": 1.0},
     "short at first": {"completion_length_start": 12, "completion_length_steps": 100},
     "control: shuffled": {"teacher_control": "shuffled"},
     "control: unprivileged": {"teacher_control": "unprivileged"},
@@ -59,129 +64,166 @@ REMEDIES: dict[str, dict[str, Any]] = {
 
 
 class Course(TrainerCallback):
-    """Measures the student every so many steps."""
+    """Measures every so many steps and at the end."""
 
-    def __init__(self) -> None:
-        self.trainer: Any = None
+    def __init__(self, measure: Callable[[Any], dict[str, float]], every: int) -> None:
         self.points: list[dict[str, float]] = []
+        self._measure, self._every = measure, every
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % EVERY == 0:
-            self.measure(state.global_step)
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if state.global_step % self._every == 0:
+            self.points.append({"step": state.global_step, **self._measure(model)})
 
-    def measure(self, step: int) -> None:
-        model, words, problems = self.trainer.model, self.trainer.processing_class, draw(PROBLEMS, held_out=True)
-        self.points.append(
-            {
-                "step": step,
-                "accuracy": accuracy(model, words, problems),
-                "retention": accuracy(model, words, problems, show_solution=True),
-            }
-        )
+    def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        if state.global_step % self._every:
+            self.points.append({"step": state.global_step, **self._measure(model)})
 
 
-def trained(options: Mapping[str, Any], seed: int, tokens: int) -> dict[str, Any]:
+Made = tuple[OPSDTrainer, list[dict[str, float]]]
+"""A trainer, and where its measurements go."""
+
+
+def of_arithmetic(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> Made:
+    """The student of `examples/self_distillation.py`, an adapter; it may forget how to read a solution."""
+    same = {
+        "teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}",
+        "divergence": "forward_kl", "max_steps": tokens // (23 * ROWS), "per_device_train_batch_size": ROWS,
+        "max_completion_length": LONGEST, "top_p": 0.6, "learning_rate": 3e-3, "warmup_steps": 10,
+        "lr_scheduler_type": "linear", "adam_beta2": 0.98, "logging_steps": 1, "seed": seed,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "collapse_guard": None,
+    }  # fmt: skip
+    problems, held_out = draw(tokens // 8, seed=seed), draw(PROBLEMS, held_out=True)
+    rows = prompts_with_solutions(problems).add_column("answer", [one.answer for one in problems])
+    alone = [[{"role": "user", "content": one.solution}] for one in problems]  # the reference without the question
+    trainer = OPSDTrainer(
+        model=READER,
+        args=OPSDConfig(folder, **{**same, **options}),
+        train_dataset=rows.add_column("contrast_prompt", alone),
+        reward_funcs=right,
+        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
+    )
+
+    def measure(model: Any) -> dict[str, float]:
+        shares = [accuracy(model, trainer.processing_class, held_out, show_solution=shown) for shown in (False, True)]
+        return dict(zip(("accuracy", "retention"), shares, strict=True))
+
+    course = Course(measure, every=40)
+    for callback in (Budget(tokens), course):
+        trainer.add_callback(callback)
+    return trainer, course.points
+
+
+def of_doors(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> Made:
+    """The agent of `examples/compare_doors.py`, whose teacher is another model; what it forgets is not measured."""
+    judge = compare_doors.Judge(Path(folder), 50, is_told=False)
+
+    def measure(model: Any, _: bool) -> dict[str, float]:
+        return {"accuracy": statistics.mean(judge.measure(model, greedy=False).values()), "retention": math.nan}
+
+    curve = compare_doors.Curve(measure, {"tokens": tokens, "seconds": 1}, points=5)
+    method = compare_doors.Method(divergence="forward_kl", options={"collapse_guard": None, **options})
+    mazes = compare_doors.draw(compare_doors.MAZES_TO_TRAIN, seed=seed)
+    return compare_doors.build(method, mazes, curve, seed, 2e-3, Path(folder)), curve.points
+
+
+def of_rule(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> Made:
+    """The pretrained model of `make real`, which is to talk like a pirate; it may forget facts."""
+    asked = argparse.Namespace(
+        model=".real/smollm2", divergence="forward_kl", learning_rate=2e-3, steps=tokens // 256, use_vllm=False
+    )
+    trainer = distil.build(asked, "pirate", seed, Path(folder), **{"collapse_guard": None, **options})
+    trainer.args.eval_strategy = "no"
+
+    def measure(_: Any) -> dict[str, float]:
+        found = distil.measured(trainer, "pirate", 50)
+        return {"accuracy": found["follows"], "retention": found["facts"]}
+
+    course = Course(measure, every=asked.steps + 1)  # at the end alone
+    trainer.add_callback(course)
+    return trainer, course.points
+
+
+def trained(task: str, options: Mapping[str, Any], seed: int, tokens: int) -> dict[str, Any]:
     """Trains once; what was learned, and the course of it."""
     with tempfile.TemporaryDirectory() as folder:
-        same = {
-            "teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}",
-            "divergence": "forward_kl", "max_steps": 2 * tokens // ROWS, "per_device_train_batch_size": ROWS,
-            "max_completion_length": LONGEST, "top_p": 0.6, "learning_rate": 5e-3, "warmup_steps": 10,
-            "lr_scheduler_type": "constant_with_warmup", "adam_beta2": 0.98, "logging_steps": 1, "seed": seed,
-            "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "collapse_guard": None,
-        }  # fmt: skip
-        problems = draw(tokens // 8, seed=seed)
-        rows = prompts_with_solutions(problems).add_column("answer", [one.answer for one in problems])
-        alone = [[{"role": "user", "content": one.solution}] for one in problems]  # the reference without the question
-        trainer = OPSDTrainer(
-            model=READER,
-            args=OPSDConfig(folder, **{**same, **options}),
-            train_dataset=rows.add_column("contrast_prompt", alone),
-            reward_funcs=right,
-            peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
-        )
+        trainer, points = TASKS[task][0](options, seed, tokens, folder)
         for callback in (PrinterCallback, ProgressCallback, Banner):
             trainer.remove_callback(callback)
-        budget, course = Budget(tokens), Course()
-        course.trainer = trainer
-        trainer.add_callback(budget)
-        trainer.add_callback(course)
         seconds = trainer.train().metrics["train_runtime"]
-        course.measure(trainer.state.global_step)
-        lengths = [one["completions/mean_length"] for one in trainer.state.log_history if "loss" in one]
-    last = course.points[-1]
+    logs = [one for one in trainer.state.log_history if "loss" in one]
+    entropies = [one["entropy/student"] for one in logs if "entropy/student" in one]  # of no token where no row counts
     return {
-        **{name: last[name] for name in ("accuracy", "retention")},
-        "best": max(one["accuracy"] for one in course.points),
-        "length": statistics.mean(lengths[-5:]),
-        "entropy": statistics.fmean([one for one in budget.entropy if one == one][-5:]),
-        "steps": len(budget.loss),
+        **{name: points[-1][name] for name in ("accuracy", "retention")},
+        "length": statistics.mean(one["completions/mean_length"] for one in logs[-5:]),
+        "entropy": statistics.mean(entropies[-5:] or [math.nan]),
+        "steps": trainer.state.global_step,
         "seconds": seconds,
-        "course": course.points,
+        "course": points,
     }
 
 
-def table(found: Iterable[Mapping[str, Any]]) -> str:
-    """The mean and the range over seeds of each, the most accurate at the end first."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+TASKS = {"arithmetic": (of_arithmetic, 118_000), "doors": (of_doors, 900_000), "rule": (of_rule, 7_680)}
+"""What builds the trainer, and the tokens of a training; those of the doors have prompts among them."""
+
+
+def by_remedy(found: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """The figures of the seeds, the most accurate first."""
+    groups: dict[str, dict[str, list[float]]] = {}
     for one in found:
-        groups.setdefault(one["remedy"], []).append(one)
-    lines = ["| | accuracy at the end | best | retention | tokens | entropy | steps |", "|---|---|---|---|---|---|---|"]
+        group = groups.setdefault(one["remedy"], {name: [] for name in COLUMNS})
+        for name in COLUMNS:
+            group[name].append(one[name])
+    return dict(sorted(groups.items(), key=lambda item: -statistics.mean(item[1]["accuracy"])))
 
-    def mean(group: list[Mapping[str, Any]], name: str) -> float:
-        return statistics.mean(one[name] for one in group)
 
-    for name, group in sorted(groups.items(), key=lambda item: -mean(item[1], "accuracy")):
-        ends = [one["accuracy"] for one in group]
-        lines.append(
-            f"| {name} | {mean(group, 'accuracy'):.3f} ({min(ends):.3f}–{max(ends):.3f}) | {mean(group, 'best'):.3f} | "
-            f"{mean(group, 'retention'):.3f} | {mean(group, 'length'):.1f} | {mean(group, 'entropy'):.3f} | "
-            f"{mean(group, 'steps'):.0f} |"
-        )
+def table(found: Iterable[Mapping[str, Any]]) -> str:
+    """The mean over seeds, and the range of shares."""
+    lines = [f"| | {' | '.join(COLUMNS)} | seeds |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for name, group in by_remedy(found).items():
+        cells = [f"{statistics.mean(some):.{COLUMNS[of]}f}" for of, some in group.items()]
+        for place, some in enumerate((group["accuracy"], group["retention"])):
+            cells[place] += f" ({min(some):.2f}–{max(some):.2f})" if len(some) > 1 else ""
+        lines.append(f"| {name} | {' | '.join(cells)} | {len(group['steps'])} |")
     return "\n".join(lines)
 
 
 def draw_courses(found: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draws the accuracy along the training, the mean over seeds."""
+    """Draws what was learned and what was kept along the training: means over seeds, and the ranges."""
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(9, 5))
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for one in found:
-        by_name.setdefault(one["remedy"], []).append(one)
-    for name, group in by_name.items():
-        steps = min(len(one["course"]) for one in group)
-        means = [statistics.mean(one["course"][place]["accuracy"] for one in group) for place in range(steps)]
-        style = {"linestyle": "--", "color": "grey"} if name.startswith("control") else {}
-        width = 3 if name == "plain" else 1.2
-        axis.plot([one["step"] for one in group[0]["course"][:steps]], means, label=name, linewidth=width, **style)
-    axis.set(xlabel="step", ylabel="accuracy, held out, greedy")
-    axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    found = list(found)
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
+    for axis, what in zip(axes, ("accuracy", "retention"), strict=True):
+        for name in by_remedy(found):
+            courses = [one["course"] for one in found if one["remedy"] == name]
+            steps = [point["step"] for point in min(courses, key=len)]
+            values = [[course[place][what] for course in courses] for place in range(len(steps))]
+            style = {"linestyle": "--", "color": "grey"} if name.startswith("control") else {}
+            (line,) = axis.plot(steps, [*map(statistics.mean, values)], marker=".", label=name, **style)
+            axis.fill_between(steps, [*map(min, values)], [*map(max, values)], color=line.get_color(), alpha=0.2)
+        axis.set(xlabel="optimizer step", title=what, ylim=(-0.02, 1.02))
+    axes[0].set_ylabel("share of held-out problems")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=300_000, help="written by the student in each training")
+    parser.add_argument("--task", choices=list(TASKS), default="arithmetic")
+    parser.add_argument("--tokens", type=int, help="of each training; by default those of the task")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--remedies", nargs="+", choices=list(REMEDIES), default=list(REMEDIES), metavar="NAME")
     parser.add_argument("--output", type=Path, default=Path("out/remedies.jsonl"))
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    disable_progress_bar()
-    for seed in options.seeds:
-        for name in options.remedies:
-            key = {"remedy": name, "seed": seed, "budget": options.tokens}
-            if any(key.items() <= one.items() for one in read(options.output)):
-                continue
-            line = {**key, **trained(REMEDIES[name], seed, options.tokens)}
-            with options.output.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"{name}, seed {seed}: {line['accuracy']:.3f}, {line['seconds']:.0f} s", flush=True)
-    found = [one for one in read(options.output) if one["budget"] == options.tokens]
+    budget = options.tokens or TASKS[options.task][1]
+    keys = (
+        {"task": options.task, "remedy": name, "seed": seed, "budget": budget}
+        for seed in options.seeds
+        for name in options.remedies
+    )
+    studied(options.output, keys, lambda task, name, *rest: trained(task, REMEDIES[name], *rest))
+    found = [one for one in read(options.output) if (one["task"], one["budget"]) == (options.task, budget)]
     print(table(found))
     if options.picture is not None:
         draw_courses(found, options.picture)

@@ -13,8 +13,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class Method:
         teacher (`str`): a path.
         is_on_policy (`bool`): whether the student writes what it learns from.
         is_told (`bool`): whether the student reads the doors too.
+        options (`Mapping[str, Any]`): further ones of the trainer with a teacher.
     """
 
     divergence: str | None = None
@@ -76,6 +77,7 @@ class Method:
     teacher: str = TEACHER
     is_on_policy: bool = True
     is_told: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 METHODS = {
@@ -183,7 +185,6 @@ def _distiller(method: Method, given: dict[str, Any], **options: Any) -> OPSDTra
         model=STUDENT,
         teacher_model=method.teacher,
         args=OPSDConfig(
-            divergence=method.divergence,
             max_completion_length=MAX_COMPLETION,
             max_tool_calling_iterations=Maze(number="0000", rooms=max(ROOMS)).budget,
             bf16=False,
@@ -192,7 +193,7 @@ def _distiller(method: Method, given: dict[str, Any], **options: Any) -> OPSDTra
             report_to="none",
             disable_tqdm=True,
             log_completions=False,
-            **options,
+            **{"divergence": method.divergence, **options},
         ),
         tools=[try_door],
         reward_funcs=escaped,
@@ -220,7 +221,7 @@ def build(method: Method, mazes: Sequence[Maze], curve: Curve, seed: int, rate: 
         given: dict[str, Any] = {"train_dataset": rows(mazes, method.is_told), "callbacks": [curve]}
         if not method.is_on_policy:
             given["rollout"] = ByTeacher()
-        return _distiller(method, given, **options)
+        return _distiller(method, given, **options, **method.options)
     source = random.Random(seed)
     walks = [maze.searched(source) if method.walks == "searched" else maze.straight() for maze in mazes]
     asked = [maze.prompt_with_hint if method.is_told else maze.prompt for maze in mazes]

@@ -126,15 +126,13 @@ def fast_dtype() -> str:
     return "bfloat16" if is_fast else "float32"
 
 
-def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path) -> OPSDTrainer:
-    """The trainer of an adapter; its evaluations save completions in the folder."""
+def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path, **options: Any) -> OPSDTrainer:
+    """The trainer of an adapter, with further options; its evaluations save completions in the folder."""
     cpu = {} if torch.cuda.is_available() else {"bf16": False}
     return OPSDTrainer(
         model=asked.model,
         args=OPSDConfig(
             output_dir=str(folder),
-            teacher_model_kind="base",
-            divergence=asked.divergence,
             learning_rate=asked.learning_rate,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=3,
@@ -155,7 +153,7 @@ def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path) -> OPSD
             report_to="none",
             disable_tqdm=True,
             seed=seed,
-            **cpu,
+            **{**cpu, "teacher_model_kind": "base", "divergence": asked.divergence, **options},
         ),
         train_dataset=rows(rule, questions()),
         eval_dataset=rows(rule, questions(held_out=True)[::10]),
