@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None, trainer_class: type[OPSDTrainer
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/two_tokenizers"))
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps, each of 32 completions")
-    parser.add_argument("--divergence", default="reverse_kl")
+    parser.add_argument("--divergence", default="jsd")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
     options = parser.parse_args(arguments)
