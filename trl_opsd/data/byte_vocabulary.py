@@ -10,9 +10,10 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from os.path import commonprefix
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.types.bytewise import END, ROOT, ByteTable
 
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Live: TypeAlias = tuple[tuple[int, int], ...]
+"""Tokens that a longer one may have begun at: how many tokens back, and the node of the bytes since."""
 _BACK = 3
 """Tokens before a byte's own that a longer token may have begun at."""
 _ANCHORS = ("\n", "a", ".", " ", "0", ";")
@@ -220,26 +224,40 @@ class ByteVocabulary:
         Returns:
             `tuple`: [P], int64, the number of each position's token; and [R, 4], int32, as [`~types.ByteTargets`] has.
         """
-        children, first = self._nodes[1], self._firsts
-        tokens: list[int] = []
-        found: list[tuple[int, int, int, int]] = []
-        live: list[tuple[int, int]] = []  # tokens that a longer one may have begun at, with the node of the bytes since
-        for number, text in enumerate(texts):
-            live = [(start, node) for start, node in live if number - start <= _BACK]
-            live.append((number, ROOT))
-            for byte in text or (END,):
-                position = len(tokens)
-                tokens.append(number)
-                for start, node in live:
-                    if start == number or first[node + 1] > first[node]:
-                        found.append((position, start, number - start, node))
-                steps = ((start, children.get((node, byte))) for start, node in live)
-                live = [(start, node) for start, node in steps if node is not None]
-        return torch.tensor(tokens, dtype=torch.int64), torch.tensor(found, dtype=torch.int32).reshape(-1, 4)
+        step, found = self._step, list[Numbers]()
+        live: Live = ()
+        for text in texts:
+            each, live = step(live, text)
+            found.append(each)
+        sizes = [len(one or b"-") for one in texts]
+        counts = [len(one) for one in found]
+        joined = np.concatenate([np.zeros((0, 3), np.int32), *found])
+        number_R = np.repeat(np.arange(len(texts), dtype=np.int32), counts)
+        starts = np.cumsum([0, *sizes])[:-1].astype(np.int32)
+        columns = (joined[:, 0] + starts[number_R], number_R - joined[:, 1], joined[:, 1], joined[:, 2])
+        token_P = np.repeat(np.arange(len(texts)), sizes)
+        return torch.from_numpy(token_P), torch.from_numpy(np.stack(columns, 1))
 
     @cached_property
-    def _firsts(self) -> list[int]:
-        return list(self.table.first.tolist())
+    def _step(self) -> Callable[[Live, bytes | None], tuple[Numbers, Live]]:
+        """What is read for the bytes of one token, [n, 3]: the number of the byte, tokens back, and the node.
+
+        It depends on the nodes that the tokens before it have left, which are mostly the same few, so it is kept.
+        """
+        children, first = self._nodes[1], self.table.first.tolist()
+
+        @lru_cache(1 << 16)
+        def step(live: Live, text: bytes | None) -> tuple[Numbers, Live]:
+            live = (*((back + 1, node) for back, node in live if back < _BACK), (0, ROOT))
+            found: list[tuple[int, int, int]] = []
+            for number, byte in enumerate(text or (END,)):
+                # a node without edges adds nothing, but at the token's own border
+                found += [(number, back, node) for back, node in live if not back or first[node + 1] > first[node]]
+                after = ((back, children.get((node, byte))) for back, node in live)
+                live = tuple((back, node) for back, node in after if node is not None)
+            return np.array(found, np.int32), live
+
+        return step
 
 
 def _without(texts: Sequence[bytes | None], anchor: bytes) -> int | None:
