@@ -38,6 +38,7 @@ CASES: list[Case] = [
             {"seq_kd": True, "lmbda": 0.5},
             {"teacher_model_kind": "base"},
             {"teacher_control": "constant"},
+            {"teacher_control": "unprivileged"},
         )
     ),
     Case(

@@ -9,6 +9,9 @@ import tiny
 import torch
 from byte_languages import byte_pairs
 from peft import LoraConfig
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import FixedRollout
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
@@ -17,6 +20,7 @@ from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.frozen import Resident
+from trl_opsd.types import TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets, Spelled
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
@@ -344,3 +348,41 @@ def test_a_special_token_that_both_have_is_read_by_both():
     reading = byte_teacher(mine, yours)._read(ids, None)
     assert len(reading.token_P) == 2 + 1 + 12
     assert reading.ids.count(YOURS.eos_token_id) == 1
+
+
+class Ahead(Teacher):
+    """Returns states one token ahead."""
+
+    def __init__(self, teacher):
+        self.teacher = teacher
+
+    head = property(lambda self: self.teacher.head)
+    context = None
+
+    def targets(self, rollout):
+        hidden = self.teacher.targets(rollout).hidden
+        return TeacherTargets(hidden=hidden.roll(-1, 1))
+
+
+def test_a_teacher_of_ones_own_is_proved_aligned(make):
+    _, teacher = models()
+    inner = FrozenTeacher(Resident(teacher, torch.device("cpu")))
+    with pytest.raises(ValueError, match="returned states that are 1 token ahead"):
+        make(teacher_model=Ahead(inner), max_completion_length=60).train()
+
+
+def test_runs_of_spaces_that_are_added_tokens_are_spaces():
+    """As in Gemma's tokenizer, where merges lead to them too."""
+    spaces = ["\N{LOWER ONE EIGHTH BLOCK}" * count for count in (1, 2)]
+    letters = [*map(chr, range(33, 127)), *spaces]
+    vocabulary = {
+        token: number for number, token in enumerate(["</s>", *(f"<0x{one:02X}>" for one in range(256)), *letters])
+    }
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[(spaces[0], spaces[0])], byte_fallback=True, unk_token="</s>"))
+    backend.normalizer = normalizers.Replace(" ", spaces[0])
+    backend.decoder = decoders.Sequence([decoders.Replace(spaces[0], " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_tokens([AddedToken(spaces[1], normalized=False, special=False)])
+    words = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    found = ByteVocabulary.of(words, "it")
+    assert found.spelled(found.ids_of("a  b")) == [b"a", b"  ", b"b"]
+    assert found.spelled([words.convert_tokens_to_ids("<0x41>")]) == [b"A"]

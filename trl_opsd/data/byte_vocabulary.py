@@ -85,20 +85,24 @@ class ByteVocabulary:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, called: str, more: Iterable[str] = ()) -> ByteVocabulary:
         """Finds out what tokens stand for, and proves it on texts of many kinds, and on these."""
-        wrong = ""
+        wrong = 0, ""
+        proofs = [*_TEXTS, *_drawn(), *map(_composed, more)]
         for alphabet in _ALPHABETS:
             found = cls._written_in(tokenizer, alphabet)
-            text = next((one for one in (*_TEXTS, *_drawn()) if found.changed(one)), None)
-            if text is None:
-                text = next((one for one in more if found.changed(_composed(one))), None)
-                if text is None:
-                    return found
-            wrong = wrong or text
-        read = tokenizer.decode(tokenizer(wrong, add_special_tokens=False)["input_ids"])
+            failed = next((at for at, one in enumerate(proofs) if found.changed(one)), None)
+            if failed is None:
+                return found
+            ids = found.ids_of(proofs[failed])
+            read = tokenizer.decode(ids)
+            if read == proofs[failed]:
+                read = b"".join(one or b"" for one in found.spelled(ids)).decode(errors="replace")
+            wrong = max(
+                wrong, (failed + 1, f"{proofs[failed]!r} becomes {read!r}")
+            )  # by the alphabet that got furthest
         raise ValueError(
-            f"`cross_tokenizer='bytes'`: the tokens of {called} do not spell what they read: {wrong!r} becomes "
-            f"{read!r}. Text that a tokenizer changes (by lowercasing, NFKC, unknown words) has no next byte: use a "
-            "model whose tokenizer keeps text as it is (byte-level BPE, or SentencePiece with byte fallback)."
+            f"`cross_tokenizer='bytes'`: the tokens of {called} do not spell what they read: {wrong[1]}. Text that a "
+            "tokenizer changes (by lowercasing, NFKC, unknown words) has no next byte: use a model whose tokenizer keeps "
+            "text as it is (byte-level BPE, or SentencePiece with byte fallback)."
         )
 
     @classmethod
@@ -109,7 +113,9 @@ class ByteVocabulary:
         texts: list[bytes | None] = [None] * (max(ids.values()) + 1)
         for token, number in ids.items():
             if number not in special:
-                texts[number] = str(added[number]).encode() if number in added else alphabet(token)
+                # Added tokens are text, but runs of spaces, which SentencePiece's also are, have its symbol.
+                is_text = number in added and alphabet is _byte_level
+                texts[number] = token.encode() if is_text else alphabet(token)
         # a token that adds nothing cannot be counted by the bytes that it adds
         special |= {number for number in ids.values() if not texts[number]}
         return cls(tokenizer, tuple(one or None for one in texts), frozenset(special))

@@ -114,6 +114,7 @@ class Teaching:
                 student=spelling,
                 temperature=lambda: host.temperatures[1],
                 chunk_tokens=host.args.loss_chunk_tokens,
+                cache_device=host.args.teacher_cache_device,
             )
             by_bytes = {name: partial(given, its=its) for name, its in self._given.vocabularies.items() if name}
         with autocast(host.accelerator):

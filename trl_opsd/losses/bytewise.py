@@ -79,8 +79,6 @@ class _Masses:
     """[P, 257], float64: logarithms of the outcomes' probabilities."""
     escape: Tensor
     """[P], no gradient: share of what is missed at least."""
-    own: Tensor
-    """[S], float64: log-probability of each state's own token."""
 
 
 def _masses(logits_SV: Tensor, table: ByteTable, ids_S: Tensor, reads_R4: Tensor, positions: int) -> _Masses:
@@ -115,7 +113,7 @@ def _masses(logits_SV: Tensor, table: ByteTable, ids_S: Tensor, reads_R4: Tensor
         own_P = each_Q.new_zeros(len(state_R)).index_add(0, read_Q, each_Q)[last_P]
         escape_P = whole_P / (whole_P + own_P).clamp(min=1e-300)
     share_PO = mass_PO / mass_PO.sum(-1, keepdim=True).clamp(min=1e-300)
-    return _Masses((share_PO + _FLOOR).log(), escape_P, own_S)
+    return _Masses((share_PO + _FLOOR).log(), escape_P)
 
 
 def _tile_tokens(lazy: LazyLogits, table: ByteTable, chunk_tokens: int | None) -> int:
@@ -282,7 +280,9 @@ class _Fold:
         value = value_P.sum()
         pulled_N = torch.zeros(tile.stop - tile.start, device=device)
         if self.sampled.pull is not None:
-            pulled_N = -masses.own[mine].float() * self.sampled.pull[tile] * weights_N[tile]
+            logits_NV, ids_N1 = logits_SV[mine], ids_S[mine, None]
+            own_N = logits_NV.gather(1, ids_N1).squeeze(1) - logits_NV[:, self.table.order].logsumexp(-1)
+            pulled_N = -own_N * self.sampled.pull[tile] * weights_N[tile]
             value = value + pulled_N.sum()
         outcomes_N, present_N = self.table.length[ids_S[mine]].float(), by_token(torch.ones_like(token_P))
         found = (

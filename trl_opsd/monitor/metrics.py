@@ -105,7 +105,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         **{
             f"cross/{name}": Metric(unit, meaning, _BY_BYTES, mean_of)
             for name, unit, meaning, mean_of in (
-                ("divergence", "nats", "Between teacher and student, per byte.", "divergence / compared"),
+                (
+                    "divergence",
+                    "nats",
+                    "Between teacher and student, per byte; with weights, of the weighted sum.",
+                    "divergence / compared",
+                ),
                 ("used", "1", "Share of bytes that were compared.", "compared / outcomes"),
                 ("escape", "1", "Share left out as a model may cut them otherwise.", "escaped / outcomes"),
                 (

@@ -348,7 +348,7 @@ AFTER = (
             "seq_kd": True,
             "teacher_server_url": SET,
             "teacher_model_kind": SET,
-            "teacher_control": one_of("constant"),
+            "teacher_control": one_of("constant", "unprivileged"),
         },
         cross_tokenizer=SET,
     ),

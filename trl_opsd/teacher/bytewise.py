@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -16,10 +18,10 @@ from trl_opsd.data.byte_vocabulary import ByteVocabulary, valid_text
 from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
 from trl_opsd.models.backbone import gathered_head, shape_of
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.teachers import check_depends_on_input, scored
+from trl_opsd.teacher.teachers import check_depends_on_input, prove_alignment, scored
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets, byte_head
-from trl_opsd.types.targets import kept_by_row
+from trl_opsd.types.targets import kept_by_row, targets_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class ByteTeacher(Teacher):
             The teacher's softmax temperature, as it is now.
         chunk_tokens (`int`, *optional*):
             Tokens whose logits exist at a time.
+        cache_device (`str`, *optional*, defaults to `"auto"`):
+            Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
     """
 
     def __init__(
@@ -58,9 +62,12 @@ class ByteTeacher(Teacher):
         its: ByteVocabulary,
         temperature: Callable[[], float],
         chunk_tokens: int | None = None,
+        cache_device: str = "auto",
     ) -> None:
         self.teacher, self._student, self._its = teacher, student, its.within(shape_of(teacher.head)[0])
-        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+        self._temperature, self._chunk_tokens, self._cache_device = temperature, chunk_tokens, cache_device
+        # The teachers of this package align their targets.
+        self._is_unproved = not str(type(teacher).targets.__module__).startswith(str(__package__))
 
     def __str__(self) -> str:
         return f"{self.teacher}, by bytes"
@@ -85,25 +92,31 @@ class ByteTeacher(Teacher):
         theirs = _as_its_own(rollout, [one.ids for one in readings])
         found = scored(self.teacher, theirs)
         check_depends_on_input(theirs, found, type(self.teacher).__name__)
+        if self._is_unproved:
+            name = f"{type(self.teacher).__name__}.targets"
+            prove_alignment(partial(scored, self.teacher), theirs, found, name)
+            self._is_unproved = False
         rows = kept_by_row(found, theirs.weights).rows or ()
-        table = self._its.table
-        targets = []
+        # Of all rows at once: what is read for a byte stays within its row.
+        tokens, positions = (
+            [len(one) for one in each] for each in zip(*((one.ids, one.its_token_P) for one in readings), strict=True)
+        )
+        moved = [torch.tensor([at, start, 0, 0]) for at, start in zip(_starts(positions), _starts(tokens), strict=True)]
+        token_P = torch.cat([one.its_token_P + move[1] for one, move in zip(readings, moved, strict=True)])
+        reads = torch.cat([one.its_reads.long() + move for one, move in zip(readings, moved, strict=True)])
         with gathered_head(head := self.teacher.head):
-            for row, one in zip(rows, readings, strict=True):
-                model = LazyLogits(row.hidden.to(head.weight.device), head, self._temperature())
-                ids = torch.tensor(one.ids, device=head.weight.device)
-                logs_PO, escape_P = byte_logarithms(
-                    model, table, ids, one.its_token_P, one.its_reads, self._chunk_tokens
-                )
-                count = len(one.token_P)
-                targets.append(
-                    ByteTargets(
-                        hidden=logs_PO[:count].to(row.hidden.device),
-                        places=one.token_P,
-                        held=escape_P[:count].cpu() <= MOST_ESCAPE,
-                        reads=one.reads,
-                    )
-                )
+            device = head.weight.device
+            model = LazyLogits(torch.cat([row.hidden for row in rows]).to(device), head, self._temperature())
+            ids = torch.tensor([token for one in readings for token in one.ids], dtype=torch.long, device=device)
+            logs_PO, escape_P = byte_logarithms(model, self._its.table, ids, token_P, reads, self._chunk_tokens)
+        logs_PO = logs_PO.to(targets_device(self._cache_device, logs_PO.nbytes, logs_PO.device))
+        each = zip(readings, logs_PO.split(positions), (escape_P.cpu() <= MOST_ESCAPE).split(positions), strict=True)
+        targets = [
+            ByteTargets(
+                hidden=logs[: len(one.token_P)], places=one.token_P, held=held[: len(one.token_P)], reads=one.reads
+            )
+            for one, logs, held in each
+        ]
         return TeacherTargets.by_row(targets, rollout.completion_ids.size(1))
 
     def _read(self, ids: list[int], room: int | None) -> _Reading:
@@ -132,6 +145,10 @@ class ByteTeacher(Teacher):
         its_token_P, its_reads = self._its.reads(self._its.spelled(theirs))
         count = min(agreed, len(token_P), len(its_token_P))
         return _Reading(theirs, token_P[:count], reads[reads[:, 0] < count], its_token_P, its_reads)
+
+
+def _starts(sizes: list[int]) -> list[int]:
+    return list(accumulate(sizes, initial=0))[:-1]
 
 
 def _common(one: bytes, other: bytes) -> int:
