@@ -96,13 +96,12 @@ class ByteVocabulary:
             read = tokenizer.decode(ids)
             if read == proofs[failed]:
                 read = b"".join(one or b"" for one in found.spelled(ids)).decode(errors="replace")
-            wrong = max(
-                wrong, (failed + 1, f"{proofs[failed]!r} becomes {read!r}")
-            )  # by the alphabet that got furthest
+            # Told of the alphabet that got furthest.
+            wrong = max(wrong, (failed + 1, f"{proofs[failed]!r} becomes {read!r}"))
         raise ValueError(
             f"`cross_tokenizer='bytes'`: the tokens of {called} do not spell what they read: {wrong[1]}. Text that a "
-            "tokenizer changes (by lowercasing, NFKC, unknown words) has no next byte: use a model whose tokenizer keeps "
-            "text as it is (byte-level BPE, or SentencePiece with byte fallback)."
+            "tokenizer changes (by lowercasing, NFKC, unknown words) has no next byte: use a model whose tokenizer "
+            "keeps text as it is (byte-level BPE, or SentencePiece with byte fallback)."
         )
 
     @classmethod
