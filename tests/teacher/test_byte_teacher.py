@@ -38,7 +38,7 @@ def of_answers(words, prompts=PROMPTS, answers=ANSWERS):
     return FixedRollout(dict(zip(map(tuple, next(ids)), next(ids), strict=True)))
 
 
-def models(**names):
+def models():
     return tiny.qwen2(32, vocab_size=len(MINE) + 3), tiny.qwen2(48, 1, vocab_size=len(YOURS) + 5)
 
 
@@ -231,7 +231,7 @@ def byte_teacher(mine, yours):
         (MINE("<think>so</think>")["input_ids"], 17, 0),
     ],
 )
-def test_completions_of_all_kinds(make, ids, compared, lost):
+def test_completions_of_all_kinds(ids, compared, lost):
     mine, yours = ByteVocabulary.of(MINE, "mine"), ByteVocabulary.of(byte_pairs(200, special=("<|end|>",)), "yours")
     reading = byte_teacher(mine, yours)._read(ids, None)
     assert len(reading.token_P) == compared

@@ -178,7 +178,7 @@ def bytewise_divergence(
     weights: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> PerToken:
-    """The divergence of each token, summed over its bytes, in nats: a third product with the student's head for each.
+    """The divergence of each token, summed over its bytes, in nats, for three products with the student's head.
 
     Args:
         student ([`LazyLogits`]):
