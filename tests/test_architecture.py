@@ -20,6 +20,7 @@ FLOORS = {
     "losses": 1,
     "data": 1,
     "_compat": 1,
+    "environments": 2,
     "rewards": 2,
     "parallel": 2,
     "errors": 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -41,6 +42,7 @@ from trl_opsd.options.table import (
     CONTROLS,
     EMA,
     ENGINE,
+    ENVIRONMENTS,
     EXTRAPOLATES,
     FRACTION,
     GATE,
@@ -183,6 +185,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
     ] = None
     """In training, weights at equally spaced places of a completion, from its first token to its last, between which
     they are interpolated. When `None`, all are 1."""
+    equal_turns: Annotated[bool, Option(resumed=True, words="each turn alike")] = False
+    """In training, whether each turn of a completion weighs as much as any other, however long it is; a completion
+    without tools is one turn. Otherwise each token does."""
     token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), (FRACTION,), resumed=True)] = None
     """In training, which tokens of each row count in the loss: the first, random ones, or those with the highest
     entropy or divergence; see `docs/objectives.md`. When `None`, all."""
@@ -286,6 +291,13 @@ class OPSDConfig(StrictNames, DistillationConfig):
     ] = None
     """What the teacher reads beside the columns: `"group_success"`, another completion of the same prompt whose reward
     is high enough; a row without one, and without context in the columns, does not count in the loss."""
+    feedback_template: Annotated[
+        str, Option(partial(check_template, names=("feedback",)), (ENVIRONMENTS,), resumed=ENVIRONMENTS)
+    ] = "Feedback on an earlier attempt:\n\n{feedback}"
+    """How the teacher is told what an environment's `get_feedback` returns."""
+    environment_timeout: Annotated[float | None, Option(above(0) | None, (ENVIRONMENTS,))] = None
+    """Seconds that `reset` of an environment, its calls in one turn, `get_reward` and `get_feedback` may take each.
+    After that the episode ends, without a reward. When `None`, as long as they need."""
     success_threshold: Annotated[
         float, Option(NUMBER, (SUCCESS,), resumed=SUCCESS, also="success_reward_threshold")
     ] = 1.0

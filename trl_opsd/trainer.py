@@ -28,6 +28,7 @@ from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods, check_verbs
 from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.teaching import Teaching
+from trl_opsd.loop.turns import Turns
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.token_selection import along
@@ -93,6 +94,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             Functions the student may call; their output is excluded from the loss.
         divergence ([`~losses.Divergence`] or `str`, *optional*):
             The objective; overrides that of `args`.
+        environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
+            Makes the environments that the student acts in, as in TRL's GRPO; see `docs/agents.md`. With a dict each
+            row names its own in a column `environment`.
         rollout ([`RolloutBackend`], *optional*):
             The rollout backend. When `None`, vLLM with `use_vllm=True`, otherwise `transformers`.
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
@@ -158,6 +162,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         quantization_config: Any = None,
         peft_config: Any = None,
         tools: list[Callable] | None = None,
+        environment_factory: Any = None,
         *,
         rollout: RolloutBackend | None = None,
         divergence: Divergence | str | None = None,
@@ -180,6 +185,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             quantization_config=quantization_config,
             peft_config=peft_config,
             tools=tools,
+            environment_factory=environment_factory,
             rollout=rollout,
             divergence=divergence,
             teacher_processing_class=teacher_processing_class,
@@ -203,8 +209,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            tools=tools,
+            tools=given.tools,
         )
+        self.turns = Turns(self, self._generation, tools or (), given.environments)
         check_student(self.model, self.args)
         self._rate_tried: float | None = None
         if train_dataset is not None:

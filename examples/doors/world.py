@@ -209,3 +209,42 @@ def escaped(completions: list[Any], maze: list[str], rooms: list[int], **_: Any)
     """A reward as TRL's trainers call it: 1 for each walk that leads out, else 0."""
     mazes = (Maze(number=number, rooms=count) for number, count in zip(maze, rooms, strict=True))
     return [float(one.is_left(walk)) for one, walk in zip(mazes, completions, strict=True)]
+
+
+class Doors:
+    """A maze as an environment: its tool, what only the teacher knows, and what can be said afterwards.
+
+    Attributes:
+        says_doors (`bool`): whether the teacher is told the doors before the walk, and not only after it.
+    """
+
+    says_doors = True
+
+    def reset(self, maze: str, rooms: int, **_: Any) -> None:
+        """Begins a walk. The prompt has told the maze already."""
+        self._maze, self._calls = Maze(number=maze, rooms=rooms), []
+
+    def try_door(self, maze: str, room: int, door: int) -> str:
+        self._calls.append(Call(maze=maze, room=room, door=door))
+        return try_door(maze, room, door)
+
+    def get_privileged_context(self) -> str | None:
+        """The doors."""
+        return self._maze.hint if self.says_doors else None
+
+    def get_reward(self) -> float:
+        """1 if the walk led out within the budget."""
+        return float(self._maze.is_left([one.messages[0] for one in self._calls]))
+
+
+Doors.try_door.__doc__ = try_door.__doc__
+
+
+class DoorsAfterwards(Doors):
+    """The doors are told after the walk, as feedback on it."""
+
+    says_doors = False
+
+    def get_feedback(self) -> str:
+        """The doors."""
+        return self._maze.hint

@@ -151,6 +151,7 @@ def check_rows_of_rewards(
     row_columns: Collection[str],
     reads_solutions: bool,
     are_learned: bool,
+    more: Collection[str] = (),
 ) -> None:
     """Checks that functions can be called for the rows that are evaluated, and learned where they are called then."""
     known: dict[str, Collection[str] | None] = {}
@@ -162,7 +163,7 @@ def check_rows_of_rewards(
             seen = {one for one in columns if one in row_columns or not args.remove_unused_columns}
             columns = [*seen, *(("solution",) if reads_solutions and "privileged_context" in seen else ())]
         known[where] = columns
-    check_reward_columns(rewards, known)
+    check_reward_columns(rewards, known, more)
 
 
 # ---- Chat templates -------------------------------------------------------------------------------------------------
@@ -206,10 +207,10 @@ def look_at(
 
 
 def surveyed(
-    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, names_teachers: bool = False
+    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, names: Collection[str] = ()
 ) -> dict[str, Rows]:
-    """The datasets that are there, each with the shapes and sizes of its rows, by teacher if rows name one."""
-    columns = [name for name in COLUMNS if names_teachers or name != "teacher"]
+    """The datasets that are there, each with the shapes and sizes of its rows, by what rows name in these columns."""
+    columns = [name for name in COLUMNS if name != "teacher"] + [*names]
     progress = args.process_index == 0 and not args.disable_tqdm
     return {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
 
@@ -218,7 +219,7 @@ def looked_through(
     datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, intake: Intake, columns: Collection[str]
 ) -> dict[str, Rows]:
     """The datasets that are there, surveyed, after the checks of their rows that need no tokenizer. Collective."""
-    rows = surveyed(datasets, args, len(intake.teachers) > 1)
+    rows = surveyed(datasets, args, intake.names)
     rows = {name: look_ahead(one, intake) for name, one in rows.items()}
     if args.world_size > 1:
         check_alike(gather_object([{name: describe_rows(one, columns) for name, one in datasets.items()}]))
@@ -256,6 +257,24 @@ def check_datasets(
             check_train_size(dataset, args)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{where}` is empty: add rows, or remove it.")
+
+
+def check_acted(datasets: Mapping[str, AnyDataset | None], names: Collection[str], is_told: bool) -> None:
+    """Checks columns beside environments: their names, and that only one of both tells the teacher more."""
+    for where, dataset in datasets.items():
+        columns = columns_of(dataset) if dataset is not None else None
+        if columns is None:
+            continue
+        if names and "environment" not in columns:
+            raise ValueError(
+                f"{where} has no column 'environment', which names one of {sorted(names)} for each row: add it, or "
+                "pass a single environment as `environment_factory`."
+            )
+        if is_told and tells_more(columns):
+            raise ValueError(
+                f"Both {where}, with the columns {columns}, and the environment tell what only the teacher reads: "
+                "remove the column, and give it to `reset`, or remove `get_privileged_context` and `get_feedback`."
+            )
 
 
 def check_completions(dataset: AnyDataset | None, tools: Any, from_dataset: bool) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from trl_opsd import fingerprint
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd._compat.versions import warn_of_outside
 from trl_opsd.arguments.checks import (
+    check_acted,
     check_completions,
     check_datasets,
     check_models,
@@ -34,9 +36,11 @@ from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
-from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, columns_of, look_ahead
 from trl_opsd.data.outcomes import check_prompt_fn, check_weight_fn
 from trl_opsd.data.prompts import Intake
+from trl_opsd.environments import Environments, check_factory
+from trl_opsd.environments.environments import EMPTY_PROMPT
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
     check_processing_class,
@@ -46,7 +50,7 @@ from trl_opsd.models.tokenizers import (
     loaded_processing_class,
     text_tokenizer,
 )
-from trl_opsd.options.rules import refuse
+from trl_opsd.options.rules import prompts_of_step, refuse
 from trl_opsd.options.table import (
     Situation,
     a_divergence,
@@ -98,6 +102,9 @@ class Prepared:
     learned_rewards: tuple[Given, ...]
     """Those that training depends on: all or none."""
     prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None
+    environments: Environments | None
+    tools: Sequence[Callable[..., Any]] | None
+    """As templates describe them, those of the environments too."""
     without_effect: tuple[str, ...]
     """Options that are set and have no effect."""
     is_same_model: bool
@@ -125,6 +132,7 @@ def prepared(
     reward_processing_classes: Any,
     optimizers: Any,
     tools: Any,
+    environment_factory: Any,
     quantization_config: Any,
     peft_config: Any,
     row_columns: Collection[str],
@@ -135,11 +143,18 @@ def prepared(
     args = checked_args(args, model, divergence)
     fingerprint.check_accepted(args.resume_with_changes)
     rewards = tuple(given_rewards(reward_funcs, reward_processing_classes))
+    environments = None
+    if environment_factory is not None:
+        environments = _environments(environment_factory, tools, args, train_dataset, eval_dataset)
+        rewards = (*rewards, *(Given(name, source, None) for name, source in environments.rewards.items()))
+        if train_dataset is None and eval_dataset is None:
+            train_dataset = rows_of_step(args)
     now = Situation(
         args=args,
         own_rollout=rollout is not None,
         optimizers=optimizers,
-        tools=tools,
+        tools=tools if environments is None else environments.tools,
+        environments=environments,
         objective=divergence,
         rewards=[one.name for one in rewards],
         train_dataset=train_dataset,
@@ -160,10 +175,12 @@ def prepared(
         check_prompt_fn(teacher_prompt_fn)
     if prompt_weight_fn is not None:
         check_weight_fn(prompt_weight_fn)
-    train_dataset = with_prompts(train_dataset, "train_dataset")
-    eval_dataset = with_prompts(eval_dataset, "eval_dataset")
+    by_default = None if environments is None else EMPTY_PROMPT
+    train_dataset = with_prompts(train_dataset, "train_dataset", by_default)
+    eval_dataset = with_prompts(eval_dataset, "eval_dataset", by_default)
     needs_context = needs_privilege(model, args, teacher_prompt_fn)
-    if needs_context:
+    is_told = environments is not None and environments.tells
+    if needs_context and not is_told:
         train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
     datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
     intake = Intake(
@@ -172,22 +189,29 @@ def prepared(
         prompt_fn=teacher_prompt_fn,
         success=args.success_threshold if args.teacher_context else None,
         contrasts=args.contrast_weight > 0,
+        environments=frozenset() if environments is None else environments.names,
+        is_told=is_told,
+        needs_context=needs_context,
     )
+    needs_context = needs_context and not is_told
     # a reference beside rewards, or a sharper self, differs from the student without a column
     check_datasets(datasets, args, intake, needs_context and not args.differs_from_itself)
+    if environments is not None:
+        check_acted(datasets, environments.names, is_told)
     check_models(model, models, args)
     refuse(SURPRISES, now, logger.warning)
-    tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs)
+    tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs) or is_told
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))
         check_disk(args)
     row_columns = tuple(row_columns)
     if args.lmbda < 1:
-        check_completions(train_dataset, tools, not args.seq_kd)
+        check_completions(train_dataset, now.tools, not args.seq_kd)
         row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION)
     are_learned = args.calls_rewards or intake.reads_outcomes or prompt_weight_fn is not None
-    check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned)
+    more = () if environments is None else ("environments",)
+    check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned, more)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
@@ -235,10 +259,12 @@ def prepared(
         rewards=rewards,
         learned_rewards=rewards if are_learned else (),
         prompt_weight_fn=prompt_weight_fn,
+        environments=environments,
+        tools=now.tools,
         without_effect=tuple(unread),
         is_same_model=is_same_model,
     )
-    check_template(found.tokenizer, rows, args, tools, intake)
+    check_template(found.tokenizer, rows, args, now.tools, intake)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     if not found.vocabularies:
         check_tokenizers(found.tokenizer, models, teacher_processing_class, args)
@@ -268,6 +294,27 @@ def _vocabularies(
             )
         found[name] = ByteVocabulary.of(text_tokenizer(theirs), f"the tokenizer of the {name}", texts)
     return found
+
+
+def _environments(factory: Any, tools: Any, args: OPSDConfig, train_dataset: Any, eval_dataset: Any) -> Environments:
+    """The environments of a factory that was checked, of each one instance."""
+    check_factory(factory)
+    if train_dataset is None and eval_dataset is None and (isinstance(factory, Mapping) or args.max_steps <= 0):
+        lacking = "several environments, of which each row names one" if isinstance(factory, Mapping) else "`max_steps`"
+        raise ValueError(
+            f"`train_dataset` is None with `environment_factory`, which needs {lacking}: pass a dataset, or one "
+            "environment and `max_steps`."
+        )
+    environments = Environments(factory, tools or (), args.environment_timeout)
+    datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
+    columns = [columns_of(one) or () for one in datasets.values() if isinstance(one, Dataset | IterableDataset)]
+    environments.prompts_are_empty = not any({"prompt", "messages"} & {*one} for one in columns)
+    return environments
+
+
+def rows_of_step(args: OPSDConfig) -> Dataset:
+    """Rows without content for the prompts of a step: environments bring their own."""
+    return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * prompts_of_step(args)})
 
 
 def _named(args: OPSDConfig, models: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def _of_rewards(now: Situation) -> str:
     return next(found, "") if now.calls_rewards else ""
 
 
-_OF_ROWS = ("teacher_prompt_fn", "prompt_weight_fn")
+_OF_ROWS = ("teacher_prompt_fn", "prompt_weight_fn", "environments")
 """Arguments that are functions of a row."""
 
 LEARNING = (
@@ -83,12 +83,25 @@ BUILDING = (
         lambda now: (
             now.rewards
             and now.reward_weights is not None
-            and len(now.reward_weights) != len(now.rewards)
-            and (len(now.reward_weights), len(now.rewards))
+            and len(now.reward_weights) != (functions := len(now.rewards) - _of_environments(now))
+            and (len(now.reward_weights), functions)
         ),
         "`reward_weights` has {1[0]} numbers, but there are {1[1]} `reward_funcs`: expected one number for each.",
     ),
     *EVALUATING,
+    Rule(
+        lambda now: (
+            now.environments is not None
+            and (
+                (now.overlap == "ahead" and shown("overlap", now.overlap))
+                or (now.lmbda < 1 and shown("lmbda", now.lmbda))
+                or ((now.skip_prompts is not None or now.prompt_weight_fn is not None) and "prompts that are skipped")
+                or (now.teacher_prompt_fn is not None and now.environments.tells and "`teacher_prompt_fn`")
+            )
+        ),
+        "`environment_factory` with {1}: an environment begins with each row, and tells what its teacher reads: remove "
+        "one of them.",
+    ),
     Rule(
         lambda now: now.cross_tokenizer and now.tools,
         "`cross_tokenizer='bytes'` with `tools`: what tools answer is text of the student's template: remove one of "
@@ -142,6 +155,11 @@ BUILDING = (
     ),
 )
 """Of a trainer."""
+
+
+def _of_environments(now: Situation) -> int:
+    """Rewards that environments give, which weigh 1."""
+    return 0 if now.environments is None else len(now.environments.rewards)
 
 
 def _metric(now: Situation) -> tuple[str, str] | None:

@@ -39,13 +39,21 @@ def solutions_as_context(datasets: Any) -> Any:
 _COLUMN = "messages"
 
 
-def with_prompts(datasets: Any, where: str) -> Any:
-    """Replaces `messages` by `prompt` and `completion` in datasets without prompts; other objects stay as they are."""
+def with_prompts(datasets: Any, where: str, by_default: Any = None) -> Any:
+    """Replaces `messages` by `prompt` and `completion` in datasets without prompts; other objects stay as they are.
+
+    `by_default` is the prompt of rows that have neither.
+    """
     if isinstance(datasets, dict):
-        named = {name: with_prompts(dataset, f"{where}[{name!r}]") for name, dataset in datasets.items()}
+        named = {name: with_prompts(dataset, f"{where}[{name!r}]", by_default) for name, dataset in datasets.items()}
         return type(datasets)(named)
     if not _has_conversations(datasets):
-        return datasets
+        if by_default is None or not isinstance(datasets, Dataset | IterableDataset):
+            return datasets
+        columns = datasets.column_names
+        if columns is None or "prompt" in columns:
+            return datasets
+        return datasets.map(lambda _: {"prompt": by_default})
     if "completion" in (datasets.column_names or ()):
         raise ValueError(
             f"{where} has columns {_COLUMN!r} and 'completion', but no 'prompt': the last message of a conversation is "

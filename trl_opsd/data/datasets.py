@@ -292,7 +292,8 @@ def _requests(rows: Rows, numbers: Sequence[int] | Numbers, intake: Intake) -> I
     """These rows, parsed, by their numbers, a batch at a time."""
     read, hidden = rows.dataset, not rows.progress or len(numbers) <= _FEW
     if rows.can_be_read_ahead:  # else a transform may need other columns
-        read = as_stored(read.with_format(None).select_columns([one for one in COLUMNS if one in read.column_names]))
+        read_by = {*COLUMNS, *intake.names}
+        read = as_stored(read.with_format(None).select_columns([one for one in read.column_names if one in read_by]))
     with tqdm(total=len(numbers), desc=f"Checking the prompts of {rows.where}", disable=hidden) as bar:
         for start in range(0, len(numbers), _BATCH):
             chosen = [int(number) for number in numbers[start : start + _BATCH]]

@@ -83,6 +83,8 @@ class Prompt:
     """`"The prompt in row 3 of train_dataset"`."""
     processor: str = ""
     """The name of the teacher whose own processor reads its images; empty for the student's processor."""
+    environment: str = ""
+    """The one of several environments whose tools the template describes; empty where all rows have the same tools."""
 
     @property
     def has_images(self) -> bool:
@@ -175,17 +177,17 @@ COLUMNS = ("prompt", *PRIVILEGED, *CONTRAST, "teacher", *IMAGE_COLUMNS, *TEACHER
 """The columns that are read from a dataset; all but the first are optional."""
 
 
-def check_template(option: str, template: Any) -> None:
-    """Raises `ValueError` unless a template is `None`, or has both placeholders and nothing else in braces."""
+def check_template(option: str, template: Any, names: Collection[str] = ("prompt", "privileged_context")) -> None:
+    """Raises `ValueError` unless a template is `None`, or has all placeholders and nothing else in braces."""
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None}
-        found = f"has the placeholders {sorted(names)}"
+        used = {name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None}
+        found = f"has the placeholders {sorted(used)}"
     except (TypeError, ValueError) as error:
-        names, found = set(), f"is no template ({error})"
-    if template is not None and names != {"prompt", "privileged_context"}:
+        used, found = set(), f"is no template ({error})"
+    if template is not None and used != {*names}:
+        wanted = " and ".join(f"`{{{name}}}`" for name in names)
         raise ValueError(
-            f"`{option}={template!r}` {found}: expected text with exactly `{{prompt}}` and `{{privileged_context}}`, "
-            "and all other braces doubled."
+            f"`{option}={template!r}` {found}: expected text with exactly {wanted}, and all other braces doubled."
         )
 
 
@@ -247,9 +249,20 @@ class Intake:
     """The least reward of a completion that is shown to the teacher as a solution for the others of its prompt."""
     contrasts: bool = False
     """Whether rows have the prompt of a contrast."""
+    environments: frozenset[str] = frozenset()
+    """Names of several environments, one of which each row names."""
+    is_told: bool = False
+    """Whether environments tell what only a teacher reads."""
+    needs_context: bool = False
+    """Whether a row counts only where the teacher reads something that the student does not."""
     processors: Mapping[str, str | None] = field(default_factory=dict)
     """Who reads images with which processor, once that is known: the student under an empty name, and teachers that do
     not have its processor; `None` for one that reads text only."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns whose values decide how a row is read."""
+        return (*(("teacher",) if len(self.teachers) > 1 else ()), *(("environment",) if self.environments else ()))
 
     @property
     def copies(self) -> int:
@@ -263,7 +276,7 @@ class Intake:
         check_columns(row, where, self.teachers if len(self.teachers) > 1 else ())
         teacher = self._teacher_of(row, where)
         images, named = images_in(row, IMAGE_COLUMNS, where), f"The prompt in {where}"
-        student = _seen(Prompt.of(row["prompt"], named), images)
+        student = self._acting(_seen(Prompt.of(row["prompt"], named), images), row)
         if student.has_images and self.processors.get("", "") is None:
             raise ValueError(
                 f"{named} has images, but `processing_class` is a tokenizer: pass the student's processor, "
@@ -273,6 +286,29 @@ class Intake:
         if self.contrasts:
             request.contrast = self._contrast(request, images)
         return request
+
+    def _acting(self, prompt: Prompt, row: Row) -> Prompt:
+        """A prompt with the tools of its row's environment, if there are several."""
+        if not self.environments:
+            return prompt
+        if (name := row.get("environment")) not in self.environments:
+            raise ValueError(
+                f"{prompt.where} names the environment {name!r} in the column 'environment': expected one of "
+                f"{sorted(self.environments)}."
+            )
+        return replace(prompt, environment=name)
+
+    def add_feedback(self, request: Request, feedback: Any, template: str) -> None:
+        """Tells the teacher of a row what its environment said after the episode, beside what it told before."""
+        where = request.where
+        if feedback is not None:
+            told = template.format(feedback=_as_text(feedback, where))
+            known = request.get("privileged_context")
+            request["privileged_context"] = told if known is None else f"{_as_text(known, where)}\n\n{told}"
+            images = images_in(request, IMAGE_COLUMNS, where)
+            request.of_teacher = self._of_teacher(request, where, request.teacher, request.student, images)
+        if self.needs_context and request.of_teacher is request.student:
+            request.gate = 0.0
 
     def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
         """Parses the rows of a generation batch of this name."""
@@ -353,7 +389,7 @@ class Intake:
             value = self._with_context(value, row["privileged_context"], where)
         elif teacher not in self.processors and images_in(row, TEACHER_IMAGE_COLUMNS, where) is None:
             return student
-        return self._seen_by(teacher, Prompt.of(value, named), row, images)
+        return self._acting(self._seen_by(teacher, Prompt.of(value, named), row, images), row)
 
     def _contrast(self, request: Request, images: list[Any] | None) -> Prompt:
         whole, context = CONTRAST

@@ -252,14 +252,16 @@ class Reader:
     def _tokenized(self, prompts: Sequence[Prompt], template: Mapping[str, Any]) -> list[list[int]]:
         """Token ids by the tokenizer of each prompt."""
         found: list[list[int]] = [[]] * len(prompts)
-        for name in dict.fromkeys(one.processor for one in prompts):
-            numbers = [number for number, one in enumerate(prompts) if one.processor == name]
+        for name, environment in dict.fromkeys((one.processor, one.environment) for one in prompts):
+            alike = name, environment
+            numbers = [number for number, one in enumerate(prompts) if (one.processor, one.environment) == alike]
             values = [prompts[number].value for number in numbers]
             if name in self.of.tokenizers:
                 arguments = {**self.of.settings[0], **template}
                 ids = read_alone(self.of.tokenizers[name], values, prompts[0].kind, arguments)
             else:
-                ids = self.of.tokenize(values, **template)
+                named = {"environment": environment} if environment else {}
+                ids = self.of.tokenize(values, **named, **template)
             for number, one in zip(numbers, ids, strict=True):
                 found[number] = one
         return found
@@ -382,7 +384,8 @@ class Readers:
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher gets the same prompts as the student."""
         reads_apart = any(self.intake.processors) or self.tokenizers  # with a processor or tokenizer of its own
-        return not (self.template or self.intake.reads_completions or reads_apart or tells_more(columns))
+        reads_more = self.intake.reads_completions or self.intake.is_told
+        return not (self.template or reads_more or reads_apart or tells_more(columns))
 
     def teacher_prompt_ids(
         self,

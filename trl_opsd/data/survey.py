@@ -22,7 +22,7 @@ from datasets import Dataset
 Numbers: TypeAlias = np.ndarray
 """One number per row, or per value of a column."""
 
-_BY_VALUE = ("role", "type", "teacher")
+_BY_VALUE = ("role", "type", "teacher", "environment")
 """Fields whose text is part of the shape; of other text only whether it is empty or blank."""
 _ROWS = 10_000
 """Rows surveyed at once."""

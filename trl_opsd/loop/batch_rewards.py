@@ -115,6 +115,8 @@ class BatchRewards:
             "trainer_state": self._trainer.state,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }
+        if (environments := self._trainer.turns.environments) is not None:
+            arguments["environments"] = [environments.current[number] for number in numbers]
         found = torch.full((len(rows), len(self._rewards.functions)), torch.nan)
         found[numbers] = self._rewards.of(arguments, [row.where for row in of_student])
         # Means over the calls of `log_metric` in all processes.
@@ -202,7 +204,9 @@ def _built(rewards: Sequence[Given], trainer: TrainerHost) -> Rewards:
                 placed, one.tokenizer, trainer.chat_template_kwargs, args.per_device_train_batch_size
             )
         functions[one.name] = function
-    weights = torch.tensor(args.reward_weights or [1.0] * len(functions), dtype=torch.float32)
+    weights = torch.ones(len(functions))  # those of environments come last, with a weight of 1
+    if args.reward_weights:
+        weights[: len(args.reward_weights)] = torch.tensor(args.reward_weights, dtype=torch.float32)
     return Rewards(functions=functions, weights=weights)
 
 

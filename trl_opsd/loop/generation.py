@@ -54,8 +54,6 @@ class Generation:
         """The rows being generated."""
         self.empty_rows: list[int] = []
         """Rows of the batch whose completion is empty: they travel as one token of padding, to be masked."""
-        self.hides_engine = False
-        """Whether `use_vllm` is hidden from TRL's tool loop, which would ask an engine of TRL's for its context."""
         self._is_first_turn = False
         self._surplus: list[list[int]] = []
         self._has_completed = self._is_proved = self._is_overridden = False
@@ -151,13 +149,10 @@ class Generation:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around all turns of a batch, which TRL's tool loop calls."""
-        self._is_first_turn, self.empty_rows, self.hides_engine = True, [], True
-        try:
-            with self.rollout.session():
-                yield
-        finally:
-            self.hides_engine = False
+        """Around all turns of a batch."""
+        self._is_first_turn, self.empty_rows = True, []
+        with self.rollout.session():
+            yield
 
     def turn(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The completions of a turn, in TRL's form: without empty ones in the first. Collective."""
@@ -188,16 +183,12 @@ class Generation:
         """The completions of a turn; `None` if it is a later one in which no process has prompts. Collective."""
         if self._is_first_turn:
             self._surplus = prompt_ids[:1]
-        hides, self.hides_engine = self.hides_engine, False
-        try:
-            with self._host.phase("complete"), preserved_mode(self._host.model):
-                completions = self._mixed(prompt_ids) if self._is_first_turn else self._together(prompt_ids)
-                if self._host.reads_logprobs:
-                    for row, prompt, ids in zip(self.requests, prompt_ids, completions or (), strict=False):
-                        self.note_logprobs(row, prompt, ids)
-            return completions
-        finally:
-            self.hides_engine = hides
+        with self._host.phase("complete"), preserved_mode(self._host.model):
+            completions = self._mixed(prompt_ids) if self._is_first_turn else self._together(prompt_ids)
+            if self._host.reads_logprobs:
+                for row, prompt, ids in zip(self.requests, prompt_ids, completions or (), strict=False):
+                    self.note_logprobs(row, prompt, ids)
+        return completions
 
     def _mixed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, from the dataset, the teacher or the student; empty if skipped. Collective."""

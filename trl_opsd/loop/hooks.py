@@ -334,6 +334,9 @@ class TrainerHooks(TrainerMembers):
         if self.accelerator.num_processes > 1:
             set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
+        if self.turns.environments is not None:
+            with self.phase("act"):
+                inputs = self.turns.environments.begin(inputs, self.teaching.batch_name)
         rows: list[Request] = self.teaching.read_rows(inputs)
         self._generation.mark(rows)
         if self.visits is not None and self.model.training:
@@ -358,6 +361,11 @@ class TrainerHooks(TrainerMembers):
     def _generate(self, prompts: list) -> tuple:
         with self._generation.batch():
             written = super()._generate(prompts)
+        if self.turns.environments is not None:
+            with self.phase("act"):
+                said = self.turns.environments.feedback()
+            for row, feedback in zip(self._generation.requests, said, strict=True):
+                self.teaching.readers.intake.add_feedback(row, feedback, self.args.feedback_template)
         self._collapse.note_completions(self._generation.on_policy(written[1]))
         if self.visits is not None and self.model.training:
             prompt_ids, completion_ids, tool_masks, *_ = written
@@ -370,7 +378,7 @@ class TrainerHooks(TrainerMembers):
 
     # By TRL's `_generate`, before the first turn.
     def _tokenize_prompts(self, prompts: list) -> tuple:
-        if any(row.student.has_images for row in self._generation.requests):
+        if any(row.student.has_images or row.student.environment for row in self._generation.requests):
             return self.prompt_ids_of(self._generation.requests), None, {}
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         self.teaching.readers.check_batch(prompt_ids, self.teaching.batch_name)
@@ -396,8 +404,8 @@ class TrainerHooks(TrainerMembers):
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
     ) -> tuple:
-        """As TRL's, and joins later turns of other processes after those of this one. Collective."""
-        looped = super()._tool_call_loop(prompts, prompt_ids, completion_ids, completions, images, multimodal_fields)
+        """In place of TRL's; joins later turns of other processes after those of this one. Collective."""
+        looped = self.turns.run(prompt_ids, completion_ids, completions, self._get_tool_suffix_ids)
         if self._rewards is not None:
             self._rewards.conversations = looped[1]
         self._generation.join_later_turns()

@@ -40,6 +40,7 @@ from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.generation import Generation
+    from trl_opsd.loop.turns import Turns
     from trl_opsd.models.shared_rows import RowGroup
 
 __all__ = ["FIXED", "TrainerMembers"]
@@ -88,6 +89,8 @@ class TrainerMembers(UpstreamFixes):
     """The processes that share rows with this one; `None` without sequence parallelism."""
     is_built: bool = False
     """Whether construction has ended; until then TRL assigns attributes, and afterwards a user."""
+    turns: Turns
+    """What tools and environments answer, and how completions go on after that."""
     _generation: Generation
     _read_once: ReadOnce
 
@@ -167,7 +170,7 @@ class TrainerMembers(UpstreamFixes):
     @property
     def use_vllm(self) -> bool:
         """Whether vLLM generates."""
-        return self.args.use_vllm and not self._generation.hides_engine
+        return self.args.use_vllm
 
     @use_vllm.setter
     def use_vllm(self, use_vllm: bool) -> None:
@@ -181,6 +184,11 @@ class TrainerMembers(UpstreamFixes):
             name="vllm_generation",
             obj=self,
         )
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """The environment of each row of the batch; `None` without `environment_factory`."""
+        return None if self.turns.environments is None else self.turns.environments.current
 
     @property
     def teacher_model(self) -> Any:
@@ -248,15 +256,20 @@ class TrainerMembers(UpstreamFixes):
         self.model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         self.model.generation_config.pad_token_id = tokenizer.pad_token_id
 
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]:
-        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template."""
-        ours = self.chat_template_kwargs
-        # TRL's method reads the attribute and has no argument for it.
-        self.chat_template_kwargs = {**ours, **chat_template_kwargs}
+    def tokenize(self, prompts: list[Any], environment: str = "", **chat_template_kwargs: Any) -> list[list[int]]:
+        """Token ids of unchecked prompts, as the rollout reads them; keyword arguments go to the chat template.
+
+        The tools in them are those of one of several environments, or all.
+        """
+        ours = self.chat_template_kwargs, self.tools
+        # TRL's method reads the attributes and has no arguments for them.
+        self.chat_template_kwargs = {**ours[0], **chat_template_kwargs}
+        if environment and self.turns.environments is not None:
+            vars(self)["tools"] = self.turns.environments.tools_of(environment)
         try:
             prompt_ids, _, _ = super()._tokenize_prompts(prompts)
         finally:
-            self.chat_template_kwargs = ours
+            self.chat_template_kwargs, vars(self)["tools"] = ours
         return list(prompt_ids)
 
     def see(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds:
@@ -297,7 +310,7 @@ class TrainerMembers(UpstreamFixes):
             self.reads_images = True
             self._generation.prove_images()
             self.teaching.prove_images()
-        if has_images:
+        if has_images or any(row.student.environment for row in rows):
             found = self.teaching.readers.student.token_ids([row.student for row in rows])
         else:
             found = self.tokenize(deepcopy([row["prompt"] for row in rows]))

@@ -46,7 +46,7 @@ class Scorer:
         host, name = self._host, type(self._host).__name__
         digest, selection = _digest(batch), selection_of(host)
         rollout = _generated(batch)
-        images = images_of(rows)
+        images, generated = images_of(rows), rollout.counts
         rollout = replace(rollout, lengths=rollout.measured(), images=images)
         candidates_B = rollout.counts.sum(1)
         if selection is not None and not selection.is_late:
@@ -66,11 +66,15 @@ class Scorer:
         _check_unchanged(batch, digest, f"`{name}.weigh`")
         rollout = replace(rollout, weights=counted)
         weights = checked_weights(weights, rollout)
+        if host.model.training and host.args.equal_turns:
+            weights = by_turn(weights, generated)
         of_prompts = [getattr(row, "prompt_weight", 1.0) for row in rows]
         if host.model.training and host.visits is not None:
             weights = weights * weights.new_tensor(of_prompts).unsqueeze(1)
         gates = [getattr(row, "gate", 1.0) for row in rows]
-        if host.teaching.readers.intake.reads_outcomes or (host.model.training and host.args.reward_gate is not None):
+        intake = host.teaching.readers.intake
+        is_gated = intake.reads_outcomes or (intake.is_told and intake.needs_context)
+        if is_gated or (host.model.training and host.args.reward_gate is not None):
             weights = weights * weights.new_tensor(gates).unsqueeze(1)
             generated = [one for one, weight in zip(gates, of_prompts, strict=True) if weight]
             sums = torch.tensor([sum(generated), len(generated)], dtype=torch.float32, device=weights.device)
@@ -172,6 +176,14 @@ def _digest(batch: Mapping[str, Any]) -> Tensor:
     # Fixed random factors, so that a swap of two tokens changes the sum.
     factors_N = torch.randint(-(2**63), 2**63 - 1, (values_BN.size(1),), generator=torch.Generator().manual_seed(0))
     return (values_BN * factors_N.to(values_BN.device)).sum(1)  # wraps around
+
+
+def by_turn(weights_BC: Tensor, generated_BC: Tensor) -> Tensor:
+    """The weights, divided by their sum over each turn: over tokens that the student generated one after the other."""
+    before_BC = torch.nn.functional.pad(generated_BC, (1, -1))
+    turn_BC = (generated_BC & ~before_BC).cumsum(1) * generated_BC  # 0 where the student generated nothing
+    sums_BT = weights_BC.new_zeros(len(weights_BC), 1 + weights_BC.size(1)).scatter_add(1, turn_BC, weights_BC)
+    return weights_BC / sums_BT.gather(1, turn_BC).where(weights_BC > 0, 1.0)
 
 
 def checked_weights(weights: Any, rollout: Rollout) -> Tensor:

@@ -414,6 +414,7 @@ class Teaching:
             **({} if weight_fn is None else {"prompt_weight_fn": weight_fn}),
             **{f"reward_funcs: {one.name}": one.source for one in self.learned_rewards if not one.is_model},
             **{f"tools: {one.__name__}": one for one in self._host.tools or ()},
+            **({} if self._given.environments is None else self._given.environments.sources),
         }
 
     @property

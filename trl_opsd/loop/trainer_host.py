@@ -16,6 +16,7 @@ from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:
     from trl_opsd.loop.teaching import Teaching
+    from trl_opsd.loop.turns import Turns
     from trl_opsd.loop.visits import Visits
     from trl_opsd.models.shared_rows import RowGroup
 
@@ -39,6 +40,8 @@ class TrainerHost(Host, Protocol):
     row_group: RowGroup | None
     teaching: Teaching
     visits: Visits | None
+    turns: Turns
+    max_tool_calling_iterations: int
     log_completions: bool
     reads_solutions: bool
 
@@ -54,7 +57,7 @@ class TrainerHost(Host, Protocol):
     def teach(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets: ...
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor: ...
 
-    def tokenize(self, prompts: list[Any], **chat_template_kwargs: Any) -> list[list[int]]: ...
+    def tokenize(self, prompts: list[Any], environment: str = "", **chat_template_kwargs: Any) -> list[list[int]]: ...
     def see(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds: ...
     def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]: ...
     def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]: ...

@@ -51,6 +51,8 @@ _GROUPS = Logs(
 _MIXED = Logs(_STEPS, "`lmbda` below 1; not where processes share rows", evaluated=False)
 _MIXED_SOME = Logs(f"{_STEPS} that had some", _MIXED.appears, evaluated=False)
 _GENERATED = Logs("all processes; mean over generation batches", "where the student generated some (`lmbda`)")
+_WITH_TOOLS = "`tools`, or an `environment_factory`"
+_BATCHES = "main process; mean over generation batches"
 _WITH_REWARDS = "`reward_funcs`, in training with `reward_weight` above 0"
 _REWARDS = Logs(
     "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps",
@@ -206,6 +208,10 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "time/complete": Metric("seconds", "Generating, without `time/sync`; with `overlap`, waiting for it.", _PHASES),
         "time/sync": Metric("seconds", "Sending weights to vLLM, and verifying them.", Logs(_PHASE, _WITH_SYNC)),
         "time/reward": Metric("seconds", "Calling reward functions and models.", Logs(_PHASE, _WITH_REWARDS)),
+        "time/act": Metric("seconds", "Waiting for tools and environments.", Logs(_PHASE, _WITH_TOOLS)),
+        "turns/mean": Metric(
+            "1", "Turns of a completion: one more than those that called tools.", Logs(_BATCHES, _WITH_TOOLS)
+        ),
         "time/teach": Metric("seconds", "The teacher's forward passes, or waiting for its server.", _PHASES),
         "time/compare": Metric(
             "seconds", "Forward and backward pass of the student; under DeepSpeed also the optimizer step.", _PHASES

@@ -153,6 +153,7 @@ class Situation:
     optimizers: tuple[Any, Any] = (None, None)
     """The optimizer and the scheduler that were passed."""
     tools: Any = None
+    environments: Any = None
     objective: Any = None
     """The divergence that was passed, which overrides that of the options."""
     rewards: Sequence[str] = ()
@@ -249,6 +250,7 @@ EVALUATES = Need("`eval_strategy` is 'no'", lambda now: now.eval_strategy != "no
 SAVES = Need("`save_strategy` is 'no'", lambda now: now.save_strategy != "no" or now.enable_jit_checkpoint)
 LOGS = Need("`log_completions` is False", lambda now: now.log_completions)
 TOOLS = Need("there are no tools", lambda now: now.tools)
+ENVIRONMENTS = Need("there is no `environment_factory`", lambda now: now.environments is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,9 @@ def _check_model(source: Any, called: str) -> None:
         raise ValueError(f"`{called}` gives {config.num_labels} numbers per text: {how}.")
 
 
-def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[str] | None]) -> None:
+def check_columns(
+    rewards: Sequence[Given], datasets: Mapping[str, Collection[str] | None], more: Collection[str] = ()
+) -> None:
     """Refuses columns whose names clash with other arguments of reward functions, or that one does not accept."""
     functions = [one for one in rewards if not one.is_model]
     for where, columns in datasets.items() if functions else ():
@@ -113,7 +115,7 @@ def check_columns(rewards: Sequence[Given], datasets: Mapping[str, Collection[st
                 f"{where} has a column {taken[0]!r}, but reward functions get another argument of that name: rename "
                 "the column."
             )
-        given = dict.fromkeys((*OURS, *sorted({*columns} - {*NOT_PASSED})))
+        given = dict.fromkeys((*OURS, *more, *sorted({*columns} - {*NOT_PASSED})))
         for one in functions:
             try:
                 inspect.signature(one.source).bind(**given)

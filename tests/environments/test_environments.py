@@ -1,0 +1,247 @@
+"""Agents in environments: what they are told, what is learned from, and who is told what afterwards."""
+
+from __future__ import annotations
+
+import sqlite3
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from environments.worlds import END, Adder, Told, call, given, once, rows
+
+from trl_opsd.types import Rollout
+
+
+def batch_of(trainer: Any, dataset: Any = None) -> Rollout:
+    return Rollout.unpack(trainer._generate_and_score_completions(list(dataset or trainer.train_dataset)))
+
+
+def test_ids_are_only_ever_appended_to(make_trainer):
+    turns = lambda prompt: [call(number=2), call(number=3), f"five{END}"][prompt.count("<tool_response>")]  # noqa: E731
+    trainer = make_trainer(**given(turns))
+    rollout = batch_of(trainer)
+    tokenizer, asked = trainer.processing_class, trainer.rollout.asked
+    assert len(asked) == 3
+    for row, (prompt, completion) in enumerate(zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)):
+        assert asked[0][row] == prompt
+        text = tokenizer.decode(completion)
+        for turn, answer in enumerate(("2", "5"), start=1):
+            generated = asked[turn][row][: len(asked[turn - 1][row])]
+            assert generated == asked[turn - 1][row]
+            assert f"<tool_response>\n{answer}\n</tool_response>" in text
+        assert asked[2][row] == (prompt + completion)[: len(asked[2][row])]
+        weights = rollout.weights[row][: len(completion)]
+        learned = tokenizer.decode(torch.tensor(completion)[weights == 1])
+        assert learned == call(number=2) + call(number=3) + f"five{END}"
+
+
+def test_each_row_has_its_own_environment_which_is_reset_again(make_trainer):
+    trainer = make_trainer(
+        **given(once(call(number=1)), train_dataset=rows(4, start=[0, 10, 20, 30]), max_steps=2),
+        per_device_train_batch_size=4,
+    )
+    trainer.train()
+    current = trainer.environments
+    assert [one.resets for one in current] == [2] * 4 or sorted(one.resets for one in current) == [2, 2, 2, 3]
+    assert sorted(one.total for one in current) == [1, 11, 21, 31]
+    assert len({id(one) for one in current}) == 4
+    log = trainer.state.log_history[0]
+    assert log["turns/mean"] == 2
+    assert log["tools/call_frequency"] == 1
+    assert log["time/act"] > 0
+
+
+def test_an_observation_ends_the_prompt_and_the_context_is_the_teachers(make_trainer):
+    trainer = make_trainer(**given(once(call(number=1)), Told, train_dataset=rows(2, start=[5, 6])))
+    seen = []
+    teach = trainer.teaching.teachers.targets
+    trainer.teaching.teachers.targets = lambda rollout, *rest: seen.append(rollout) or teach(rollout, *rest)
+    rollout = batch_of(trainer)
+    decode = trainer.processing_class.decode
+    assert "count 0 from 5<|im_end|>" in decode(rollout.prompt_lists()[0])
+    assert "the total is 6" in decode(seen[0].prompt_lists()[1])
+    assert "the total" not in decode(rollout.prompt_lists()[1])
+    assert seen[0].completion_lists() == rollout.completion_lists()
+
+
+def test_feedback_after_the_episode_teaches_as_a_context_known_before(make_trainer):
+    class Late(Adder):
+        async def get_feedback(self) -> str:
+            return f"the total was {self.total}"
+
+    class Early(Adder):
+        def get_privileged_context(self) -> str:
+            return "Feedback on an earlier attempt:\n\nthe total was 1"
+
+    losses = []
+    for kind in (Late, Early):
+        trainer = make_trainer(**given(once(call(number=1)), kind, max_steps=3, logging_steps=1))
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        assert len(trainer.rollout.asked) == 2 * 3, "nothing was generated for the feedback"
+    assert losses[0] == losses[1]
+
+
+def test_a_self_teacher_learns_only_where_an_environment_tells_it_something(make_trainer):
+    class Some(Adder):
+        def get_feedback(self) -> str | None:
+            return None if self.total == 1 else "too far"
+
+    trainer = make_trainer(
+        **given(once(call(number=1)), Some, teacher_model=None, train_dataset=rows(2, start=[0, 7])),
+        teacher_model_kind="base",
+    )
+    batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
+    assert batch["loss_weights"][0].sum() == 0
+    assert batch["loss_weights"][1].sum() > 0
+
+
+def test_connections_may_be_kept_that_are_bound_to_a_thread(make_trainer):
+    class Database:
+        def reset(self, **_: Any) -> None:
+            self.it = sqlite3.connect(":memory:")  # raises in another thread
+            self.it.execute("create table t as select 7 as n")
+
+        def query(self, sql: str) -> str:
+            """Runs a query.
+
+            Args:
+                sql: The query.
+
+            Returns:
+                The rows.
+            """
+            return str(self.it.execute(sql).fetchall())
+
+        def get_reward(self) -> float:
+            return float(self.it.execute("select n from t").fetchone()[0])
+
+    trainer = make_trainer(**given(once(call("query", sql="select n from t")), Database, eval_dataset=rows(2)))
+    found = trainer.evaluate()
+    assert found["eval_rewards/Database/mean"] == 7
+    assert "[(7,)]" in trainer.processing_class.decode(trainer.rollout.asked[-1][0])
+
+
+def test_rewards_of_environments_stand_beside_those_of_functions(make_trainer):
+    def close(environments, completions, start, **_):
+        assert len(environments) == len(completions) == len(start)
+        return [float(one.total == 11) for one in environments]
+
+    trainer = make_trainer(
+        **given(once(call(number=1)), eval_dataset=rows(2, start=[10, 20]), reward_funcs=close, reward_weights=[3.0])
+    )
+    found = trainer.evaluate()
+    assert found["eval_rewards/Adder/mean"] == 16
+    assert found["eval_rewards/close/mean"] == 0.5
+    assert found["eval_reward"] == 16 + 3 * 0.5
+
+
+def test_rows_name_their_environment_and_have_its_tools_alone(make_trainer):
+    class Shouter:
+        def reset(self, **row: Any) -> None:
+            assert "environment" not in row
+
+        def shout(self, text: str) -> str:
+            """Shouts.
+
+            Args:
+                text: What.
+
+            Returns:
+                It.
+            """
+            return text.upper()
+
+    def turns(prompt: str) -> str:
+        if "<tool_response>" in prompt:
+            return f"done{END}"
+        return call("shout", text="a") if "Shouts" in prompt else call(number=4)
+
+    dataset = rows(4, environment=["adder", "shouter"] * 2)
+    trainer = make_trainer(
+        **given(turns, {"adder": Told, "shouter": Shouter}, train_dataset=dataset, eval_dataset=dataset)
+    )
+    rollout = batch_of(trainer)
+    texts = [trainer.processing_class.decode(ids) for ids in rollout.prompt_lists()]
+    assert ["Adds a number" in text for text in texts] == [True, False] * 2
+    assert ["Shouts" in text for text in texts] == [False, True] * 2
+    assert "A" in trainer.processing_class.decode(trainer.rollout.asked[1][1]).split("<tool_response>")[1]
+    assert [type(one) for one in trainer.environments] == [Told, Shouter] * 2
+    trainer.train()
+    assert trainer.evaluate()["eval_rewards/Told/mean"] == 4
+
+
+def test_an_environment_may_bring_all_prompts(make_trainer):
+    class Asks(Adder):
+        def reset(self, **row: Any) -> str:
+            assert row == {}
+            super().reset()
+            return "how many"
+
+    trainer = make_trainer(**given(once(call(number=1)), Asks, train_dataset=None, max_steps=2))
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "how many<|im_end|>" in trainer.processing_class.decode(trainer.rollout.asked[0][0])
+
+
+def test_each_turn_weighs_the_same(make_trainer):
+    trainer = make_trainer(**given(once(call(number=1)), equal_turns=True, position_discount=0.9))
+    batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
+    assert batch["loss_weights"].sum(1).tolist() == pytest.approx([2.0] * 4)
+    assert batch["num_items_in_batch"] == pytest.approx(8)
+    generated, weights = batch["tool_mask"][0] * batch["completion_mask"][0], batch["loss_weights"][0]
+    (borders,) = (generated.diff() != 0).nonzero(as_tuple=True)
+    first = borders[0] + 1
+    assert weights[:first].sum() == pytest.approx(1)
+    assert weights[1] / weights[0] == pytest.approx(0.9)
+    trainer.train()
+
+
+REFUSED = {
+    "no reset": (type("Empty", (), {}), {}, "no method `reset`"),
+    "an object": (Adder(), {}, "expected a class or a function"),
+    "needs arguments": (lambda number: Adder(), {}, "cannot be called without arguments"),
+    "fails": (lambda: 1 / 0, {}, "could not make an environment: ZeroDivisionError"),
+    "nothing": ({}, {}, "an empty dict"),
+    "no names": ({1: Adder}, {}, "expected names"),
+    "no column": ({"a": Adder}, {}, "no column 'environment'"),
+    "both tell": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}, "tell what only the teacher reads"),
+    "off-policy": (Adder, {"lmbda": 0.5}, "`environment_factory` with `lmbda=0.5`"),
+    "ahead": (Adder, {"overlap": "ahead"}, "`environment_factory` with `overlap='ahead'`"),
+    "skipped": (Adder, {"skip_prompts": 0.1}, "with prompts that are skipped"),
+    "two weights": (Adder, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, but there are 0"),
+    "no steps": (Adder, {"train_dataset": None, "max_steps": -1}, "`max_steps`"),
+    "template": (Adder, {"feedback_template": "{said}"}, "with exactly `{feedback}`"),
+    "columns": (Adder, {"remove_unused_columns": True}, "would hide columns from `environments`"),
+    "without": (None, {"environment_timeout": 1.0}, None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_uses_are_refused_before_a_model_is_loaded(make_trainer, name, capsys):
+    factory, options, message = REFUSED[name]
+    build = partial(make_trainer, **{**given(once(END), factory), **options})
+    if message is None:
+        build()
+        return
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        build()
+    assert message in str(caught.value)
+
+
+def test_a_row_that_names_no_environment_is_named(make_trainer):
+    dataset = rows(4, environment=["a", "a", "b", "a"])
+    with pytest.raises(ValueError, match=r"row 2 of train_dataset.*'b'.*expected one of \['a'\]"):
+        make_trainer(**given(once(END), {"a": Adder}, train_dataset=dataset))
+
+
+def test_an_environment_that_cannot_begin_names_its_row(make_trainer):
+    class Broken(Adder):
+        def reset(self, start: int = 0, **_: Any) -> None:
+            if start == 2:
+                raise OSError("no disk")
+
+    trainer = make_trainer(**given(once(END), Broken, train_dataset=rows(4, start=[0, 1, 2, 3])))
+    with pytest.raises(RuntimeError, match=r"row 2 of .* could not begin: OSError: no disk"):
+        batch_of(trainer)

@@ -1,0 +1,128 @@
+"""A tool that misbehaves costs its row at most: the student is told, and the run goes on."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+from environments.worlds import END, Adder, call, given, once, rows
+
+from trl_opsd.types import Rollout
+
+TOLD = {
+    "raises": (call("misbehave", how="raise"), "{'error': 'no such table'}"),
+    "exits": (call("misbehave", how="exit"), "{'error': '3'}"),
+    "is unknown": (call("fly", to="the moon"), "Tool fly not found"),
+    "is private": (call("__init__"), "Tool __init__ not found"),
+    "is no tool": (call("get_reward"), "Tool get_reward not found"),
+    "gets too little": (call("add"), "missing 1 required positional argument"),
+    "gets another": (call("add", number="one"), "unsupported operand"),
+    "returns a number": (call("misbehave", how="number"), "\n3.5\n"),
+    "returns nothing": (call("misbehave", how="nothing"), "\nNone\n"),
+    "returns rows": (call("misbehave", how="rows"), "[{'id': 1}, {'id': 2}]"),
+    "returns bytes": (call("misbehave", how="bytes"), r"b'\xff\xfe'"),
+    "returns an object": (call("misbehave", how="object"), "<class 'object'>"),
+    "is awaited": (call("wait", seconds=0.01), "waited 0.01"),
+}
+
+
+@pytest.mark.parametrize("how", TOLD)
+def test_the_student_is_told_what_came_of_its_call(make_trainer, how):
+    text, told = TOLD[how]
+    trainer = make_trainer(**given(once(text)))
+    trainer.train()
+    after = trainer.processing_class.decode(trainer.rollout.asked[1][0])
+    assert told in after.split("<tool_response>", 1)[1]
+    log = trainer.state.log_history[0]
+    assert math.isfinite(log["loss"])
+    assert log["tools/failure_frequency"] == ("error" in told or "Tool" in told or "missing" in told or "oper" in told)
+
+
+ENDS = {
+    "a giant answer": call("misbehave", how="giant"),
+    "an answer without room": call("misbehave", how="long"),
+    "no JSON": f'<tool_call>\n{{"name": "add", "arguments"\n</tool_call>{END}',
+    "arguments that are none": f'<tool_call>\n{{"name": "add", "arguments": "7"}}\n</tool_call>{END}',
+    "no call": f"seven{END}",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_row_that_cannot_go_on_ends_alone(make_trainer, how):
+    def turns(prompt: str) -> str:
+        return f"done{END}" if "<tool_response>" in prompt else ENDS[how] if "count 0" in prompt else call(number=1)
+
+    trainer = make_trainer(**given(turns, train_dataset=rows(2)))
+    rollout = Rollout.unpack(trainer._generate_and_score_completions(list(trainer.train_dataset)))
+    texts = list(map(trainer.processing_class.decode, rollout.completion_lists()))
+    assert texts[1].endswith(f"done{END}")
+    if how != "arguments that are none":
+        assert texts[0] == ENDS[how]
+    assert rollout.weights.sum(1).min() > 0
+
+
+def test_text_that_no_tokenizer_reads_costs_its_row(make_trainer):
+    trainer = make_trainer(**given(once(call("misbehave", how="odd text"))))
+    trainer.train()
+    assert math.isfinite(trainer.state.log_history[0]["loss"])
+
+
+@pytest.mark.parametrize("name", ["sleep", "wait"])
+def test_a_call_that_hangs_ends_its_row_and_its_environment_is_made_anew(make_trainer, name, caplog):
+    def turns(prompt: str) -> str:
+        if "<tool_response>" in prompt:
+            return f"done{END}"
+        return call(name, seconds=60) if "count 1<" in prompt or "count 1 " in prompt else call(number=1)
+
+    trainer = make_trainer(**given(turns, eval_dataset=rows(3), environment_timeout=0.5), per_device_eval_batch_size=3)
+    start = time.perf_counter()
+    found = trainer.evaluate()
+    assert time.perf_counter() - start < 20
+    assert found["eval_rewards/Adder/mean"] == 1, "the row that hung has no reward"
+    before = list(trainer.environments)
+    assert "did not answer within 0.5 s" in caplog.text
+    trainer.rollout.turns = once(call(number=5))
+    assert trainer.evaluate()["eval_rewards/Adder/mean"] == 5
+    assert sum(one not in before for one in trainer.environments) == 1
+
+
+def test_a_reset_that_hangs_is_an_error_with_its_row(make_trainer):
+    class Slow(Adder):
+        def reset(self, start: int = 0, **_: Any) -> None:
+            time.sleep(60 * start)
+
+    trainer = make_trainer(**given(once(END), Slow, train_dataset=rows(2, start=[0, 1]), environment_timeout=0.3))
+    with pytest.raises(RuntimeError, match=r"row 1 of .* could not begin: no answer within `environment_timeout=0.3`"):
+        trainer._generate_and_score_completions(list(trainer.train_dataset))
+
+
+def test_a_reward_that_fails_names_its_function(make_trainer):
+    class Unsure(Adder):
+        def get_reward(self) -> float:
+            raise KeyError("score")
+
+    trainer = make_trainer(**given(once(call(number=1)), Unsure, eval_dataset=rows(2)))
+    with pytest.raises(RuntimeError, match="The reward function 'Unsure' failed"):
+        trainer.evaluate()
+
+
+def test_feedback_that_fails_is_none(make_trainer, caplog):
+    class Silent(Adder):
+        def get_feedback(self) -> str:
+            raise KeyError("nothing to say")
+
+    trainer = make_trainer(**given(once(call(number=1)), Silent))
+    trainer.train()
+    assert "`get_feedback` of the environment of row 0 failed: KeyError" in caplog.text
+    assert math.isfinite(trainer.state.log_history[0]["loss"])
+
+
+@pytest.mark.parametrize("name", ["sleep", "wait"])
+def test_rows_do_not_wait_for_each_other(make_trainer, name):
+    trainer = make_trainer(
+        **given(once(call(name, seconds=0.3)), train_dataset=rows(8)), per_device_train_batch_size=8, logging_steps=1
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["time/act"] < 8 * 0.3 / 2

@@ -1,0 +1,68 @@
+"""A thread that calls one function after the other: slow ones of several workers do not wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic
+from typing import Any, TypeAlias
+from weakref import finalize
+
+Wait: TypeAlias = Callable[[Any], Any]
+"""Awaits what is awaitable; other values it returns."""
+
+_Jobs: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[Wait], Any]] | None]"
+
+
+class Worker:
+    """A thread in which functions are called, and coroutines awaited in one event loop.
+
+    What is bound to a thread or a loop, like a connection to SQLite or an HTTP session, may be kept between calls.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: _Jobs = SimpleQueue()
+        # A daemon: a call that never returns must not keep the program alive.
+        Thread(target=_work, args=(self._jobs,), name="trl_opsd environment", daemon=True).start()
+        finalize(self, self._jobs.put, None)
+
+    def start(self, job: Callable[[Wait], Any]) -> Future[Any]:
+        """Calls a job after those that were started before."""
+        future: Future[Any] = Future()
+        self._jobs.put((future, job))
+        return future
+
+
+def _work(jobs: _Jobs) -> None:
+    with asyncio.Runner() as runner:
+
+        def wait(value: Any) -> Any:
+            return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+        while (job := jobs.get()) is not None:
+            future, call = job
+            try:
+                future.set_result(call(wait))
+            except BaseException as error:  # also `SystemExit`: it is the caller's to handle
+                future.set_exception(error)
+            del job, future, call  # else they live until the next call
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def waited(futures: Sequence[Future[Any] | None], seconds: float | None) -> list[Any]:
+    """The result or exception of each; a `TimeoutError` for one that has none after so many seconds from now."""
+    end = None if seconds is None else monotonic() + seconds
+    found: list[Any] = []
+    for future in futures:
+        try:
+            found.append(None if future is None else future.result(end and max(0.0, end - monotonic())))
+        except (Exception, SystemExit) as error:
+            found.append(error)
+    return found
