@@ -211,7 +211,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             peft_config=peft_config,
             tools=given.tools,
         )
-        self.turns = Turns(self, self._generation, tools or (), given.environments)
+        self.turns = Turns(self, self._generation, self._get_tool_suffix_ids, tools or (), given.environments)
         check_student(self.model, self.args)
         self._rate_tried: float | None = None
         if train_dataset is not None:

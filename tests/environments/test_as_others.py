@@ -43,19 +43,19 @@ def test_doors_as_an_environment_are_doors_as_a_tool(make_trainer, doors):
         "learning_rate": 1e-3,
         "logging_steps": 1,
     }
-    as_tool = make_trainer(**same, train_dataset=dataset, tools=[world.try_door])
-    as_world = make_trainer(
-        **same, train_dataset=dataset.remove_columns("teacher_prompt"), environment_factory=world.Doors
-    )
-    logs = []
-    for trainer in (as_tool, as_world):
+    logs, students = [], []
+    for acting in (
+        {"train_dataset": dataset, "tools": [world.try_door]},
+        {"train_dataset": dataset.remove_columns("teacher_prompt"), "environment_factory": world.Doors},
+    ):
+        trainer = make_trainer(**same, **acting)
         trainer.train()
         logs.append([log for log in trainer.state.log_history if "loss" in log])
+        students.append(list(trainer.model.parameters()))
     for name in ("loss", "tools/call_frequency", "completions/mean_length", "turns/mean", "num_tokens"):
         assert [log[name] for log in logs[0]] == [log[name] for log in logs[1]], name
     assert logs[0][0]["tools/call_frequency"] > 1
-    for ours, theirs in zip(as_world.model.parameters(), as_tool.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, *students))
 
 
 class Fixed(GRPOTrainer):
@@ -93,18 +93,15 @@ def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
     ours = make_trainer(**given(turns, train_dataset=dataset))
     rollout = Rollout.unpack(ours._generate_and_score_completions([dict(row) for row in dataset]))
     assert ours.rollout.asked == theirs.script.asked
-    real = batch["completion_mask"].bool()
-    assert rollout.completion_lists() == [
-        ids[of].tolist() for ids, of in zip(batch["completion_ids"], real, strict=True)
-    ]
+    pairs = zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True)
+    assert rollout.completion_lists() == [ids[real].tolist() for ids, real in pairs]
     learned = (batch["completion_mask"] * batch["tool_mask"]).float()
     assert torch.equal(rollout.weights, learned)
     assert rollout.prompt_lists() == [
         ids[of.bool()].tolist() for ids, of in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
     ]
-    assert learned.sum() == 4 * sum(
-        len(words()(text)["input_ids"]) for text in (call(number=2), f"two{END}")
-    ) + 4 * len(words()(call("misbehave", how="raise"))["input_ids"])
+    written = call(number=2), call("misbehave", how="raise"), f"two{END}"
+    assert learned.sum() == 4 * sum(len(words()(text)["input_ids"]) for text in written)
 
 
 @pytest.mark.parametrize("kind", ["base", "live", "ema"])

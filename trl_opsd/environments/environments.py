@@ -12,7 +12,7 @@ from typing import Any, final
 
 from accelerate.logging import get_logger
 
-from trl_opsd.environments.worker import Wait, Worker, waited
+from trl_opsd.environments.worker import Late, Wait, Worker, waited
 
 logger = get_logger(__name__)
 
@@ -31,10 +31,6 @@ class Called:
     content: str | list[dict[str, Any]]
     """Text, or parts of a message."""
     failed: bool = False
-
-
-class _Lost(Exception):
-    """A call that did not return in time, so the environment cannot be used any more."""
 
 
 @final
@@ -225,37 +221,42 @@ class Environments:
             for key, tool in self._kits[name].items()
         }
 
-    def feedback(self) -> list[Any]:
-        """What each environment says of its episode; `None` of one that says nothing, or did not in time."""
-        found = self._together([_job(getattr(one, "get_feedback", None)) for one in self.current])
-        for number, error in enumerate(found):
+    def feedback(self, rows: Sequence[int] | None = None) -> list[Any]:
+        """What environments say of the episodes of these rows, or of all.
+
+        `None` of one that says nothing, or did not in time.
+        """
+        numbers = range(len(self._now)) if rows is None else rows
+        instances = [self._now[number][1] for number in numbers]
+        found = self._together([_job(getattr(one.it, "get_feedback", None)) for one in instances], instances)
+        for number, error in zip(numbers, found, strict=True):
             if isinstance(error, BaseException):
                 logger.warning(f"`get_feedback` of the environment of row {number} failed: {_in_words(error)}")
         return [None if isinstance(one, BaseException) else one for one in found]
 
-    def _reward(self, kind: type, *, environments: Sequence[Any], **_: Any) -> list[Any]:
+    def _reward(self, kind: type[Any], *, environments: Sequence[Any], **_: Any) -> list[Any]:
         """The reward of each environment of a class; `None` of the others, and of one that was lost."""
         jobs = [_job(one.get_reward if type(one) is kind else None) for one in environments]
         instances = {id(instance.it): instance for _, instance in self._now}
         found = self._together(jobs, [instances[id(one)] for one in environments])
         for one in found:
-            if isinstance(one, BaseException) and not isinstance(one, _Lost):
+            if isinstance(one, BaseException) and not isinstance(one, Late):
                 raise one
-        return [None if isinstance(one, _Lost) else one for one in found]
+        return [None if isinstance(one, Late) else one for one in found]
 
     def _together(
         self, jobs: Sequence[Callable[[Wait], Any] | None], instances: Sequence[_Instance] | None = None
     ) -> list[Any]:
-        """The result or exception of each job, all in their environments' threads; [`_Lost`] of one that is late."""
+        """The result or exception of each job, all in their environments' threads; [`Late`] of one that is late."""
         instances = instances or [instance for _, instance in self._now]
         futures = [None if job is None else one.start(job) for job, one in zip(jobs, instances, strict=True)]
         found = waited(futures, self._seconds)
-        for number, instance in enumerate(instances):
-            if isinstance(found[number], TimeoutError) and not futures[number].done():
+        for number, (job, instance) in enumerate(zip(jobs, instances, strict=True)):
+            if job is not None and instance.is_lost:
+                found[number] = Late("it did not answer before")
+            elif isinstance(found[number], Late):
                 instance.is_lost = True
-                logger.warning(f"An environment did not answer within {self._seconds:g} s, and is made anew.")
-            if instance.is_lost and jobs[number] is not None:
-                found[number] = _Lost(f"no answer within `environment_timeout={self._seconds}` seconds")
+                logger.warning(f"An environment gave {found[number]} (`environment_timeout`), and is made anew.")
         return found
 
 
@@ -335,4 +336,4 @@ def check_factory(factory: Any) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if not isinstance(error, _Lost) else str(error)
+    return str(error) if isinstance(error, Late) else f"{type(error).__name__}: {error}"

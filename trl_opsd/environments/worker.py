@@ -56,13 +56,17 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
+class Late(Exception):
+    """There is no result in time."""
+
+
 def waited(futures: Sequence[Future[Any] | None], seconds: float | None) -> list[Any]:
-    """The result or exception of each; a `TimeoutError` for one that has none after so many seconds from now."""
+    """The result or exception of each; [`Late`] for one that has none after so many seconds from now."""
     end = None if seconds is None else monotonic() + seconds
     found: list[Any] = []
     for future in futures:
         try:
             found.append(None if future is None else future.result(end and max(0.0, end - monotonic())))
         except (Exception, SystemExit) as error:
-            found.append(error)
+            found.append(error if future is None or future.done() else Late(f"no answer within {seconds:g} seconds"))
     return found

@@ -86,9 +86,14 @@ class Generation:
         raise ValueError(f"`overlap='ahead'`: {why}; or remove `overlap`.")
 
     @property
+    def is_ours(self) -> bool:
+        """Whether `complete` is this package's, and not overridden."""
+        return not self._is_overridden
+
+    @property
     def streams(self) -> bool:
-        """Whether `stream` generates what `complete` does."""
-        return not (self._is_overridden or self._host.tools)
+        """Whether rows can be generated one by one, as `complete` would."""
+        return self._host.turns.are_apart or not (self._is_overridden or self._host.tools)
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """One checked completion of the rollout for each prompt."""
@@ -99,6 +104,8 @@ class Generation:
 
     def stream(self, prompt_ids: list[list[int]]) -> Closable[tuple[int, list[int]]]:
         """Generates as `complete`: the number of each prompt with its completion, checked, as it ends."""
+        if self._host.turns.are_apart:
+            return self._host.turns.stream(prompt_ids)
         self.be_ready()
         rows = self.rollout.stream([ids.copy() for ids in prompt_ids], self._host.state.global_step)
         return checked_stream(rows, self._host, prompt_ids, type(self.rollout).__name__)
@@ -223,7 +230,7 @@ class Generation:
         """What `complete` returns, as token ids up to the first end token; raises if these cannot be trained on."""
         host, name = self._host, type(self.rollout).__name__
         by: Overlap | Ahead | TrainerHost = host if self.overlap is None or not host.model.training else self.overlap
-        completions = by.complete(prompt_ids)
+        completions = host.turns.first(prompt_ids) if host.turns.are_apart else by.complete(prompt_ids)
         if self._is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)

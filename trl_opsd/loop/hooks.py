@@ -361,11 +361,7 @@ class TrainerHooks(TrainerMembers):
     def _generate(self, prompts: list) -> tuple:
         with self._generation.batch():
             written = super()._generate(prompts)
-        if self.turns.environments is not None:
-            with self.phase("act"):
-                said = self.turns.environments.feedback()
-            for row, feedback in zip(self._generation.requests, said, strict=True):
-                self.teaching.readers.intake.add_feedback(row, feedback, self.args.feedback_template)
+        self.turns.end(self._generation.requests)
         self._collapse.note_completions(self._generation.on_policy(written[1]))
         if self.visits is not None and self.model.training:
             prompt_ids, completion_ids, tool_masks, *_ = written
@@ -405,7 +401,7 @@ class TrainerHooks(TrainerMembers):
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
     ) -> tuple:
         """In place of TRL's; joins later turns of other processes after those of this one. Collective."""
-        looped = self.turns.run(prompt_ids, completion_ids, completions, self._get_tool_suffix_ids)
+        looped = self.turns.run(prompt_ids, completion_ids, completions)
         if self._rewards is not None:
             self._rewards.conversations = looped[1]
         self._generation.join_later_turns()

@@ -265,11 +265,11 @@ class TrainerMembers(UpstreamFixes):
         # TRL's method reads the attributes and has no arguments for them.
         self.chat_template_kwargs = {**ours[0], **chat_template_kwargs}
         if environment and self.turns.environments is not None:
-            vars(self)["tools"] = self.turns.environments.tools_of(environment)
+            self.__dict__["tools"] = self.turns.environments.tools_of(environment)
         try:
             prompt_ids, _, _ = super()._tokenize_prompts(prompts)
         finally:
-            self.chat_template_kwargs, vars(self)["tools"] = ours
+            self.chat_template_kwargs, self.__dict__["tools"] = ours
         return list(prompt_ids)
 
     def see(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds:
@@ -329,11 +329,20 @@ class TrainerMembers(UpstreamFixes):
         """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""
         return dict(zip(("input_ids", "attention_mask"), self._padded(prompt_ids, "left"), strict=True))
 
-    def padded(self, prompt_ids: Sequence[list[int]], completions: Sequence[list[int]]) -> dict[str, Tensor]:
-        """TRL's keys for rows; an empty completion is one masked token of padding."""
+    def padded(
+        self,
+        prompt_ids: Sequence[list[int]],
+        completions: Sequence[list[int]],
+        masks: Sequence[list[int]] | None = None,
+    ) -> dict[str, Tensor]:
+        """TRL's keys for rows; an empty completion is one masked token of padding. Masks are 0 for what tools said."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         both = *self._padded(prompt_ids, "left"), *self._padded(completions, "right")
-        return dict(zip(names, both, strict=True))
+        found = dict(zip(names, both, strict=True))
+        if masks is not None:
+            padded = pad([torch.tensor(one or [1]) for one in masks], 1, "right", self.pad_to_multiple_of)
+            found["tool_mask"] = padded.to(self.accelerator.device)
+        return found
 
     def _padded(self, rows: Sequence[list[int]], side: str) -> tuple[Tensor, Tensor]:
         """Token ids and mask, [B, L], on the device; the mask by length, never by the value of a token."""

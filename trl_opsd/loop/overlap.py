@@ -114,7 +114,7 @@ class Overlap:
         start, learned = perf_counter(), []
         self._constant = self._expected()
         host.teaching.teachers.forget_expected()
-        rows = host.begin_batch(inputs)
+        rows = self._generation.requests = host.begin_batch(inputs)
         prompt_ids = host.prompt_ids_of(rows)
         waiting = self._waiting(prompt_ids)
         weight = torch.zeros((), device=accelerator.device)
@@ -168,12 +168,15 @@ class Overlap:
         host = self._host
 
         def padded(numbers: Sequence[int]) -> dict[str, Tensor]:
-            return host.padded([prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers])
+            masks = [host.turns.ended[row].mask for row in numbers] if host.turns.ended else None
+            rows_of = [prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers]
+            return host.padded(*rows_of, masks)
 
         def come(wait: bool) -> None:
             came = prefetched.take(wait)
             for row, completion in came:
                 waiting.add(row, completion)
+                host.turns.tell(row, rows[row])
                 if host.reads_logprobs:
                     self._generation.note_logprobs(rows[row], prompt_ids[row], completion)
             if came and host.teaching.begins_early:

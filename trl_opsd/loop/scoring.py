@@ -46,7 +46,7 @@ class Scorer:
         host, name = self._host, type(self._host).__name__
         digest, selection = _digest(batch), selection_of(host)
         rollout = _generated(batch)
-        images, generated = images_of(rows), rollout.counts
+        images, spoken = images_of(rows), rollout.counts
         rollout = replace(rollout, lengths=rollout.measured(), images=images)
         candidates_B = rollout.counts.sum(1)
         if selection is not None and not selection.is_late:
@@ -67,7 +67,7 @@ class Scorer:
         rollout = replace(rollout, weights=counted)
         weights = checked_weights(weights, rollout)
         if host.model.training and host.args.equal_turns:
-            weights = by_turn(weights, generated)
+            weights = by_turn(weights, spoken)
         of_prompts = [getattr(row, "prompt_weight", 1.0) for row in rows]
         if host.model.training and host.visits is not None:
             weights = weights * weights.new_tensor(of_prompts).unsqueeze(1)
@@ -178,12 +178,13 @@ def _digest(batch: Mapping[str, Any]) -> Tensor:
     return (values_BN * factors_N.to(values_BN.device)).sum(1)  # wraps around
 
 
-def by_turn(weights_BC: Tensor, generated_BC: Tensor) -> Tensor:
+def by_turn(weights_BC: Tensor, spoken_BC: Tensor) -> Tensor:
     """The weights, divided by their sum over each turn: over tokens that the student generated one after the other."""
-    before_BC = torch.nn.functional.pad(generated_BC, (1, -1))
-    turn_BC = (generated_BC & ~before_BC).cumsum(1) * generated_BC  # 0 where the student generated nothing
+    before_BC = torch.nn.functional.pad(spoken_BC, (1, -1))
+    turn_BC = (spoken_BC & ~before_BC).cumsum(1) * spoken_BC  # 0 where the student generated nothing
     sums_BT = weights_BC.new_zeros(len(weights_BC), 1 + weights_BC.size(1)).scatter_add(1, turn_BC, weights_BC)
-    return weights_BC / sums_BT.gather(1, turn_BC).where(weights_BC > 0, 1.0)
+    each_BC: Tensor = sums_BT.gather(1, turn_BC)
+    return weights_BC / torch.where(weights_BC > 0, each_BC, 1.0)
 
 
 def checked_weights(weights: Any, rollout: Rollout) -> Tensor:

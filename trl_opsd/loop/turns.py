@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
 from typing import Any, TypeAlias
 
 from trl_opsd._compat.trl import parse_response
+from trl_opsd.data.prompts import Request
 from trl_opsd.environments import Called, Environments
 from trl_opsd.environments.environments import answers
-from trl_opsd.environments.worker import Wait, Worker
+from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.parallel.prefetch import Closable
+from trl_opsd.rollout import RolloutBackend
+from trl_opsd.rollout.returned import checked_completions
 
+Calls: TypeAlias = Sequence[Mapping[str, Any]]
+"""The calls of a turn, as a template parses them."""
 Turned: TypeAlias = tuple[list[list[int]], list[list[dict[str, Any]]], list[list[int]], int, int, list[list[Any]]]
 """As TRL's tool loop returns it: masks, conversations, completions, calls, failed calls, and images of each row."""
 
@@ -20,96 +29,230 @@ _LONGEST = 256
 """Characters of a token, generously: a text that is too long for as many need not be tokenized."""
 
 
+@dataclass(slots=True)
+class Trajectory:
+    """A row so far."""
+
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    """What follows the prompt."""
+    mask: list[int] = field(default_factory=list)
+    """1 for each of these that the student generated."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The same as messages."""
+    first: list[int] = field(default_factory=list)
+    """The student's first turn."""
+    turns: int = 0
+    calls: int = 0
+    failures: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """What the student reads next."""
+        return self.prompt_ids + self.ids
+
+
 class Turns:
     """The turns of a batch after the first, in place of TRL's tool loop.
 
     Token by token as TRL's: a row is its prompt, what the student generated, and what the template makes of the tools'
-    answers. Calls of different rows do not wait for each other where there are environments.
+    answers. With environments, rows do not wait for each other's calls; if the rollout generates in another process,
+    they do not wait for each other at all.
     """
 
     def __init__(
         self,
         host: TrainerHost,
         generation: Generation,
+        suffix: Callable[[list[dict[str, Any]]], list[int]],
         tools: Sequence[Callable[..., Any]],
         environments: Environments | None,
     ) -> None:
         self._host, self._generation, self.environments = host, generation, environments
+        self._suffix = suffix
+        """Token ids of tools' answers, and of the beginning of the next turn."""
         self._tools = {tool.__name__: tool for tool in tools}
         self._awaiting = Worker() if any(map(inspect.iscoroutinefunction, tools)) else None
+        self._tokenizing = Lock()
+        self.ended: dict[int, Trajectory] = {}
+        """Rows of the batch that went their way alone, by their numbers."""
+        self._said: dict[int, Any] = {}
+        """What environments said of rows, which their teachers are not told yet."""
+
+    # ---- All rows of a batch, a turn at a time ----------------------------------------------------------------------
 
     def run(
-        self,
-        prompt_ids: list[list[int]],
-        completion_ids: list[list[int]],
-        completions: list[list[dict[str, Any]]],
-        suffix: Callable[[list[dict[str, Any]]], list[int]],
+        self, prompt_ids: list[list[int]], completion_ids: list[list[int]], messages: list[list[dict[str, Any]]]
     ) -> Turned:
-        """Continues the first turn of each row; `suffix` makes token ids of tools' answers. Collective."""
-        host = self._host
-        masks = [[1] * len(ids) for ids in completion_ids]
-        turns, count, failures = [1] * len(masks), 0, 0
-        calling = {row: calls for row, (first,) in enumerate(completions) if (calls := first.get("tool_calls"))}
-        while calling and max(turns) <= host.max_tool_calling_iterations:
-            with host.phase("act"):
-                answered = self._answered(calling)
-            asked = {}
-            for row, called in answered.items():
-                count += len(calling[row])
-                failures += len(calling[row]) if called is None else sum(one.failed for one in called)
-                said = [{"role": "tool", "name": one.name, "content": one.content} for one in called or ()]
-                ids = self._followed(prompt_ids[row], completion_ids[row], said, suffix)
-                if ids is not None:
-                    asked[row] = ids
-                    completions[row] += said
-            if not asked:
-                break
-            written = self._generation.turn(list(asked.values()))
-            calling = {}
-            for (row, before), ids in zip(asked.items(), written, strict=True):
-                begun = before[len(prompt_ids[row]) :]
-                ids = ids[: host.limits.completion - len(begun)]
-                masks[row] += [0] * (len(begun) - len(completion_ids[row])) + [1] * len(ids)
-                completion_ids[row] = begun + ids
-                turns[row] += 1
-                if ids:
-                    message = parse_response(host.processing_class, ids, prefix=before, tools=self._tools_of(row))
-                    completions[row].append(message)
-                    if calls := message.get("tool_calls"):
-                        calling[row] = calls
-        host.record("turns/mean", sum(turns) / len(turns))
-        return masks, completions, completion_ids, count, failures, [[] for _ in masks]
+        """Continues the first turn of each row. Collective."""
+        if self.ended:
+            rows = [self.ended[row] for row in range(len(prompt_ids))]
+            for row, first in zip(rows, completion_ids, strict=True):
+                if not row.ids:  # an empty completion travels as a token of padding
+                    row.ids, row.mask = list(first), [1] * len(first)
+        else:
+            rows = [
+                Trajectory(ids, list(first), [1] * len(first), said, first, turns=1)
+                for ids, first, said in zip(prompt_ids, completion_ids, messages, strict=True)
+            ]
+            calling = {number: calls for number, row in enumerate(rows) if (calls := _calls(row))}
+            while calling := self._may_go_on(rows, calling):
+                with self._host.phase("act"):
+                    answered = self._answered(calling)
+                asked = [number for number, called in answered.items() if self._asks(rows[number], number, called)]
+                if not asked:
+                    break
+                written = self._generation.turn([rows[number].context for number in asked])
+                calling = {
+                    number: calls
+                    for number, ids in zip(asked, written, strict=True)
+                    if (calls := self._grow(rows[number], number, ids))
+                }
+        self._host.record("turns/mean", sum(row.turns for row in rows) / len(rows))
+        totals = sum(row.calls for row in rows), sum(row.failures for row in rows)
+        masks, said, ids = ([getattr(row, name) for row in rows] for name in ("mask", "messages", "ids"))
+        return masks, said, ids, *totals, [[] for _ in rows]
 
-    def _tools_of(self, row: int) -> list[Callable[..., Any]]:
+    def end(self, rows: Sequence[Request]) -> None:
+        """Ends a batch: the teacher of each row is told what its environment said, if it was not told yet."""
+        if self.environments is None:
+            return
+        if not self.ended:
+            with self._host.phase("act"):
+                self._said = dict(enumerate(self.environments.feedback()))
+        for number, row in enumerate(rows):
+            self.tell(number, row)
+        self.ended = {}
+
+    def tell(self, number: int, row: Request) -> None:
+        """Tells the teacher of a row what its environment said after it."""
+        if number in self._said:
+            intake, template = self._host.teaching.readers.intake, self._host.args.feedback_template
+            intake.add_feedback(row, self._said.pop(number), template)
+
+    # ---- Each row on its own ----------------------------------------------------------------------------------------
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether rows go their way without waiting for others."""
+        rollout = self._generation.rollout
+        can = rollout.writes_apart and type(rollout).one_by_one is not RolloutBackend.one_by_one
+        return self.environments is not None and can and self._generation.is_ours
+
+    def first(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """The first turns of rows, after all of them have ended. Collective."""
+        if not self.ended:
+            for _ in self.stream(prompt_ids):
+                pass
+        return [self.ended[number].first for number in range(len(prompt_ids))]
+
+    def stream(self, prompt_ids: list[list[int]]) -> Closable[tuple[int, list[int]]]:
+        """The number of each row with its ids, as it ends. Collective until it returns."""
+        self._generation.be_ready()
+        self.ended, self._said = {}, {}
+        ask = self._generation.rollout.one_by_one([*map(list.copy, prompt_ids)], self._host.state.global_step)
+        came: SimpleQueue[tuple[int, Trajectory | BaseException]] = SimpleQueue()
+        unwanted = Event()
+
+        def act(number: int) -> None:
+            try:
+                came.put((number, self._alone(number, Trajectory(prompt_ids[number]), ask, unwanted)))
+            except BaseException as error:  # raised where rows are taken
+                came.put((number, error))
+
+        for number in range(len(prompt_ids)):
+            Thread(target=act, args=(number,), name="trl_opsd row", daemon=True).start()
+        return Closable(self._ending(came, len(prompt_ids), unwanted), unwanted.set)
+
+    def _ending(
+        self, came: SimpleQueue[tuple[int, Trajectory | BaseException]], rows: int, unwanted: Event
+    ) -> Generator[tuple[int, list[int]], None, None]:
+        try:
+            for _ in range(rows):
+                number, row = came.get()
+                if isinstance(row, BaseException):
+                    raise row
+                self.ended[number] = row
+                yield number, row.ids
+        finally:
+            unwanted.set()
+
+    def _alone(
+        self, number: int, row: Trajectory, ask: Callable[[int, list[int]], list[int]], unwanted: Event
+    ) -> Trajectory:
+        assert self.environments is not None
+        name, host = type(self._generation.rollout).__name__, self._host
+        while not unwanted.is_set():
+            context = row.context
+            (ids,) = checked_completions([ask(number, context)], host, [context], name)
+            if not row.turns:
+                row.first = ids
+            calls = self._grow(row, number, ids)
+            answered = self._answered(going) if (going := self._may_go_on({number: row}, {number: calls})) else {}
+            if not answered or not self._asks(row, number, answered[number]):
+                break
+        (self._said[number],) = self.environments.feedback([number])
+        return row
+
+    # ---- A row ------------------------------------------------------------------------------------------------------
+
+    def _may_go_on(
+        self, rows: Mapping[int, Trajectory] | Sequence[Trajectory], calling: Mapping[int, Calls]
+    ) -> dict[int, Calls]:
+        """The rows that call something, and may."""
+        most = self._host.max_tool_calling_iterations
+        return {number: calls for number, calls in calling.items() if calls and rows[number].turns <= most}
+
+    def _grow(self, row: Trajectory, number: int, ids: list[int]) -> Calls:
+        """Adds a turn of the student; returns its calls."""
+        before = row.context
+        ids = ids[: self._host.limits.completion - len(row.ids)]
+        row.ids, row.mask, row.turns = row.ids + ids, row.mask + [1] * len(ids), row.turns + 1
+        if not ids:
+            return ()
+        with self._tokenizing:
+            tools = self._tools_of(number)
+            row.messages.append(parse_response(self._host.processing_class, ids, prefix=before, tools=tools))
+        return _calls(row)
+
+    def _asks(self, row: Trajectory, number: int, called: list[Called] | None) -> bool:
+        """Adds what tools answered; whether the row goes on: there are answers, and they leave room."""
+        calls, limits = _calls(row), self._host.limits
+        row.calls += len(calls)
+        row.failures += len(calls) if called is None else sum(one.failed for one in called)
+        said = [{"role": "tool", "name": one.name, "content": one.content} for one in called or ()]
+        characters = sum(len(one["content"]) for one in said if isinstance(one["content"], str))
+        if not said or characters > _LONGEST * limits.completion:
+            return False
+        with self._tokenizing:
+            suffix = self._suffix(said)
+        length = len(row.ids) + len(suffix)
+        fits = limits.context is None or len(row.prompt_ids) + length < limits.context
+        if not fits or length > limits.completion:
+            return False
+        row.ids, row.mask = row.ids + suffix, row.mask + [0] * len(suffix)
+        row.messages += said
+        return True
+
+    def _tools_of(self, number: int) -> list[Callable[..., Any]]:
         if self.environments is not None:
-            return self.environments.tools_of(self.environments.name(row))
+            return self.environments.tools_of(self.environments.name(number))
         tools: list[Callable[..., Any]] = self._host.tools
         return tools
 
-    def _answered(self, calls: Mapping[int, Sequence[Mapping[str, Any]]]) -> Mapping[int, list[Called] | None]:
+    def _answered(self, calls: Mapping[int, Calls]) -> Mapping[int, list[Called] | None]:
         if self.environments is not None:
             return self.environments.call(calls)
-        return {row: answers(self._tools, some, self._wait) for row, some in calls.items()}
+        return {number: answers(self._tools, some, self._wait) for number, some in calls.items()}
 
     def _wait(self, value: Any) -> Any:
         """Awaits in a thread, as the caller's may have a running loop, as in a notebook."""
         if self._awaiting is None or not inspect.isawaitable(value):
             return value
-        job: Callable[[Wait], Any] = lambda wait: wait(value)  # noqa: E731
-        return self._awaiting.start(job).result()
+        return self._awaiting.start(lambda wait: wait(value)).result()
 
-    def _followed(
-        self,
-        prompt_ids: list[int],
-        completion_ids: list[int],
-        said: list[dict[str, Any]],
-        suffix: Callable[[list[dict[str, Any]]], list[int]],
-    ) -> list[int] | None:
-        """The ids of a row with the answers of its tools; `None` if there are none, or they leave no room."""
-        limits = self._host.limits
-        characters = sum(len(one["content"]) for one in said if isinstance(one["content"], str))
-        if not said or characters > _LONGEST * limits.completion:
-            return None
-        ids = prompt_ids + completion_ids + suffix(said)
-        has_room = limits.context is None or len(ids) < limits.context
-        return ids if has_room and len(ids) - len(prompt_ids) <= limits.completion else None
+
+def _calls(row: Trajectory) -> Calls:
+    """What the last message calls."""
+    calls: Calls = row.messages[-1].get("tool_calls") or () if row.messages else ()
+    return calls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -76,6 +76,20 @@ class RolloutBackend(ABC):
             order. By default what `complete` returns.
         """
         return enumerate(rows_of(self.complete(prompt_ids, step), len(prompt_ids), type(self).__name__))
+
+    def one_by_one(self, prompt_ids: list[list[int]], step: int) -> Callable[[int, list[int]], list[int]]:
+        """A function of the number of a row and its ids so far, which generates what follows, as `complete` does.
+
+        For agents, which go on after the answers of their tools, each at its own pace: any thread may call it, also
+        while others do. Collective work ends before this returns. Only with `writes_apart`, and optional.
+
+        Args:
+            prompt_ids (`list[list[int]]`):
+                As for `complete`, at the beginning.
+            step (`int`):
+                As for `complete`.
+        """
+        raise NotImplementedError
 
     def logprobs(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float] | None:
         """The log-probability of each token of a completion in the distribution that it was sampled from, in nats.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -313,6 +313,24 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             )
         self._streams.add(responses)
         return Closable(self._checked(responses, prompt_ids, self._new_logprobs()), responses.close)
+
+    def one_by_one(self, prompt_ids: list[list[int]], step: int) -> Callable[[int, list[int]], list[int]]:
+        """As for every rollout. Each turn has its own seed, of its row and of the number of its tokens so far."""
+        self.engine.check_connected()
+        with self.session():
+            options = self._prepared(prompt_ids)
+            seeds, known, limits = self._seeds(step, len(prompt_ids)), self._new_logprobs(), self.trainer.limits
+
+        def ask(number: int, ids: list[int]) -> list[int]:
+            begun = len(ids) - len(prompt_ids[number])
+            room = min(limits.room(len(ids)), limits.completion - begun)
+            seed = derived_seed(seeds[number], begun)
+            responses = self.engine.write_each([ids], [{"seed": seed, **options[number], "max_tokens": room}])
+            self._streams.add(responses)
+            ((_, found),) = self._checked(responses, [ids], known)
+            return found
+
+        return ask
 
     def _checked(
         self, responses: Responses[Completion], prompt_ids: list[list[int]], known: Logprobs
