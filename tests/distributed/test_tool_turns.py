@@ -21,7 +21,7 @@ def launched(tmp_path_factory):
     @cache
     def launched(name):
         strategy, options = LAUNCHES[name]
-        return forks.results(strategy, tool_turns.trained, folder, options)[0]
+        return forks.results(strategy, tool_turns.trained, folder, name, options)[0]
 
     return launched
 

@@ -1,4 +1,4 @@
-"""Trains and evaluates two processes, of which the rows of one call a tool."""
+"""Trains and evaluates two processes, of which the rows of one call a tool, their own or that of an environment."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp, vllm": ("ddp", {"use_vllm": True}),
     "zero3, vllm": ("zero3_cpu", {"use_vllm": True}),
 }
+ENVIRONMENTS = ("zero3, not gathered", "fsdp2")
+"""Launches whose tool is the method of an environment."""
 LIMIT = 200
 """Seconds after which processes that wait for each other are ended."""
 
@@ -41,8 +43,8 @@ class Calling(OPSDTrainer):
 
     def in_turn(self, completions, host, prompt_ids, name):
         self.check(completions, host, prompt_ids, name)
-        left = [calls - len(self.turns) for calls in self.calls[self.accelerator.process_index]]
-        self.turns.append(len(prompt_ids))
+        left = [calls - len(self.written) for calls in self.calls[self.accelerator.process_index]]
+        self.written.append(len(prompt_ids))
         texts = [CALL if calls > 0 else ANSWER for calls in left if calls >= 0]
         return self.processing_class(texts)["input_ids"] if texts else []
 
@@ -52,7 +54,17 @@ class Calling(OPSDTrainer):
         return super().teach(rollout, rows)
 
 
-def trained(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+class Calculator:
+    def reset(self, **_: Any) -> None: ...
+
+    def add(self, a: int, b: int) -> int:
+        return tiny.add(a, b)
+
+
+Calculator.add.__doc__ = tiny.add.__doc__
+
+
+def trained(folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
     if "use_vllm" in options:
         _compile_nothing()
     faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -69,15 +81,18 @@ def trained(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         eval_dataset=rows,
         processing_class=words,
         rollout=None if args.use_vllm else HFRollout(),
-        tools=[tiny.add],
+        **({"environment_factory": Calculator} if name in ENVIRONMENTS else {"tools": [tiny.add]}),
     )
     if not args.use_vllm:
         trainer.generation_config.max_new_tokens = 3
     found: dict[str, Any] = {}
     for what, calls in CALLS.items():
-        trainer.turns, trainer.calls = [], calls
+        trainer.written, trainer.calls = [], calls
         getattr(trainer, what)()
-        found[what] = {"turns": gather_object([trainer.turns]), "learned": sorted(gather_object(trainer.learned))}
+        found[what] = {
+            "turns": gather_object([trainer.written]),
+            "learned": sorted(gather_object(trainer.learned)),
+        }
     found["loss"], found["calls"] = (trainer.state.log_history[0][name] for name in ("loss", "tools/call_frequency"))
     faulthandler.cancel_dump_traceback_later()
     return found

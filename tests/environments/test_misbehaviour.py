@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from typing import Any
@@ -117,6 +118,25 @@ def test_feedback_that_fails_is_none(make_trainer, caplog):
     trainer.train()
     assert "`get_feedback` of the environment of row 0 failed: KeyError" in caplog.text
     assert math.isfinite(trainer.state.log_history[0]["loss"])
+
+
+def test_functions_may_be_async_which_trl_refuses(make_trainer):
+    async def add(number: int) -> str:
+        """Adds one.
+
+        Args:
+            number: To what.
+
+        Returns:
+            The sum.
+        """
+        await asyncio.sleep(0)
+        return str(number + 1)
+
+    trainer = make_trainer(**given(once(call(number=6)), None), tools=[add])
+    trainer.train()
+    assert "\n7\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0]).split("<tool_response>")[-1]
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
 
 
 @pytest.mark.parametrize("name", ["sleep", "wait"])

@@ -40,7 +40,7 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, colu
 from trl_opsd.data.outcomes import check_prompt_fn, check_weight_fn
 from trl_opsd.data.prompts import Intake
 from trl_opsd.environments import Environments, check_factory
-from trl_opsd.environments.environments import EMPTY_PROMPT
+from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.losses import Divergence
 from trl_opsd.models.tokenizers import (
     check_processing_class,
@@ -153,7 +153,7 @@ def prepared(
         args=args,
         own_rollout=rollout is not None,
         optimizers=optimizers,
-        tools=tools if environments is None else environments.tools,
+        tools=_described(tools) if environments is None else environments.tools,
         environments=environments,
         objective=divergence,
         rewards=[one.name for one in rewards],
@@ -294,6 +294,10 @@ def _vocabularies(
             )
         found[name] = ByteVocabulary.of(text_tokenizer(theirs), f"the tokenizer of the {name}", texts)
     return found
+
+
+def _described(tools: Any) -> Any:
+    return [*map(as_described, tools)] if isinstance(tools, list | tuple) else tools
 
 
 def _environments(factory: Any, tools: Any, args: OPSDConfig, train_dataset: Any, eval_dataset: Any) -> Environments:
