@@ -46,7 +46,8 @@ def test_expected_values_are_taken_from_the_check_of_an_option(reference):
     assert reference.expected("teacher_update_rate") == "a number in (0, 1]"
     assert reference.expected("teacher_trust_remote_code") == ""
     unchecked = {one.name for one in reference.new_fields() if not reference.expected(one.name)}
-    assert unchecked == {"deterministic", "padding_free", "report", "seq_kd", "teacher_trust_remote_code"}
+    flags = {"deterministic", "equal_turns", "padding_free", "report", "seq_kd", "teacher_trust_remote_code"}
+    assert unchecked == flags
 
 
 def test_a_call_with_neither_error_nor_warning_is_not_documented(reference):

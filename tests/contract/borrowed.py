@@ -126,6 +126,7 @@ OWNERS = (
             "prediction_step": "timed; returns completions",
             "teacher_model": "ours, under TRL's name; another can be assigned",
             "temperature": "checked when it is assigned",
+            "max_tool_calling_iterations": "turns that may call tools",
             "tools": "for the fingerprint",
             "training_step": "timed; the buffer is dropped after it",
             "use_vllm": "true where vLLM generates, but not to TRL's tool loop",

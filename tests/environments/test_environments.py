@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from environments.worlds import END, Adder, Told, call, given, once, rows
 
@@ -17,6 +18,7 @@ def batch_of(trainer: Any, dataset: Any = None) -> Rollout:
     return Rollout.unpack(trainer._generate_and_score_completions(list(dataset or trainer.train_dataset)))
 
 
+@pytest.mark.quick
 def test_ids_are_only_ever_appended_to(make_trainer):
     turns = lambda prompt: [call(number=2), call(number=3), f"five{END}"][prompt.count("<tool_response>")]  # noqa: E731
     trainer = make_trainer(**given(turns))
@@ -212,6 +214,7 @@ REFUSED = {
     "skipped": (Adder, {"skip_prompts": 0.1}, "with prompts that are skipped"),
     "two weights": (Adder, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, but there are 0"),
     "no steps": (Adder, {"train_dataset": None, "max_steps": -1}, "`max_steps`"),
+    "text": (Adder, {"train_dataset": tiny.rows()}, "is text, in which no tool can be called"),
     "template": (Adder, {"feedback_template": "{said}"}, "with exactly `{feedback}`"),
     "columns": (Adder, {"remove_unused_columns": True}, "would hide columns from `environments`"),
     "without": (None, {"environment_timeout": 1.0}, None),

@@ -12,6 +12,7 @@ import torch
 import vision_language
 from apart import Apart
 from datasets import Dataset
+from environments import worlds
 from mirror import BYTES, Mirrored
 from peft import LoraConfig
 from trl import DistillationConfig, DistillationTrainer
@@ -31,6 +32,7 @@ _RECORDED = (
     "on_policy/",
     "selection/",
     "images/",
+    "turns/",
 )
 _RECORDED += ("reward", "frac_reward", "completions/", "prompts/")
 
@@ -122,6 +124,11 @@ def configurations(tmp_path):
             "train_dataset": vision_language.rows([2, 1]),
             "eval_dataset": vision_language.rows([0, 1, 2]),
         },
+        "agents": {
+            **worlds.given(worlds.once(worlds.call(number=1)), type("math", (worlds.Adder,), {})),
+            "max_steps": OPTIONS["max_steps"],
+            "eval_dataset": worlds.rows(),
+        },
         "an engine": {"rollout": Mirrored(tiny.config(tmp_path)), "max_completion_length": 16},
         # Weights move after each step; the first evaluation finds an engine that was never sent any.
         "an engine that is evaluated": {
@@ -159,6 +166,7 @@ def logged(make_shared, tmp_path_factory):
 
 def test_logged_metrics_match_the_table(logged, tmp_path):
     theirs = of_trl(tmp_path)
+    theirs |= {f"{prefix}tools/{what}_frequency" for prefix in ("", "eval_") for what in ("call", "failure")}
     assert {"loss", "entropy", "step_time", "eval_loss"} <= theirs, "TRL has trained and evaluated"
     ours = {
         f"{prefix}{name}".replace("<name>", named)

@@ -194,6 +194,8 @@ def look_at(
         **{"add_generation_prompt": True, **(args.chat_template_kwargs or {})},
     )
     warn_of_prompts(tokenizer, where, [row.student.value for row in rows], render)
+    if tools and (text := next((row.student.where for row in rows if row.student.kind == "text"), "")):
+        raise ValueError(f"{text} is text, in which no tool can be called: give messages, or remove the tools.")
     for row in rows if tokenizer.chat_template else ():
         theirs_too = ((row.of_teacher, partial(render, **args.teacher_template_kwargs)),)
         for prompt, read in ((row.student, render), *(() if args.cross_tokenizer else theirs_too)):

@@ -186,6 +186,8 @@ class Environments:
         """A row after the reset of its environment, as TRL joins them."""
         told = dict(row)
         if observation is not None:
+            if isinstance(row["prompt"], str):
+                raise ValueError(f"The prompt {row['prompt'][:40]!r} is text, but environments need messages.")
             *before, last = row["prompt"]
             content = last["content"]
             if isinstance(observation, list) and isinstance(content, str):

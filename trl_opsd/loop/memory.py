@@ -30,6 +30,7 @@ ADVICE = {
     "if the student does not), `vllm_max_model_length`, `vllm_enable_sleep_mode=True`, `teacher_offload`",
     "complete": "`per_device_train_batch_size` x `gradient_accumulation_steps` (rows generated together), "
     "`max_completion_length`, `teacher_offload`, `use_vllm=True`",
+    "act": "environments with less state, `per_device_train_batch_size` x `gradient_accumulation_steps` (one per row)",
     "sync": "`vllm_weight_sync='adapter'` with LoRA, `vllm_gpu_memory_utilization`, `vllm_enable_sleep_mode=True`",
     "reward": "a smaller reward model, or one in bfloat16, `per_device_train_batch_size` x "
     "`gradient_accumulation_steps` and `per_device_eval_batch_size` (completions scored), `max_completion_length`",
