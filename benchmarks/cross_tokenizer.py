@@ -121,7 +121,7 @@ class Overlap(ByTokens):
 
 
 LOSSES: dict[str, tuple[type[OPSDTrainer], list[str]]] = {
-    "bytes, reverse KL": (OPSDTrainer, []),
+    "bytes, reverse KL": (OPSDTrainer, ["--divergence", "reverse_kl"]),
     "bytes, forward KL": (OPSDTrainer, ["--divergence", "forward_kl"]),
     "bytes, JSD": (OPSDTrainer, ["--divergence", "jsd"]),
     "GOLD, sorted": (Gold, []),

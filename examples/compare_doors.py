@@ -22,7 +22,7 @@ import numpy
 import torch
 from datasets import Dataset
 from doors import GUIDE, STUDENT, TEACHER
-from doors.world import MAX_COMPLETION, ROOMS, Maze, draw, escaped, rows, try_door
+from doors.world import MAX_COMPLETION, ROOMS, DoorsAfterwards, Maze, draw, escaped, rows, try_door
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -69,6 +69,7 @@ class Method:
         teacher (`str`): a path.
         is_on_policy (`bool`): whether the student writes what it learns from.
         is_told (`bool`): whether the student reads the doors too.
+        tells_afterwards (`bool`): whether an environment tells the teacher the doors after the walk, as feedback.
         options (`Mapping[str, Any]`): further ones of the trainer with a teacher.
     """
 
@@ -77,6 +78,7 @@ class Method:
     teacher: str = TEACHER
     is_on_policy: bool = True
     is_told: bool = False
+    tells_afterwards: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -89,6 +91,7 @@ METHODS = {
 }
 CONTROLS = {
     "supervised, walks of a search": Method(walks="searched"),
+    "on-policy, the doors told after the walk": Method(divergence="forward_kl", tells_afterwards=True),
     "on-policy, a teacher that never saw a closed door": Method(divergence="forward_kl", teacher=GUIDE),
     "told the doors: on-policy, forward KL": Method(divergence="forward_kl", is_told=True),
     "told the doors: supervised, straight walks": Method(walks="straight", is_told=True),
@@ -193,9 +196,10 @@ def _distiller(method: Method, given: dict[str, Any], **options: Any) -> OPSDTra
             report_to="none",
             disable_tqdm=True,
             log_completions=False,
+            feedback_template="{feedback}",
             **{"divergence": method.divergence, **options},
         ),
-        tools=[try_door],
+        **({"environment_factory": DoorsAfterwards} if method.tells_afterwards else {"tools": [try_door]}),
         reward_funcs=escaped,
         **given,
     )
@@ -219,6 +223,8 @@ def build(method: Method, mazes: Sequence[Maze], curve: Curve, seed: int, rate: 
     }
     if method.divergence:
         given: dict[str, Any] = {"train_dataset": rows(mazes, method.is_told), "callbacks": [curve]}
+        if method.tells_afterwards:
+            given["train_dataset"] = given["train_dataset"].remove_columns("teacher_prompt")
         if not method.is_on_policy:
             given["rollout"] = ByTeacher()
         return _distiller(method, given, **options, **method.options)
