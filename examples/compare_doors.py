@@ -91,7 +91,9 @@ METHODS = {
 }
 CONTROLS = {
     "supervised, walks of a search": Method(walks="searched"),
-    "on-policy, the doors told after the walk": Method(divergence="forward_kl", tells_afterwards=True),
+    "on-policy, the doors told after the walk": Method(
+        divergence="forward_kl", tells_afterwards=True, options={"feedback_template": "{feedback}"}
+    ),
     "on-policy, a teacher that never saw a closed door": Method(divergence="forward_kl", teacher=GUIDE),
     "told the doors: on-policy, forward KL": Method(divergence="forward_kl", is_told=True),
     "told the doors: supervised, straight walks": Method(walks="straight", is_told=True),
@@ -196,7 +198,6 @@ def _distiller(method: Method, given: dict[str, Any], **options: Any) -> OPSDTra
             report_to="none",
             disable_tqdm=True,
             log_completions=False,
-            feedback_template="{feedback}",
             **{"divergence": method.divergence, **options},
         ),
         **({"environment_factory": DoorsAfterwards} if method.tells_afterwards else {"tools": [try_door]}),

@@ -99,3 +99,15 @@ def test_an_error_of_the_server_is_raised_where_rows_are_taken(make_trainer):
     trainer = make_trainer(**given(turns, rollout=Down(turns)))
     with pytest.raises(ConnectionError, match="gone"):
         trainer._generate_and_score_completions(list(trainer.train_dataset))
+
+
+def test_a_batch_that_failed_leaves_nothing_for_the_next(make_trainer):
+    trainer = make_trainer(**given(turns, Afterwards, rollout=Server(turns)))
+    teach, trainer.teach = trainer.teach, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer._generate_and_score_completions(list(trainer.train_dataset))
+    trainer.teach = teach
+    fewer = list(trainer.train_dataset)[2:]
+    batch = trainer._generate_and_score_completions(fewer)
+    assert len(batch["completion_ids"]) == len(fewer)
+    assert [one.total for one in trainer.environments] == [1 + 2, 1]

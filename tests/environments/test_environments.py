@@ -248,3 +248,9 @@ def test_an_environment_that_cannot_begin_names_its_row(make_trainer):
     trainer = make_trainer(**given(once(END), Broken, train_dataset=rows(4, start=[0, 1, 2, 3])))
     with pytest.raises(RuntimeError, match=r"row 2 of .* could not begin: OSError: no disk"):
         batch_of(trainer)
+
+
+def test_a_column_may_not_have_the_name_of_an_argument_of_rewards(make_trainer):
+    dataset = rows(4, environments=["x"] * 4)
+    with pytest.raises(ValueError, match="a column 'environments', but reward functions get another argument"):
+        make_trainer(**given(once(END), train_dataset=dataset, eval_dataset=dataset))

@@ -334,10 +334,7 @@ class TrainerHooks(TrainerMembers):
         if self.accelerator.num_processes > 1:
             set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
-        if self.turns.environments is not None:
-            with self.phase("act"):
-                inputs = self.turns.environments.begin(inputs, self.teaching.batch_name)
-        rows: list[Request] = self.teaching.read_rows(inputs)
+        rows: list[Request] = self.teaching.read_rows(self.turns.begin(inputs, self.teaching.batch_name))
         self._generation.mark(rows)
         if self.visits is not None and self.model.training:
             self.visits.weigh(rows)

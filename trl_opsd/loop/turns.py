@@ -79,6 +79,14 @@ class Turns:
         self._said: dict[int, Any] = {}
         """What environments said of rows, which their teachers are not told yet."""
 
+    def begin(self, rows: Sequence[Mapping[str, Any]], batch: str) -> Sequence[Mapping[str, Any]]:
+        """The rows of a batch of this name, after the environment of each was reset."""
+        self.ended, self._said = {}, {}
+        if self.environments is None:
+            return rows
+        with self._host.phase("act"):
+            return self.environments.begin(rows, batch)
+
     # ---- All rows of a batch, a turn at a time ----------------------------------------------------------------------
 
     def run(
@@ -149,7 +157,6 @@ class Turns:
     def stream(self, prompt_ids: list[list[int]]) -> Closable[tuple[int, list[int]]]:
         """The number of each row with its ids, as it ends. Collective until it returns."""
         self._generation.be_ready()
-        self.ended, self._said = {}, {}
         ask = self._generation.rollout.one_by_one([*map(list.copy, prompt_ids)], self._host.state.global_step)
         came: SimpleQueue[tuple[int, Trajectory | BaseException]] = SimpleQueue()
         unwanted = Event()
@@ -228,7 +235,7 @@ class Turns:
             suffix = self._suffix(said)
         length = len(row.ids) + len(suffix)
         fits = limits.context is None or len(row.prompt_ids) + length < limits.context
-        if not fits or length > limits.completion:
+        if not fits or length >= limits.completion:
             return False
         row.ids, row.mask = row.ids + suffix, row.mask + [0] * len(suffix)
         row.messages += said

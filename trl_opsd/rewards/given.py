@@ -110,7 +110,7 @@ def check_columns(
         if columns is None:
             continue
         # A column would silently be replaced by the argument of the same name.
-        if taken := sorted({*OURS} - {*NOT_PASSED} & {*columns}):
+        if taken := sorted({*OURS, *more} - {*NOT_PASSED} & {*columns}):
             raise ValueError(
                 f"{where} has a column {taken[0]!r}, but reward functions get another argument of that name: rename "
                 "the column."
