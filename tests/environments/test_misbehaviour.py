@@ -116,7 +116,7 @@ def test_feedback_that_fails_is_none(make_trainer, caplog):
 
     trainer = make_trainer(**given(once(call(number=1)), Silent))
     trainer.train()
-    assert "`get_feedback` of the environment of row 0 failed: KeyError" in caplog.text
+    assert "`get_feedback` of an environment failed, so its row has none: KeyError" in caplog.text
     assert math.isfinite(trainer.state.log_history[0]["loss"])
 
 

@@ -26,6 +26,7 @@ from trl_opsd.data.tokenization import (
     warn_of_ended_text,
     warn_of_prompts,
 )
+from trl_opsd.environments import Environments
 from trl_opsd.models.backbone import context_of, model_shape
 from trl_opsd.models.checks import (
     check_in_memory,
@@ -261,8 +262,11 @@ def check_datasets(
             raise ValueError(f"`{where}` is empty: add rows, or remove it.")
 
 
-def check_acted(datasets: Mapping[str, AnyDataset | None], names: Collection[str], is_told: bool) -> None:
-    """Checks columns beside environments: their names, and that only one of both tells the teacher more."""
+def check_acted(datasets: Mapping[str, AnyDataset | None], environments: Environments | None) -> tuple[str, ...]:
+    """Checks columns beside environments; returns what reward functions get besides."""
+    if environments is None:
+        return ()
+    names, is_told = environments.names, environments.tells
     for where, dataset in datasets.items():
         columns = columns_of(dataset) if dataset is not None else None
         if columns is None:
@@ -277,6 +281,7 @@ def check_acted(datasets: Mapping[str, AnyDataset | None], names: Collection[str
                 f"Both {where}, with the columns {columns}, and the environment tell what only the teacher reads: "
                 "remove the column, and give it to `reset`, or remove `get_privileged_context` and `get_feedback`."
             )
+    return ("environments",)
 
 
 def check_completions(dataset: AnyDataset | None, tools: Any, from_dataset: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -36,7 +36,7 @@ from trl_opsd.checkpoints.atomic_save import check_disk
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
-from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, columns_of, look_ahead
+from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
 from trl_opsd.data.outcomes import check_prompt_fn, check_weight_fn
 from trl_opsd.data.prompts import Intake
 from trl_opsd.environments import Environments, check_factory
@@ -146,9 +146,10 @@ def prepared(
     environments = None
     if environment_factory is not None:
         environments = _environments(environment_factory, tools, args, train_dataset, eval_dataset)
-        rewards = (*rewards, *(Given(name, source, None) for name, source in environments.rewards.items()))
-        if train_dataset is None and eval_dataset is None:
-            train_dataset = rows_of_step(args)
+        taken = [one.name for one in rewards]
+        rewards = (*rewards, *(Given(name, source, None) for name, source in environments.rewards(taken).items()))
+        if train_dataset is None and args.max_steps > 0 and not environments.are_several:
+            train_dataset = _rows_of_step(args)
     now = Situation(
         args=args,
         own_rollout=rollout is not None,
@@ -196,8 +197,7 @@ def prepared(
     needs_context = needs_context and not is_told
     # a reference beside rewards, or a sharper self, differs from the student without a column
     check_datasets(datasets, args, intake, needs_context and not args.differs_from_itself)
-    if environments is not None:
-        check_acted(datasets, environments.names, is_told)
+    more = check_acted(datasets, environments)
     check_models(model, models, args)
     refuse(SURPRISES, now, logger.warning)
     tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs) or is_told
@@ -210,7 +210,6 @@ def prepared(
         check_completions(train_dataset, now.tools, not args.seq_kd)
         row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION)
     are_learned = args.calls_rewards or intake.reads_outcomes or prompt_weight_fn is not None
-    more = () if environments is None else ("environments",)
     check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned, more)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
@@ -309,14 +308,10 @@ def _environments(factory: Any, tools: Any, args: OPSDConfig, train_dataset: Any
             f"`train_dataset` is None with `environment_factory`, which needs {lacking}: pass a dataset, or one "
             "environment and `max_steps`."
         )
-    environments = Environments(factory, tools or (), args.environment_timeout)
-    datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
-    columns = [columns_of(one) or () for one in datasets.values() if isinstance(one, Dataset | IterableDataset)]
-    environments.prompts_are_empty = not any({"prompt", "messages"} & {*one} for one in columns)
-    return environments
+    return Environments(factory, tools or (), args.environment_timeout)
 
 
-def rows_of_step(args: OPSDConfig) -> Dataset:
+def _rows_of_step(args: OPSDConfig) -> Dataset:
     """Rows without content for the prompts of a step: environments bring their own."""
     return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * prompts_of_step(args)})
 

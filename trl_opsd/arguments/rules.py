@@ -97,6 +97,7 @@ BUILDING = (
                 or (now.lmbda < 1 and shown("lmbda", now.lmbda))
                 or ((now.skip_prompts is not None or now.prompt_weight_fn is not None) and "prompts that are skipped")
                 or (now.teacher_prompt_fn is not None and now.environments.tells and "`teacher_prompt_fn`")
+                or (now.teacher_context and now.environments.tells and shown("teacher_context", now.teacher_context))
             )
         ),
         "`environment_factory` with {1}: an environment begins with each row, and tells what its teacher reads: remove "
@@ -159,7 +160,7 @@ BUILDING = (
 
 def _of_environments(now: Situation) -> int:
     """Rewards that environments give, which weigh 1."""
-    return 0 if now.environments is None else len(now.environments.rewards)
+    return 0 if now.environments is None else len(now.environments.rewards(()))
 
 
 def _metric(now: Situation) -> tuple[str, str] | None:

@@ -50,10 +50,9 @@ def with_prompts(datasets: Any, where: str, by_default: Any = None) -> Any:
     if not _has_conversations(datasets):
         if by_default is None or not isinstance(datasets, Dataset | IterableDataset):
             return datasets
-        columns = datasets.column_names
-        if columns is None or "prompt" in columns:
+        if "prompt" in (datasets.column_names or ()):
             return datasets
-        return datasets.map(lambda _: {"prompt": by_default})
+        return datasets.map(lambda row: {"prompt": row.get("prompt", by_default)})
     if "completion" in (datasets.column_names or ()):
         raise ValueError(
             f"{where} has columns {_COLUMN!r} and 'completion', but no 'prompt': the last message of a conversation is "

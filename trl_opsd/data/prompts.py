@@ -15,6 +15,8 @@ from difflib import get_close_matches
 from itertools import cycle
 from typing import Any, TypeAlias
 
+from accelerate.logging import get_logger
+
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, free, images_in, places
 from trl_opsd.data.outcomes import Outcome, reads_outcome
 from trl_opsd.types.rollout import RowImages
@@ -23,6 +25,9 @@ _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one
 """Code that converts a message in ShareGPT's format."""
 _PROMPTS = ("question", "problem", "query", "instruction", "input", "text", "messages", "conversation", "conversations")
 """Names of the prompt column in other trainers and well-known datasets."""
+
+
+logger = get_logger(__name__)
 
 
 def check_columns(
@@ -298,13 +303,12 @@ class Intake:
             )
         return replace(prompt, environment=name)
 
-    def add_feedback(self, request: Request, feedback: Any, template: str) -> None:
+    def add_feedback(self, request: Request, feedback: str | None, template: str) -> None:
         """Tells the teacher of a row what its environment said after the episode, beside what it told before."""
         where = request.where
         if feedback is not None:
-            told = template.format(feedback=_as_text(feedback, where))
-            known = request.get("privileged_context")
-            request["privileged_context"] = told if known is None else f"{_as_text(known, where)}\n\n{told}"
+            told, known = template.format(feedback=feedback), request.get("privileged_context")
+            request["privileged_context"] = told if known is None else f"{known}\n\n{told}"
             images = images_in(request, IMAGE_COLUMNS, where)
             request.of_teacher = self._of_teacher(request, where, request.teacher, request.student, images)
         if self.needs_context and request.of_teacher is request.student:
@@ -335,7 +339,17 @@ class Intake:
             return self.without_success(request)
         value = self._with_context(request["prompt"], solution, request.where, SUCCESS_TEMPLATE)
         found = Prompt.of(value, f"The teacher's prompt in {request.where}")
-        return self._seen_by(request.teacher, found, request, images_in(request, IMAGE_COLUMNS, request.where))
+        images = images_in(request, IMAGE_COLUMNS, request.where)
+        return self._acting(self._seen_by(request.teacher, found, request, images), request)
+
+    def shortened(self, request: Request) -> Prompt:
+        """The teacher's prompt where what it is told beside the columns leaves no room."""
+        if not self.is_told:
+            return self.without_success(request)
+        logger.warning_once(f"What the environment of {request.where} tells its teacher leaves no room in its context.")
+        request.of_teacher = request.student
+        request.gate *= float(not self.needs_context)
+        return request.of_teacher
 
     def without_success(self, request: Request) -> Prompt:
         """The teacher's prompt where no solution is shown: that of the columns; without any the row does not count."""
@@ -357,7 +371,8 @@ class Intake:
             request.gate = 0.0
             return request.student
         found = Prompt.of(prompt, f"What `teacher_prompt_fn` returned for {request.where}")
-        return self._seen_by(request.teacher, found, request, images_in(request, IMAGE_COLUMNS, request.where))
+        images = images_in(request, IMAGE_COLUMNS, request.where)
+        return self._acting(self._seen_by(request.teacher, found, request, images), request)
 
     def _teacher_of(self, row: Row, where: str) -> str:
         """The name of a row's teacher; a single teacher scores every row, whatever its column `teacher`."""
@@ -400,7 +415,9 @@ class Intake:
                 f"{where} has {both} of {whole!r} and {context!r}: with `contrast_weight`, give one of them."
             )
         value = request[whole] if whole in request else self._with_context(request["prompt"], request[context], where)
-        found = self._seen_by(teacher, Prompt.of(value, f"The contrast in {where}"), request, images)
+        found = self._acting(
+            self._seen_by(teacher, Prompt.of(value, f"The contrast in {where}"), request, images), request
+        )
         if not found.has_images and found.value == request.of_teacher.value:
             raise ValueError(
                 f"The contrast in {where} is the teacher's own prompt, so nothing would be subtracted: give a context "

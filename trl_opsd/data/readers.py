@@ -413,7 +413,7 @@ class Readers:
                     "to the teacher's. If the teacher is a chat model, give it messages, too."
                 )
             prompt_ids = reader.token_ids(prompts)
-            if self.intake.success is not None:
+            if self.intake.success is not None or self.intake.is_told:
                 prompt_ids = self._where_solutions_fit(requests, prompt_ids, completion_ids)
         self.check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
         return None if alike else prompt_ids
@@ -426,7 +426,7 @@ class Readers:
         for request, ids, completion in zip(requests, prompt_ids, completion_ids, strict=True):
             context = self.teacher_limits[request.teacher].context
             if context is not None and len(ids) + len(completion) > context:
-                prompt = self.teacher.read_by(request.teacher, self.intake.without_success(request))
+                prompt = self.teacher.read_by(request.teacher, self.intake.shortened(request))
                 (ids,) = self.teacher.token_ids([prompt])
             found.append(ids)
         return found

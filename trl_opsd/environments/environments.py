@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
 
 from accelerate.logging import get_logger
 
+from trl_opsd.data.prompts import tells_more
 from trl_opsd.environments.worker import Late, Wait, Worker, waited
 
 logger = get_logger(__name__)
@@ -22,6 +23,10 @@ _OURS = ("reset", "get_reward", "get_privileged_context", "get_feedback")
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row that has none, to which the environment adds its observation."""
 
+Tools: TypeAlias = Mapping[str, Callable[..., Any]]
+Calls: TypeAlias = Sequence[Mapping[str, Any]]
+"""The calls of a turn, as a template parses them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Called:
@@ -29,31 +34,68 @@ class Called:
 
     name: str
     content: str | list[dict[str, Any]]
-    """Text, or parts of a message."""
+    """Text, or parts of a message, one of which is an image."""
     failed: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """What one factory makes."""
+
+    make: Callable[[], Any]
+    of: type
+    methods: frozenset[str]
+    """Of the class: looking at an object would run its properties, or ask a proxy."""
+    tools: Tools
+    """As templates describe them: none is to be awaited."""
+    own: frozenset[str]
+    """Those that are methods."""
+    standalone: Tools
+    """The others, as they were passed."""
+    pool: list[Episode] = field(default_factory=list)
+
+
 @final
-class _Instance:
-    """One environment, made and called in its own thread."""
+class Episode:
+    """The environment of a row, made and called in its own thread."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._worker = make, Worker()
-        self.it: Any = None
+    def __init__(self, kind: Kind, it: Any = None, worker: Worker | None = None) -> None:
+        self.kind, self.it, self._worker = kind, it, worker or Worker()
         self.is_lost = False
+        """Whether a call did not return in time, or another batch began before it did."""
 
-    def start(self, job: Callable[[Wait], Any]) -> Future[Any] | None:
-        return None if self.is_lost else self._worker.start(job)
+    def start(self, job: Callable[[Wait], Any] | None) -> Future[Any] | None:
+        return None if job is None or self.is_lost else self._worker.start(job)
 
-    def make(self, _: Wait) -> None:
-        self.it = self._make()
-
-    def begin(self, row: Mapping[str, Any], wait: Wait) -> tuple[Any, Any]:
-        """The observation at the start of an episode, and what only the teacher may read."""
+    def begin(self, row: Mapping[str, Any], wait: Wait) -> tuple[Any, str | None]:
+        """The observation at the start, and what only the teacher may read."""
         if self.it is None:
-            self.it = self._make()
+            self.it = self.kind.make()
         observation = wait(self.it.reset(**row))
-        return observation, wait(getattr(self.it, "get_privileged_context", _nothing)())
+        if isinstance(observation, str):
+            observation = _clean(observation)
+        elif observation is not None and not isinstance(observation, list):
+            found = type(observation).__name__
+            raise TypeError(f"`reset` returned a {found}: expected text, parts of a message, or None.")
+        return observation, self._told("get_privileged_context", wait)
+
+    def answer(self, calls: Calls, wait: Wait) -> list[Called]:
+        """The answers to the calls of a turn."""
+        own = {key: getattr(self.it, key) for key in self.kind.own}
+        return answers({**self.kind.standalone, **own}, calls, wait)
+
+    def feedback(self, wait: Wait) -> str | None:
+        """What there is to say after the episode."""
+        return self._told("get_feedback", wait)
+
+    def reward(self, wait: Wait) -> Any:
+        return wait(self.it.get_reward())
+
+    def _told(self, method: str, wait: Wait) -> str | None:
+        said = wait(getattr(self.it, method)()) if method in self.kind.methods else None
+        if not isinstance(said, str | None):
+            raise TypeError(f"`{method}` returned a {type(said).__name__}: expected text or None.")
+        return _clean(said) if said and said.strip() else None
 
 
 @final
@@ -71,231 +113,203 @@ class Environments:
             How long `reset`, the calls of a turn, `get_reward` and `get_feedback` may take each.
 
     Raises:
-        ValueError: An environment has no `reset`, or a tool cannot be described.
+        RuntimeError: A factory fails.
+        ValueError: An environment has no `reset`.
     """
 
     def __init__(self, factory: Any, tools: Sequence[Callable[..., Any]], seconds: float | None) -> None:
-        self.are_several = isinstance(factory, Mapping)
-        self._factories: dict[str | None, Callable[[], Any]] = dict(factory) if self.are_several else {None: factory}
-        self._standalone, self._seconds = list(tools), seconds
-        self._pools: dict[str | None, list[_Instance]] = defaultdict(list)
-        self._kits: dict[str | None, dict[str, Callable[..., Any]]] = {}
-        """The tools of each environment, by their names; methods are those of the class."""
-        self.prompts_are_empty = False
-        """Whether the dataset has no prompts, so that `reset` gets none."""
-        self._now: list[tuple[str | None, _Instance]] = []
-        for name, make in self._factories.items():
-            self._examine(name, make)
+        self.are_several, self._seconds = isinstance(factory, Mapping), seconds
+        factories: dict[str | None, Callable[[], Any]] = dict(factory) if self.are_several else {None: factory}
+        self._kinds = {name: self._examined(name, make, tools) for name, make in factories.items()}
+        self.episodes: list[Episode] = []
+        """Those of the rows of the batch."""
 
     # ---- What they are ----------------------------------------------------------------------------------------------
 
-    def _examine(self, name: str | None, make: Callable[[], Any]) -> None:
+    def _examined(self, name: str | None, make: Callable[[], Any], tools: Sequence[Callable[..., Any]]) -> Kind:
         called = "`environment_factory`" if name is None else f"`environment_factory[{name!r}]`"
-        instance = _Instance(make)
-        (error,) = waited([instance.start(instance.make)], self._seconds)
-        if isinstance(error, BaseException):
-            raise RuntimeError(f"{called} could not make an environment: {_in_words(error)}") from error
-        kind = type(instance.it)
-        # On the class: reading attributes of the object would run its properties.
-        methods = dict(inspect.getmembers(kind, inspect.isfunction))
+        worker = Worker()
+        (it,) = waited([worker.start(lambda _: make())], self._seconds)
+        if isinstance(it, BaseException):
+            raise RuntimeError(f"{called} could not make an environment: {_in_words(it)}") from it
+        methods = dict(inspect.getmembers(type(it), inspect.isfunction))
         if "reset" not in methods:
             raise ValueError(
-                f"{called} makes a {kind.__name__}, which has no method `reset`: expected a function that returns an "
-                "object with `reset(**row)`, whose other public methods are its tools (docs/agents.md)."
+                f"{called} makes a {type(it).__name__}, which has no method `reset`: expected a function that returns "
+                "an object with `reset(**row)`, whose other public methods are its tools (docs/agents.md)."
             )
-        own = {key: getattr(instance.it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
-        self._kits[name] = {**{one.__name__: one for one in self._standalone}, **own}
-        self._pools[name].append(instance)
-
-    @property
-    def kinds(self) -> dict[str | None, type]:
-        """The class of each, by the column `environment`."""
-        return {name: type(pool[0].it) for name, pool in self._pools.items()}
+        own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
+        given = {one.__name__: one for one in tools}
+        described = {key: as_described(one) for key, one in {**given, **own}.items()}
+        kind = Kind(make, type(it), frozenset(methods), described, frozenset(own), given)
+        kind.pool.append(Episode(kind, it, worker))
+        return kind
 
     @property
     def names(self) -> frozenset[str]:
         """Those that a row may name; empty for a single environment."""
-        return frozenset(filter(None, self._factories)) if self.are_several else frozenset()
+        return frozenset(filter(None, self._kinds)) if self.are_several else frozenset()
 
     @property
     def tells(self) -> bool:
         """Whether any of them gives a teacher what the student does not read."""
-        told = ("get_privileged_context", "get_feedback")
-        return any(hasattr(kind, method) for kind in self.kinds.values() for method in told)
+        return any(kind.methods & {"get_privileged_context", "get_feedback"} for kind in self._kinds.values())
 
     @property
     def sources(self) -> dict[str, Any]:
         """The classes, by their names in messages."""
-        return {f"environment {kind.__qualname__}": kind for kind in self.kinds.values()}
+        named = {name or kind.of.__qualname__: kind.of for name, kind in self._kinds.items()}
+        return {f"environment {name}": of for name, of in named.items()}
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
-        """All tools of all environments, as templates describe them: none is to be awaited."""
-        return list({id(one): as_described(one) for name in self._kits for one in self._kits[name].values()}.values())
+        """All tools of all environments."""
+        return list({id(one): one for kind in self._kinds.values() for one in kind.tools.values()}.values())
 
-    def tools_of(self, name: str | None) -> list[Callable[..., Any]]:
-        """Those of one environment."""
-        return list(map(as_described, self._kits[name].values()))
+    def tools_of(self, name: str) -> list[Callable[..., Any]]:
+        """Those of one of several environments."""
+        return list(self._kinds[name].tools.values())
 
-    @property
-    def rewards(self) -> dict[str, Callable[..., Any]]:
-        """A reward function for each class that has `get_reward`, by its name."""
-        kinds = dict.fromkeys(kind for kind in self.kinds.values() if hasattr(kind, "get_reward"))
-        return {kind.__name__: functools.partial(self._reward, kind) for kind in kinds}
+    def rewards(self, taken: Collection[str]) -> dict[str, Callable[..., Any]]:
+        """A reward function for each class that has `get_reward`, by its name in the log, none of those `taken`."""
+        found: dict[str, Callable[..., Any]] = {}
+        for of in dict.fromkeys(kind.of for kind in self._kinds.values() if "get_reward" in kind.methods):
+            used = Counter([*taken, *found])
+            names = [of.__name__, *(f"{of.__name__}_{number}" for number in range(2, 2 + len(used)))]
+            found[next(name for name in names if name not in used)] = functools.partial(self._reward, of)
+        return found
 
     # ---- The episodes of a batch ------------------------------------------------------------------------------------
 
     @property
     def current(self) -> list[Any]:
         """The environment of each row of the batch."""
-        return [instance.it for _, instance in self._now]
+        return [episode.it for episode in self.episodes]
 
     def begin(self, rows: Sequence[Mapping[str, Any]], batch: str) -> list[dict[str, Any]]:
         """Resets an environment for each row; the rows with observations, and with what only a teacher may read.
 
         Raises:
             RuntimeError: An environment could not be made or reset, or not in time.
+            ValueError: A row names no environment, is text, or tells the teacher more beside an environment that does.
         """
         taken: Counter[str | None] = Counter()
-        self._now = []
+        self.episodes, jobs = [], []
         for number, row in enumerate(rows):
             name = row.get("environment") if self.are_several else None
-            if name not in self._factories:
-                raise ValueError(f"Row {number} of {batch} names no environment in its column 'environment'.")
-            pool, place = self._pools[name], taken[name]
+            kind, where = self._kinds.get(name), f"row {number} of {batch}"
+            if kind is None:
+                raise ValueError(f"{where} names no environment in its column 'environment'.")
+            if self.tells and tells_more(row):
+                raise ValueError(f"{where} tells its teacher more, and so do environments: remove one of both.")
+            if isinstance(row.get("prompt"), str):
+                raise ValueError(f"The prompt in {where} is text, but environments need messages.")
+            if (place := taken[name]) == len(kind.pool):
+                kind.pool.append(Episode(kind))
+            elif kind.pool[place].is_lost:
+                kind.pool[place] = Episode(kind)
             taken[name] += 1
-            if place == len(pool):
-                pool.append(_Instance(self._factories[name]))
-            elif pool[place].is_lost:
-                pool[place] = _Instance(self._factories[name])
-            self._now.append((name, pool[place]))
-        hidden = {*(("environment",) if self.are_several else ()), *(("prompt",) if self.prompts_are_empty else ())}
-        found = self._together(
-            [
-                functools.partial(instance.begin, {key: value for key, value in row.items() if key not in hidden})
-                for row, (_, instance) in zip(rows, self._now, strict=True)
-            ]
-        )
+            self.episodes.append(kind.pool[place])
+            hidden = [*(["environment"] if self.are_several else []), *_without_prompt(row)]
+            given = {key: value for key, value in row.items() if key not in hidden}
+            jobs.append(functools.partial(self.episodes[-1].begin, given))
+        found = self._together(self.episodes, jobs)
         for number, error in enumerate(found):
             if isinstance(error, BaseException):
                 where = f"row {number} of {batch}"
                 raise RuntimeError(f"The environment of {where} could not begin: {_in_words(error)}") from error
-        return [self._told(row, *told) for row, told in zip(rows, found, strict=True)]
+        return [_told(row, *one) for row, one in zip(rows, found, strict=True)]
 
-    def _told(self, row: Mapping[str, Any], observation: Any, context: Any) -> dict[str, Any]:
-        """A row after the reset of its environment, as TRL joins them."""
-        told = dict(row)
-        if observation is not None:
-            if isinstance(row["prompt"], str):
-                raise ValueError(f"The prompt {row['prompt'][:40]!r} is text, but environments need messages.")
-            *before, last = row["prompt"]
-            content = last["content"]
-            if isinstance(observation, list) and isinstance(content, str):
-                content = [{"type": "text", "text": content}]
-            if isinstance(observation, str) and isinstance(content, list):
-                observation = [{"type": "text", "text": observation}]
-            told["prompt"] = [*before, {**last, "content": content + observation}]
-        return told if context is None else {**told, "privileged_context": context}
-
-    def name(self, number: int) -> str | None:
-        """The name of a row's environment."""
-        return self._now[number][0]
-
-    def call(self, calls: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, list[Called] | None]:
-        """The answers to the calls of a turn, by the number of the row; `None` where they did not come in time.
+    def call(self, episodes: Sequence[Episode], calls: Sequence[Calls]) -> list[list[Called] | None]:
+        """The answers to the calls of a turn, of each episode; `None` where they did not come in time.
 
         Calls of one row follow each other; those of different rows do not wait for each other.
         """
-        found = self._together(
-            [functools.partial(answers, self._bound(number), calls[number]) for number in calls],
-            [self._now[number][1] for number in calls],
-        )
-        return {
-            number: None if isinstance(one, BaseException) else one for number, one in zip(calls, found, strict=True)
-        }
+        jobs = [functools.partial(one.answer, some) for one, some in zip(episodes, calls, strict=True)]
+        return [None if isinstance(one, BaseException) else one for one in self._together(episodes, jobs)]
 
-    def _bound(self, number: int) -> dict[str, Callable[..., Any]]:
-        """The tools of a row: methods of its own environment."""
-        name, instance = self._now[number]
-        standalone = {one.__name__ for one in self._standalone}
-        return {
-            key: tool if key in standalone and not hasattr(type(instance.it), key) else getattr(instance.it, key)
-            for key, tool in self._kits[name].items()
-        }
-
-    def feedback(self, rows: Sequence[int] | None = None) -> list[Any]:
-        """What environments say of the episodes of these rows, or of all.
-
-        `None` of one that says nothing, or did not in time.
-        """
-        numbers = range(len(self._now)) if rows is None else rows
-        instances = [self._now[number][1] for number in numbers]
-        found = self._together([_job(getattr(one.it, "get_feedback", None)) for one in instances], instances)
-        for number, error in zip(numbers, found, strict=True):
-            if isinstance(error, BaseException):
-                logger.warning(f"`get_feedback` of the environment of row {number} failed: {_in_words(error)}")
+    def feedback(self, episodes: Sequence[Episode]) -> list[str | None]:
+        """What environments say after their episodes; `None` of one that says nothing, or did not in time."""
+        found = self._together(episodes, [one.feedback for one in episodes])
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, Late):
+                logger.warning(f"`get_feedback` of an environment failed, so its row has none: {_in_words(error)}")
         return [None if isinstance(one, BaseException) else one for one in found]
 
-    def _reward(self, kind: type[Any], *, environments: Sequence[Any], **_: Any) -> list[Any]:
+    def _reward(self, of: type[Any], /, *, environments: Sequence[Any], **_: Any) -> list[Any]:
         """The reward of each environment of a class; `None` of the others, and of one that was lost."""
-        jobs = [_job(one.get_reward if type(one) is kind else None) for one in environments]
-        instances = {id(instance.it): instance for _, instance in self._now}
-        found = self._together(jobs, [instances[id(one)] for one in environments])
+        known = {id(one.it): one for one in self.episodes}
+        episodes = [known[id(one)] for one in environments]
+        found = self._together(episodes, [one.reward if one.kind.of is of else None for one in episodes])
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, Late):
-                raise one
+                raise one if isinstance(one, Exception) else RuntimeError(_in_words(one)) from one
         return [None if isinstance(one, Late) else one for one in found]
 
-    def _together(
-        self, jobs: Sequence[Callable[[Wait], Any] | None], instances: Sequence[_Instance] | None = None
-    ) -> list[Any]:
+    def _together(self, episodes: Sequence[Episode], jobs: Sequence[Callable[[Wait], Any] | None]) -> list[Any]:
         """The result or exception of each job, all in their environments' threads; [`Late`] of one that is late."""
-        instances = instances or [instance for _, instance in self._now]
-        futures = [None if job is None else one.start(job) for job, one in zip(jobs, instances, strict=True)]
-        found = waited(futures, self._seconds)
-        for number, (job, instance) in enumerate(zip(jobs, instances, strict=True)):
-            if job is not None and instance.is_lost:
+        found = waited([one.start(job) for one, job in zip(episodes, jobs, strict=True)], self._seconds)
+        for number, (job, episode) in enumerate(zip(jobs, episodes, strict=True)):
+            if job is not None and episode.is_lost:
                 found[number] = Late("it did not answer before")
             elif isinstance(found[number], Late):
-                instance.is_lost = True
+                episode.is_lost = True
                 logger.warning(f"An environment gave {found[number]} (`environment_timeout`), and is made anew.")
         return found
 
 
-def _nothing() -> None:
-    """What an environment without a method says."""
-
-
-def _job(method: Callable[[], Any] | None) -> Callable[[Wait], Any] | None:
-    return None if method is None else lambda wait: wait(method())
-
-
-def answers(tools: Mapping[str, Callable[..., Any]], calls: Sequence[Mapping[str, Any]], wait: Wait) -> list[Called]:
+def answers(tools: Tools, calls: Calls, wait: Wait) -> list[Called]:
     """What tools answer to calls; a call that fails is answered with the error, as in TRL."""
     found = []
     for call in calls:
-        if call["type"] != "function":
-            name, kind = call.get("name", "unknown"), call["type"]
-            found.append(Called(name, str({"error": f"Unsupported tool call type: {kind}"}), failed=True))
-            continue
-        name = call["function"]["name"]
+        function = call["function"] if call["type"] == "function" else call
+        name = _clean(str(function.get("name", "unknown")))
         try:
+            if call["type"] != "function":
+                raise ValueError(f"Unsupported tool call type: {call['type']}")
             if name not in tools:
                 raise ValueError(f"Tool {name} not found.")
-            answer = wait(tools[name](**call["function"]["arguments"]))
-            # Text that UTF-8 cannot encode, which no tokenizer reads, has question marks in its place.
-            text = answer if _is_content(answer) else str(answer).encode(errors="replace").decode()
-            found.append(Called(name, text))
-        except (Exception, SystemExit) as error:
-            found.append(Called(name, str({"error": str(error)}), failed=True))
+            found.append(Called(name, _content(wait(tools[name](**function["arguments"])))))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also `SystemExit`, and what is cancelled
+            found.append(Called(name, _clean(str({"error": str(error)})), failed=True))
     return found
 
 
-def _is_content(answer: Any) -> bool:
-    """Whether it is the content of a message in parts; TRL takes any list for that."""
-    return isinstance(answer, list) and all(
-        isinstance(part, Mapping) and part.get("type") in ("text", "image") for part in answer
-    )
+def _content(answer: Any) -> str | list[dict[str, Any]]:
+    """The content of a message: the text in its parts, parts with an image, or the `str` of anything else."""
+    if answer and isinstance(answer, list) and all(isinstance(part, Mapping) for part in answer):
+        kinds = {part.get("type") for part in answer}
+        if kinds == {"text"}:
+            return _clean("".join(str(part.get("text")) for part in answer))
+        if kinds <= {"text", "image"}:
+            return answer
+    return _clean(str(answer))
+
+
+def _clean(text: str) -> str:
+    """Text that tokenizers read: what UTF-8 cannot encode is a question mark, and there are no null characters."""
+    return text.encode(errors="replace").decode().replace("\0", "")
+
+
+def _without_prompt(row: Mapping[str, Any]) -> list[str]:
+    """The column `prompt` of a row that had none."""
+    return ["prompt"] if row.get("prompt", EMPTY_PROMPT) == EMPTY_PROMPT else []
+
+
+def _told(row: Mapping[str, Any], observation: Any, context: str | None) -> dict[str, Any]:
+    """A row after the reset of its environment, as TRL joins them."""
+    told = {"prompt": EMPTY_PROMPT, **row}
+    if observation is not None:
+        *before, last = told["prompt"]
+        content = last["content"]
+        if isinstance(observation, list) and isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if isinstance(observation, str) and isinstance(content, list):
+            observation = [{"type": "text", "text": observation}]
+        told["prompt"] = [*before, {**last, "content": content + observation}]
+    return told if context is None else {**told, "privileged_context": context}
 
 
 def as_described(tool: Callable[..., Any]) -> Callable[..., Any]:
@@ -315,10 +329,8 @@ def check_factory(factory: Any) -> None:
     if isinstance(factory, Mapping):
         if not factory:
             raise ValueError("`environment_factory` is an empty dict: pass a function for each environment.")
-        if odd := [name for name in factory if not isinstance(name, str)]:
-            raise TypeError(
-                f"`environment_factory` has the key {odd[0]!r}: expected names, of the column 'environment'."
-            )
+        if odd := [name for name in factory if not (isinstance(name, str) and name)]:
+            raise TypeError(f"`environment_factory` has the key {odd[0]!r}: expected names of environments.")
     for called, make in (
         {f"environment_factory[{name!r}]": make for name, make in factory.items()}
         if isinstance(factory, Mapping)

@@ -66,7 +66,8 @@ def waited(futures: Sequence[Future[Any] | None], seconds: float | None) -> list
     found: list[Any] = []
     for future in futures:
         try:
-            found.append(None if future is None else future.result(end and max(0.0, end - monotonic())))
-        except (Exception, SystemExit) as error:
-            found.append(error if future is None or future.done() else Late(f"no answer within {seconds:g} seconds"))
+            error = None if future is None else future.exception(end and max(0.0, end - monotonic()))
+            found.append(None if future is None else error or future.result())
+        except TimeoutError:
+            found.append(Late(f"no answer within {seconds:g} seconds"))
     return found

@@ -78,7 +78,7 @@ class BatchRewards:
         for row, value, total in zip(rows, values_R[mine].tolist(), totals[mine], strict=True):
             row.advantage = value
             if args.reward_gate is not None and row.by_student:
-                row.gate = gate(args.reward_gate, total, value)
+                row.gate *= gate(args.reward_gate, total, value)
         if (visits := self._trainer.visits) is not None:
             visits.rewards = [None if math.isnan(one) else one for one in totals]
             is_flat_R = is_flat_R[torch.tensor(visits.generated)]
@@ -128,7 +128,9 @@ class BatchRewards:
 
     def _columns(self, rows: Sequence[Request]) -> dict[str, list[Any]]:
         """Columns of the dataset as arguments; copies, since functions may change them."""
-        names = [name for name in (rows[0] if rows else ()) if name not in NOT_PASSED]
+        # What environments tell is the teacher's, and not of all rows.
+        hidden = {"privileged_context"} if self._trainer.teaching.readers.intake.is_told else set()
+        names = [name for name in (rows[0] if rows else ()) if name not in {*NOT_PASSED, *hidden}]
         columns = {name: [row.get(name) for row in rows] for name in names}
         if self._trainer.reads_solutions and "privileged_context" in columns:
             columns.setdefault("solution", columns["privileged_context"])  # as the dataset may have called it

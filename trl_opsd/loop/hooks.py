@@ -27,6 +27,7 @@ from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.images import IMAGE_COLUMNS, places
 from trl_opsd.data.prompts import COLUMNS, Request
+from trl_opsd.environments.environments import EMPTY_PROMPT
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
@@ -560,7 +561,7 @@ class TrainerHooks(TrainerMembers):
 
     def as_read(self, datasets: Any, where: str) -> Any:
         """Datasets with their columns renamed to ours."""
-        datasets = with_prompts(datasets, where)
+        datasets = with_prompts(datasets, where, None if self.turns.environments is None else EMPTY_PROMPT)
         return solutions_as_context(datasets) if self.reads_solutions else datasets
 
     # By `evaluate`, for each dataset, which may not have been there at construction.

@@ -261,15 +261,16 @@ class TrainerMembers(UpstreamFixes):
 
         The tools in them are those of one of several environments, or all.
         """
-        ours = self.chat_template_kwargs, self.tools
-        # TRL's method reads the attributes and has no arguments for them.
-        self.chat_template_kwargs = {**ours[0], **chat_template_kwargs}
-        if environment and self.turns.environments is not None:
-            self.__dict__["tools"] = self.turns.environments.tools_of(environment)
-        try:
-            prompt_ids, _, _ = super()._tokenize_prompts(prompts)
-        finally:
-            self.chat_template_kwargs, self.__dict__["tools"] = ours
+        with self.turns.tokenizing:
+            ours = self.chat_template_kwargs, self.tools
+            # TRL's method reads the attributes and has no arguments for them.
+            self.chat_template_kwargs = {**ours[0], **chat_template_kwargs}
+            if environment and self.turns.environments is not None:
+                self.__dict__["tools"] = self.turns.environments.tools_of(environment)
+            try:
+                prompt_ids, _, _ = super()._tokenize_prompts(prompts)
+            finally:
+                self.chat_template_kwargs, self.__dict__["tools"] = ours
         return list(prompt_ids)
 
     def see(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.arguments.checks import (
+    check_acted,
     check_completions,
     check_datasets,
     check_other_teacher,
@@ -187,10 +188,11 @@ class Teaching:
         datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
         intake, given = self.readers.intake, self._given
         check_datasets(datasets, args, intake, given.reads_solutions)
+        more = check_acted(datasets, given.environments)
         if args.lmbda < 1:
             check_completions(train_dataset, self._host.tools, not args.seq_kd)
         columns, solutions, learned = given.row_columns, given.reads_solutions, bool(given.learned_rewards)
-        check_rows_of_rewards(given.rewards, datasets, args, columns, solutions, learned)
+        check_rows_of_rewards(given.rewards, datasets, args, columns, solutions, learned, more)
         with self._rebuilding():
             self.readers, self._described_rows = self._readers_of_any_rows, None
             self._take_datasets(train_dataset, eval_dataset)

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Event, RLock, Thread
 from typing import Any, TypeAlias
 
 from trl_opsd._compat.trl import parse_response
 from trl_opsd.data.prompts import Request
 from trl_opsd.environments import Called, Environments
-from trl_opsd.environments.environments import answers
+from trl_opsd.environments.environments import Calls, Episode, answers
 from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.trainer_host import TrainerHost
@@ -20,8 +20,6 @@ from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import checked_completions
 
-Calls: TypeAlias = Sequence[Mapping[str, Any]]
-"""The calls of a turn, as a template parses them."""
 Turned: TypeAlias = tuple[list[list[int]], list[list[dict[str, Any]]], list[list[int]], int, int, list[list[Any]]]
 """As TRL's tool loop returns it: masks, conversations, completions, calls, failed calls, and images of each row."""
 
@@ -34,6 +32,8 @@ class Trajectory:
     """A row so far."""
 
     prompt_ids: list[int]
+    episode: Episode | None
+    """In its environment, if there are any."""
     ids: list[int] = field(default_factory=list)
     """What follows the prompt."""
     mask: list[int] = field(default_factory=list)
@@ -73,7 +73,8 @@ class Turns:
         """Token ids of tools' answers, and of the beginning of the next turn."""
         self._tools = {tool.__name__: tool for tool in tools}
         self._awaiting = Worker() if any(map(inspect.iscoroutinefunction, tools)) else None
-        self._tokenizing = Lock()
+        self.tokenizing = RLock()
+        """Held while a prompt or an answer is tokenized: threads of rows do so too, and options differ for teachers."""
         self.ended: dict[int, Trajectory] = {}
         """Rows of the batch that went their way alone, by their numbers."""
         self._said: dict[int, Any] = {}
@@ -100,21 +101,27 @@ class Turns:
                     row.ids, row.mask = list(first), [1] * len(first)
         else:
             rows = [
-                Trajectory(ids, list(first), [1] * len(first), said, first, turns=1)
-                for ids, first, said in zip(prompt_ids, completion_ids, messages, strict=True)
+                Trajectory(ids, episode, list(first), [1] * len(first), said, first, turns=1)
+                for ids, episode, first, said in zip(
+                    prompt_ids, self._episodes(len(prompt_ids)), completion_ids, messages, strict=True
+                )
             ]
+            if self.environments is not None and self.environments.are_several:
+                for row in rows:  # TRL has parsed it with the tools of all environments
+                    row.messages = [self._parsed(row, row.first, row.prompt_ids)]
             calling = {number: calls for number, row in enumerate(rows) if (calls := _calls(row))}
             while calling := self._may_go_on(rows, calling):
                 with self._host.phase("act"):
-                    answered = self._answered(calling)
-                asked = [number for number, called in answered.items() if self._asks(rows[number], number, called)]
+                    answered = self._answered([rows[number] for number in calling])
+                pairs = zip(calling, answered, strict=True)
+                asked = [number for number, called in pairs if self._asks(rows[number], called)]
                 if not asked:
                     break
                 written = self._generation.turn([rows[number].context for number in asked])
                 calling = {
                     number: calls
                     for number, ids in zip(asked, written, strict=True)
-                    if (calls := self._grow(rows[number], number, ids))
+                    if (calls := self._grow(rows[number], ids))
                 }
         self._host.record("turns/mean", sum(row.turns for row in rows) / len(rows))
         totals = sum(row.calls for row in rows), sum(row.failures for row in rows)
@@ -127,7 +134,7 @@ class Turns:
             return
         if not self.ended:
             with self._host.phase("act"):
-                self._said = dict(enumerate(self.environments.feedback()))
+                self._said = dict(enumerate(self.environments.feedback(self.environments.episodes)))
         for number, row in enumerate(rows):
             self.tell(number, row)
         self.ended = {}
@@ -159,47 +166,62 @@ class Turns:
         self._generation.be_ready()
         ask = self._generation.rollout.one_by_one([*map(list.copy, prompt_ids)], self._host.state.global_step)
         came: SimpleQueue[tuple[int, Trajectory | BaseException]] = SimpleQueue()
-        unwanted = Event()
+        unwanted, said = Event(), self._said
+        rows = [*map(Trajectory, prompt_ids, self._episodes(len(prompt_ids)))]
 
         def act(number: int) -> None:
+            row = rows[number]
             try:
-                came.put((number, self._alone(number, Trajectory(prompt_ids[number]), ask, unwanted)))
+                self._act(number, row, ask, unwanted)
+                if not unwanted.is_set():
+                    said[number] = self._feedback(row)
+                came.put((number, row))
             except BaseException as error:  # raised where rows are taken
                 came.put((number, error))
 
-        for number in range(len(prompt_ids)):
+        for number in range(len(rows)):
             Thread(target=act, args=(number,), name="trl_opsd row", daemon=True).start()
-        return Closable(self._ending(came, len(prompt_ids), unwanted), unwanted.set)
+        return Closable(self._ending(came, rows, unwanted), unwanted.set)
 
     def _ending(
-        self, came: SimpleQueue[tuple[int, Trajectory | BaseException]], rows: int, unwanted: Event
+        self, came: SimpleQueue[tuple[int, Trajectory | BaseException]], rows: Sequence[Trajectory], unwanted: Event
     ) -> Generator[tuple[int, list[int]], None, None]:
+        ended = self.ended
         try:
-            for _ in range(rows):
+            for _ in rows:
                 number, row = came.get()
                 if isinstance(row, BaseException):
                     raise row
-                self.ended[number] = row
+                ended[number] = row
                 yield number, row.ids
         finally:
             unwanted.set()
+            for number, row in enumerate(rows):
+                if number not in ended and row.episode is not None:
+                    row.episode.is_lost = True  # its thread may still act there
 
-    def _alone(
-        self, number: int, row: Trajectory, ask: Callable[[int, list[int]], list[int]], unwanted: Event
-    ) -> Trajectory:
-        assert self.environments is not None
-        name, host = type(self._generation.rollout).__name__, self._host
+    def _act(self, number: int, row: Trajectory, ask: Callable[[int, list[int]], list[int]], unwanted: Event) -> None:
+        name = type(self._generation.rollout).__name__
         while not unwanted.is_set():
             context = row.context
-            (ids,) = checked_completions([ask(number, context)], host, [context], name)
+            (ids,) = checked_completions([ask(number, context)], self._host, [context], name)
             if not row.turns:
                 row.first = ids
-            calls = self._grow(row, number, ids)
-            answered = self._answered(going) if (going := self._may_go_on({number: row}, {number: calls})) else {}
-            if not answered or not self._asks(row, number, answered[number]):
-                break
-        (self._said[number],) = self.environments.feedback([number])
-        return row
+            calls = self._grow(row, ids)
+            if unwanted.is_set() or not self._may_go_on({number: row}, {number: calls}):
+                return
+            (called,) = self._answered([row])
+            if not self._asks(row, called):
+                return
+
+    def _feedback(self, row: Trajectory) -> str | None:
+        assert self.environments is not None
+        assert row.episode is not None
+        (said,) = self.environments.feedback([row.episode])
+        return said
+
+    def _episodes(self, rows: int) -> Sequence[Episode | None]:
+        return [None] * rows if self.environments is None else self.environments.episodes
 
     # ---- A row ------------------------------------------------------------------------------------------------------
 
@@ -210,19 +232,23 @@ class Turns:
         most = self._host.max_tool_calling_iterations
         return {number: calls for number, calls in calling.items() if calls and rows[number].turns <= most}
 
-    def _grow(self, row: Trajectory, number: int, ids: list[int]) -> Calls:
+    def _grow(self, row: Trajectory, ids: list[int]) -> Calls:
         """Adds a turn of the student; returns its calls."""
         before = row.context
         ids = ids[: self._host.limits.completion - len(row.ids)]
         row.ids, row.mask, row.turns = row.ids + ids, row.mask + [1] * len(ids), row.turns + 1
         if not ids:
             return ()
-        with self._tokenizing:
-            tools = self._tools_of(number)
-            row.messages.append(parse_response(self._host.processing_class, ids, prefix=before, tools=tools))
+        row.messages.append(self._parsed(row, ids, before))
         return _calls(row)
 
-    def _asks(self, row: Trajectory, number: int, called: list[Called] | None) -> bool:
+    def _parsed(self, row: Trajectory, ids: list[int], before: list[int]) -> dict[str, Any]:
+        tools = self._host.tools if row.episode is None else list(row.episode.kind.tools.values())
+        with self.tokenizing:
+            message: dict[str, Any] = parse_response(self._host.processing_class, ids, prefix=before, tools=tools)
+        return message
+
+    def _asks(self, row: Trajectory, called: list[Called] | None) -> bool:
         """Adds what tools answered; whether the row goes on: there are answers, and they leave room."""
         calls, limits = _calls(row), self._host.limits
         row.calls += len(calls)
@@ -231,7 +257,7 @@ class Turns:
         characters = sum(len(one["content"]) for one in said if isinstance(one["content"], str))
         if not said or characters > _LONGEST * limits.completion:
             return False
-        with self._tokenizing:
+        with self.tokenizing:
             suffix = self._suffix(said)
         length = len(row.ids) + len(suffix)
         fits = limits.context is None or len(row.prompt_ids) + length < limits.context
@@ -241,16 +267,12 @@ class Turns:
         row.messages += said
         return True
 
-    def _tools_of(self, number: int) -> list[Callable[..., Any]]:
-        if self.environments is not None:
-            return self.environments.tools_of(self.environments.name(number))
-        tools: list[Callable[..., Any]] = self._host.tools
-        return tools
-
-    def _answered(self, calls: Mapping[int, Calls]) -> Mapping[int, list[Called] | None]:
-        if self.environments is not None:
-            return self.environments.call(calls)
-        return {number: answers(self._tools, some, self._wait) for number, some in calls.items()}
+    def _answered(self, rows: Sequence[Trajectory]) -> Sequence[list[Called] | None]:
+        """What tools answer to the last turn of each row; `None` where they do not in time."""
+        calls = [_calls(row) for row in rows]
+        if self.environments is None:
+            return [answers(self._tools, some, self._wait) for some in calls]
+        return self.environments.call([row.episode for row in rows if row.episode is not None], calls)
 
     def _wait(self, value: Any) -> Any:
         """Awaits in a thread, as the caller's may have a running loop, as in a notebook."""

@@ -1,0 +1,248 @@
+"""What environments are and say that nobody designed for: each is told, or costs its row."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from datasets import IterableDataset
+from environments.test_apart import Server
+from environments.worlds import END, Adder, Told, call, given, once, rows
+
+from trl_opsd.types import Rollout
+
+
+class Saying(Adder):
+    """Says something after an episode."""
+
+    says: Any = None
+
+    def get_feedback(self) -> Any:
+        return self.says
+
+
+def weights_of(trainer: Any) -> list[float]:
+    return trainer._generate_and_score_completions(list(trainer.train_dataset))["loss_weights"].sum(1).tolist()
+
+
+def of_itself(make_trainer, said: Any, **options: Any) -> Any:
+    kind = type("Kind", (Saying,), {"says": said})
+    return make_trainer(**given(once(call(number=1)), kind, teacher_model=None), teacher_model_kind="ema", **options)
+
+
+@pytest.mark.parametrize("said", [None, "", " \n", {"not": "text"}, 7, "word " * 3000])
+def test_feedback_that_is_none_is_blank_is_no_text_or_does_not_fit_leaves_a_self_teacher_out(make_trainer, said):
+    assert weights_of(of_itself(make_trainer, said)) == [0.0] * 4
+    gated = of_itself(make_trainer, said, reward_gate=0.5)
+    assert weights_of(gated) == [0.0] * 4, "a gate does not bring it back"
+
+
+def test_feedback_of_odd_characters_is_read(make_trainer):
+    assert min(weights_of(of_itself(make_trainer, "\ud800 \0 wrong"))) > 0
+
+
+@pytest.mark.parametrize("observation", [("seen", {}), 7, {"seen": 1}])
+def test_an_observation_that_is_no_text_is_refused_with_its_row(make_trainer, observation):
+    class Gym(Adder):
+        def reset(self, **_: Any) -> Any:
+            return observation
+
+    with pytest.raises(RuntimeError, match=r"row 0 of .* could not begin: TypeError: `reset` returned a"):
+        weights_of(make_trainer(**given(once(END), Gym)))
+
+
+def test_an_observation_of_odd_characters_is_read(make_trainer):
+    class Odd(Adder):
+        def reset(self, **_: Any) -> str:
+            super().reset()
+            return "\ud800\0"
+
+    assert min(weights_of(make_trainer(**given(once(call(number=1)), Odd)))) > 0
+
+
+def test_a_call_by_a_name_that_no_tokenizer_reads_is_answered(make_trainer):
+    text = f'<tool_call>\n{{"name": "\\ud800", "arguments": {{}}}}\n</tool_call>{END}'
+    trainer = make_trainer(**given(once(text)))
+    trainer.train()
+    assert "Tool ? not found" in trainer.processing_class.decode(trainer.rollout.asked[1][0])
+
+
+def test_what_is_cancelled_is_an_answer(make_trainer):
+    class Cancelling(Adder):
+        async def give_up(self) -> str:
+            """Gives up.
+
+            Returns:
+                Nothing.
+            """
+            task = asyncio.ensure_future(asyncio.sleep(9))
+            task.cancel()
+            await task
+            return "never"
+
+    trainer = make_trainer(**given(once(call("give_up")), Cancelling))
+    trainer.train()
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
+
+
+def test_parts_of_text_are_text_and_an_empty_list_is_two_brackets(make_trainer):
+    class Parts(Adder):
+        def look(self, many: bool) -> Any:
+            """Looks.
+
+            Args:
+                many: Whether there is much.
+
+            Returns:
+                What there is.
+            """
+            return [{"type": "text", "text": "a "}, {"type": "text", "text": "door"}] if many else []
+
+    for many, seen in ((True, "a door"), (False, "[]")):
+        trainer = make_trainer(**given(once(call("look", many=many)), Parts))
+        weights_of(trainer)
+        assert f"\n{seen}\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0])
+
+
+def test_classes_and_functions_of_one_name_have_each_a_reward(make_trainer):
+    def world(value: float) -> type:
+        return type("World", (Adder,), {"get_reward": lambda self: value})
+
+    def World(completions: Any, **_: Any) -> list[float]:
+        return [7.0] * len(completions)
+
+    dataset = rows(4, environment=["a", "b"] * 2)
+    both = {"a": world(1.0), "b": world(5.0)}
+    trainer = make_trainer(
+        **given(once(END), both, train_dataset=dataset, eval_dataset=dataset, reward_funcs=World, reward_weights=[0.5])
+    )
+    found = trainer.evaluate()
+    names = ("World", "World_2", "World_3")
+    assert [found[f"eval_rewards/{name}/mean"] for name in names] == [7, 1, 5]
+    assert found["eval_reward"] == 3 + 3.5
+
+
+@pytest.mark.parametrize("name", ["kind", "of"])
+def test_columns_may_have_any_name(make_trainer, name):
+    dataset = rows(2, **{name: ["x", "y"]})
+    assert make_trainer(**given(once(call(number=3)), eval_dataset=dataset)).evaluate()["eval_rewards/Adder/mean"] == 3
+
+
+def test_a_stream_with_prompts_passes_them_to_reset_and_one_without_needs_none(make_trainer):
+    class Asked(Adder):
+        seen: ClassVar[list[Any]] = []
+
+        def reset(self, start: int, **row: Any) -> str:
+            self.seen.append(row.get("prompt"))
+            super().reset(start)
+            return "go"
+
+    for more in ({"prompt": [{"role": "user", "content": "x"}]}, {}):
+        Asked.seen = []
+        stream = IterableDataset.from_generator(lambda more=more: ({"start": one, **more} for one in range(8)))
+        make_trainer(**given(once(call(number=1)), Asked, train_dataset=stream)).train()
+        assert Asked.seen[0] == more.get("prompt")
+
+
+def test_datasets_that_come_later_are_as_the_first(make_trainer):
+    trainer = make_trainer(**given(once(call(number=1)), Told, eval_dataset=rows(2)))
+    assert trainer.evaluate(rows(2, start=[3, 4]).remove_columns("prompt"))["eval_rewards/Told/mean"] == 4.5
+    with pytest.raises(ValueError, match="tell"):
+        trainer.evaluate(rows(2, privileged_context=["a", "b"]))
+    with pytest.raises(ValueError, match="tell what only the teacher reads"):
+        trainer.train_dataset = rows(4, privileged_context=["a"] * 4)
+
+
+def test_training_needs_no_dataset_where_an_evaluation_has_one(make_trainer):
+    trainer = make_trainer(**given(once(call(number=1)), train_dataset=None, eval_dataset=rows(2)))
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_reward_function_gets_the_columns_of_the_dataset_alone(make_trainer):
+    def strict(prompts, completions, completion_ids, trainer_state, log_metric, environments, start):
+        return [float(one) for one in start]
+
+    trainer = make_trainer(**given(once(call(number=1)), Told, eval_dataset=rows(2, start=[2, 4]), reward_funcs=strict))
+    assert trainer.evaluate()["eval_rewards/strict/mean"] == 3
+
+
+def test_a_proxy_tells_nothing_that_its_class_does_not(make_trainer):
+    class Proxy(Adder):
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: f"remote error: no method {name}"
+
+    trainer = make_trainer(**given(once(call(number=1)), Proxy))
+    batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
+    assert not trainer.turns.environments.tells
+    assert all("privileged_context" not in row for row in batch["rows"])
+
+
+def test_a_teacher_reads_the_tools_of_its_rows_environment(make_trainer):
+    class Other:
+        def reset(self, **_: Any) -> None: ...
+
+        def shout(self) -> str:
+            """Shouts.
+
+            Returns:
+                It.
+            """
+            return "A"
+
+    dataset = rows(4, environment=["a", "b"] * 2)
+    trainer = make_trainer(
+        **given(once(END), {"a": Adder, "b": Other}, train_dataset=dataset),
+        teacher_prompt_fn=lambda row, completion: [*row["prompt"], {"role": "user", "content": "look"}],
+    )
+    seen = []
+    teach = trainer.teaching.teachers.targets
+    trainer.teaching.teachers.targets = lambda rollout, *rest: seen.append(rollout) or teach(rollout, *rest)
+    weights_of(trainer)
+    texts = list(map(trainer.processing_class.decode, seen[0].prompt_lists()))
+    assert ["Shouts" in text for text in texts] == [False, True] * 2
+    assert ["Adds a number" in text for text in texts] == [True, False] * 2
+
+
+def test_a_row_of_a_batch_that_failed_does_not_act_in_the_next(make_trainer):
+    going, gone = threading.Event(), threading.Event()
+
+    class Failing(Server):
+        fails = True
+
+        def one_by_one(self, prompt_ids: list[list[int]], step: int) -> Any:
+            fails, self.fails = self.fails, False
+
+            def ask(number: int, ids: list[int]) -> list[int]:
+                if fails and number == 0:
+                    raise ConnectionError("gone")
+                if fails:
+                    going.wait(20)
+                    gone.set()
+                    return self.tokenizer(call(number=1000))["input_ids"]
+                return self.tokenizer(f"done{END}")["input_ids"]
+
+            return ask
+
+    trainer = make_trainer(**given(once(END), Adder, rollout=Failing(None), train_dataset=rows(2, start=[30, 40])))
+    with pytest.raises(ConnectionError):
+        weights_of(trainer)
+    batch = Rollout.unpack(trainer._generate_and_score_completions(list(trainer.train_dataset)))
+    going.set()
+    assert gone.wait(20)
+    torch.testing.assert_close(batch.weights.sum(1), torch.full((2,), float(batch.weights.sum(1)[0])))
+    assert [one.total for one in trainer.environments] == [30, 40]
+
+
+def test_answers_are_not_tokenized_as_the_teachers_prompts_are(make_trainer):
+    trainer = make_trainer(**given(once(call(number=1)), Told), teacher_chat_template_kwargs={"enable_thinking": False})
+    entered = threading.Event()
+    assert trainer.turns.tokenizing.acquire()
+    thread = threading.Thread(target=lambda: (trainer.tokenize([rows(1)[0]["prompt"]]), entered.set()), daemon=True)
+    thread.start()
+    assert not entered.wait(0.3), "it waits while an answer is tokenized"
+    trainer.turns.tokenizing.release()
+    assert entered.wait(20)
