@@ -13,6 +13,7 @@ import tiny
 import torch
 from apart import Apart
 from datasets import IterableDataset
+from environments import worlds
 from test_overlap import recorded
 from transformers import TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
@@ -228,7 +229,12 @@ REFUSED = {
         lambda make: make(overlap="ahead", rollout=HFRollout()),
         "HFRollout generates in the trainer's process",
     ),
-    "tools": (lambda make: built(make, overlap="ahead", processing_class=calling_tools(), tools=[tiny.add]), "`tools`"),
+    "tools": (
+        lambda make: make(
+            **{**worlds.given(None, None), "rollout": Apart({}), "overlap": "ahead", "tools": [tiny.add]},
+        ),
+        "`tools`",
+    ),
     "complete": (own_complete, "`Own.complete`"),
 }
 
