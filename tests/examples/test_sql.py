@@ -1,0 +1,76 @@
+"""An agent in databases: the sandbox, what is told to whom, and a training of it."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+import tiny
+from environments.worlds import END, Scripted, call, words
+from sql import train
+from sql.world import QUESTIONS, Database, rows
+
+
+def test_each_question_has_one_right_answer_and_its_query_finds_it():
+    asked = set()
+    for seed in range(40):
+        world = Database()
+        question = world.reset(**rows(1, first=seed)[0])
+        asked |= {words for words in QUESTIONS if words.split("{")[0] in question}
+        assert world.query(world.right_query) in (f"[({world.right_answer},)]", f"[('{world.right_answer}',)]")
+        assert world.get_reward() == 0
+        world.submit(f" {world.right_answer}")
+        assert world.get_reward() == 1
+        assert world.get_feedback() is None
+        world.submit("nobody")
+        assert world.right_query in world.get_feedback()
+        table = world.get_privileged_context().split()[4].partition("(")[0]
+        assert table in world.query("select name from sqlite_schema")
+        assert table not in question
+    assert asked == QUESTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "insert into {table} values ('Ada', 1)",
+        "drop table {table}",
+        "attach database '/tmp/x' as x",
+        "pragma writable_schema=1",
+        "select load_extension('x')",
+        "select 1; select 2",
+        "with recursive n(i) as (select 1 union all select i + 1 from n) select max(i) from n",
+        "create table t(a)",
+        "vacuum into '/tmp/x'",
+        "select hex(zeroblob(900000000))",
+        "select group_concat(a.name || b.name) from sqlite_schema a, sqlite_schema b, (select zeroblob(9000000))",
+    ],
+)
+def test_a_query_may_only_read_and_ends(sql):
+    world = Database()
+    world.reset(seed=1)
+    table = world.get_privileged_context().split()[4].partition("(")[0]
+    with pytest.raises((sqlite3.Error, sqlite3.Warning)):
+        world.query(sql.format(table=table))
+
+
+def test_an_agent_is_trained_and_the_best_one_kept(tmp_path):
+    made = words()
+    made.save_pretrained(tmp_path / "model")
+    tiny.qwen2(max_position_embeddings=4096).save_pretrained(tmp_path / "model")
+
+    def turns(prompt: str) -> str:
+        if prompt.count("<tool_response>") == 0:
+            return call("query", sql="select name from sqlite_schema")
+        return call("submit", answer="Ada") if prompt.count("<tool_response>") == 1 else f"done{END}"
+
+    given = ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--steps", "2", "--rows", "2"]
+    trainer = train.main([*given, "--held-out", "8"], rollout=Scripted(turns))
+    shares = tiny.logged(trainer, "eval_rewards/Database/mean")
+    right = sum(one.right_answer == "Ada" for one in trainer.environments)
+    assert shares == [right / 8] * len(shares)
+    assert trainer.state.best_metric == right / 8
+    assert tiny.logged(trainer, "tools/call_frequency") == [2]
+    asked = trainer.processing_class.decode(trainer.rollout.asked[-1][0])
+    assert "The only table is" not in asked
+    assert "_schema" in asked
