@@ -233,6 +233,9 @@ def test_a_row_of_a_batch_that_failed_does_not_act_in_the_next(make_trainer):
     batch = Rollout.unpack(trainer._generate_and_score_completions(list(trainer.train_dataset)))
     going.set()
     assert gone.wait(20)
+    for thread in threading.enumerate():
+        if thread.name == "trl_opsd row":
+            thread.join(20)
     torch.testing.assert_close(batch.weights.sum(1), torch.full((2,), float(batch.weights.sum(1)[0])))
     assert [one.total for one in trainer.environments] == [30, 40]
 
@@ -246,3 +249,26 @@ def test_answers_are_not_tokenized_as_the_teachers_prompts_are(make_trainer):
     assert not entered.wait(0.3), "it waits while an answer is tokenized"
     trainer.turns.tokenizing.release()
     assert entered.wait(20)
+
+
+def test_a_batch_that_failed_in_between_is_generated_again(make_trainer):
+    class Once(Server):
+        fails = True
+
+        def one_by_one(self, prompt_ids: list[list[int]], step: int) -> Any:
+            fails, self.fails, ended = self.fails, False, threading.Event()
+
+            def ask(number: int, ids: list[int]) -> list[int]:
+                if fails and number == 0:
+                    assert ended.wait(20)
+                    raise ConnectionError("gone")
+                threading.Timer(0.3, ended.set).start()
+                return self.tokenizer(f"{'early' if fails else 'done'}{END}")["input_ids"]
+
+            return ask
+
+    trainer = make_trainer(**given(once(END), Adder, rollout=Once(None), train_dataset=rows(2)))
+    with pytest.raises(ConnectionError):
+        weights_of(trainer)
+    batch = Rollout.unpack(trainer._generate_and_score_completions(list(trainer.train_dataset)))
+    assert list(map(trainer.processing_class.decode, batch.completion_lists())) == [f"done{END}"] * 2

@@ -173,8 +173,7 @@ class Turns:
             row = rows[number]
             try:
                 self._act(number, row, ask, unwanted)
-                if not unwanted.is_set():
-                    said[number] = self._feedback(row)
+                said[number] = self._feedback(row)
                 came.put((number, row))
             except BaseException as error:  # raised where rows are taken
                 came.put((number, error))
@@ -208,7 +207,7 @@ class Turns:
             if not row.turns:
                 row.first = ids
             calls = self._grow(row, ids)
-            if unwanted.is_set() or not self._may_go_on({number: row}, {number: calls}):
+            if not self._may_go_on({number: row}, {number: calls}):
                 return
             (called,) = self._answered([row])
             if not self._asks(row, called):
