@@ -119,12 +119,12 @@ def trained(trainer):
     ids=str,
 )
 def test_weights_do_not_depend_on_how_rows_are_read(make, options):
-    given = {"max_completion_length": 60, "learning_rate": 1e-3}
+    given = {"max_completion_length": 60, "learning_rate": 0.03, "optim": "sgd"}  # Adam makes much of a small rounding
     weights, losses = trained(make(**given))
     other, others = trained(make(**{**given, **options}))
-    assert (weights - other).abs().max() < 3e-6
+    assert (weights - other).abs().max() < 1e-6
     assert others == pytest.approx(losses, rel=1e-4)
-    assert (weights - tiny.weights(make())).abs().max() > 1e-4
+    assert (weights - tiny.weights(make())).abs().max() > 1e-3
 
 
 def test_an_equal_tokenizer_gives_the_divergence_of_tokens_within_two_percent(make_trainer):
