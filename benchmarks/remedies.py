@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-import compare_doors
+import compare_agents
 from arithmetic import READER
 from arithmetic.evaluate import accuracy
 from arithmetic.task import draw, prompts_with_solutions, right
@@ -115,16 +115,18 @@ def of_arithmetic(options: Mapping[str, Any], seed: int, tokens: int, folder: st
 
 
 def of_doors(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> Made:
-    """The agent of `examples/compare_doors.py`, whose teacher is another model; what it forgets is not measured."""
-    judge = compare_doors.Judge(Path(folder), 50, is_told=False)
+    """The agent of `examples/compare_agents.py`, whose teacher is another model; what it forgets is not measured."""
+    task = compare_agents.TASKS["doors"]
+    judge = compare_agents.Judge(task, compare_agents.DOORS, Path(folder), 50, is_told=False)
 
     def measure(model: Any, _: bool) -> dict[str, float]:
         return {"accuracy": statistics.mean(judge.measure(model, greedy=False).values()), "retention": math.nan}
 
-    curve = compare_doors.Curve(measure, {"tokens": tokens, "seconds": 1}, points=5)
-    method = compare_doors.Method(divergence="forward_kl", options={"collapse_guard": None, **options})
-    mazes = compare_doors.draw(compare_doors.MAZES_TO_TRAIN, seed=seed)
-    return compare_doors.build(method, mazes, curve, seed, 2e-3, Path(folder)), curve.points
+    curve = compare_agents.Curve(measure, {"tokens": tokens, "seconds": 1}, points=5)
+    method = compare_agents.Method(divergence="forward_kl", options={"collapse_guard": None, **options})
+    rows = task.world.rows(compare_agents.ROWS_TO_TRAIN, seed=seed)
+    trainer = compare_agents.build(task, method, compare_agents.DOORS, rows, curve, seed, 2e-3, Path(folder))
+    return trainer, curve.points
 
 
 def of_rule(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> Made:

@@ -2,7 +2,5 @@
 
 from pathlib import Path
 
-STUDENT = str(Path(__file__).resolve().parent / "student")
-TEACHER = str(Path(__file__).resolve().parent / "teacher")
-GUIDE = str(Path(__file__).resolve().parent / "guide")
-"""Folders for `from_pretrained`, written by `make_models.py`."""
+DOORS = Path(__file__).resolve().parent
+"""Folder of the folders "student", "teacher" and "guide", which `agents.py` made."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -43,7 +45,7 @@ RESPONSE_TEMPLATE = {
 """How transformers reads a message from tokens; see "Response parsing" in its documentation."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
     """The tokenizer of all models, with 30 tokens.
 
     Example:
@@ -53,9 +55,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     ['maze ', '0', '0', '4', '2', ', ', '2', ' rooms']
     ```
     """
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *PIECES])}
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *pieces])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    escaped = "|".join("".join(f"\\{one}" if not one.isalnum() else one for one in piece) for piece in PIECES)
+    escaped = "|".join("".join(f"\\{one}" if not one.isalnum() else one for one in piece) for piece in pieces)
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(escaped), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

@@ -1,0 +1,1 @@
+"""Questions about databases whose tables have names that tell nothing: what they hold, only the teacher reads."""

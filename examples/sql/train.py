@@ -1,9 +1,9 @@
-"""A chat model that calls tools learns from itself, told the schema, to find its way in unknown databases.
+"""A chat model that calls tools learns from itself, told what each table holds, to find that out in other databases.
 
     python examples/sql/train.py --model Qwen/Qwen3-0.6B --output out/sql
 
-The teacher is the model as it was, which reads the schema, and after a wrong answer the right query. The student is an
-adapter. The best checkpoint is that with the most right answers about databases that are held out.
+The teacher is the model as it was, which reads the data dictionary, and after a wrong answer the right query. The
+student is an adapter. The best checkpoint is that with the most right answers about databases that are held out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from peft import LoraConfig
 
-from sql.world import Database, rows
+from sql.world import MOST_CALLS, Database, rows
 from trl_opsd import OPSDConfig, OPSDTrainer
 
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, **more: Any) -> OPSDTrainer:
             equal_turns=True,  # a long query counts as much as a short answer
             environment_timeout=10.0,
             max_completion_length=768,
-            max_tool_calling_iterations=6,
+            max_tool_calling_iterations=MOST_CALLS,
             max_steps=options.steps,
             per_device_train_batch_size=options.rows,
             learning_rate=1e-4,
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None, **more: Any) -> OPSDTrainer:
             report_to="none",
         ),
         train_dataset=rows(options.steps * options.rows),
-        eval_dataset=rows(options.held_out, first=1_000_000),
+        eval_dataset=rows(options.held_out, held_out=True),
         environment_factory=Database,
         peft_config=LoraConfig(r=16, target_modules="all-linear"),
         **more,

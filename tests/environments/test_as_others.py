@@ -21,22 +21,23 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.fixture
 def doors(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    from doors import STUDENT, TEACHER, world
+    from doors import DOORS, world
 
-    yield STUDENT, TEACHER, world
+    yield DOORS, world
     for name in [name for name in sys.modules if name.partition(".")[0] == "doors"]:
         del sys.modules[name]
 
 
 def test_doors_as_an_environment_are_doors_as_a_tool(make_trainer, doors):
-    student, teacher, world = doors
-    dataset = world.rows(world.draw(24))
+    models, world = doors
+    dataset = world.rows(24)
+    told = [f"{maze.question}\n\n{maze.hint}" for maze in world.draw(24)]
     same = {
-        "model": student,
-        "teacher_model": teacher,
+        "model": str(models / "student"),
+        "teacher_model": str(models / "teacher"),
         "processing_class": None,
         "rollout": None,
-        "max_completion_length": world.MAX_COMPLETION,
+        "max_completion_length": world.MOST_TOKENS,
         "max_tool_calling_iterations": 8,
         "per_device_train_batch_size": 8,
         "max_steps": 3,
@@ -45,8 +46,11 @@ def test_doors_as_an_environment_are_doors_as_a_tool(make_trainer, doors):
     }
     logs, students = [], []
     for acting in (
-        {"train_dataset": dataset, "tools": [world.try_door]},
-        {"train_dataset": dataset.remove_columns("teacher_prompt"), "environment_factory": world.Doors},
+        {
+            "train_dataset": dataset.add_column("teacher_prompt", [[{"role": "user", "content": one}] for one in told]),
+            "tools": [world.try_door],
+        },
+        {"train_dataset": dataset, "environment_factory": world.Doors},
     ):
         trainer = make_trainer(**same, **acting)
         trainer.train()

@@ -6,18 +6,35 @@ import random
 import re
 
 import pytest
-from doors import GUIDE, STUDENT, TEACHER
-from doors.make_models import encoded
+from agents import TASKS, encoded
+from doors import DOORS as FOLDER
 from doors.tokenizer import make_tokenizer
-from doors.world import DOORS, MAX_COMPLETION, ROOMS, Call, Maze, draw, escaped, rows, try_door
+from doors.world import DOORS, LEVELS, MOST_TOKENS, Doors, Maze, draw, of_mazes, right_door, try_door
 from transformers import AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
-MAZE = Maze(number="0042", rooms=2)
+TASK, MAZE = TASKS["doors"], Maze(number="0042", rooms=2)
+
+
+def walked(kind, count=300, seed=0):
+    """Walks through mazes, as maze and calls."""
+    source = random.Random(seed)
+    for maze, row in zip(draw(count), TASK.world.rows(count), strict=True):
+        walk = TASK.walk(row, kind, source)
+        calls = [one["tool_calls"][0]["function"] for one in walk.messages if one.get("tool_calls")]
+        yield maze, [(call["arguments"]["room"], call["arguments"]["door"]) for call in calls], walk
+
+
+def is_left(maze, calls):
+    world = Doors()
+    world.reset(maze.number, maze.rooms)
+    for room, door in calls:
+        world.try_door(maze.number, room, door)
+    return world.get_reward()
 
 
 def test_each_door_opens_equally_often():
-    mazes = draw(3000, rooms=[3])
+    mazes = draw(3000, levels=[3])
     counts = [0] * DOORS
     for maze in mazes:
         for room, right in enumerate(maze.doors, 1):
@@ -33,39 +50,37 @@ def test_each_door_opens_equally_often():
 
 
 def test_training_and_held_out_mazes_are_disjoint_and_reproducible():
-    train, held_out = draw(7500), [maze for rooms in ROOMS for maze in draw(500, [rooms], True)]
+    train, held_out = draw(7500), [maze for rooms in LEVELS for maze in draw(500, [rooms], True)]
     assert not {maze.number for maze in train} & {maze.number for maze in held_out}
-    assert {maze.rooms for maze in train} == set(ROOMS)
+    assert {maze.rooms for maze in train} == set(LEVELS)
     assert draw(20) == draw(20) != draw(20, seed=1)
     with pytest.raises(ValueError, match="got 9999"):
         draw(9999)
 
 
 def test_straight_and_searching_walks_escape():
-    source = random.Random(0)
-    searched = []
-    for maze in draw(300):
-        straight, search = list(maze.straight()), list(maze.searched(source))
-        searched += search
-        assert all(call.opens for call in straight)
-        assert len({(call.room, call.door) for call in search}) == len(search) <= maze.budget
-        for walk in (straight, search):
-            assert maze.is_left(maze.messages(walk))
-            assert not maze.is_left(maze.messages(walk[:-1]))
-    calls_of_a_room = len(searched) / sum(maze.rooms for maze in draw(300))
-    assert calls_of_a_room == pytest.approx((DOORS + 1) / 2, abs=0.1)
+    for maze, calls, _ in walked("straight"):
+        assert calls == list(enumerate(maze.doors, 1))
+        assert (is_left(maze, calls), is_left(maze, calls[:-1])) == (1, 0)
+    tried = 0
+    for maze, calls, _ in walked("searched"):
+        assert len(set(calls)) == len(calls) <= DOORS * maze.rooms
+        assert (is_left(maze, calls), is_left(maze, calls[:-1])) == (1, 0)
+        tried += len(calls)
+    assert tried / sum(maze.rooms for maze in draw(300)) == pytest.approx((DOORS + 1) / 2, abs=0.1)
 
 
 def test_only_right_calls_after_mistakes_are_labels():
-    source, mistakes = random.Random(0), 0
-    for maze in draw(300):
+    mistakes = 0
+    for maze, calls, walk in walked("mistaken"):
         room = 1
-        for call in maze.mistaken(source):
-            if call.is_advised:
-                assert (call.room, call.door) == (room, maze.doors[room - 1])
-            mistakes += not call.is_advised
-            room += call.room == room and call.opens
+        for (where, door), is_advised in zip(calls, walk.is_advised, strict=False):
+            if is_advised:
+                assert (where, door) == (room, right_door(maze.number, room))
+            mistakes += not is_advised
+            room += where == room and door == right_door(maze.number, room)
         assert room == maze.rooms + 1
+        assert walk.is_advised[-1]
     assert mistakes > 200
 
 
@@ -74,72 +89,65 @@ def test_only_right_calls_after_mistakes_are_labels():
     [
         ([(1, 1), (2, 1)], True),
         ([(1, 2), (1, 1), (2, 2), (2, 1)], True),
-        ([(1, 2), (1, 2), (1, 1), (2, 2), (2, 1)], False),  # more than the budget
+        ([(1, 2), (1, 2), (1, 1), (2, 2), (2, 1)], False),  # more than there are doors
         ([(2, 1), (1, 1)], False),  # a room that was not reached
         ([(2, 1), (1, 1), (2, 1)], True),
+        ([(1, 1), (2, 1), (3, right_door("0042", 3)), (1, 1), (1, 1)], True),  # out is out
         ([(1, 1)], False),
         ([], False),
     ],
 )
-def test_a_maze_is_left_when_its_rooms_are_opened_in_turn_within_the_budget(calls, left):
+def test_a_maze_is_left_when_its_rooms_are_opened_in_turn_by_few_calls(calls, left):
     assert MAZE.doors == [1, 1]
-    walk = MAZE.messages(Call(maze="0042", room=room, door=door) for room, door in calls)
-    assert MAZE.is_left(walk) is left
-    assert escaped([walk, []], maze=["0042", "0042"], rooms=[2, 2], prompts=None) == [float(left), 0.0]
+    assert is_left(MAZE, calls) == left
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        {"name": "open_door", "arguments": {"maze": "0042", "room": 1, "door": 1}},
-        {"name": "try_door", "arguments": {"maze": "0041", "room": 1, "door": 1}},
-        {"name": "try_door", "arguments": {"maze": "0042", "room": 1}},
-        {"name": "try_door", "arguments": {}},
-    ],
-)
-def test_calls_of_something_else_open_nothing(function):
-    second = Call(maze="0042", room=2, door=1).messages
-    assert not MAZE.is_left(
-        [{"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}, *second]
-    )
+def test_doors_of_another_maze_lead_nowhere():
+    world = Doors()
+    world.reset("0042", 1)
+    world.try_door("0041", 1, right_door("0041", 1))
+    assert (world.get_reward(), world.room, world.calls) == (0.0, 1, 1)
 
 
 def test_only_the_teacher_reads_the_doors():
-    (row,) = rows([MAZE])
-    assert row == {
-        "prompt": [{"role": "user", "content": "maze 0042, 2 rooms"}],
-        "teacher_prompt": [{"role": "user", "content": "maze 0042, 2 rooms\n\ndoors 1 1"}],
-        "maze": "0042",
-        "rooms": 2,
-    }
-    assert rows([MAZE], is_told=True)[0]["prompt"] == row["teacher_prompt"]
+    (row,) = of_mazes([MAZE])
+    assert row == {"prompt": [{"role": "user", "content": "maze 0042, 2 rooms"}], "maze": "0042", "rooms": 2}
+    told = [{"role": "user", "content": "maze 0042, 2 rooms\n\ndoors 1 1"}]
+    assert TASK.question(Doors(), row, is_told=True) == told
+    assert TASK.question(Doors(), row, is_told=False) == row["prompt"]
 
 
-@pytest.mark.parametrize("path", [None, STUDENT, TEACHER, GUIDE])
-def test_the_tokenizer_and_its_templates_read_what_they_write(path):
-    words = make_tokenizer() if path is None else AutoTokenizer.from_pretrained(path)
+@pytest.mark.parametrize("name", [None, "student", "teacher", "guide"])
+def test_the_tokenizer_and_its_templates_read_what_they_write(name):
+    words = make_tokenizer() if name is None else AutoTokenizer.from_pretrained(FOLDER / name)
     assert len(words) == 30
     assert supports_tool_calling(words)
     assert is_chat_template_prefix_preserving(words)
-    longest = Maze(number="9876", rooms=max(ROOMS))
-    every = [Call(maze="9876", room=room, door=door) for room in ROOMS for door in range(1, DOORS + 1)]
-    walk = longest.messages(every)
-    text = words.apply_chat_template(longest.prompt_with_hint + walk, tokenize=False)
+    row = next(row for row in TASK.world.rows(8) if row["rooms"] == max(LEVELS))
+    walks = [TASK.walk(row, "searched", random.Random(seed), is_told=True) for seed in range(200)]
+    walk = max(walks, key=lambda walk: len(walk.messages)).messages
+    assert len(walk) == 2 + 2 * DOORS * max(LEVELS), "every door is tried"
+    text = words.apply_chat_template(walk, tokenize=False)
     ids = words(text)["input_ids"]
     assert words.decode(ids) == text
     assert words.unk_token_id not in ids
-    asked = words.apply_chat_template(longest.prompt, add_generation_prompt=True)["input_ids"]
-    assert len(words.apply_chat_template(longest.prompt + walk)["input_ids"]) - len(asked) <= MAX_COMPLETION
+    asked = words.apply_chat_template(walk[:1], add_generation_prompt=True)["input_ids"]
+    assert len(ids) - len(asked) <= MOST_TOKENS
     written = text.split("<|assistant|>")[1].partition("<|tool|>")[0]
     message = parse_response(words, words(written)["input_ids"], prefix=asked, tools=[try_door])
-    assert message["tool_calls"] == walk[0]["tool_calls"]
+    assert message["tool_calls"] == walk[1]["tool_calls"]
 
 
 def test_labels_are_of_advised_calls_and_the_last_message():
-    words = make_tokenizer()
-    calls = [Call(maze="0042", room=1, door=2, is_advised=False), *MAZE.straight()]
-    ids, labels = encoded(words, MAZE, calls, is_told=True)
-    learned = words.decode([label for label in labels if label != -100])
-    whole = words.apply_chat_template(MAZE.messages(MAZE.straight()), tokenize=False)
-    assert learned == re.sub(r"<\|tool\|>open, room .<\|end\|>|<\|assistant\|>", "", whole)
-    assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    words, whole = make_tokenizer(), 0
+    for maze, calls, walk in walked("mistaken", count=40):
+        ids, labels = encoded(words, walk)
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+        learned = words.decode([label for label in labels if label != -100])
+        doors = [tuple(map(int, one)) for one in re.findall(r'"room": (\d), "door": (\d)', learned)]
+        assert doors == [call for call, is_advised in zip(calls, walk.is_advised, strict=False) if is_advised]
+        assert len(doors) >= maze.rooms - walk.is_advised.count(False)
+        assert learned.endswith("out<|end|>")
+        assert "open" not in learned
+        whole += all(walk.is_advised)
+    assert 0 < whole < 40

@@ -11,23 +11,35 @@ from sql import train
 from sql.world import QUESTIONS, Database, rows
 
 
-def test_each_question_has_one_right_answer_and_its_query_finds_it():
+def begun(seed, tables=3):
+    world = Database()
+    return world, world.reset(seed, tables)
+
+
+def test_each_question_has_one_right_table_and_its_query_finds_the_answer():
     asked = set()
-    for seed in range(40):
-        world = Database()
-        question = world.reset(**rows(1, first=seed)[0])
+    for row in rows(80):
+        world, question = begun(**row)
         asked |= {words for words in QUESTIONS if words.split("{")[0] in question}
-        assert world.query(world.right_query) in (f"[({world.right_answer},)]", f"[('{world.right_answer}',)]")
+        found = {query: world.query(query) for query in world.possible_queries}
+        assert found.pop(world.right_query) == f"[({world.right_answer},)]"
+        assert set(found.values()) <= {"[(None,)]", "[(0,)]"}, "only one table has rows of this name"
         assert world.get_reward() == 0
         world.submit(f" {world.right_answer}")
         assert world.get_reward() == 1
         assert world.get_feedback() is None
         world.submit("nobody")
         assert world.right_query in world.get_feedback()
-        table = world.get_privileged_context().split()[4].partition("(")[0]
-        assert table in world.query("select name from sqlite_schema")
-        assert table not in question
+        assert all(table in question for table in world.tables)
     assert asked == QUESTIONS.keys()
+
+
+def test_the_dictionary_tells_which_table_is_right():
+    for row in rows(80):
+        world, question = begun(**row)
+        (right,) = [table for table in world.tables if table in world.right_query]
+        thing = world.get_privileged_context().rstrip(".").split(f"{right} has ")[1].partition(",")[0]
+        assert thing in question
 
 
 @pytest.mark.parametrize(
@@ -47,11 +59,9 @@ def test_each_question_has_one_right_answer_and_its_query_finds_it():
     ],
 )
 def test_a_query_may_only_read_and_ends(sql):
-    world = Database()
-    world.reset(seed=1)
-    table = world.get_privileged_context().split()[4].partition("(")[0]
+    world, _ = begun(1)
     with pytest.raises((sqlite3.Error, sqlite3.Warning)):
-        world.query(sql.format(table=table))
+        world.query(sql.format(table=world.tables[0]))
 
 
 def test_an_agent_is_trained_and_the_best_one_kept(tmp_path):
@@ -61,16 +71,16 @@ def test_an_agent_is_trained_and_the_best_one_kept(tmp_path):
 
     def turns(prompt: str) -> str:
         if prompt.count("<tool_response>") == 0:
-            return call("query", sql="select name from sqlite_schema")
-        return call("submit", answer="Ada") if prompt.count("<tool_response>") == 1 else f"done{END}"
+            return call("query", sql="select name from sqlite_schema order by name")
+        return call("submit", answer="3") if prompt.count("<tool_response>") == 1 else f"done{END}"
 
     given = ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--steps", "2", "--rows", "2"]
     trainer = train.main([*given, "--held-out", "8"], rollout=Scripted(turns))
     shares = tiny.logged(trainer, "eval_rewards/Database/mean")
-    right = sum(one.right_answer == "Ada" for one in trainer.environments)
+    right = sum(one.right_answer == "3" for one in trainer.environments)
     assert shares == [right / 8] * len(shares)
     assert trainer.state.best_metric == right / 8
     assert tiny.logged(trainer, "tools/call_frequency") == [2]
     asked = trainer.processing_class.decode(trainer.rollout.asked[-1][0])
-    assert "The only table is" not in asked
-    assert "_schema" in asked
+    assert " has " not in asked.partition("</tool_response>")[0].rpartition("<|im_start|>user")[2]
+    assert "sqlite_schema" in asked

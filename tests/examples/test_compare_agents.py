@@ -1,25 +1,28 @@
-"""The comparison on the doors: its models are what it says, its methods learn from the walks that they claim to."""
+"""The comparison of ways to train agents: its models and methods are what it says."""
 
 from __future__ import annotations
 
 import json
 
-import compare_doors
+import compare_agents
 import pytest
-from compare_doors import CONTROLS, METHODS, Curve, Judge, build
-from doors import GUIDE, STUDENT, TEACHER
-from doors.world import ROOMS, draw
+from agents import TASKS
+from compare_agents import CONTROLS, METHODS, Curve, Judge, build
+from doors import DOORS
+from doors.world import LEVELS
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDTrainer
 
+TASK = TASKS["doors"]
 
-def measured(path, folder, is_told):
-    return Judge(folder, 40, is_told).measure(AutoModelForCausalLM.from_pretrained(path))
+
+def measured(name, folder, is_told):
+    return Judge(TASK, DOORS, folder, 40, is_told).measure(AutoModelForCausalLM.from_pretrained(DOORS / name))
 
 
 def test_teacher_escapes_and_student_rarely_does(tmp_path):
-    teacher, student = measured(TEACHER, tmp_path, True), measured(STUDENT, tmp_path, False)
+    teacher, student = measured("teacher", tmp_path, True), measured("student", tmp_path, False)
     assert min(teacher.values()) >= 0.95
     assert student["sampled/1"] < 0.8
     assert student["sampled/2"] < 0.5
@@ -28,7 +31,7 @@ def test_teacher_escapes_and_student_rarely_does(tmp_path):
 
 @pytest.mark.long
 def test_guide_escapes_every_maze(tmp_path):
-    told = measured(GUIDE, tmp_path, True)
+    told = measured("guide", tmp_path, True)
     assert min(told.values()) >= 0.95
 
 
@@ -44,10 +47,10 @@ class Walks(OPSDTrainer):
 
 @pytest.mark.parametrize("name", ["on-policy, forward KL", "off-policy, forward KL"])
 def test_only_on_policy_walks_have_closed_doors(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_doors, "OPSDTrainer", Walks)
-    mazes = draw(64)
+    monkeypatch.setattr(compare_agents, "OPSDTrainer", Walks)
+    rows = TASK.world.rows(64)
     curve = Curve(lambda *_: {}, {"tokens": 1, "seconds": 1e-9}, points=1)
-    trainer = build(METHODS[name], mazes, curve, seed=0, rate=1e-4, folder=tmp_path)
+    trainer = build(TASK, METHODS[name], DOORS, rows, curve, seed=0, rate=1e-4, folder=tmp_path)
     trainer.train()
     assert [point["step"] for point in curve.points] == [0, 1]
     closed = [walk for walk in trainer.walks if "closed" in walk]
@@ -61,14 +64,14 @@ def test_only_on_policy_walks_have_closed_doors(name, tmp_path, monkeypatch):
 def test_the_comparison_writes_tables_and_a_picture(tmp_path, capsys):
     names = ["on-policy, forward KL", "supervised, straight walks", "supervised, walks of a search"]
     asked = ["--seeds", "0", "--tokens", "1", "--seconds", "1e-9", "--points", "1", "--held-out", "4"]
-    results = compare_doors.main(["--output", str(tmp_path), "--methods", *names, *asked])
+    results = compare_agents.main(["doors", "--output", str(tmp_path), "--methods", *names, *asked])
     assert [result["method"] for result in results] == names
     assert all(len(result["points"]) == 2 and result["points"][1]["tokens"] > 0 for result in results)
     assert len(list(tmp_path.glob("*.json"))) == 3
     assert (tmp_path / "doors.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert printed.count("| on-policy, forward KL | ") == 4
-    again = compare_doors.main(["--output", str(tmp_path), "--methods", *names, *asked])
+    again = compare_agents.main(["doors", "--output", str(tmp_path), "--methods", *names, *asked])
     assert json.dumps(again) == json.dumps(results), "results are kept"
     assert set(names) <= {*METHODS, *CONTROLS}
-    assert set(ROOMS) == {1, 2, 3, 4}
+    assert set(LEVELS) == {1, 2, 3, 4}

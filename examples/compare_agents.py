@@ -1,9 +1,9 @@
-"""Trains an agent that has to try doors in several ways, up to the same number of tokens, and measures who gets out.
+"""Trains agents in several ways, up to the same number of tokens, and measures who reaches the end.
 
-    python examples/compare_doors.py --output out/doors
+    python examples/compare_agents.py doors --output out/doors
 
-The task is in `doors/world.py`: no agent can know the doors, its teacher reads them, and who only ever saw walks of
-someone who knows has never seen a closed one. Results are saved in the output folder and not recomputed.
+The tasks are in `agents.py`: no agent can know what its teacher reads, and who only ever saw walks of someone who knows
+has never seen what follows a wrong call. Results are saved in the output folder and not recomputed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import agents
 import numpy
 import torch
+from agents import TASKS, Task
 from datasets import Dataset
-from doors import GUIDE, STUDENT, TEACHER
-from doors.world import MAX_COMPLETION, ROOMS, DoorsAfterwards, Maze, draw, escaped, rows, try_door
+from doors import DOORS
+from doors.tokenizer import ASSISTANT
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -31,28 +33,51 @@ from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 BATCH = 32
 """Walks in an optimizer step."""
 
-MAZES_TO_TRAIN = 7500
+ROWS_TO_TRAIN = 7500
+
+
+def world(task: Task, method: Method) -> type:
+    """The task's environment, with what it knows told to whom a method says."""
+
+    class World(task.environment):
+        def reset(self, **row: Any) -> str:
+            observation = super().reset(**row) or ""
+            return f"{observation}\n\n{super().get_privileged_context()}" if method.is_told else observation
+
+        def get_privileged_context(self) -> str | None:
+            return None if method.is_told or method.tells_afterwards else super().get_privileged_context()
+
+        def get_feedback(self) -> str | None:
+            return super().get_privileged_context() if method.tells_afterwards else None
+
+    return World
 
 
 class ByTeacher(HFRollout):
-    """Writes what the teacher would, who reads the doors, in place of the student: text that is off-policy."""
+    """Writes what the teacher would, who reads more, in place of the student: text that is off-policy."""
+
+    def __init__(self, task: Task, path: Path) -> None:
+        super().__init__()
+        self._task, self._path = task, path
 
     def bind(self, trainer: Any) -> None:
         super().bind(trainer)
-        self._of_teacher = AutoModelForCausalLM.from_pretrained(TEACHER).eval()
+        self._of_teacher = AutoModelForCausalLM.from_pretrained(self._path).eval()
+        self._begin = trainer.processing_class.convert_tokens_to_ids(ASSISTANT)
         self._told: dict[tuple[int, ...], list[int]] = {}
+        environment = self._task.environment()
         for row in trainer.train_dataset:
             asked, told = (
-                trainer.processing_class.apply_chat_template(row[name], add_generation_prompt=True)["input_ids"]
-                for name in ("prompt", "teacher_prompt")
+                trainer.processing_class.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+                for question in (self._task.question(environment, row, is_told) for is_told in (False, True))
             )
             self._told[tuple(asked)] = told
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         if not self._trainer.model.training:
             return super().complete(prompt_ids, step)
-        width = len(next(iter(self._told)))
-        told = [self._told[tuple(ids[:width])] + ids[width:] for ids in prompt_ids]
+        widths = [ids.index(self._begin) + 1 for ids in prompt_ids]
+        told = [self._told[tuple(ids[:width])] + ids[width:] for ids, width in zip(prompt_ids, widths, strict=True)]
         inputs = self._trainer.pad_prompts(told)
         with torch.no_grad():
             written = self._of_teacher.generate(**inputs, generation_config=self._trainer.generation_config)
@@ -66,16 +91,16 @@ class Method:
     Attributes:
         divergence (`str`, *optional*): that from the teacher; `None` for next-token training on walks.
         walks (`str`, *optional*): the walks, "straight" or "searched".
-        teacher (`str`): a path.
+        teacher (`str`): "teacher" or "guide".
         is_on_policy (`bool`): whether the student writes what it learns from.
-        is_told (`bool`): whether the student reads the doors too.
-        tells_afterwards (`bool`): whether an environment tells the teacher the doors after the walk, as feedback.
+        is_told (`bool`): whether the student reads what the teacher reads.
+        tells_afterwards (`bool`): whether the teacher is told after the walk, as feedback.
         options (`Mapping[str, Any]`): further ones of the trainer with a teacher.
     """
 
     divergence: str | None = None
     walks: str | None = None
-    teacher: str = TEACHER
+    teacher: str = "teacher"
     is_on_policy: bool = True
     is_told: bool = False
     tells_afterwards: bool = False
@@ -91,12 +116,12 @@ METHODS = {
 }
 CONTROLS = {
     "supervised, walks of a search": Method(walks="searched"),
-    "on-policy, the doors told after the walk": Method(
+    "on-policy, told after the walk": Method(
         divergence="forward_kl", tells_afterwards=True, options={"feedback_template": "{feedback}"}
     ),
-    "on-policy, a teacher that never saw a closed door": Method(divergence="forward_kl", teacher=GUIDE),
-    "told the doors: on-policy, forward KL": Method(divergence="forward_kl", is_told=True),
-    "told the doors: supervised, straight walks": Method(walks="straight", is_told=True),
+    "on-policy, a teacher that saw straight walks only": Method(divergence="forward_kl", teacher="guide"),
+    "the student is told too: on-policy, forward KL": Method(divergence="forward_kl", is_told=True),
+    "the student is told too: supervised, straight walks": Method(walks="straight", is_told=True),
 }
 
 
@@ -152,46 +177,53 @@ class Curve(TrainerCallback):
 
 
 class Judge:
-    """Evaluates agents on mazes that are held out, by [`escaped`].
+    """Evaluates agents on rows that are held out, by the reward of their environment.
 
     Args:
+        task (`Task`):
+            What they do.
+        models (`Path`):
+            Folder of the folders "student" and "teacher".
         folder (`Path`):
             For files of trainers.
         count (`int`):
-            Mazes of each number of rooms.
+            Rows of each level.
         is_told (`bool`):
-            Whether agents read the doors.
+            Whether agents read what only the teacher knows.
     """
 
-    def __init__(self, folder: Path, count: int, is_told: bool) -> None:
-        mazes = {str(number): draw(count, rooms=[number], held_out=True) for number in ROOMS}
+    def __init__(self, task: Task, models: Path, folder: Path, count: int, is_told: bool) -> None:
+        self._levels = task.world.LEVELS
+        rows = {str(level): task.world.rows(count, [level], held_out=True) for level in self._levels}
         self._trainer = _distiller(
+            task,
             Method(is_told=is_told),
-            {"eval_dataset": {name: rows(some, is_told) for name, some in mazes.items()}},
+            models,
+            {"eval_dataset": rows},
             output_dir=str(folder / "scratch"),
             per_device_eval_batch_size=count,
         )
 
     def measure(self, model: Any, greedy: bool = True) -> dict[str, float]:
-        """The share of mazes left, by "sampled" or "greedy" and number of rooms."""
+        """The share of rows that are brought to their end, by "sampled" or "greedy" and level."""
         self._trainer.model.load_state_dict(model.state_dict())
         found = {}
         for how, temperature in {"sampled": 1.0, **({"greedy": 0.0} if greedy else {})}.items():
             self._trainer.args.eval_temperature = temperature
             with torch.random.fork_rng():
                 figures = self._trainer.evaluate()
-            for number in ROOMS:
-                found[f"{how}/{number}"] = figures[f"eval_{number}_rewards/escaped/mean"]
+            for level in self._levels:
+                found[f"{how}/{level}"] = figures[f"eval_{level}_rewards/World/mean"]
         return found
 
 
-def _distiller(method: Method, given: dict[str, Any], **options: Any) -> OPSDTrainer:
+def _distiller(task: Task, method: Method, models: Path, given: dict[str, Any], **options: Any) -> OPSDTrainer:
     trainer = OPSDTrainer(
-        model=STUDENT,
-        teacher_model=method.teacher,
+        model=str(models / "student"),
+        teacher_model=str(models / method.teacher),
         args=OPSDConfig(
-            max_completion_length=MAX_COMPLETION,
-            max_tool_calling_iterations=Maze(number="0000", rooms=max(ROOMS)).budget,
+            max_completion_length=task.world.MOST_TOKENS,
+            max_tool_calling_iterations=task.world.MOST_CALLS,
             bf16=False,
             gradient_checkpointing=False,
             save_strategy="no",
@@ -200,16 +232,17 @@ def _distiller(method: Method, given: dict[str, Any], **options: Any) -> OPSDTra
             log_completions=False,
             **{"divergence": method.divergence, **options},
         ),
-        **({"environment_factory": DoorsAfterwards} if method.tells_afterwards else {"tools": [try_door]}),
-        reward_funcs=escaped,
+        environment_factory=world(task, method),
         **given,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def build(method: Method, mazes: Sequence[Maze], curve: Curve, seed: int, rate: float, folder: Path) -> Any:
-    """The trainer of a method, from the shipped student."""
+def build(
+    task: Task, method: Method, models: Path, rows: Dataset, curve: Curve, seed: int, rate: float, folder: Path
+) -> Any:
+    """The trainer of a method, from the student in a folder of models."""
     options = {
         "output_dir": str(folder / "scratch"),
         "max_steps": 100_000,
@@ -223,21 +256,17 @@ def build(method: Method, mazes: Sequence[Maze], curve: Curve, seed: int, rate: 
         "dataloader_pin_memory": False,
     }
     if method.divergence:
-        given: dict[str, Any] = {"train_dataset": rows(mazes, method.is_told), "callbacks": [curve]}
-        if method.tells_afterwards:
-            given["train_dataset"] = given["train_dataset"].remove_columns("teacher_prompt")
+        given: dict[str, Any] = {"train_dataset": rows, "callbacks": [curve]}
         if not method.is_on_policy:
-            given["rollout"] = ByTeacher()
-        return _distiller(method, given, **options, **method.options)
+            given["rollout"] = ByTeacher(task, models / method.teacher)
+        return _distiller(task, method, models, given, **options, **method.options)
     source = random.Random(seed)
-    walks = [maze.searched(source) if method.walks == "searched" else maze.straight() for maze in mazes]
-    asked = [maze.prompt_with_hint if method.is_told else maze.prompt for maze in mazes]
-    texts = [prompt + maze.messages(walk) for prompt, maze, walk in zip(asked, mazes, walks, strict=True)]
+    walks = [task.walk(row, method.walks, source, method.is_told).messages for row in rows]
     common = {"bf16": False, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none"}
     trainer = SFTTrainer(
-        model=STUDENT,
+        model=str(models / "student"),
         args=SFTConfig(assistant_only_loss=True, disable_tqdm=True, **common, **options),
-        train_dataset=Dataset.from_list([{"messages": text} for text in texts]),
+        train_dataset=Dataset.from_list([{"messages": walk} for walk in walks]),
         callbacks=[curve],
     )
     trainer.remove_callback(PrinterCallback)
@@ -246,11 +275,11 @@ def build(method: Method, mazes: Sequence[Maze], curve: Curve, seed: int, rate: 
 
 def run(name: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     """Trains once, and returns the measurements."""
-    method = {**METHODS, **CONTROLS}[name]
-    judge = Judge(asked.output, asked.held_out, method.is_told)
+    task, method = TASKS[asked.task], {**METHODS, **CONTROLS}[name]
+    judge = Judge(task, asked.models, asked.output, asked.held_out, method.is_told)
     curve = Curve(judge.measure, {"tokens": asked.tokens, "seconds": asked.seconds}, asked.points)
-    mazes = draw(MAZES_TO_TRAIN, seed=seed)
-    trainer = build(method, mazes, curve, seed, asked.learning_rate, asked.output)
+    rows = task.world.rows(ROWS_TO_TRAIN, seed=seed)
+    trainer = build(task, method, asked.models, rows, curve, seed, asked.learning_rate, asked.output)
     trainer.train()
     return {"method": name, "seed": seed, "learning_rate": asked.learning_rate, "points": curve.points}
 
@@ -260,12 +289,13 @@ def at(points: Sequence[dict[str, float]], spent: str, most: float) -> dict[str,
     return next((point for point in points if point[spent] >= most), points[-1])
 
 
-def table(results: Sequence[dict[str, Any]], spent: str, most: float, how: str = "sampled") -> str:
+def table(task: Task, results: Sequence[dict[str, Any]], spent: str, most: float, how: str = "sampled") -> str:
     """Means over the seeds, with minimum and maximum, as Markdown."""
-    lines = [f"| | {' | '.join(f'{number} rooms' for number in ROOMS)} |", "|---" * (len(ROOMS) + 1) + "|"]
+    levels = task.world.LEVELS
+    lines = [f"| | {' | '.join(f'{level} {task.world.OF}' for level in levels)} |", "|---" * (len(levels) + 1) + "|"]
     for name in dict.fromkeys(result["method"] for result in results):
         runs = [at(result["points"], spent, most) for result in results if result["method"] == name]
-        cells = [_range([point[f"{how}/{number}"] for point in runs]) for number in ROOMS]
+        cells = [_range([point[f"{how}/{level}"] for point in runs]) for level in levels]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -274,48 +304,60 @@ def _range(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.2f} ({min(values):.2f} – {max(values):.2f})"
 
 
-def picture(results: Sequence[dict[str, Any]], tokens: float, path: Path) -> None:
-    """Who gets out, by tokens trained on with two rooms, and by the number of rooms in the end."""
+def picture(task: Task, results: Sequence[dict[str, Any]], tokens: float, path: Path) -> None:
+    """Who reaches the end, by tokens trained on at the second level, and by the level in the end."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    grid = numpy.linspace(0, tokens, 61)
+    grid, levels, of = numpy.linspace(0, tokens, 61), task.world.LEVELS, task.world.OF
     for name in dict.fromkeys(result["method"] for result in results):
         runs = [result["points"] for result in results if result["method"] == name]
         style = {"linestyle": "-" if name in METHODS else "--"}
-        curves = [[[point[what] for point in points] for what in ("tokens", "sampled/2")] for points in runs]
+        curves = [[[point[what] for point in points] for what in ("tokens", f"sampled/{levels[1]}")] for points in runs]
         mean = numpy.mean([numpy.interp(grid, *curve) for curve in curves], axis=0)
         (line,) = left.plot(grid, mean, label=name, **style)
         ends = [at(points, "tokens", tokens) for points in runs]
-        by_rooms = [[point[f"sampled/{number}"] for point in ends] for number in ROOMS]
-        right.plot(ROOMS, [statistics.mean(some) for some in by_rooms], color=line.get_color(), marker="o", **style)
-        right.fill_between(ROOMS, [*map(min, by_rooms)], [*map(max, by_rooms)], color=line.get_color(), alpha=0.15)
-    left.set(xlabel="tokens trained on", ylabel="share of held-out mazes left", title="two rooms", ylim=(0, 1.02))
-    right.set(xlabel="rooms", xticks=list(ROOMS), title=f"after {tokens:,.0f} tokens")
+        by_level = [[point[f"sampled/{level}"] for point in ends] for level in levels]
+        right.plot(levels, [statistics.mean(some) for some in by_level], color=line.get_color(), marker="o", **style)
+        right.fill_between(levels, [*map(min, by_level)], [*map(max, by_level)], color=line.get_color(), alpha=0.15)
+    left.set(
+        xlabel="tokens trained on", ylabel="share of held-out rows solved", title=f"{levels[1]} {of}", ylim=(0, 1.02)
+    )
+    right.set(xlabel=of, xticks=list(levels), title=f"after {tokens:,.0f} tokens")
     figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description="An agent that has to try doors, trained in several ways.")
-    parser.add_argument("--output", type=Path, default=Path("out/doors"))
+    parser = argparse.ArgumentParser(description="Trains agents in several ways, and measures who reaches the end.")
+    parser.add_argument("task", choices=list(TASKS))
+    parser.add_argument("--models", type=Path, help="folder of the models; made if there are none, but for the doors")
+    parser.add_argument("--output", type=Path, help="out/<task> by default")
     parser.add_argument("--tokens", type=float, default=900_000, help="tokens that each run trains on at least")
     parser.add_argument("--seconds", type=float, default=250, help="seconds that each run trains for at least")
     parser.add_argument("--points", type=int, default=5, help="measurements until tokens and seconds are spent")
-    parser.add_argument("--held-out", type=int, default=100, help="mazes of each number of rooms to measure with")
+    parser.add_argument("--held-out", type=int, default=100, help="rows of each level to measure with")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *CONTROLS], default=[*METHODS, *CONTROLS])
     asked = parser.parse_args(arguments)
+    asked.output = asked.output or Path("out") / asked.task
     asked.output.mkdir(parents=True, exist_ok=True)
+    asked.models = asked.models or (DOORS if asked.task == "doors" else asked.output / "models")
+    for name in {"student", *({**METHODS, **CONTROLS}[method].teacher for method in asked.methods)}:
+        if not (asked.models / name).exists():
+            agents.make(TASKS[asked.task], name, asked.models)
 
-    results = [_cached_run(name, seed, asked) for seed in asked.seeds for name in asked.methods]
+    task, results = (
+        TASKS[asked.task],
+        [_cached_run(name, seed, asked) for seed in asked.seeds for name in asked.methods],
+    )
     for spent in ("tokens", "seconds"):
         most = getattr(asked, spent)
         for how in ("sampled", "greedy"):
-            print(f"\nafter {most:,.0f} {spent}, {how}\n\n{table(results, spent, most, how)}")
-    picture(results, asked.tokens, asked.output / "doors.png")
+            print(f"\nafter {most:,.0f} {spent}, {how}\n\n{table(task, results, spent, most, how)}")
+    picture(task, results, asked.tokens, asked.output / f"{asked.task}.png")
     return results
 
 
@@ -327,9 +369,9 @@ def _cached_run(name: str, seed: int, asked: argparse.Namespace) -> dict[str, An
         start = time.perf_counter()
         result = run(name, seed, asked)
         path.write_text(json.dumps(result) + "\n", encoding="utf-8")
-        last = result["points"][-1]
+        last, level = result["points"][-1], TASKS[asked.task].world.LEVELS[1]
         print(
-            f"{name} | seed {seed}: {last['sampled/2']:.2f} of two rooms, {last['tokens']:,.0f} tokens, "
+            f"{name} | seed {seed}: {last[f'sampled/{level}']:.2f} at level {level}, {last['tokens']:,.0f} tokens, "
             f"{last['seconds']:.0f} s, with measurements {time.perf_counter() - start:.0f} s",
             flush=True,
         )

@@ -1,0 +1,95 @@
+"""Worlds of agents: walks through them end well, nobody can know them, and their models read all of it."""
+
+from __future__ import annotations
+
+import random
+
+import agents
+import pytest
+from agents import LESSONS, TASKS, batches, encoded
+from house.world import House
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import is_chat_template_prefix_preserving, supports_tool_calling
+
+
+@pytest.mark.parametrize("kind", ["straight", "searched", "mistaken"])
+@pytest.mark.parametrize("name", TASKS)
+def test_walks_end_well_and_fit(name, kind):
+    task, source, ends = TASKS[name], random.Random(0), []
+    words, made = task.tokenizer(), task.environment
+
+    class Kept(made):
+        def __init__(self):
+            ends.append(self)
+
+    task = agents.Task(environment=Kept, world=task.world)
+    rows = list(task.world.rows(200))
+    walks = [task.walk(row, kind, source) for row in rows]
+    assert len(ends) == 200
+    if kind == "mistaken":
+        assert any(not one for walk in walks for one in walk.is_advised)
+    else:
+        assert [end.get_reward() for end in ends] == [1.0] * 200
+        assert all(all(walk.is_advised) for walk in walks)
+        assert max(len(walk.is_advised) - 1 for walk in walks) <= task.world.MOST_CALLS
+    for row, walk in zip(rows, walks, strict=True):
+        assert len(walk.is_advised) == sum(one["role"] == "assistant" for one in walk.messages)
+        ids, labels = encoded(words, walk)
+        asked = words.apply_chat_template(walk.messages[:1], add_generation_prompt=True)["input_ids"]
+        assert ids[: len(asked)] == asked
+        assert len(ids) - len(asked) <= task.world.MOST_TOKENS
+        assert words.unk_token_id not in ids
+        assert set(labels[: len(asked)]) == {-100}
+        told = task.question(made(), row, is_told=True)
+        assert told[0]["content"].startswith(walk.messages[0]["content"])
+        assert words.unk_token_id not in words.apply_chat_template(told)["input_ids"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_straight_walk_cannot_be_known_from_the_question(name):
+    task, source = TASKS[name], random.Random(0)
+    level = task.world.LEVELS[-1]
+    straight, searched = (
+        [task.walk(row, kind, source) for row in task.world.rows(200, [level])] for kind in ("straight", "searched")
+    )
+    lengths = [sum(len(walk.is_advised) for walk in walks) for walks in (straight, searched)]
+    assert lengths[1] > 1.2 * lengths[0]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_held_out_rows_are_others_and_levels_come_in_turn(name):
+    world = TASKS[name].world
+    (column,) = {"maze", "seed"} & set(world.rows(1).column_names)
+    drawn = [
+        set(world.rows(400, held_out=held_out, seed=seed)[column]) for held_out in (False, True) for seed in (0, 1)
+    ]
+    assert not (drawn[0] | drawn[1]) & (drawn[2] | drawn[3])
+    assert drawn[0] != drawn[1]
+    assert set(world.rows(100)[{"doors": "rooms"}.get(name, world.OF)]) == set(world.LEVELS)
+
+
+@pytest.mark.parametrize("name", ["sql", "house"])
+def test_a_model_is_made_with_templates_for_tools(name, tmp_path):
+    agents.make(TASKS[name], "student", tmp_path, steps=2)
+    words = AutoTokenizer.from_pretrained(tmp_path / "student")
+    assert supports_tool_calling(words)
+    assert is_chat_template_prefix_preserving(words)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "student").config.vocab_size == len(words)
+    told = words.decode(next(batches(TASKS[name], words, LESSONS["teacher"], 8, 0))["input_ids"][0])
+    assert {"sql": " has ", "house": "The key is in the"}[name] in told
+
+
+def test_a_chest_is_opened_with_the_key_alone():
+    house = House()
+    assert house.reset(seed=0, rooms=3) == f"The rooms are {', '.join(house.rooms)}. Open the chest."
+    assert house.take() == "You have nothing."
+    assert house.open() == "There is no chest."
+    assert house.go(house.of_chest) == f"{house.of_chest}: a chest."
+    assert (house.open(), house.get_reward()) == ("The chest is locked.", 0.0)
+    assert house.go(house.of_key) == f"{house.of_key}: a key."
+    assert house.take() == "You have the key."
+    assert house.go(house.of_key) == f"{house.of_key}: nothing."
+    with pytest.raises(ValueError, match="no hall"):
+        house.go("hall")
+    house.go(house.of_chest)
+    assert (house.open(), house.get_reward()) == ("The chest is open.", 1.0)
