@@ -123,9 +123,8 @@ def test_tool_answers_stand_between_turns_and_are_no_tokens():
     plain, conversation = made.split('class="written"')[1:]
     assert re.findall(r'aria-label="(.*?), arrow', plain) == ["Completion at step 0: 4 tokens"]
     assert "<h5>" not in plain
-    marks = re.findall(r'<h5>(.*?)</h5>|aria-label="(.*?), arrow|role="option".*?>(.*?)</span>|<pre.*?>\n(.*?)</pre>|(…)',
-                       conversation, flags=re.DOTALL)  # fmt: skip
-    assert ["".join(one) for one in marks] == [
+    kinds = r'<h5>(.*?)</h5>|aria-label="(.*?), arrow|role="option".*?>(.*?)</span>|<pre.*?>\n(.*?)</pre>|(…)'
+    assert ["".join(one) for one in re.findall(kinds, conversation, flags=re.DOTALL)] == [
         *("assistant, turn 1", "Turn 1 at step 9: 2 tokens", "a", "b"),
         *("tool", "&lt;|im_start|&gt;user\n7"),
         *("assistant, turn 2", "Turn 2 at step 9: 2 tokens", "c", " tool", "…"),
