@@ -50,6 +50,9 @@ def test_tool_tokens_are_read_but_not_trained_on():
     rollout = Rollout.unpack({**batch(2), "tool_mask": torch.tensor([[1, 0], [1, 1]])})
     assert rollout.completion_mask.sum() == 4
     assert rollout.weights.tolist() == [[1, 0], [1, 1]]
+    assert rollout.tool_mask.tolist() == [[1, 0], [1, 1]]
+    narrow = dataclasses.replace(rollout, completion_mask=torch.tensor([[1, 0], [1, 0]])).cut()
+    assert narrow.tool_mask.tolist() == [[1], [1]]
 
 
 def test_selected_rows_are_those_of_the_rollout():

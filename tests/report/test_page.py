@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -48,7 +49,7 @@ def sample(*texts: str, prompt: str = "2+2=") -> Sample:
 RECORDED = [
     Recorded(0, "eval", (sample("4", " is", "\n", "right"),)),
     Recorded(0, "train", (sample("a", prompt="first"),)),
-    Recorded(99, "train", (sample(HOSTILE, prompt=HOSTILE),)),
+    Recorded(99, "train", (replace(sample(HOSTILE, prompt=HOSTILE), answers=((1, HOSTILE),)),)),
     Recorded(100, "eval", (sample("5", ""),)),
 ]
 
@@ -108,11 +109,26 @@ def test_text_of_models_is_escaped():
     assert made.count("<script") == 1
     assert "onerror=alert(1)>" not in made
     assert "<img src=x" not in made
-    assert "49" not in re.findall(r'class="tokens".*?</p>', made, flags=re.DOTALL)[-1]
+    assert made.count("{{ 7 * 7 }}") == 5, "the title twice, prompt, token and a tool's answer"
     elements = Elements()
     elements.feed(made)
     assert {one.partition(",")[0] for one in elements.asks_for} == {"data:image/svg+xml;base64"}
     assert not re.search(r"@import|url\(", made)
+
+
+@pytest.mark.quick
+def test_tool_answers_stand_between_turns_and_are_no_tokens():
+    acting = replace(sample("a", "b", "c"), answers=((2, "\n<|im_start|>user\n7\n"),))
+    made = page("run", [], [Recorded(0, "eval", (sample("a", "b", "c"),)), Recorded(9, "eval", (acting,))])
+    plain, conversation = made.split('class="written"')[1:]
+    assert re.findall(r'aria-label="(.*?), arrow', plain) == ["Completion at step 0: 4 tokens"]
+    assert "<h5>" not in plain
+    kinds = r'<h5>(.*?)</h5>|aria-label="(.*?), arrow|role="option".*?>(.*?)</span>|<pre.*?>\n(.*?)</pre>|(…)'
+    assert ["".join(one) for one in re.findall(kinds, conversation, flags=re.DOTALL)] == [
+        *("assistant, turn 1", "Turn 1 at step 9: 2 tokens", "a", "b"),
+        *("tool", "&lt;|im_start|&gt;user\n7"),
+        *("assistant, turn 2", "Turn 2 at step 9: 2 tokens", "c", " tool", "…"),
+    ]
 
 
 @pytest.mark.quick
@@ -160,8 +176,8 @@ def test_images_precede_their_prompt_and_tell_equal_prompts_apart(tmp_path):
     hostile = page("run", LOG, [Recorded(0, "eval", (Sample("x", None, (), False, (HOSTILE,)),))])
     assert "onerror=alert(1)>" not in hostile
     file = tmp_path / "report" / "samples.jsonl"
-    file.write_text(file.read_text().replace(', "images": ["a"]', ""))
-    assert recorded_in(tmp_path)[0].samples[0].images == (), "recorded by an earlier version"
+    file.write_text(file.read_text().replace(', "images": ["a"], "answers": []', ""))
+    assert recorded_in(tmp_path)[0].samples[0] == Sample("x", None, (), False), "recorded by an earlier version"
 
 
 def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
@@ -280,6 +296,28 @@ def test_page_works_with_mouse_keyboard_phone_and_printer(browser, address, tmp_
     assert panel.is_hidden()
     assert len(view.pdf()) > 10_000
     assert not wrong
+
+
+def test_a_conversation_is_read_turn_by_turn(browser, tmp_path):
+    append(tmp_path, Recorded(0, "eval", (replace(sample("a", "b", "c"), answers=((2, HOSTILE + " word" * 200),)),)))
+    view = browser.new_page(viewport={"width": 320, "height": 800})
+    view.goto(write(tmp_path, []).as_uri())
+    assert view.title() == f"{tmp_path.name}: on-policy distillation"
+    assert view.evaluate("document.documentElement.scrollWidth") <= 320
+    answer = view.locator(".tool pre")
+    assert answer.inner_text() == HOSTILE + " word" * 200
+    said = []
+    for key in ("Tab", "ArrowRight", "ArrowRight", "Tab", "ArrowLeft", "End"):
+        view.keyboard.press(key)
+        said.append(view.evaluate("document.activeElement.textContent"))
+    assert said == ["a", "b", "b", "c", "c", " tool"], "arrows stay in a turn, Tab goes to the next"
+    for scheme in ("light", "dark"):
+        view.emulate_media(color_scheme=scheme)
+        block = view.locator(".tool").evaluate(SHOWN)
+        assert block != view.evaluate("getComputedStyle(document.body).backgroundColor").replace(" ", "")
+        for text in ("pre", "h5"):
+            colour = view.locator(f".tool {text}").evaluate("one => getComputedStyle(one).color")
+            assert contrast(colour, block) > 4.5, (scheme, text)
 
 
 SHOWN = """one => {

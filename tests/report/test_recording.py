@@ -13,13 +13,14 @@ import torch
 import vision_language
 from datasets import Dataset, Features, List
 from datasets import Image as ImageFeature
+from environments.worlds import END, call, given, rows
 from PIL import Image, ImageColor
 from transformers import TrainerState
 
 from trl_opsd import FixedRollout, HFRollout
 from trl_opsd.report.page import write
 from trl_opsd.report.recording import Recording, log_of, recorded_in
-from trl_opsd.report.samples import CHUNK, TOKENS, Sample
+from trl_opsd.report.samples import CHUNK, TEXT, TOKENS, Sample
 from trl_opsd.types import Rollout
 
 pytest.importorskip("vl_convert")
@@ -244,6 +245,50 @@ def test_tokens_outside_loss_have_no_divergence_and_long_completions_are_cut(mak
         assert token.teacher == pytest.approx(teacher_nV[place, long[place]].exp().item(), rel=2e-3)
         assert token.choices[0][1] == pytest.approx(teacher_nV[place].exp().max().item(), rel=2e-3)
     assert all((token.divergence is None) == (place % 2 == 1) for place, token in enumerate(sample.tokens))
+
+
+def look(times: int) -> str:
+    """Looks.
+
+    Args:
+        times: How often.
+
+    Returns:
+        What is there.
+    """
+    return "<b>" * times
+
+
+def test_trajectory_is_recorded_by_turn_however_long_an_answer_is(make_trainer, tmp_path):
+    turns = [call("look", times=400), call("look", times=1), f"two{END}"]
+
+    def script(prompt: str) -> str:
+        return f"none{END}" if "count 0" in prompt else turns[prompt.count("<tool_response>")]
+
+    trainer = make_trainer(
+        **given(script, None, tools=[look], max_completion_length=2000, eval_dataset=rows(2)), report=True
+    )
+    trainer.evaluate()
+    [found] = recorded_in(tmp_path)
+    plain, acting = sorted(found.samples, key=lambda one: len(one.answers))
+    assert [answer for _, answer in plain.turns] == [None]
+    assert ["".join(token.text for token in tokens) for tokens, _ in acting.turns] == turns
+    assert not acting.is_cut
+    long, short, none = (answer for _, answer in acting.turns)
+    before, after = "\n<|im_start|>user\n<tool_response>\n", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert (short, none) == (f"{before}<b>{after}", None)
+    assert (len(long), long.startswith(f"{before}<b><b>"), long.endswith(f"<b>{after}")) == (TEXT + 3, True, True)
+
+    [context], (tokens, _) = trainer.rollout.asked[-1], [*acting.turns][-1]
+    words = trainer.processing_class
+    last = words(turns[-1])["input_ids"]
+    with torch.no_grad():
+        student_nV, teacher_nV = dense(trainer, words.decode(context), last, trainer.temperature)
+    for place, token in enumerate(tokens):
+        assert token.student == pytest.approx(student_nV[place, last[place]].exp().item(), rel=2e-3)
+        assert token.teacher == pytest.approx(teacher_nV[place, last[place]].exp().item(), rel=2e-3)
+        nats = (student_nV[place].exp() * (student_nV[place] - teacher_nV[place])).sum()
+        assert token.divergence == pytest.approx(nats.item(), rel=2e-3)
 
 
 def test_unwritable_report_does_not_stop_training(make_trainer, tmp_path, caplog):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 from datasets import Dataset
+from environments.worlds import call, given, once, rows
 
 from trl_opsd.report.recording import recorded_in
 
@@ -120,6 +121,17 @@ def test_every_sample_is_a_trace_of_its_tokens(make_tracked, trackio, tmp_path, 
                     name: pytest.approx(getattr(token, name), rel=1e-3) for name in ("divergence", "student", "teacher")
                 }
                 assert len(span["output"].splitlines()) == 1 + len(token.choices)
+
+
+def test_trace_of_an_agent_has_a_message_for_each_turn(make_tracked, trackio, project):
+    make_tracked("trackio", **given(once(call(number=2)), eval_dataset=rows(1))).train()
+    trace = next(one for one in trackio.SQLiteStorage.get_traces(project, "one") if one["key"].startswith("eval"))
+    assert [message["role"] for message in trace["messages"]] == ["user", "assistant", "tool", "assistant"]
+    _, first, answer, last = (message["content"] for message in trace["messages"])
+    assert first == call(number=2)
+    assert "<tool_response>\n2\n</tool_response>" in answer
+    assert last == "done<|im_end|>"
+    assert len(trace["spans"]) == len(first + last) - 2 * (len("<|im_end|>") - 1), "one for each generated token"
 
 
 def test_privileged_context_is_not_logged(make_tracked, trackio, tmp_path, project):

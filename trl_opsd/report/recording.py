@@ -108,7 +108,13 @@ def _recorded(value: Any) -> Recorded:
     if not (isinstance(step, int) and isinstance(split, str)):
         raise TypeError("its step is no number, or its split no text")
     samples = (
-        {**one, "tokens": tuple(map(_token, one["tokens"])), "images": tuple(one.get("images", ()))}
+        {
+            **one,
+            "tokens": tuple(map(_token, one["tokens"])),
+            # Earlier versions recorded neither images nor answers.
+            "images": tuple(one.get("images", ())),
+            "answers": tuple((at, text) for at, text in one.get("answers", ())),
+        }
         for one in value["samples"]
     )
     return Recorded(step, split, tuple(Sample(**one) for one in samples))
@@ -154,8 +160,12 @@ def log_traces(recorded: Recorded) -> None:
 
     traces = {}
     for number, sample in enumerate(recorded.samples):
-        completion = "".join(token.text for token in sample.tokens) + (" …" if sample.is_cut else "")
-        messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": completion}]
+        messages = [{"role": "user", "content": sample.prompt}]
+        for tokens, answer in sample.turns:
+            messages.append({"role": "assistant", "content": "".join(token.text for token in tokens)})
+            if answer is not None:
+                messages.append({"role": "tool", "content": answer})
+        messages[-1]["content"] += " …" if sample.is_cut else ""
         facts: dict[str, Any] = {"optimizer_steps": recorded.step}
         if nats := [token.divergence for token in sample.tokens if token.divergence is not None]:
             facts["divergence"] = f"{sum(nats) / len(nats):.3g}"

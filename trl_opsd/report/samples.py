@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from trl_opsd.types import LazyLogits, OutputHead, Rollout, Sampled, TeacherTarg
 from trl_opsd.types.bytewise import ByteTargets, Spelled
 
 TOKENS = 200
-"""Maximum completion tokens recorded."""
-PROMPT = 1000
-"""Maximum characters of a prompt recorded; a longer one is cut in the middle."""
+"""Maximum generated tokens of a completion recorded."""
+TEXT = 1000
+"""Maximum characters of a prompt or a tool's answer recorded; a longer one is cut in the middle."""
 IMAGES = 8
 """Maximum images of a prompt recorded."""
 EDGE = 160
@@ -59,10 +60,21 @@ class Sample:
     teacher: str | None
     """The name of the row's teacher, where there are several."""
     tokens: tuple[Token, ...]
+    """Those that the student generated."""
     is_cut: bool
     """Whether the completion goes on."""
     images: tuple[str, ...] = ()
     """The first of the prompt's images, each a small JPEG in base64."""
+    answers: tuple[tuple[int, str], ...] = ()
+    """What tools answered, as the chat template has it, each after so many of the tokens."""
+
+    @property
+    def turns(self) -> Iterator[tuple[tuple[Token, ...], str | None]]:
+        """The tokens of each turn, and what tools answered to it; `None` for the last."""
+        start = 0
+        for end, answer in (*self.answers, (len(self.tokens), None)):
+            yield self.tokens[start:end], answer
+            start = end
 
 
 @torch.no_grad()
@@ -85,11 +97,16 @@ def samples_of(
     measure = ReverseKL() if isinstance(objective.divergence, SampledReverseKL) else objective.divergence
     objective = replace(objective, divergence=measure, chunk_tokens=CHUNK, kl_clip=None, anchor_weight=0.0)
     temperatures, vocabulary = objective.temperatures, objective.vocabulary
-    prompts, completions = rollout.prompt_lists(), rollout.completion_lists()
-    found = []
+    prompts, found = rollout.prompt_lists(), []
     for row in rows:
         number = 0 if targets.teacher is None else int(targets.teacher[row])
-        places_n = rollout.weights[row, :TOKENS].nonzero().squeeze(1).cpu()
+        # Indices are those of the batch's columns: a row of several turns may have masked columns in between.
+        mask_C = rollout.completion_mask[row] != 0
+        generated_C = mask_C if rollout.tool_mask is None else mask_C & (rollout.tool_mask[row] != 0)
+        generated = generated_C.nonzero().squeeze(1).tolist()
+        is_cut = len(generated) > TOKENS
+        end = generated[TOKENS - 1] + 1 if is_cut else len(mask_C)
+        places_n = rollout.weights[row, :end].nonzero().squeeze(1).cpu()
         teacher_head = teacher_heads[number]
         student = LazyLogits(
             hidden_BCH[row].detach().index_select(0, places_n.to(hidden_BCH.device)).to(head.weight.device),
@@ -124,17 +141,26 @@ def samples_of(
             of_teacher_n, best_nK, ids_nK = _said(teacher, vocabulary, ids_n)
             columns = (nats_n, of_student_n, of_teacher_n, ids_nK, best_nK)
             values = dict(zip(places_n.tolist(), zip(*columns, strict=True), strict=True))
-        # Indices are those of the batch's columns: a row of several turns has masked columns in between.
-        shown = rollout.completion_mask[row, :TOKENS].nonzero().squeeze(1).tolist()
-        written = rollout.completion_ids[row, shown].tolist()
+        tokens: list[Token] = []
+        answers: list[tuple[int, str]] = []
+        ids, before = rollout.completion_ids[row].tolist(), prompts[row]
+        for is_generated, run in groupby(mask_C[:end].nonzero().squeeze(1).tolist(), set(generated).__contains__):
+            places = list(run)
+            written = [ids[place] for place in places]
+            if is_generated:
+                tokens += _tokens(places, written, values, before, tokenizer)
+            else:
+                answers.append((len(tokens), _middle_cut(tokenizer.decode(written))))
+            before = written
         images = rollout.images[row] if rollout.images else None
         found.append(
             Sample(
                 prompt=_middle_cut(readable(prompts[row], tokenizer, placeholders)),
                 teacher=names[number] if len(names) > 1 else None,
-                tokens=tuple(_tokens(shown, written, values, prompts[row][-1:], tokenizer)),
-                is_cut=len(completions[row]) > len(written),
+                tokens=tuple(tokens),
+                is_cut=is_cut,
                 images=tuple(map(_thumbnail, images.originals[:IMAGES] if images else ())),
+                answers=tuple(answers),
             )
         )
     return found
@@ -182,8 +208,8 @@ def _after(last: int, token: int, decode: Callable[[list[int]], str]) -> str:
 
 
 def _middle_cut(text: str) -> str:
-    half = PROMPT // 2
-    return text if len(text) <= PROMPT else f"{text[:half]} … {text[-half:]}"
+    half = TEXT // 2
+    return text if len(text) <= TEXT else f"{text[:half]} … {text[-half:]}"
 
 
 def _thumbnail(image: Any) -> str:

@@ -124,6 +124,8 @@ class Rollout:
     """[B, C], 1 where the token is real and may be attended to."""
     weights: Tensor
     """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
+    tool_mask: Tensor | None = None
+    """[B, C], 0 where a tool answered, else 1, as in TRL; `None` without tools."""
     pull: Tensor | None = None
     """[B], float32, constants: each adds itself times `-log p_s` of the row's own tokens to their divergence; 0 adds
     nothing, and so does `None`."""
@@ -171,6 +173,7 @@ class Rollout:
             completion_ids=batch["completion_ids"],
             completion_mask=mask,
             weights=weights,
+            tool_mask=tool_mask,
             lengths=None if (known := batch.get("lengths")) is None else tuple(known),
             begins_at=batch.get("begins_at"),
             pull=batch.get("pull"),
@@ -247,6 +250,7 @@ class Rollout:
             completion_ids=self.completion_ids[:, :completion],
             completion_mask=self.completion_mask[:, :completion],
             weights=weights,
+            tool_mask=None if self.tool_mask is None else self.tool_mask[:, :completion],
             on_host=on_host,
             logprobs=None if self.logprobs is None else self.logprobs[:, :completion],
             lengths=lengths,
