@@ -34,6 +34,9 @@ THINGS = {
 }
 """What a table is about, and what is counted there."""
 
+TABLES = ("alfa", "bravo", "delta", "echo", "kilo", "lima", "mike", "oscar", "papa", "romeo", "sierra", "tango")
+"""Names of tables, as of a system whose makers are gone."""
+
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida", "Jon", "Kim", "Liv")
 
 QUESTIONS = {
@@ -76,7 +79,7 @@ class Database:
         """Makes another database; the question about it."""
         draw = random.Random(seed)
         self._things = draw.sample(list(THINGS), tables)
-        self.tables = [f"t{number}" for number in draw.sample(range(10, 100), tables)]
+        self.tables = draw.sample(TABLES, tables)
         people = draw.sample(NAMES, 3 * tables)
         self._it = sqlite3.connect(":memory:")
         for place, table in enumerate(self.tables):
@@ -126,7 +129,7 @@ class Database:
 
     def get_privileged_context(self) -> str:
         """The data dictionary."""
-        told = (f"{table} has {thing}" for table, thing in zip(self.tables, self._things, strict=True))
+        told = (f"{thing} are in {table}" for thing, table in zip(self._things, self.tables, strict=True))
         return f"{', '.join(told)}."
 
     def get_feedback(self) -> str | None:

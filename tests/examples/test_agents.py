@@ -76,7 +76,7 @@ def test_a_model_is_made_with_templates_for_tools(name, tmp_path):
     assert is_chat_template_prefix_preserving(words)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "student").config.vocab_size == len(words)
     told = words.decode(next(batches(TASKS[name], words, LESSONS["teacher"], 8, 0))["input_ids"][0])
-    assert {"sql": " has ", "house": "The key is in the"}[name] in told
+    assert {"sql": " are in ", "house": "The key is in the"}[name] in told
 
 
 def test_a_chest_is_opened_with_the_key_alone():

@@ -38,7 +38,7 @@ def test_the_dictionary_tells_which_table_is_right():
     for row in rows(80):
         world, question = begun(**row)
         (right,) = [table for table in world.tables if table in world.right_query]
-        thing = world.get_privileged_context().rstrip(".").split(f"{right} has ")[1].partition(",")[0]
+        thing = world.get_privileged_context().split(f" are in {right}")[0].rpartition(", ")[2]
         assert thing in question
 
 
@@ -82,5 +82,5 @@ def test_an_agent_is_trained_and_the_best_one_kept(tmp_path):
     assert trainer.state.best_metric == right / 8
     assert tiny.logged(trainer, "tools/call_frequency") == [2]
     asked = trainer.processing_class.decode(trainer.rollout.asked[-1][0])
-    assert " has " not in asked.partition("</tool_response>")[0].rpartition("<|im_start|>user")[2]
+    assert " are in " not in asked.partition("</tool_response>")[0].rpartition("<|im_start|>user")[2]
     assert "sqlite_schema" in asked
