@@ -97,7 +97,7 @@ OWNERS = (
             "_generate_and_score_completions": "`teach` and `weigh`",
             "_generate_single_turn": "`complete`",
             "_get_train_sampler": "its order, as that of the epoch a run begins in",
-            "_get_tool_suffix_ids": "refuses images, which TRL would send to the model as text",
+            "_get_tool_suffix_ids": "token ids of what tools answered",
             "_metrics": "means for the next log; emptied of what an interrupted run left",
             "_name": "the method, for the model card",
             "_prepare_inputs": "returns a micro-batch; a subclass that overrides it may change it",

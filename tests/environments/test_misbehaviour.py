@@ -25,6 +25,7 @@ TOLD = {
     "returns rows": (call("misbehave", how="rows"), "[{'id': 1}, {'id': 2}]"),
     "returns bytes": (call("misbehave", how="bytes"), r"b'\xff\xfe'"),
     "returns an object": (call("misbehave", how="object"), "<class 'object'>"),
+    "returns an image": (call("misbehave", how="image"), "{'error': 'This tool returned an image"),
     "is awaited": (call("wait", seconds=0.01), "waited 0.01"),
 }
 

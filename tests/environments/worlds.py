@@ -88,6 +88,7 @@ class Adder:
             "giant": "x" * 50_000_000,
             "long": "word " * 2000,
             "number": 3.5,
+            "image": [{"type": "text", "text": "a map"}, {"type": "image", "image": object()}],
             "nothing": None,
             "rows": [{"id": 1}, {"id": 2}],
             "bytes": b"\xff\xfe",

@@ -33,8 +33,7 @@ class Called:
     """What a tool answered."""
 
     name: str
-    content: str | list[dict[str, Any]]
-    """Text, or parts of a message, one of which is an image."""
+    content: str
     failed: bool = False
 
 
@@ -277,14 +276,14 @@ def answers(tools: Tools, calls: Calls, wait: Wait) -> list[Called]:
     return found
 
 
-def _content(answer: Any) -> str | list[dict[str, Any]]:
-    """The content of a message: the text in its parts, parts with an image, or the `str` of anything else."""
+def _content(answer: Any) -> str:
+    """The content of a message: the text in its parts, or the `str` of anything else."""
     if answer and isinstance(answer, list) and all(isinstance(part, Mapping) for part in answer):
         kinds = {part.get("type") for part in answer}
         if kinds == {"text"}:
             return _clean("".join(str(part.get("text")) for part in answer))
-        if kinds <= {"text", "image"}:
-            return answer
+        if "image" in kinds:
+            raise TypeError("This tool returned an image, which completions cannot have.")
     return _clean(str(answer))
 
 

@@ -25,7 +25,7 @@ from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
-from trl_opsd.data.images import IMAGE_COLUMNS, places
+from trl_opsd.data.images import IMAGE_COLUMNS
 from trl_opsd.data.prompts import COLUMNS, Request
 from trl_opsd.environments.environments import EMPTY_PROMPT
 from trl_opsd.loop.checkpoints import Checkpoints
@@ -383,16 +383,6 @@ class TrainerHooks(TrainerMembers):
         self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
     ) -> list[list[int]]:
         return self._generation.turn(prompt_ids)
-
-    # By TRL's `_tool_call_loop`: what the template makes of the answers of tools.
-    def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
-        if places(tool_messages):
-            raise ValueError(
-                f"The tool {tool_messages[-1]['name']!r} returned an image, which is not supported: return text, and "
-                "images in the dataset's rows only."
-            )
-        ids: list[int] = super()._get_tool_suffix_ids(tool_messages)
-        return ids
 
     # By TRL's `_generate`, after the first turn.
     def _tool_call_loop(

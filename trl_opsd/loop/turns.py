@@ -253,7 +253,7 @@ class Turns:
         row.calls += len(calls)
         row.failures += len(calls) if called is None else sum(one.failed for one in called)
         said = [{"role": "tool", "name": one.name, "content": one.content} for one in called or ()]
-        characters = sum(len(one["content"]) for one in said if isinstance(one["content"], str))
+        characters = sum(len(one["content"]) for one in said)
         if not said or characters > _LONGEST * limits.completion:
             return False
         with self.tokenizing:
