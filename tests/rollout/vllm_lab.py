@@ -102,13 +102,15 @@ _ENGINES = _Engines()
 def shared_engines() -> Iterator[None]:
     """Gives trainers a running engine of their kind, if there is one; closes all engines at the end.
 
-    vLLM compiles its sampler, too; nothing is compiled meanwhile. An engine that ends puts all objects back into garbage
-    collection, which would walk them in each later training.
+    vLLM compiles its sampler, too; nothing is compiled meanwhile. An engine that ends puts all objects back into
+    garbage collection, which would walk them in each later training.
     """
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.setattr(backend, "VLLMEngine", _ENGINES)
         yield
-    _ENGINES.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda: 0)  # once for all
+        _ENGINES.close()
     gc.collect()
     gc.freeze()
 
