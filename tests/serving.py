@@ -22,6 +22,7 @@ SECONDS = 300
 VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler takes longer than starting
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process, or one more imports everything
 }
 """Environment of a vLLM server."""
