@@ -29,13 +29,15 @@ _WORDS = {
     **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
 }
-_hints = cache(get_type_hints)
 _EXPECTED = {bool: "True or False", int: "an integer", float: "a number"}
+
+_hints = cache(get_type_hints)
 
 
 def convert_text(args: TrainingArguments) -> None:
     """Converts options in place, by the types of their fields: `"1e-5"` to a number, `"False"` to a boolean."""
-    for name, hint in _hints(type(args)).items():
+    config: Any = type(args)
+    for name, hint in _hints(config).items():
         kinds = set(get_args(hint) or (hint,)) - {type(None)}
         if len(kinds) == 1 and (kind := kinds.pop()) in _EXPECTED and (value := getattr(args, name)) is not None:
             setattr(args, name, _converted(name, value, kind))
