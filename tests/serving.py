@@ -19,6 +19,20 @@ import torch
 from transformers import PreTrainedModel
 
 SECONDS = 300
+VLLM = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler takes longer than starting
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process, or one more imports everything
+}
+"""Environment of a vLLM server."""
+FORKING = """
+import multiprocessing, runpy
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda method=None: fork
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+"""
+"""Such a server, whose engine is forked as on a GPU: one that is spawned imports everything again."""
 
 _held: list[socket.socket] = []
 """Sockets that keep the ports of [`free_port`] from all who ask for any free one."""
@@ -101,8 +115,8 @@ def pooling(model: str, log: Path, *flags: str) -> Iterator[str]:
     """The address of a vLLM server that returns the states of a model, started as docs/teachers.md says."""
     port = free_port()
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--runner", "pooling"]
+    command = [sys.executable, "-c", FORKING, "--model", model, "--runner", "pooling"]
     command += ["--pooler-config", '{"task": "token_embed"}', "--max-model-len", "192", "--enforce-eager", *flags]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    with running(command, port, log, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING"):
+    command += ["--host", "127.0.0.1", "--port", str(port), "--num-gpu-blocks-override", "256"]
+    with running(command, port, log, **VLLM):
         yield f"http://127.0.0.1:{port}"

@@ -25,7 +25,7 @@ from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.sharding import in_zero3_model, is_split, whole
 from trl_opsd.types.rollout import images_of, together
 
-LENGTHS = (3, 60)
+LENGTHS = (3, 20)
 """Tokens that each process generates; one finishes long before the other."""
 FULL = variants.ALONE["full"]
 UNPADDED = {**variants.ALONE["full, read unpadded"], "max_steps": 1}

@@ -1,17 +1,14 @@
-"""Run as a process of its own: pairs of processes that fail before training, print help, or train under ZeRO-3.
-
-They are forked, as in `tests/survival/pairs.py`, so that imports are shared.
-"""
+"""Pairs of processes that fail before training, print help, or train under ZeRO-3; launched by one that is forked."""
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import runpy
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +102,7 @@ def listed(options: dict[str, Any]) -> list[str]:
 def script(function: Callable[[Path], Any], folder: Path) -> None:
     """Ends as a script would: through `sys.excepthook` with a status, or as argparse ends it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not as the agent, which it was forked from
+    sys.argv = [__file__]
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
         function(folder)
@@ -113,13 +111,16 @@ def script(function: Callable[[Path], Any], folder: Path) -> None:
         sys.exit(1)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path) -> dict[str, dict[str, Any]]:
+    """How each pair ended; what it printed is in files."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # as Python does
     results = {}
     forks.build_shm_op()  # may compile; not a part of any pair's time
     for number, name in enumerate([*FAILURES, *LAUNCHES]):
-        for stream, descriptor in (("out", 1), ("err", 2)):
-            with (folder / f"{number}.{stream}").open("wb") as file:
-                os.dup2(file.fileno(), descriptor)
+        for name_of, descriptor, stream in (("out", 1, sys.stdout), ("err", 2, sys.stderr)):
+            with (folder / f"{number}.{name_of}").open("wb") as file:
+                for each in {descriptor, stream.fileno()}:
+                    os.dup2(file.fileno(), each)
         began = time.time()
         try:
             LAUNCHES[name](folder) if name in LAUNCHES else forks.launch("ddp", script, FAILURES[name], folder)
@@ -129,8 +130,4 @@ def main(folder: Path) -> None:
         except SystemExit as error:
             statuses = {"command": error.code}
         results[name] = {"number": number, "statuses": statuses, "seconds": time.time() - began}
-    (folder / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return results

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
+import forks
+import launched_pairs
 import pytest
 import score
 from peft import AutoPeftModelForCausalLM
 from printed import DEADLINE
-from processes import SECONDS, run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """What each pair printed, and how it ended."""
     folder = tmp_path_factory.mktemp("pairs")
-    run(Path(__file__).parent / "launched_pairs.py", folder, seconds=SECONDS)
-    ended = json.loads((folder / "results.json").read_text())
+    ended = forks.results("alone", launched_pairs.main, folder)[0]
     for each in ended.values():
         each.update({stream: (folder / f"{each['number']}.{stream}").read_text() for stream in ("out", "err")})
     return {"folder": folder, **ended}
@@ -51,7 +49,7 @@ def test_an_error_before_training_is_printed_once(pairs, name, error):
 
 
 def test_rank_of_a_single_failure_is_reported(pairs):
-    assert pairs["one process"]["statuses"] == {"1": 1}
+    assert pairs["one process"]["statuses"] == {1: 1}
 
 
 def test_command_prints_an_error_once_in_one_sentence(pairs):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
+import forks
 import pytest
 import tiny
 import torch
-from processes import SECONDS, run
+from served import main
 from server_lab import CONTEXT
 from test_vllm_sync import Watch
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
@@ -19,8 +18,6 @@ from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 from trl_opsd import OPSDTrainer
 from trl_opsd.errors import ServerError, SyncError
 from trl_opsd.rollout import served, weight_sync
-
-HERE = Path(__file__).parent
 
 
 def stir(trainer: OPSDTrainer, factor: float = 1.3) -> None:
@@ -172,11 +169,10 @@ class Alike:
         assert len(engine.write([[5], [258]], options)) == 2, "the last id that the student knows"
 
     @pytest.mark.distributed
-    @pytest.mark.timeout(SECONDS + 60)
+    @pytest.mark.timeout(forks.SECONDS + 60)
     def test_processes_with_unequal_prompts_get_their_own_completions(self, server, tmp_path):
         student(tmp_path / "student", tied=True, seed=7)
-        run(HERE / "served.py", tmp_path, json.dumps(server), seconds=SECONDS)
-        results = [json.loads((tmp_path / f"{process}.json").read_text()) for process in range(2)]
+        results = [*forks.results("fsdp2_cpu", main, tmp_path, server).values()]
         print(f"\n{results}")
         for found in results:
             assert found["processes"] == 2

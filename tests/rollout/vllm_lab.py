@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import gc
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +34,12 @@ from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.rollout import vllm as backend
 
-# Compiling takes eight times as long as all else that an engine does here; `make real` starts one that does.
-engine.LLM = partial(engine.LLM, enforce_eager=True)
+# Compiling takes eight times as long as all else that an engine does here; `make real` starts one that does. A cache of
+# a GiB, the least that can be asked for, takes half of a start to fill with zeros.
+engine.LLM = partial(engine.LLM, enforce_eager=True, num_gpu_blocks_override=256)
 
-_AT_ONCE = 3
-"""Maximum number of running engines: each holds a GiB of cache, and test files run side by side."""
+_AT_ONCE = 8
+"""Maximum number of running engines."""
 
 
 def _sized(config: type, width: int, seed: int, **overrides: Any) -> PreTrainedModel:
@@ -100,12 +102,17 @@ _ENGINES = _Engines()
 def shared_engines() -> Iterator[None]:
     """Gives trainers a running engine of their kind, if there is one; closes all engines at the end.
 
-    vLLM compiles its sampler, too; nothing is compiled meanwhile.
+    vLLM compiles its sampler, too; nothing is compiled meanwhile. An engine that ends puts all objects back into
+    garbage collection, which would walk them in each later training.
     """
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.setattr(backend, "VLLMEngine", _ENGINES)
         yield
-    _ENGINES.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda: 0)  # once for all
+        _ENGINES.close()
+    gc.collect()
+    gc.freeze()
 
 
 def trainer(

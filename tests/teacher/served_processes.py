@@ -1,17 +1,9 @@
-"""Forks two processes, each of which reaches a server of its own.
-
-    PYTHONPATH=tests python tests/teacher/served_processes.py TEACHER
-
-Prints what came of it in each, as JSON by case.
-"""
+"""In one of two processes, each of which reaches a server of its own."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
-import forks
 import torch
 from pretended import pretended
 from transformers import AutoModelForCausalLM
@@ -51,11 +43,7 @@ def reach(path: str, case: str) -> str:
 
 
 def reach_each(path: str) -> dict[str, str]:
+    """What came of it, by case."""
     OPSDConfig("unused", report_to="none", use_cpu=True)  # which connects the processes
     assert torch.distributed.get_world_size() == 2
     return {case: reach(path, case) for case in ("one teacher", "another teacher", "another dtype")}
-
-
-if __name__ == "__main__":
-    found = forks.launch("ddp", reach_each, sys.argv[1])
-    print(json.dumps([found[rank] for rank in range(2)]))

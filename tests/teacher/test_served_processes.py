@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+import forks
 import pytest
 import serving
-from processes import run
+from served_processes import reach_each
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(forks.SECONDS + 60)
 def test_processes_compare_the_answers_of_their_servers(tmp_path):
     path = serving.save_teacher(tmp_path / "untied", seed=1)
-    printed = run(Path(__file__).with_name("served_processes.py"), path, seconds=280)
-    first, second = json.loads(printed.splitlines()[-1])
+    first, second = forks.results("ddp", reach_each, path).values()
     assert first["one teacher"] == second["one teacher"] == "context 101", "the lowest of 101 and 102"
     for case, said in (
         ("another teacher", "times their length apart, in float32 and float32"),

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from inspect import cleandoc, getsource
 from itertools import pairwise
 from numbers import Integral, Real
@@ -30,10 +31,13 @@ _WORDS = {
 }
 _EXPECTED = {bool: "True or False", int: "an integer", float: "a number"}
 
+_hints = cache(get_type_hints)
+
 
 def convert_text(args: TrainingArguments) -> None:
     """Converts options in place, by the types of their fields: `"1e-5"` to a number, `"False"` to a boolean."""
-    for name, hint in get_type_hints(type(args)).items():
+    config: Any = type(args)
+    for name, hint in _hints(config).items():
         kinds = set(get_args(hint) or (hint,)) - {type(None)}
         if len(kinds) == 1 and (kind := kinds.pop()) in _EXPECTED and (value := getattr(args, name)) is not None:
             setattr(args, name, _converted(name, value, kind))
