@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
 from typing import Any, TypeAlias
@@ -15,35 +14,37 @@ from weakref import finalize
 Wait: TypeAlias = Callable[[Any], Any]
 """Awaits what is awaitable; other values it returns."""
 
-_Jobs: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[Wait], Any]] | None]"
+_Jobs: TypeAlias = "asyncio.Queue[tuple[Future[Any], Callable[[Wait], Any]] | None]"
 
 
 class Worker:
     """A thread in which functions are called, and coroutines awaited in one event loop.
 
-    What is bound to a thread or a loop, like a connection to SQLite or an HTTP session, may be kept between calls.
+    What is bound to a thread or a loop, like a connection to SQLite or a WebSocket, may be kept between calls: the loop
+    runs there, too, so that a session is kept alive.
     """
 
     def __init__(self) -> None:
-        self._jobs: _Jobs = SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        self._jobs: _Jobs = asyncio.Queue()
         # A daemon: a call that never returns must not keep the program alive.
-        Thread(target=_work, args=(self._jobs,), name="trl_opsd environment", daemon=True).start()
-        finalize(self, self._jobs.put, None)
+        Thread(target=_work, args=(self._loop, self._jobs), name="trl_opsd environment", daemon=True).start()
+        finalize(self, self._loop.call_soon_threadsafe, self._jobs.put_nowait, None)
 
     def start(self, job: Callable[[Wait], Any]) -> Future[Any]:
         """Calls a job after those that were started before."""
         future: Future[Any] = Future()
-        self._jobs.put((future, job))
+        self._loop.call_soon_threadsafe(self._jobs.put_nowait, (future, job))
         return future
 
 
-def _work(jobs: _Jobs) -> None:
-    with asyncio.Runner() as runner:
+def _work(loop: asyncio.AbstractEventLoop, jobs: _Jobs) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
 
         def wait(value: Any) -> Any:
             return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
-        while (job := jobs.get()) is not None:
+        while (job := runner.run(jobs.get())) is not None:
             future, call = job
             try:
                 future.set_result(call(wait))
