@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import time
 from functools import partial
 from typing import Any
 
@@ -123,6 +125,32 @@ def test_connections_may_be_kept_that_are_bound_to_a_thread(make_trainer):
     found = trainer.evaluate()
     assert found["eval_rewards/Database/mean"] == 7
     assert "[(7,)]" in trainer.processing_class.decode(trainer.rollout.asked[-1][0])
+
+
+def test_what_an_environment_awaits_goes_on_while_the_student_generates(make_trainer):
+    class Alive(Adder):
+        async def reset(self, **_: Any) -> None:
+            self.total, self.beats = 0, 0
+            self.beating = asyncio.create_task(self._beat())
+
+        async def _beat(self) -> None:
+            while True:
+                self.beats += 1
+                await asyncio.sleep(0.01)
+
+        def add(self, number: int) -> str:
+            self.total = self.beats
+            return str(asyncio.run(asyncio.sleep(0, number)))  # as synchronous clients do
+
+        add.__doc__ = Adder.add.__doc__
+
+    def slowly(prompt: str) -> str:
+        time.sleep(0.3)
+        return once(call(number=7))(prompt)
+
+    trainer = make_trainer(**given(slowly, Alive, eval_dataset=rows(1)))
+    assert trainer.evaluate()["eval_rewards/Alive/mean"] > 5
+    assert "<tool_response>\n7\n" in trainer.processing_class.decode(trainer.rollout.asked[-1][0])
 
 
 def test_rewards_of_environments_stand_beside_those_of_functions(make_trainer):
