@@ -43,11 +43,15 @@ class Task:
             `rows` that begin it, its `LEVELS` of difficulty, `MOST_CALLS` and `MOST_TOKENS`, what is said when it is
             `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`.
         pieces (`tuple[str, ...]`): texts that are one token each; empty to take them from walks.
+        rows (`int`): different rows to learn from.
+        effort (`int`): what the steps of lessons are multiplied by.
     """
 
     environment: type
     world: ModuleType
     pieces: tuple[str, ...] = ()
+    rows: int = 60_000
+    effort: int = 1
 
     def question(self, environment: Any, row: Mapping[str, Any], is_told: bool) -> list[dict[str, str]]:
         """The prompt, as the trainer makes it for the student or the teacher; the environment is begun."""
@@ -95,8 +99,8 @@ class Walk:
 _PIECE = re.compile(r'\{"name": "\w+", "arguments": \{(?:"\w+": "?)?|[A-Za-z]+|\d|[^A-Za-z\d]+')
 
 TASKS = {
-    "doors": Task(environment=doors.world.Doors, world=doors.world, pieces=PIECES),
-    "sql": Task(environment=sql.world.Database, world=sql.world),
+    "doors": Task(environment=doors.world.Doors, world=doors.world, pieces=PIECES, rows=7500),
+    "sql": Task(environment=sql.world.Database, world=sql.world, effort=2),
     "house": Task(environment=house.world.House, world=house.world),
 }
 
@@ -156,9 +160,12 @@ def batches(
     task: Task, tokenizer: PreTrainedTokenizerBase, lesson: Lesson, size: int, seed: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Infinite random batches of walks that are not held out."""
-    source, rows = random.Random(seed), list(task.world.rows(7500, seed=seed))
+    source, rows = random.Random(seed), task.world.rows(task.rows, seed=seed)
     while True:
-        walks = [task.walk(row, lesson.walks, source, lesson.is_told) for row in source.sample(rows, size)]
+        walks = [
+            task.walk(row, lesson.walks, source, lesson.is_told)
+            for row in map(rows.__getitem__, source.sample(range(len(rows)), size))
+        ]
         yield padded([encoded(tokenizer, walk) for walk in walks], tokenizer.pad_token_id)
 
 
@@ -166,7 +173,7 @@ def make(task: Task, name: str, folder: Path, steps: int | None = None) -> None:
     """Trains one of `LESSONS`, and saves it."""
     start, lesson, tokenizer = time.perf_counter(), LESSONS[name], task.tokenizer()
     model = make_model(tokenizer)
-    fit(model, batches(task, tokenizer, lesson, size=32, seed=0), steps=steps or lesson.steps)
+    fit(model, batches(task, tokenizer, lesson, size=32, seed=0), steps=steps or lesson.steps * task.effort)
     model.save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
     print(f"{name}: {model.num_parameters():,} parameters, {time.perf_counter() - start:.0f} s")

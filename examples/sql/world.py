@@ -34,9 +34,6 @@ THINGS = {
 }
 """What a table is about, and what is counted there."""
 
-TABLES = ("alfa", "bravo", "delta", "echo", "kilo", "lima", "mike", "oscar", "papa", "romeo", "sierra", "tango")
-"""Names of tables, as of a system whose makers are gone."""
-
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida", "Jon", "Kim", "Liv")
 
 QUESTIONS = {
@@ -71,7 +68,7 @@ class Database:
     >>> world = Database()
     >>> question = world.reset(seed=3, tables=2)
     >>> world.query(world.right_query), world.submit(world.right_answer), world.get_reward()
-    ('[(2,)]', 'Thank you.', 1.0)
+    ('[(141,)]', 'Thank you.', 1.0)
     ```
     """
 
@@ -79,7 +76,7 @@ class Database:
         """Makes another database; the question about it."""
         draw = random.Random(seed)
         self._things = draw.sample(list(THINGS), tables)
-        self.tables = draw.sample(TABLES, tables)
+        self.tables = [f"t{number}" for number in draw.sample(range(10, 100), tables)]
         people = draw.sample(NAMES, 3 * tables)
         self._it = sqlite3.connect(":memory:")
         for place, table in enumerate(self.tables):
