@@ -40,8 +40,8 @@ class Task:
     Attributes:
         environment (`type`): its class.
         world (`ModuleType`):
-            `rows` that begin it, its `LEVELS` of difficulty, `MOST_CALLS` and `MOST_TOKENS`, what is said when it is
-            `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`.
+            `rows` that begin it, its `LEVELS`, numbers `OF` something, `MOST_CALLS` and `MOST_TOKENS`, what is said when
+            it is `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`.
         pieces (`tuple[str, ...]`): texts that are one token each; empty to take them from walks.
         rows (`int`): different rows to learn from.
         effort (`int`): what the steps of lessons are multiplied by.
@@ -50,7 +50,7 @@ class Task:
     environment: type
     world: ModuleType
     pieces: tuple[str, ...] = ()
-    rows: int = 60_000
+    rows: int = 7500
     effort: int = 1
 
     def question(self, environment: Any, row: Mapping[str, Any], is_told: bool) -> list[dict[str, str]]:
@@ -99,8 +99,8 @@ class Walk:
 _PIECE = re.compile(r'\{"name": "\w+", "arguments": \{(?:"\w+": "?)?|[A-Za-z]+|\d|[^A-Za-z\d]+')
 
 TASKS = {
-    "doors": Task(environment=doors.world.Doors, world=doors.world, pieces=PIECES, rows=7500),
-    "sql": Task(environment=sql.world.Database, world=sql.world, effort=2),
+    "doors": Task(environment=doors.world.Doors, world=doors.world, pieces=PIECES),
+    "sql": Task(environment=sql.world.Database, world=sql.world, rows=60_000, effort=2),
     "house": Task(environment=house.world.House, world=house.world),
 }
 

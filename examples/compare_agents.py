@@ -36,7 +36,7 @@ BATCH = 32
 ROWS_TO_TRAIN = 7500
 
 
-def world(task: Task, method: Method) -> type:
+def environment(task: Task, method: Method) -> type:
     """The task's environment, with what it knows told to whom a method says."""
 
     class World(task.environment):
@@ -232,7 +232,7 @@ def _distiller(task: Task, method: Method, models: Path, given: dict[str, Any], 
             log_completions=False,
             **{"divergence": method.divergence, **options},
         ),
-        environment_factory=world(task, method),
+        environment_factory=environment(task, method),
         **given,
     )
     trainer.remove_callback(PrinterCallback)

@@ -20,7 +20,7 @@ DOORS = 2
 
 LEVELS = (1, 2, 3, 4)
 OF = "rooms"
-"""Numbers of rooms that a maze may have."""
+"""Difficulty: numbers of rooms that a maze may have."""
 
 MAZES = 10_000
 HELD_OUT_SHARE = 5

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 LEVELS = (2, 3, 4, 5)
 OF = "rooms"
-"""Numbers of rooms."""
+"""Difficulty: numbers of rooms."""
 
 MOST_CALLS = max(LEVELS) + 3
 """Calls in which the chest can always be opened: every room, one of them again, the key and the chest."""

@@ -15,7 +15,7 @@ from datasets import Dataset
 
 LEVELS = (1, 2, 3, 4)
 OF = "tables"
-"""Numbers of tables."""
+"""Difficulty: numbers of tables."""
 
 MOST_CALLS = max(LEVELS) + 2
 """Calls that suffice: each table, the answer, and a mistake."""

@@ -214,7 +214,7 @@ def test_a_closed_or_collected_engine_leaves_no_weights_and_the_process_unchange
     assert torch.distributed.is_initialized()
     assert trainer.rollout.engine is first
     assert trainer.complete(prompts) == expected
-    gc.freeze()
+    gc.freeze()  # again, as engines that end undo it
 
 
 CALLS = {
