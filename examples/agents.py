@@ -40,8 +40,8 @@ class Task:
     Attributes:
         environment (`type`): its class.
         world (`ModuleType`):
-            `rows` that begin it, its `LEVELS`, numbers `OF` something, `MOST_CALLS` and `MOST_TOKENS`, what is said when
-            it is `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`.
+            `rows` that begin it, its `LEVELS`, numbers `OF` something, `MOST_CALLS` and `MOST_TOKENS`, what is said
+            when it is `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`.
         pieces (`tuple[str, ...]`): texts that are one token each; empty to take them from walks.
         rows (`int`): different rows to learn from.
         effort (`int`): what the steps of lessons are multiplied by.

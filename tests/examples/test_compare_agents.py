@@ -7,7 +7,7 @@ import json
 import compare_agents
 import pytest
 from agents import TASKS
-from compare_agents import CONTROLS, METHODS, Curve, Judge, build
+from compare_agents import CONTROLS, METHODS, Curve, Judge, Method, build, environment
 from doors import DOORS
 from doors.world import LEVELS
 from transformers import AutoModelForCausalLM
@@ -33,6 +33,22 @@ def test_teacher_escapes_and_student_rarely_does(tmp_path):
 def test_guide_escapes_every_maze(tmp_path):
     told = measured("guide", tmp_path, True)
     assert min(told.values()) >= 0.95
+
+
+def test_each_method_tells_whom_it_says():
+    row, told = {"maze": "0042", "rooms": 2}, {}
+    for name, method in {
+        "before": Method(),
+        "after": Method(tells_afterwards=True),
+        "both": Method(is_told=True),
+    }.items():
+        world = environment(TASK, method)()
+        told[name] = world.reset(**row), world.get_privileged_context(), world.get_feedback()
+    assert told == {
+        "before": ("", "doors 1 1", None),
+        "after": ("", None, "doors 1 1"),
+        "both": ("\n\ndoors 1 1", None, None),
+    }
 
 
 class Walks(OPSDTrainer):
