@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import forks
@@ -147,6 +148,20 @@ class Alike:
         trainer.complete(trainer.tokenize(["a"]))
         assert gap(trainer) <= 1e-4
         assert failure.tb, "which holds what was built, so that it was closed and not collected"
+
+    def test_rows_of_agents_are_asked_for_one_by_one_from_any_thread(self, serve):
+        trainer = serve(top_k=1, max_completion_length=20)
+        prompts = trainer.tokenize(tiny.PROMPTS)
+        ask = trainer.rollout.one_by_one(prompts, 0)
+        with ThreadPoolExecutor() as threads:
+            first = list(threads.map(ask, range(len(prompts)), prompts))
+            assert first == by_hf(trainer, prompts)
+            more = [prompt + ids[:3] for prompt, ids in zip(prompts, first, strict=True)]  # what follows has less room
+            second = list(threads.map(ask, range(len(prompts)), more))
+        assert second == [ids[3:] for ids in first]
+        trainer.rollout.close()
+        with pytest.raises(ServerError, match="is disconnected"):
+            trainer.rollout.one_by_one(prompts, 0)
 
     def test_a_closed_rollout_generates_nothing(self, serve):
         trainer = serve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,6 @@ from alike import Alike, stir
 from server_lab import CONTEXT
 from vllm_lab import by_hf, gap, student
 
-from trl_opsd.errors import ServerError
 from trl_opsd.rollout import vllm_server, weight_sync
 from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.served import ServedRollout
@@ -128,21 +126,6 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
     given = serve(generation_kwargs={"seed": 3})
     list(given.rollout.stream(prompts, 0))
     assert seeds[-1] == [3] * 4
-
-
-def test_rows_of_agents_are_asked_for_one_by_one_from_any_thread(serve):
-    trainer = serve(top_k=1, max_completion_length=20)
-    prompts = trainer.tokenize(tiny.PROMPTS)
-    ask = trainer.rollout.one_by_one(prompts, 0)
-    with ThreadPoolExecutor() as threads:
-        first = list(threads.map(ask, range(len(prompts)), prompts))
-        assert first == by_hf(trainer, prompts)
-        more = [prompt + ids[:3] for prompt, ids in zip(prompts, first, strict=True)]  # what follows has less room
-        second = list(threads.map(ask, range(len(prompts)), more))
-    assert second == [ids[3:] for ids in first]
-    trainer.rollout.close()
-    with pytest.raises(ServerError, match="is disconnected"):
-        trainer.rollout.one_by_one(prompts, 0)
 
 
 def test_streamed_rows_have_their_sampling_log_probabilities_where_the_loss_reads_them(serve):
