@@ -25,7 +25,7 @@ from agents import TASKS, Task
 from datasets import Dataset
 from doors import DOORS
 from doors.tokenizer import ASSISTANT
-from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
@@ -260,13 +260,14 @@ def build(
         if not method.is_on_policy:
             given["rollout"] = ByTeacher(task, models / method.teacher)
         return _distiller(task, method, models, given, **options, **method.options)
-    source = random.Random(seed)
-    walks = [task.walk(row, method.walks, source, method.is_told).messages for row in rows]
+    source, tokenizer = random.Random(seed), AutoTokenizer.from_pretrained(models / "student")
+    # Encoded here: a dataset of messages would give each call the arguments of all tools.
+    walks = [agents.encoded(tokenizer, task.walk(row, method.walks, source, method.is_told)) for row in rows]
     common = {"bf16": False, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none"}
     trainer = SFTTrainer(
         model=str(models / "student"),
-        args=SFTConfig(assistant_only_loss=True, disable_tqdm=True, **common, **options),
-        train_dataset=Dataset.from_list([{"messages": walk} for walk in walks]),
+        args=SFTConfig(disable_tqdm=True, **common, **options),
+        train_dataset=Dataset.from_list([{"input_ids": ids, "labels": labels} for ids, labels in walks]),
         callbacks=[curve],
     )
     trainer.remove_callback(PrinterCallback)
