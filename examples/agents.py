@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,14 +44,14 @@ class Task:
             when it is `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`.
         pieces (`tuple[str, ...]`): texts that are one token each; empty to take them from walks.
         rows (`int`): different rows to learn from.
-        effort (`int`): what the steps of lessons are multiplied by.
+        steps (`Mapping[str, int]`): optimizer steps of lessons, in place of those in `LESSONS`.
     """
 
     environment: type
     world: ModuleType
     pieces: tuple[str, ...] = ()
     rows: int = 7500
-    effort: int = 1
+    steps: Mapping[str, int] = field(default_factory=dict)
 
     def question(self, environment: Any, row: Mapping[str, Any], is_told: bool) -> list[dict[str, str]]:
         """The prompt, as the trainer makes it for the student or the teacher; the environment is begun."""
@@ -100,7 +100,12 @@ _PIECE = re.compile(r'\{"name": "\w+", "arguments": \{(?:"\w+": "?)?|[A-Za-z]+|\
 
 TASKS = {
     "doors": Task(environment=doors.world.Doors, world=doors.world, pieces=PIECES),
-    "sql": Task(environment=sql.world.Database, world=sql.world, rows=60_000, effort=2),
+    "sql": Task(
+        environment=sql.world.Database,
+        world=sql.world,
+        rows=60_000,
+        steps={"student": 1200, "teacher": 4000, "guide": 4000},
+    ),
     "house": Task(environment=house.world.House, world=house.world),
 }
 
@@ -173,7 +178,7 @@ def make(task: Task, name: str, folder: Path, steps: int | None = None) -> None:
     """Trains one of `LESSONS`, and saves it."""
     start, lesson, tokenizer = time.perf_counter(), LESSONS[name], task.tokenizer()
     model = make_model(tokenizer)
-    fit(model, batches(task, tokenizer, lesson, size=32, seed=0), steps=steps or lesson.steps * task.effort)
+    fit(model, batches(task, tokenizer, lesson, size=32, seed=0), steps=steps or task.steps.get(name, lesson.steps))
     model.save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
     print(f"{name}: {model.num_parameters():,} parameters, {time.perf_counter() - start:.0f} s")
@@ -183,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains the models of a task.")
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("names", nargs="*", default=list(LESSONS), help=f"models to train: {', '.join(LESSONS)}")
-    parser.add_argument("--steps", type=int, help="optimizer steps, in place of those in `LESSONS`")
+    parser.add_argument("--steps", type=int, help="optimizer steps, in place of those of the task")
     parser.add_argument("--output", type=Path, required=True, help="folder of their folders")
     asked = parser.parse_args()
     for name in asked.names:
