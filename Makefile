@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick real trackers environments test-long test-sglang test-latest test-lowest check lint types spelling floors wheel house docs format lock clean
+.PHONY: help venv demo test test-needs quick real trackers environments test-long test-sglang test-latest test-lowest check lint types spelling floors wheel house docs format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,8 @@ demo: venv ## see on-policy distillation work on this machine, a few minutes on 
 build/extensions/deepspeed_shm_comm: .venv/.locked
 	TORCH_EXTENSIONS_DIR=build/extensions $(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 	touch $@
+
+test-needs: build/extensions/deepspeed_shm_comm .trackers/.made .environments/.made
 
 test: venv build/extensions/deepspeed_shm_comm ## run all tests but the long ones; PYTEST_ARGS="-k name" to choose
 	$(BIN)/pytest $(PYTEST_ARGS)
