@@ -1,9 +1,10 @@
-"""A chat model that calls tools learns from itself, told what each table holds, to find that out in other databases.
+"""A chat model that calls tools learns from itself, told in which table to look, to find that out in other databases.
 
     python examples/sql/train.py --model Qwen/Qwen3-0.6B --output out/sql
 
-The teacher is the model as it was, which reads the data dictionary, and after a wrong answer the right query. The
-student is an adapter. The best checkpoint is that with the most right answers about databases that are held out.
+The teacher is the model as it was, which reads the entry of the data dictionary, and after a wrong answer the right
+query. The student is an adapter. The best checkpoint is that with the most right answers about databases that are held
+out.
 """
 
 from __future__ import annotations

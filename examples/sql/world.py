@@ -1,4 +1,4 @@
-"""Questions about a database whose tables have names that tell nothing: what they hold, only the teacher reads.
+"""Questions about a database whose tables have names that tell nothing: in which to look, only the teacher reads.
 
 An agent asks SQLite with `query`, in a sandbox that can only be read from, and answers with `submit`. Who does not know
 the data dictionary tries one table after the other: only one has rows of whom the question is about.
@@ -68,15 +68,14 @@ class Database:
     >>> world = Database()
     >>> question = world.reset(seed=3, tables=2)
     >>> world.query(world.right_query), world.submit(world.right_answer), world.get_reward()
-    ('[(141,)]', 'Thank you.', 1.0)
+    ('[(80,)]', 'Thank you.', 1.0)
     ```
     """
 
     def reset(self, seed: int, tables: int, **_: Any) -> str:
         """Makes another database; the question about it."""
         draw = random.Random(seed)
-        self._things = draw.sample(list(THINGS), tables)
-        self.tables = [f"t{number}" for number in draw.sample(range(10, 100), tables)]
+        self.tables = [f"t{number}" for number in draw.sample(range(1, 10), tables)]
         people = draw.sample(NAMES, 3 * tables)
         self._it = sqlite3.connect(":memory:")
         for place, table in enumerate(self.tables):
@@ -85,8 +84,9 @@ class Database:
             drawn = [(name, draw.randint(1, 99)) for name in [*theirs, *draw.choices(theirs, k=5)]]
             self._it.executemany(f"insert into {table} values (?, ?)", drawn)
         place = draw.randrange(tables)
-        known = {"thing": self._things[place], "much": THINGS[self._things[place]]}
-        known["name"] = draw.choice(people[3 * place : 3 * place + 3])
+        thing, much = draw.choice(list(THINGS.items()))
+        known = {"thing": thing, "much": much, "name": draw.choice(people[3 * place : 3 * place + 3])}
+        self._entry = f"{thing} are in {self.tables[place]}."
         words, query = draw.choice(list(QUESTIONS.items()))
         self.possible_queries = [query.format(table=table, **known) for table in self.tables]
         self.right_query, self.queries, self.submitted = self.possible_queries[place], list[str](), ""
@@ -125,9 +125,8 @@ class Database:
         return float(self.submitted == self.right_answer)
 
     def get_privileged_context(self) -> str:
-        """The data dictionary."""
-        told = (f"{thing} are in {table}" for thing, table in zip(self._things, self.tables, strict=True))
-        return f"{', '.join(told)}."
+        """The entry of the data dictionary."""
+        return self._entry
 
     def get_feedback(self) -> str | None:
         """What would have been right, if the answer was not."""
@@ -159,7 +158,14 @@ def searching(world: Database, source: random.Random) -> Call:
 
 
 def stray(world: Database, source: random.Random) -> Call:
-    """A call at random."""
-    if source.random() < 0.7:
-        return "query", {"sql": source.choice(world.possible_queries)}
-    return "submit", {"answer": source.choice(["None", "0", str(source.randint(1, 99))])}
+    """A call at random: a wrong answer, another table, one that does not exist, or words in the wrong places."""
+    what, query = source.random(), source.choice(world.possible_queries)
+    if what < 0.3:
+        return "submit", {"answer": source.choice(["None", "0", str(source.randint(1, 99))])}
+    words = query.split(" ")
+    if what > 0.6:
+        words[words.index("from") + 1] = f"t{source.randint(1, 9)}"
+    if what > 0.8:
+        for _ in range(source.randint(1, 3)):
+            words[source.randrange(1, len(words))] = source.choice(words)
+    return "query", {"sql": " ".join(words)}
