@@ -41,7 +41,8 @@ class Task:
         environment (`type`): its class.
         world (`ModuleType`):
             `rows` that begin it, its `LEVELS`, numbers `OF` something, `MOST_CALLS` and `MOST_TOKENS`, what is said
-            when it is `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`.
+            when it is `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`. Of calls
+            that are `ENDED` a teacher learns what to write once they have begun, also where it would not begin them.
         pieces (`tuple[str, ...]`): texts that are one token each; empty to take them from walks.
         rows (`int`): different rows to learn from.
         steps (`Mapping[str, int]`): optimizer steps of lessons, in place of those in `LESSONS`.
@@ -64,11 +65,12 @@ class Task:
         """A walk that ends where it should, "straight", "searched" or "mistaken"."""
         environment, world = self.environment(), self.world
         walk = Walk(messages=self.question(environment, row, is_told), is_advised=[])
-        while call := world.knowing(environment):
-            is_stray = kind == "mistaken" and walk.is_advised.count(False) < 3 and source.random() < 0.4
+        while advised := world.knowing(environment):
+            strayed = len(walk.is_advised) - walk.is_advised.count(True)
+            is_stray = kind == "mistaken" and strayed < 3 and source.random() < 0.4
+            name, arguments = advised
             if kind == "searched" or is_stray:
-                call = (world.stray if is_stray else world.searching)(environment, source)
-            name, arguments = call
+                name, arguments = (world.stray if is_stray else world.searching)(environment, source)
             function = {"type": "function", "function": {"name": name, "arguments": arguments}}
             walk.messages.append({"role": "assistant", "content": "", "tool_calls": [function]})
             try:
@@ -76,7 +78,8 @@ class Task:
             except Exception as error:  # as trainers answer
                 answer = str({"error": str(error)})
             walk.messages.append({"role": "tool", "name": name, "content": answer})
-            walk.is_advised.append(not is_stray)
+            is_ended = name in world.ENDED and name != advised[0]
+            walk.is_advised.append(True if not is_stray else None if is_ended else False)
         walk.messages.append({"role": "assistant", "content": world.DONE})
         walk.is_advised.append(True)
         return walk
@@ -94,11 +97,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """A conversation, and for each turn of the agent whether a model is to learn it."""
+    """A conversation, and for each turn of the agent whether a model learns it; if `None`, from its arguments on."""
 
     messages: list[dict[str, Any]]
-    is_advised: list[bool]
+    is_advised: list[bool | None]
 
+
+_BEFORE_ARGUMENTS = 2
+"""Tokens of a call before its arguments: that a call begins, and of what."""
 
 _PIECE = re.compile(r'\{"name": "\w+", "arguments": \{(?:"\w+": "?)?|[A-Za-z]+|\d|[^A-Za-z\d]+')
 
@@ -156,12 +162,13 @@ def make_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> PreTrainedM
 def encoded(tokenizer: PreTrainedTokenizerBase, walk: Walk) -> tuple[list, list]:
     """Token ids of a walk, and its labels: what the agent writes, without calls that are not advised."""
     text = tokenizer.apply_chat_template(walk.messages, return_dict=True, return_assistant_tokens_mask=True)
-    turns, labels, learned, inside = iter(walk.is_advised), [], False, False
+    turns, labels, learned, written = iter(walk.is_advised), [], False, 0
     for token, mine in zip(text["input_ids"], text["assistant_masks"], strict=True):
-        if mine and not inside:
+        if mine and not written:
             learned = next(turns)
-        inside = mine
-        labels.append(token if mine and learned else -100)
+        written = written + 1 if mine else 0
+        is_learned = learned or (learned is None and written > _BEFORE_ARGUMENTS)
+        labels.append(token if mine and is_learned else -100)
     return text["input_ids"], labels
 
 

@@ -297,7 +297,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """How the teacher is told what an environment's `get_feedback` returns."""
     environment_timeout: Annotated[float | None, Option(above(0) | None, (ENVIRONMENTS,))] = None
     """Seconds that `reset` of an environment, its calls in one turn, `get_reward` and `get_feedback` may take each.
-    After that the episode ends, without a reward. When `None`, as long as they need."""
+    After that the episode ends, without a reward; a `reset` ends the run. When `None`, as long as they need."""
     success_threshold: Annotated[
         float, Option(NUMBER, (SUCCESS,), resumed=SUCCESS, also="success_reward_threshold")
     ] = 1.0

@@ -160,9 +160,11 @@ def _code(function: Any, seen: set[int]) -> str:
     if isinstance(function, partial):
         given = _value((*function.args, *sorted(function.keywords.items())), seen)
         return f"{_code(function.func, seen)} with {given}"
-    if isinstance(function, list | type):
-        parts = function if isinstance(function, list) else filter(inspect.isfunction, vars(function).values())
-        return "\n".join(_code(one, seen) for one in parts)
+    if isinstance(function, type):  # inherited methods, too
+        bodies = (vars(base).values() for base in inspect.getmro(function))
+        function = [one for body in bodies for one in body if inspect.isfunction(one)]
+    if isinstance(function, list):
+        return "\n".join(_code(one, seen) for one in function)
     function = getattr(inspect.unwrap(function), "__func__", inspect.unwrap(function))
     if not inspect.isfunction(function):
         function = type(function).__call__

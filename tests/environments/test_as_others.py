@@ -141,8 +141,9 @@ def test_resumed_weights_are_those_of_an_uninterrupted_run(make_trainer, tmp_pat
         assert torch.equal(one, other)
 
 
-def test_a_run_does_not_resume_in_another_environment(make_trainer, tmp_path):
-    class Other(Told):
+@pytest.mark.parametrize("inherits", [False, True])
+def test_a_run_does_not_resume_in_another_environment(make_trainer, tmp_path, inherits):
+    class Other(Adder if inherits else Told):
         def add(self, number: int) -> str:
             """Adds a number.
 
@@ -154,6 +155,8 @@ def test_a_run_does_not_resume_in_another_environment(make_trainer, tmp_path):
             """
             return str(-number)
 
+    if inherits:
+        Other = type("Told", (Other,), {"get_privileged_context": Told.get_privileged_context})
     options = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": 1}
     make_trainer(**given(once(call(number=1)), Told), **options).train()
     with pytest.raises(ValueError, match="environment Told"):

@@ -232,6 +232,11 @@ REFUSED = {
     "no reset": (type("Empty", (), {}), {}, "no method `reset`"),
     "an object": (Adder(), {}, "expected a class or a function"),
     "needs arguments": (lambda number: Adder(), {}, "cannot be called without arguments"),
+    "a tool that nothing describes": (
+        type("Bare", (Adder,), {"show": lambda self: "x"}),
+        {},
+        "`Bare.show` is a tool of `environment_factory`, which templates cannot describe",
+    ),
     "fails": (lambda: 1 / 0, {}, "could not make an environment: ZeroDivisionError"),
     "nothing": ({}, {}, "an empty dict"),
     "no names": ({1: Adder}, {}, "expected names"),

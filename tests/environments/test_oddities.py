@@ -54,6 +54,17 @@ def test_an_observation_that_is_no_text_is_refused_with_its_row(make_trainer, ob
         weights_of(make_trainer(**given(once(END), Gym)))
 
 
+def test_an_observation_of_parts_of_text_is_text(make_trainer):
+    class Parts(Adder):
+        def reset(self, **_: Any) -> Any:
+            super().reset()
+            return [{"type": "text", "text": " a"}, {"type": "text", "text": " door"}]
+
+    trainer = make_trainer(**given(once(call(number=1)), Parts))
+    weights_of(trainer)
+    assert "user\ncount 0 a door<" in trainer.processing_class.decode(trainer.rollout.asked[0][0])
+
+
 def test_an_observation_of_odd_characters_is_read(make_trainer):
     class Odd(Adder):
         def reset(self, **_: Any) -> str:
@@ -105,6 +116,92 @@ def test_parts_of_text_are_text_and_an_empty_list_is_two_brackets(make_trainer):
         trainer = make_trainer(**given(once(call("look", many=many)), Parts))
         weights_of(trainer)
         assert f"\n{seen}\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0])
+
+
+def test_tools_have_the_names_that_templates_show(make_trainer):
+    def named(function: Any) -> Any:
+        def shout(self, number: int) -> str:
+            """Adds a number aloud.
+
+            Args:
+                number: The number to add.
+
+            Returns:
+                The total.
+            """
+            return function(self, number) + "!"
+
+        return shout
+
+    class Wrapped(Adder):
+        loud = named(Adder.add)
+        same = loud
+
+        @classmethod
+        def kind(cls) -> str:
+            """Names the class.
+
+            Returns:
+                Its name.
+            """
+            return cls.__name__
+
+    for text, seen in (
+        (call("shout", number=4), "4!"),
+        (call("kind"), "Wrapped"),
+        (call("loud", number=4), "not found"),
+    ):
+        trainer = make_trainer(**given(once(text), Wrapped))
+        weights_of(trainer)
+        assert seen in trainer.processing_class.decode(trainer.rollout.asked[1][0])
+        assert [tool.__name__ for tool in trainer.tools].count("shout") == 1
+
+
+def test_a_factory_makes_environments_of_one_class(make_trainer):
+    kinds = [Adder, Adder, Told]
+    trainer = make_trainer(**given(once(END), lambda: (kinds.pop(0) if len(kinds) > 1 else kinds[0])()))
+    with pytest.raises(RuntimeError, match=r"row \d of .*: its factory made a Told, and a Adder before"):
+        weights_of(trainer)
+
+
+def test_what_a_tool_does_to_its_arguments_is_not_what_was_called(make_trainer):
+    class Taking(Adder):
+        def take(self, cells: list[int]) -> str:
+            """Takes cells.
+
+            Args:
+                cells: Their numbers.
+
+            Returns:
+                How many.
+            """
+            taken = len(cells)
+            cells.clear()
+            return str(taken)
+
+    seen = []
+    trainer = make_trainer(
+        **given(once(call("take", cells=[1, 2])), Taking),
+        reward_funcs=[lambda completions, **_: seen.extend(completions) or [0.0] * len(completions)],
+        reward_weight=0.1,
+        num_generations=2,
+    )
+    weights_of(trainer)
+    assert {str(one[0]["tool_calls"][0]["function"]["arguments"]) for one in seen} == {"{'cells': [1, 2]}"}
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_an_answer_may_fill_a_completion_to_the_end(make_trainer, over):
+    whole = make_trainer(**given(once(call(number=1))))
+    weights_of(whole)
+    turns = [whole.rollout.asked[turn][0] for turn in (0, 1)]
+    room = len(turns[1]) - len(turns[0])
+    trainer = make_trainer(**given(once(call(number=1)), max_completion_length=room - over))
+    rollout = Rollout.unpack(trainer._generate_and_score_completions(list(trainer.train_dataset)))
+    written = len(trainer.processing_class(call(number=1))["input_ids"])
+    assert [len(ids) for ids in rollout.completion_lists()] == [written if over else room] * 4
+    assert len(trainer.rollout.asked) == 1, "and nothing is asked for where there is no room"
+    assert rollout.weights.sum(1).tolist() == [written] * 4
 
 
 def test_classes_and_functions_of_one_name_have_each_a_reward(make_trainer):

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+import numpy
 import tiny
 from datasets import Dataset
 from trl.chat_template_utils import qwen3_chat_template
@@ -84,7 +85,12 @@ class Adder:
             raise SystemExit(3)
         if how == "raise":
             raise RuntimeError("no such table")
+        if how == "raise what has no text":
+            raise type("Mute", (Exception,), {"__str__": lambda _: 1 / 0})
+        if how == "await in its own way":
+            return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, "waited"))
         return {
+            "array": numpy.arange(2),
             "giant": "x" * 50_000_000,
             "long": "word " * 2000,
             "number": 3.5,

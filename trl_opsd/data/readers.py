@@ -65,7 +65,7 @@ class PromptLimits:
             raise ValueError(
                 f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} this exceeds the context "
                 f"of {self.reader} ({self.context} tokens): shorten it, lower max_completion_length, or set "
-                "overlong_prompts='drop'."
+                "overlong_prompts='drop' (which does not know what environments add)."
             )
         self.check_known(largest_id, where)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections import Counter
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 from accelerate.logging import get_logger
+from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from trl_opsd.data.prompts import tells_more
 from trl_opsd.environments.worker import Late, Wait, Worker, waited
@@ -47,8 +49,8 @@ class Kind:
     """Of the class: looking at an object would run its properties, or ask a proxy."""
     tools: Tools
     """As templates describe them: none is to be awaited."""
-    own: frozenset[str]
-    """Those that are methods."""
+    own: Mapping[str, str]
+    """The attribute of each that is a method: a decorator may have given it another name."""
     standalone: Tools
     """The others, as they were passed."""
     pool: list[Episode] = field(default_factory=list)
@@ -70,6 +72,8 @@ class Episode:
         """The observation at the start, and what only the teacher may read."""
         if self.it is None:
             self.it = self.kind.make()
+            if type(self.it) is not self.kind.of:
+                raise TypeError(f"its factory made a {type(self.it).__name__}, and a {self.kind.of.__name__} before.")
         observation = wait(self.it.reset(**row))
         if isinstance(observation, str):
             observation = _clean(observation)
@@ -80,7 +84,7 @@ class Episode:
 
     def answer(self, calls: Calls, wait: Wait) -> list[Called]:
         """The answers to the calls of a turn."""
-        own = {key: getattr(self.it, key) for key in self.kind.own}
+        own = {name: getattr(self.it, key) for name, key in self.kind.own.items()}
         return answers({**self.kind.standalone, **own}, calls, wait)
 
     def feedback(self, wait: Wait) -> str | None:
@@ -131,16 +135,25 @@ class Environments:
         (it,) = waited([worker.start(lambda _: make())], self._seconds)
         if isinstance(it, BaseException):
             raise RuntimeError(f"{called} could not make an environment: {_in_words(it)}") from it
-        methods = dict(inspect.getmembers(type(it), inspect.isfunction))
+        methods = dict(inspect.getmembers(type(it), lambda one: inspect.isfunction(one) or inspect.ismethod(one)))
         if "reset" not in methods:
             raise ValueError(
                 f"{called} makes a {type(it).__name__}, which has no method `reset`: expected a function that returns "
                 "an object with `reset(**row)`, whose other public methods are its tools (docs/agents.md)."
             )
         own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
+        for key, one in own.items():
+            try:
+                get_json_schema(one)
+            except (DocstringParsingException, TypeHintParsingException) as error:
+                raise ValueError(
+                    f"`{type(it).__name__}.{key}` is a tool of {called}, which templates cannot describe: {error} "
+                    "Repair that, or let its name begin with an underscore if it is no tool."
+                ) from None
         given = {one.__name__: one for one in tools}
-        described = {key: as_described(one) for key, one in {**given, **own}.items()}
-        kind = Kind(make, type(it), frozenset(methods), described, frozenset(own), given)
+        described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
+        names = {one.__name__: key for key, one in own.items()}
+        kind = Kind(make, type(it), frozenset(methods), described, names, given)
         kind.pool.append(Episode(kind, it, worker))
         return kind
 
@@ -225,14 +238,19 @@ class Environments:
         Calls of one row follow each other; those of different rows do not wait for each other.
         """
         jobs = [functools.partial(one.answer, some) for one, some in zip(episodes, calls, strict=True)]
-        return [None if isinstance(one, BaseException) else one for one in self._together(episodes, jobs)]
+        return self._or_none(self._together(episodes, jobs), "A call of a tool failed, and its row ends")
 
     def feedback(self, episodes: Sequence[Episode]) -> list[str | None]:
         """What environments say after their episodes; `None` of one that says nothing, or did not in time."""
         found = self._together(episodes, [one.feedback for one in episodes])
+        return self._or_none(found, "`get_feedback` of an environment failed, so its row has none")
+
+    @staticmethod
+    def _or_none(found: Sequence[Any], failure: str) -> list[Any]:
+        """Results, and `None` for exceptions, of which those are warned of that were not late."""
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, Late):
-                logger.warning(f"`get_feedback` of an environment failed, so its row has none: {_in_words(error)}")
+                logger.warning(f"{failure}: {_in_words(error)}")
         return [None if isinstance(one, BaseException) else one for one in found]
 
     def _reward(self, of: type[Any], /, *, environments: Sequence[Any], **_: Any) -> list[Any]:
@@ -268,17 +286,18 @@ def answers(tools: Tools, calls: Calls, wait: Wait) -> list[Called]:
                 raise ValueError(f"Unsupported tool call type: {call['type']}")
             if name not in tools:
                 raise ValueError(f"Tool {name} not found.")
-            found.append(Called(name, _content(wait(tools[name](**function["arguments"])))))
+            arguments = copy.deepcopy(function["arguments"])  # which a tool may change
+            found.append(Called(name, _content(wait(tools[name](**arguments)))))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also `SystemExit`, and what is cancelled
-            found.append(Called(name, _clean(str({"error": str(error)})), failed=True))
+            found.append(Called(name, _clean(str({"error": _text(error)})), failed=True))
     return found
 
 
 def _content(answer: Any) -> str:
     """The content of a message: the text in its parts, or the `str` of anything else."""
-    if answer and isinstance(answer, list) and all(isinstance(part, Mapping) for part in answer):
+    if isinstance(answer, list) and answer and all(isinstance(part, Mapping) for part in answer):
         kinds = {part.get("type") for part in answer}
         if kinds == {"text"}:
             return _clean("".join(str(part.get("text")) for part in answer))
@@ -304,7 +323,10 @@ def _told(row: Mapping[str, Any], observation: Any, context: str | None) -> dict
         *before, last = told["prompt"]
         content = last["content"]
         if isinstance(observation, list) and isinstance(content, str):
-            content = [{"type": "text", "text": content}]
+            if all(part.get("type") == "text" for part in observation):  # templates of text know no parts
+                observation = "".join(part["text"] for part in observation)
+            else:
+                content = [{"type": "text", "text": content}]
         if isinstance(observation, str) and isinstance(content, list):
             observation = [{"type": "text", "text": observation}]
         told["prompt"] = [*before, {**last, "content": content + observation}]
@@ -349,4 +371,11 @@ def check_factory(factory: Any) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, Late) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, Late) else f"{type(error).__name__}: {_text(error)}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of the tool's own class
+        return type(error).__name__

@@ -39,6 +39,7 @@ class Worker:
 
 
 def _work(loop: asyncio.AbstractEventLoop, jobs: _Jobs) -> None:
+    asyncio.set_event_loop(loop)  # where methods find it that await something themselves
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
 
         def wait(value: Any) -> Any:

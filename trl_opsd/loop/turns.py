@@ -260,11 +260,11 @@ class Turns:
             suffix = self._suffix(said)
         length = len(row.ids) + len(suffix)
         fits = limits.context is None or len(row.prompt_ids) + length < limits.context
-        if not fits or length >= limits.completion:
+        if not fits or length > limits.completion:
             return False
         row.ids, row.mask = row.ids + suffix, row.mask + [0] * len(suffix)
         row.messages += said
-        return True
+        return length < limits.completion
 
     def _answered(self, rows: Sequence[Trajectory]) -> Sequence[list[Called] | None]:
         """What tools answer to the last turn of each row; `None` where they do not in time."""
