@@ -537,9 +537,14 @@ def test_errors_of_reward_functions_name_function_and_rows(make_trainer, functio
         trainer.evaluate()
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", "booleans"])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "arrays", "booleans"])
 def test_numbers_of_every_kind_are_rewards(make_trainer, kind):
-    kinds = {"numpy": np.array([1, 0]), "torch": torch.tensor([[1.0], [0.0]]), "booleans": [np.bool_(1), False]}
+    kinds = {
+        "numpy": np.array([1, 0]),
+        "torch": torch.tensor([[1.0], [0.0]]),
+        "arrays": [np.array([1.0]), np.array(0)],
+        "booleans": [np.bool_(1), False],
+    }
     trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(), reward_funcs=wrong(kinds[kind]))
     assert trainer.evaluate()["eval_reward"] == 0.5
 

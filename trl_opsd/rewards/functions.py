@@ -102,7 +102,7 @@ def _checked(returned: Any, name: str, rows: Sequence[str]) -> list[float]:
 def _number(value: Any, name: str, row: str) -> float:
     if value is None:
         return math.nan
-    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+    if isinstance(value, np.generic | np.ndarray | Tensor) and math.prod(value.shape) == 1:
         value = value.item()
     if not isinstance(value, Real) or math.isinf(value):
         raise (ValueError if isinstance(value, Real) else TypeError)(
