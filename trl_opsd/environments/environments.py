@@ -71,9 +71,10 @@ class Episode:
     def begin(self, row: Mapping[str, Any], wait: Wait) -> tuple[Any, str | None]:
         """The observation at the start, and what only the teacher may read."""
         if self.it is None:
-            self.it = self.kind.make()
-            if type(self.it) is not self.kind.of:
-                raise TypeError(f"its factory made a {type(self.it).__name__}, and a {self.kind.of.__name__} before.")
+            made = self.kind.make()
+            if type(made) is not self.kind.of:
+                raise TypeError(f"its factory made a {type(made).__name__}, and a {self.kind.of.__name__} before.")
+            self.it = made
         observation = wait(self.it.reset(**row))
         if isinstance(observation, str):
             observation = _clean(observation)
