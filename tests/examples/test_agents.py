@@ -68,6 +68,23 @@ def test_held_out_rows_are_others_and_levels_come_in_turn(name):
     assert set(world.rows(100)[{"doors": "rooms"}.get(name, world.OF)]) == set(world.LEVELS)
 
 
+def test_a_teacher_learns_how_a_wrong_call_goes_on_but_not_to_begin_it():
+    task, source, seen = TASKS["sql"], random.Random(0), set()
+    words = task.tokenizer()
+    for row in task.world.rows(60):
+        walk = task.walk(row, "mistaken", source, is_told=True)
+        ids, labels = encoded(words, walk)
+        pieces = words.batch_decode([[one] for one in ids])
+        begins = [place + 1 for place, piece in enumerate(pieces) if piece == "<|assistant|>"]
+        ends = [pieces.index("<|end|>", place) for place in begins]
+        for place, end, is_advised in zip(begins, ends, walk.is_advised, strict=True):
+            learned = [one != -100 for one in labels[place : end + 1]]
+            assert learned == [is_advised or (is_advised is None and at >= 2) for at in range(len(learned))]
+            assert is_advised is not None or pieces[place + 1].startswith('{"name": "submit"')
+            seen.add(is_advised)
+    assert seen == {True, None, False}
+
+
 @pytest.mark.parametrize("name", ["sql", "house"])
 def test_a_model_is_made_with_templates_for_tools(name, tmp_path):
     agents.make(TASKS[name], "student", tmp_path, steps=2)
