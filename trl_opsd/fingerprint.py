@@ -8,6 +8,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -153,6 +154,12 @@ def describe_function(function: Any) -> str:
     return f"{name}, sha256 {hashlib.sha256(code.encode()).hexdigest()[:16]}"
 
 
+def _methods(of: type) -> list[Any]:
+    """Those in the body of a class, but what `dataclass` writes, which has no source."""
+    own = [inspect.unwrap(one) for one in vars(of).values() if inspect.isfunction(one)]
+    return [one for one in own if not (is_dataclass(of) and one.__code__.co_filename == "<string>")]
+
+
 def _code(function: Any, seen: set[int]) -> str:
     if id(function) in seen:
         return ""
@@ -160,9 +167,8 @@ def _code(function: Any, seen: set[int]) -> str:
     if isinstance(function, partial):
         given = _value((*function.args, *sorted(function.keywords.items())), seen)
         return f"{_code(function.func, seen)} with {given}"
-    if isinstance(function, type):  # inherited methods, too
-        bodies = (vars(base).values() for base in inspect.getmro(function))
-        function = [one for body in bodies for one in body if inspect.isfunction(one)]
+    if isinstance(function, type):  # with inherited methods
+        function = [one for base in inspect.getmro(function) for one in _methods(base)]
     if isinstance(function, list):
         return "\n".join(_code(one, seen) for one in function)
     function = getattr(inspect.unwrap(function), "__func__", inspect.unwrap(function))

@@ -78,7 +78,9 @@ class Episode:
         observation = wait(self.it.reset(**row))
         if isinstance(observation, str):
             observation = _clean(observation)
-        elif observation is not None and not isinstance(observation, list):
+        elif observation is not None and not (
+            isinstance(observation, list) and all(isinstance(part, Mapping) for part in observation)
+        ):
             found = type(observation).__name__
             raise TypeError(f"`reset` returned a {found}: expected text, parts of a message, or None.")
         return observation, self._told("get_privileged_context", wait)
