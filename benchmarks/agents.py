@@ -15,7 +15,6 @@ import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,22 +91,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     asked = parser.parse_args()
     torch.set_num_threads(1)  # the models are tiny
-
-    def sleep(seconds: float) -> str:
-        """Sleeps.
-
-        Args:
-            seconds: How long.
-
-        Returns:
-            Nothing of interest.
-        """
-        time.sleep(seconds)
-        return "slept"
-
     with tempfile.TemporaryDirectory() as folder:
         print(f"| {ROWS} calls of {asked.call:g} s | seconds per turn |\n|---|---|")
-        for name, acting in (("`tools`", {"tools": [sleep]}), ("environments", {"environment_factory": Adder})):
+        for name, acting in (("`tools`", {"tools": [Adder().sleep]}), ("environments", {"environment_factory": Adder})):
             print(f"| {name} | {seconds_of_a_turn(acting, asked, folder):.3f} |")
         waits, rollout = step(None, asked, folder)
         overlaps, _ = step("step", asked, folder)
