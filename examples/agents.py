@@ -41,11 +41,12 @@ class Task:
         environment (`type`): its class.
         world (`ModuleType`):
             `rows` that begin it, its `LEVELS`, numbers `OF` something, `MOST_CALLS` and `MOST_TOKENS`, what is said
-            when it is `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`. Of calls
-            that are `ENDED` a teacher learns what to write once they have begun, also where it would not begin them.
+            when it is `DONE`, and the next call of someone who is `knowing`, `searching`, or goes `stray`.
         pieces (`tuple[str, ...]`): texts that are one token each; empty to take them from walks.
         rows (`int`): different rows to learn from.
         steps (`Mapping[str, int]`): optimizer steps of lessons, in place of those in `LESSONS`.
+        ended (`tuple[str, ...]`):
+            Tools whose calls a teacher learns to end where it would not begin them; else it goes on with another call.
     """
 
     environment: type
@@ -53,6 +54,7 @@ class Task:
     pieces: tuple[str, ...] = ()
     rows: int = 7500
     steps: Mapping[str, int] = field(default_factory=dict)
+    ended: tuple[str, ...] = ()
 
     def question(self, environment: Any, row: Mapping[str, Any], is_told: bool) -> list[dict[str, str]]:
         """The prompt, as the trainer makes it for the student or the teacher; the environment is begun."""
@@ -78,7 +80,7 @@ class Task:
             except Exception as error:  # as trainers answer
                 answer = str({"error": str(error)})
             walk.messages.append({"role": "tool", "name": name, "content": answer})
-            is_ended = name in world.ENDED and name != advised[0]
+            is_ended = name in self.ended and name != advised[0]
             walk.is_advised.append(True if not is_stray else None if is_ended else False)
         walk.messages.append({"role": "assistant", "content": world.DONE})
         walk.is_advised.append(True)
@@ -115,6 +117,7 @@ TASKS = {
         world=sql.world,
         rows=60_000,
         steps={"student": 1200, "teacher": 2000, "guide": 2000},
+        ended=("submit",),
     ),
     "house": Task(environment=house.world.House, world=house.world),
 }

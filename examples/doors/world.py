@@ -33,8 +33,6 @@ MOST_TOKENS = 160
 DONE = "out"
 """The last message."""
 
-ENDED: tuple[str, ...] = ()
-
 
 def _drawn(maze: str, what: str, below: int) -> int:
     """A number that is the same in every process, and says nothing of others."""

@@ -23,8 +23,6 @@ MOST_TOKENS = 200
 DONE = "done"
 """The last message."""
 
-ENDED: tuple[str, ...] = ()
-
 ROOMS = ("attic", "cellar", "kitchen", "library", "nursery", "pantry", "porch", "study")
 
 Call = tuple[str, dict[str, Any]]

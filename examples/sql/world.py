@@ -24,9 +24,6 @@ MOST_TOKENS = 240
 DONE = "done"
 """The last message."""
 
-ENDED: tuple[str, ...] = ("submit",)
-"""Tools whose calls a teacher learns to end where it would not begin them; else it would go on with a query."""
-
 THINGS = {
     "orders": "price",
     "trips": "distance",
