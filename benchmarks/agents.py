@@ -23,29 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import tiny
 import torch
-from environments.worlds import END, Adder, Scripted, call, given, rows
-from overlap import Steps, Watch
+from environments.test_apart import Server
+from environments.worlds import END, Adder, call, given, rows
 
 from trl_opsd import OPSDTrainer
 
 ROWS = 16
-
-
-class Server(Scripted):
-    """Writes each turn of a row in the same time, without waiting for other rows."""
-
-    writes_apart = True
-
-    def __init__(self, turns: Callable[[str], str], seconds: float, watch: Watch) -> None:
-        super().__init__(turns)
-        self._seconds, self._watch = seconds, watch
-
-    def one_by_one(self, prompt_ids: list[list[int]], step: int) -> Callable[[int, list[int]], list[int]]:
-        def ask(number: int, ids: list[int]) -> list[int]:
-            self._watch.sleep("rollout", self._seconds)
-            return self.complete([ids], step)[0]
-
-        return ask
 
 
 def turns(least: int, most: int, seconds: float) -> Callable[[str], str]:
@@ -74,14 +57,14 @@ def seconds_of_a_turn(acting: dict[str, Any], asked: argparse.Namespace, folder:
 
 def step(overlap: str | None, asked: argparse.Namespace, folder: str) -> tuple[float, float]:
     """Seconds of a step and of its rollout: medians without the first step."""
-    watch, write = Watch(), turns(0, 3, asked.turn)
-    arguments = given(write, rollout=Server(write, asked.turn, watch), train_dataset=rows(ROWS))
-    arguments |= {"max_steps": asked.steps + 1, "callbacks": [Steps(watch)]}
-    trainer(
-        arguments, folder, overlap=overlap, per_device_train_batch_size=2, gradient_accumulation_steps=ROWS // 2
-    ).train()
-    rollouts = [max(end for _, end in one["rollout"]) for one in watch.steps[1:]]
-    return statistics.median(watch.seconds[1:]), statistics.median(rollouts)
+    write = turns(0, 3, asked.turn)
+    arguments = given(write, rollout=Server(write), train_dataset=rows(ROWS), max_steps=asked.steps + 1)
+    arguments["rollout"].seconds = asked.turn
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": ROWS // 2}
+    one = trainer(arguments, folder, overlap=overlap, **batch)
+    one.train()
+    logs = [log for log in one.state.log_history if "step_time" in log][1:]
+    return statistics.median(log["step_time"] for log in logs), statistics.median(log["time/complete"] for log in logs)
 
 
 def main() -> None:
