@@ -118,6 +118,8 @@ CLASSES = [
         "`peft_config.task_type` is .*SEQ_CLS",
         peft_config=LoraConfig(task_type="SEQ_CLS"),
     ),
+    placed("a reward for the teacher", "is a function: .* by name; pass rewards as `reward_funcs=`", "student", placed),
+    placed("rewards for the teacher", "is a list: .* by name; pass rewards as `reward_funcs=`", "student", [placed]),
     placed("options for the teacher", "`teacher_model` is a OPSDConfig: expected a path", "student", OPTIONS),
     placed(
         "rows for the options",
