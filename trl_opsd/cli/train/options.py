@@ -224,7 +224,7 @@ class OptionParser(TrlParser):
     def _read(self, path: str) -> dict[str, Any]:
         """The options of a YAML file; ends the program on one that is unknown: TRL's error for it has no hint."""
         try:
-            config = yaml.load(Path(path).read_text(encoding="utf-8"), _OnceLoader)
+            config = _OnceLoader(Path(path).read_text(encoding="utf-8")).get_single_data()
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             self.error(f"--config {path}: {error}")
         if not isinstance(config, dict):
