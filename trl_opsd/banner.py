@@ -20,6 +20,7 @@ from transformers import (
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
+from trl_opsd.data.images import TEACHER_IMAGE_COLUMNS
 from trl_opsd.data.prompts import Request
 from trl_opsd.data.readers import Reader
 from trl_opsd.loop.hooks import TrainerHooks
@@ -38,6 +39,8 @@ _PROMPT = 600
 _OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
 _BY_FUNCTION = "`teacher_prompt_fn`"
+_LOW = 1e-6
+"""A learning rate at which an adapter hardly learns: a hundredth of what adapters usually take."""
 _KINDS = {"base": "the initial student", "ema": "moving average of the student", "live": "the current student"}
 """What each `teacher_model_kind` is."""
 
@@ -76,7 +79,9 @@ class Described:
 
     def text(self, reads_stream: bool = False) -> str:
         """The description, an entry for each part; `reads_stream` shows the first row of a stream, which reads it."""
-        return "\n".join([type(self.trainer).__name__, *_filled(chain(self._parts(), self._rows(reads_stream)))])
+        return "\n".join(
+            [type(self.trainer).__name__, *_filled(chain(self._parts(advises=True), self._rows(reads_stream)))]
+        )
 
     def later(self) -> str | None:
         """The entry that is known only after a step: the first prompt that `teacher_prompt_fn` has made."""
@@ -88,7 +93,7 @@ class Described:
         told = ("steps", "completions", "rewards", "optimizer")
         return {name: " ".join(said.split()) for name, said in self._parts() if name in told}
 
-    def _parts(self) -> Iterator[tuple[str, str]]:
+    def _parts(self, advises: bool = False) -> Iterator[tuple[str, str]]:
         args, teachers = self.trainer.args, self.trainer.teaching.teachers
         yield "student", self._student()
         kind = f"{self._kind(args.teacher_model_kind)}: " if args.teacher_model_kind else ""
@@ -102,9 +107,9 @@ class Described:
         tempered = temperatures_in_words(*self.trainer.temperatures)
         yield "objective", f"{describe(self.trainer.divergence)}, {tempered}{shape_in_words(args)}"
         if self.rewards:
-            when = "" if self.trainer.teaching.learned_rewards else ", in evaluations only"
-            yield "rewards", f"{', '.join(self.rewards)}{when}"
-        yield "optimizer", self._optimizer()
+            logged = ", logged only" if self.trainer.teaching.logs_rewards else ", in evaluations only"
+            yield "rewards", ", ".join(self.rewards) + ("" if self.trainer.teaching.learned_rewards else logged)
+        yield "optimizer", self._optimizer(advises)
         if self.without_effect:
             yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)
 
@@ -112,6 +117,10 @@ class Described:
         model, precision = self.trainer.model, self.trainer.accelerator.mixed_precision
         trained = [one for one in model.parameters() if one.requires_grad]
         part = "" if len(trained) == len(list(model.parameters())) else f", {sizes(trained)} trainable"
+        seeing = getattr(model.config, "vision_config", None)
+        towers = [one for one in model.modules() if seeing is not None and getattr(one, "config", None) is seeing]
+        if is_peft(model) and any(one.requires_grad for tower in towers for one in tower.parameters()):
+            part += ", in the vision tower too"
         return f"{described(model)}{part}{'' if precision == 'no' else f'; computes in {precision}'}"
 
     def _kind(self, kind: str) -> str:
@@ -157,15 +166,18 @@ class Described:
             shown.append(f"with the tools {', '.join(tool.__name__ for tool in self.trainer.tools)}")
         return ", ".join(filter(None, shown))
 
-    def _optimizer(self) -> str:
+    def _optimizer(self, advises: bool) -> str:
         args, used = self.trainer.args, self.trainer.optimizer
+        low = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
+        low = low if advises and is_peft(self.trainer.model) and args.learning_rate <= _LOW else ""
         if used is None:
-            return f"{args.optim.value}, learning rate {args.learning_rate}"
+            return f"{args.optim.value}, learning rate {args.learning_rate}{low}"
         while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
             used = used.optimizer
         # A scheduler keeps the rate it starts from, and changes the other at once.
         rates = sorted({float(group.get("initial_lr", group["lr"])) for group in used.param_groups})
-        return f"{type(used).__name__}, learning rate {', '.join(map(str, rates))}"
+        low = low if max(rates) <= _LOW else ""
+        return f"{type(used).__name__}, learning rate {', '.join(map(str, rates))}{low}"
 
     def _rows(self, reads_stream: bool) -> Iterator[tuple[str, str]]:
         trainer = self.trainer
@@ -193,7 +205,17 @@ class Described:
             yield _OF_TEACHER, f"what {_BY_FUNCTION} returns, shown after the first step"
         else:
             name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
-            yield name, "the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)
+            later = "".join(f" + {one}" for one in self._later(dataset))
+            yield name, ("the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)) + later
+
+    def _later(self, dataset: AnyDataset) -> Iterator[str]:
+        """What the teacher's prompt has beside the row's text."""
+        if self.trainer.teaching.readers.intake.is_told:
+            yield "what the environment tells"
+        if self.trainer.args.teacher_context is not None:
+            yield "a success of its group"
+        if not {*TEACHER_IMAGE_COLUMNS}.isdisjoint(columns_of(dataset) or ()):
+            yield "its own images"
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as is known: a function or a subclass may read any."""

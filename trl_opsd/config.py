@@ -232,7 +232,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         float,
         Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards", also="reward_coef"),
     ] = 0.0
-    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0, only evaluations report them."""
+    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0 they are only logged."""
     reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, (REWARDS,), resumed=REWARD_WEIGHT)] = None
     """Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1."""
     scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT)] = (

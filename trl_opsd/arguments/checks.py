@@ -153,18 +153,29 @@ def check_rows_of_rewards(
     reads_solutions: bool,
     are_learned: bool,
     more: Collection[str] = (),
-) -> None:
-    """Checks that functions can be called for the rows that are evaluated, and learned where they are called then."""
+) -> bool:
+    """Checks that functions can be called for all rows; returns whether they can in training.
+
+    A warning says so where they cannot, and rewards would only be logged.
+    """
     known: dict[str, Collection[str] | None] = {}
     for where, dataset in datasets.items():
-        if dataset is None or (where == "train_dataset" and not are_learned):
+        if dataset is None:
             continue
         columns = columns_of(dataset)
         if columns is not None:
             seen = {one for one in columns if one in row_columns or not args.remove_unused_columns}
             columns = [*seen, *(("solution",) if reads_solutions and "privileged_context" in seen else ())]
         known[where] = columns
-    check_reward_columns(rewards, known, more)
+    for where, columns in known.items():
+        try:
+            check_reward_columns(rewards, {where: columns}, more)
+        except ValueError as error:
+            if are_learned or where != "train_dataset":
+                raise
+            logger.warning(f"{error} Until then rewards are logged in evaluations only.")
+            known = {one: known[one] for one in known if one != where}
+    return "train_dataset" in known
 
 
 # ---- Chat templates -------------------------------------------------------------------------------------------------
