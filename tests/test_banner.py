@@ -313,7 +313,8 @@ def test_context_that_the_teacher_gets_later_is_named(make_trainer):
     assert found.count("⟨image, 4 tokens⟩") == 2
     assert found.endswith(" + its own images")
     found, plain = (parts(make_trainer(**given(once(END), one)))["teacher's prompt"] for one in (Told, Adder))
-    assert found == f"{plain} + what the environment tells"
+    assert found.endswith("' + what the environment tells")
+    assert plain == "the same"
 
 
 class TestBanner:
