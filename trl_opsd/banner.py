@@ -39,8 +39,7 @@ _PROMPT = 600
 _OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
 _BY_FUNCTION = "`teacher_prompt_fn`"
-_LOW = 1e-6
-"""A learning rate at which an adapter hardly learns: a hundredth of what adapters usually take."""
+_TOO_LOW = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
 _KINDS = {"base": "the initial student", "ema": "moving average of the student", "live": "the current student"}
 """What each `teacher_model_kind` is."""
 
@@ -79,9 +78,7 @@ class Described:
 
     def text(self, reads_stream: bool = False) -> str:
         """The description, an entry for each part; `reads_stream` shows the first row of a stream, which reads it."""
-        return "\n".join(
-            [type(self.trainer).__name__, *_filled(chain(self._parts(advises=True), self._rows(reads_stream)))]
-        )
+        return "\n".join([type(self.trainer).__name__, *_filled(chain(self._parts(), self._rows(reads_stream)))])
 
     def later(self) -> str | None:
         """The entry that is known only after a step: the first prompt that `teacher_prompt_fn` has made."""
@@ -91,9 +88,9 @@ class Described:
     def settings(self) -> dict[str, str]:
         """How it trains, for a model card: the entries that name no folder and show no row."""
         told = ("steps", "completions", "rewards", "optimizer")
-        return {name: " ".join(said.split()) for name, said in self._parts() if name in told}
+        return {name: " ".join(said.replace(_TOO_LOW, "").split()) for name, said in self._parts() if name in told}
 
-    def _parts(self, advises: bool = False) -> Iterator[tuple[str, str]]:
+    def _parts(self) -> Iterator[tuple[str, str]]:
         args, teachers = self.trainer.args, self.trainer.teaching.teachers
         yield "student", self._student()
         kind = f"{self._kind(args.teacher_model_kind)}: " if args.teacher_model_kind else ""
@@ -109,7 +106,7 @@ class Described:
         if self.rewards:
             logged = ", logged only" if self.trainer.teaching.logs_rewards else ", in evaluations only"
             yield "rewards", ", ".join(self.rewards) + ("" if self.trainer.teaching.learned_rewards else logged)
-        yield "optimizer", self._optimizer(advises)
+        yield "optimizer", self._optimizer()
         if self.without_effect:
             yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)
 
@@ -166,18 +163,16 @@ class Described:
             shown.append(f"with the tools {', '.join(tool.__name__ for tool in self.trainer.tools)}")
         return ", ".join(filter(None, shown))
 
-    def _optimizer(self, advises: bool) -> str:
+    def _optimizer(self) -> str:
         args, used = self.trainer.args, self.trainer.optimizer
-        low = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
-        low = low if advises and is_peft(self.trainer.model) and args.learning_rate <= _LOW else ""
-        if used is None:
-            return f"{args.optim.value}, learning rate {args.learning_rate}{low}"
         while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
             used = used.optimizer
+        groups = [] if used is None else used.param_groups
         # A scheduler keeps the rate it starts from, and changes the other at once.
-        rates = sorted({float(group.get("initial_lr", group["lr"])) for group in used.param_groups})
-        low = low if max(rates) <= _LOW else ""
-        return f"{type(used).__name__}, learning rate {', '.join(map(str, rates))}{low}"
+        rates = sorted({float(one.get("initial_lr", one["lr"])) for one in groups}) or [args.learning_rate]
+        low = _TOO_LOW if is_peft(self.trainer.model) and rates[-1] <= 1e-6 else ""
+        name = args.optim.value if used is None else type(used).__name__
+        return f"{name}, learning rate {', '.join(map(str, rates))}{low}"
 
     def _rows(self, reads_stream: bool) -> Iterator[tuple[str, str]]:
         trainer = self.trainer
