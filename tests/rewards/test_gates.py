@@ -201,6 +201,28 @@ def test_controls_take_the_teachers_part_away(make_trainer):
     }
 
 
+@pytest.mark.parametrize("options", [{"contrast_weight": 0.5}, {"teacher_context": "group_success"}], ids=str)
+def test_a_shuffled_teacher_reads_nothing_of_its_own_row(make_trainer, options):
+    names = ["prompt", "contrast_context"] if "contrast_weight" in options else ["prompt"]
+    data = Dataset.from_dict({name: [f"{name} {row}" for row in range(6)] for name in names})
+    read = []
+
+    class Reading(OPSDTrainer):
+        def teach(self, rollout, rows):
+            read.extend((row, row.control.value, row.contrast and row.contrast.value) for row in rows)
+            return super().teach(rollout, rows)
+
+    given = {"teacher_control": "shuffled", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    trained(make_trainer, Reading, train_dataset=data, **{**given, **options})
+    own, other = read[0][0], "prompt 1"
+    assert own["prompt"] == "prompt 0"
+    if "contrast_weight" in options:
+        assert read[0][1:] == (other, f"contrast_context 1\n\n{other}")
+    else:
+        assert [text.partition("\n")[0] for _, text, _ in read] == [other] * 4 + ["prompt 0"] * 4
+        assert [row.gate for row, *_ in read] == [1, 1, 1, 1] * 2, "by its own group"
+
+
 def test_an_evaluation_has_the_teacher_that_a_control_replaces(make_trainer):
     """Also of a single row, which cannot be shuffled."""
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})

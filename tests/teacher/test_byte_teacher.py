@@ -223,6 +223,29 @@ def test_two_teachers_with_other_tokenizers_each_read_their_own_rows(make):
     assert by_name == pytest.approx(alone, rel=1e-4)
 
 
+def test_a_shuffled_teacher_reads_another_prompt_in_its_own_tokens(make):
+    read, theirs = {}, tiny.tokenizer()
+
+    class Reading(OPSDTrainer):
+        def teach(self, rollout, rows):
+            prompts, names = self.teaching._for_teachers(rollout, rows)
+            for row, name, ids in zip(rows, names, prompts.prompt_lists(), strict=True):
+                read[row["prompt"]] = {"a": YOURS, "b": theirs}[name].decode(ids)
+            return super().teach(rollout, rows)
+
+    make(
+        cls=Reading,
+        columns={"teacher": ["a", "b", "a", "b"]},
+        teacher_model={"a": models()[1], "b": tiny.qwen2(40, 2)},
+        teacher_processing_class={"a": YOURS, "b": theirs},
+        teacher_control="shuffled",
+        shuffle_dataset=False,
+        max_completion_length=60,
+        max_steps=1,
+    ).train()
+    assert read == dict(zip(PROMPTS, [*PROMPTS[1:], PROMPTS[0]], strict=True))
+
+
 def test_options_that_change_rows_work_together(make):
     def short(completions, **_):
         return [-float(len(one)) for one in completions]
