@@ -85,7 +85,8 @@ def test_values_and_gradients_equal_the_dense_ones(divergence, chunk_tokens, bia
     def streamed():
         found = bytewise_divergence(
             student, LazyLogits(teacher_logs.float(), byte_head(ids.device)), divergence, vocabulary.table,
-            Spelled(token, held, reads.long(), torch.arange(len(token)), torch.arange(len(ids))), Sampled(ids, pull), weights, chunk_tokens,
+            Spelled(token, held, reads.long(), torch.arange(len(token)), torch.arange(len(ids))),
+            Sampled(ids, pull), weights, chunk_tokens,
         )  # fmt: skip
         assert found.outcomes.sum() == len(token)
         assert 0 < found.compared.sum() < held.sum()

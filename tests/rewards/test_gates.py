@@ -9,9 +9,10 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from tokenizers import AddedToken
 
 from trl_opsd import OPSDTrainer, RolloutBackend
-from trl_opsd.data.outcomes import Outcome
+from trl_opsd.data.outcomes import Outcome, texts_of
 
 WORDS = tiny.tokenizer()
 REWARDS = [1 / 3, 1.0, 5 / 3, 2 / 3]
@@ -156,6 +157,32 @@ def test_a_solution_that_does_not_fit_is_not_shown(make_trainer):
     found = trained(make_trainer, teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=64), **given)
     assert found.gates == [0.0] * 8
     assert log(found)["loss"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a plan</think>4", "4"),  # R1's and QwQ's templates begin the thought in the prompt
+        ("one</think>two</think>4", "4"),
+        ("so <think>a</think>far <think>b</think>4", "so far 4"),
+        ("a</think>4<think>or 5", "4"),
+        ("<think>without end", None),
+        ("[THINK]a plan[/THINK]4", "4"),
+        ("<|channel|>analysis<|message|>a plan<|end|><|start|>assistant<|channel|>final<|message|>4", "4"),
+        ("<|channel>thought\na plan<channel|>4", "4"),
+        ("4", "4"),
+    ],
+)
+def test_only_what_follows_a_thought_is_shown(text, shown):
+    assert Outcome(0.0, 0, (("", 0.0), (text, 1.0))).success(1.0) == shown
+
+
+@pytest.mark.parametrize("marks", [["[THINK]", "[/THINK]"], []])
+def test_marks_of_thoughts_are_kept_where_they_are_special_tokens(marks):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken(one, special=True) for one in marks])
+    (text,) = texts_of(tokenizer, tokenizer(["".join(["[THINK]", "so", "[/THINK]", "4<|im_end|>"])])["input_ids"])
+    assert text.replace(" ", "") == "[THINK]so[/THINK]4"
 
 
 def test_what_was_thought_is_not_shown():
