@@ -252,6 +252,8 @@ class Intake:
     """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
     prompt_fn: Callable[..., Any] | None
     """Builds a teacher's prompt from a row and the completion's text; takes precedence over the columns."""
+    reference: str | None = None
+    """The teacher that is read beside that of a row, with `extrapolation_reference`."""
     success: float | None = None
     """The least reward of a completion that is shown to the teacher as a solution for the others of its prompt."""
     contrasts: bool = False
@@ -391,6 +393,11 @@ class Intake:
                 else "has no teacher name in the column 'teacher'"
             )
             raise ValueError(f"{where} {found}: expected one of {sorted(self.teachers)}.")
+        if name == self.reference:
+            raise ValueError(
+                f"{where} names the teacher {name!r}, which is the `extrapolation_reference`, so nothing would be "
+                "extrapolated: name the teacher that was trained from it."
+            )
         return name
 
     def _of_teacher(self, row: Row, where: str, teacher: str, student: Prompt, images: list[Any] | None) -> Prompt:
