@@ -316,6 +316,8 @@ class TrainerHooks(TrainerMembers):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
         written = self.trl_batch(requests)
+        if self.model.training and self.args.teacher_control == "shuffled":
+            self.teaching.shuffle(requests, Rollout.unpack(written))
         # A teacher that was notified of a row reads it in the process that generated it.
         stay = self._overlap is not None and self._overlap.notifies_teacher
         batch, rows = self._dealer.exchanged(written, requests, stay)
