@@ -167,9 +167,9 @@ def check_rows_of_rewards(
             seen = {one for one in columns if one in row_columns or not args.remove_unused_columns}
             columns = [*seen, *(("solution",) if reads_solutions and "privileged_context" in seen else ())]
         known[where] = columns
-    for where, columns in known.items():
+    for where, names in known.items():
         try:
-            check_reward_columns(rewards, {where: columns}, more)
+            check_reward_columns(rewards, {where: names}, more)
         except ValueError as error:
             if are_learned or where != "train_dataset":
                 raise

@@ -335,7 +335,7 @@ AFTER = (
     ),
     # the teacher
     *(
-        together(f", {why}: remove one of them.", **{name: value}, cross_tokenizer=SET)
+        rule
         for name, value, why in (
             ("top_k_teacher", SET, "whose buckets are tokens, where bytes have 257 outcomes"),
             ("kl_clip", SET, "which bounds the entries of a vocabulary of tokens"),
@@ -354,6 +354,7 @@ AFTER = (
             ("teacher_control", one_of("constant"), "which selects tokens by the student's probability of tokens"),
             ("teacher_control", one_of("unprivileged"), "with which the teacher reads the token ids of the student"),
         )
+        for rule in each(f", {why}: remove one of them.", {name: value}, cross_tokenizer=SET)
     ),
     Rule(
         _unmovable,
