@@ -104,7 +104,8 @@ class Described:
         tempered = temperatures_in_words(*self.trainer.temperatures)
         yield "objective", f"{describe(self.trainer.divergence)}, {tempered}{shape_in_words(args)}"
         if self.rewards:
-            logged = ", logged only" if self.trainer.teaching.logs_rewards else ", in evaluations only"
+            lacking = "" if self.trainer.train_dataset is None else ": training rows lack their columns"
+            logged = ", logged only" if self.trainer.teaching.logs_rewards else f", in evaluations only{lacking}"
             yield "rewards", ", ".join(self.rewards) + ("" if self.trainer.teaching.learned_rewards else logged)
         yield "optimizer", self._optimizer()
         if self.without_effect:

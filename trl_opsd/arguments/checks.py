@@ -154,10 +154,7 @@ def check_rows_of_rewards(
     are_learned: bool,
     more: Collection[str] = (),
 ) -> bool:
-    """Checks that functions can be called for all rows; returns whether they can in training.
-
-    A warning says so where they cannot, and rewards would only be logged.
-    """
+    """Checks that functions can be called for all rows; returns whether they can in training, if it only logs them."""
     known: dict[str, Collection[str] | None] = {}
     for where, dataset in datasets.items():
         if dataset is None:
@@ -170,10 +167,9 @@ def check_rows_of_rewards(
     for where, names in known.items():
         try:
             check_reward_columns(rewards, {where: names}, more)
-        except ValueError as error:
+        except ValueError:  # rows of an evaluation may have columns that those of training do not need
             if are_learned or where != "train_dataset":
                 raise
-            logger.warning(f"{error} Until then rewards are logged in evaluations only.")
             known = {one: known[one] for one in known if one != where}
     return "train_dataset" in known
 
