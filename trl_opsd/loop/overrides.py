@@ -102,8 +102,9 @@ def check_verbs(trainer: type, base: type) -> None:
 
 def _calls(trainer: type, base: type, name: str) -> bool:
     """Whether other methods of a subclass use one of this name."""
-    parts = [(key, value) for one in trainer.__mro__[: trainer.__mro__.index(base)] for key, value in vars(one).items()]
-    codes = [code for key, value in parts if key != name and (code := getattr(value, "__code__", None)) is not None]
+    own = [part for one in trainer.__mro__[: trainer.__mro__.index(base)] for part in vars(one).items()]
+    functions = [getattr(value, "fget", getattr(value, "__func__", value)) for key, value in own if key != name]
+    codes = [one.__code__ for one in functions if inspect.isfunction(one)]
     for code in codes:  # grows by the functions and comprehensions within
         codes += filter(inspect.iscode, code.co_consts)
     return any(name in code.co_names for code in codes)
