@@ -52,8 +52,26 @@ def test_snippets_of_readme_and_start_run(snippet):
         assert names["trainer"].state.global_step == 2
 
 
-def tiny_config(config: type, *given: Any, **options: Any) -> Any:
-    small = {"max_steps": 2, "max_completion_length": 8, "use_cpu": True, "bf16": False, "report_to": "none"}
+@pytest.mark.parametrize(
+    ("snippet", "most"),
+    list(zip(SNIPPETS, [0.8, 0.96, 0.6], strict=False)),
+    ids=["README", "an adapter", "self-distillation"],
+)
+def test_the_loss_falls_at_the_rate_that_a_snippet_sets(snippet, most, hub, monkeypatch):
+    """From the first quarter of 24 steps to the last: 0.69, 0.93 and 0.31; at TRL's default 0.93, 1.00 and 0.99."""
+    for name, width in WIDTHS.items():  # the wider a model, the more changes in a step
+        tiny.qwen2(8 * width, seed=width, max_position_embeddings=1024).save_pretrained(hub / "Qwen" / name)
+    config = functools.partial(trl_opsd.OPSDConfig, steps=24, logging_steps=1, save_strategy="no")
+    monkeypatch.setattr(trl_opsd, "OPSDConfig", config, raising=False)
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    losses = [row["loss"] for row in names["trainer"].state.log_history if "loss" in row]
+    assert len(losses) == 24
+    assert sum(losses[18:]) < most * sum(losses[:6])
+
+
+def tiny_config(config: type, *given: Any, steps: int = 2, **options: Any) -> Any:
+    small = {"max_steps": steps, "max_completion_length": 8, "use_cpu": True, "bf16": False, "report_to": "none"}
     return config(*given, **{**options, **small})
 
 

@@ -14,7 +14,7 @@ ACCURACY = "eval_rewards/right/mean"
 
 
 def summarize(trainer: OPSDTrainer, teacher_accuracy: float, problems: int) -> dict[str, float]:
-    """Writes `metrics.json` to the output folder, and `curves.png` with matplotlib; prints a table, returns the metrics.
+    """Writes `metrics.json` and, with matplotlib, `curves.png` to the output folder; prints and returns the metrics.
 
     Args:
         trainer ([`OPSDTrainer`]):

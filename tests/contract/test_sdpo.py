@@ -1,8 +1,8 @@
 """`teacher_context="group_success"` gives the losses and gradients of TRL's SDPO trainer on the same completions.
 
-TRL divides by the tokens of each row and then by all rows, also by those without a teacher's prompt. So its own loss is ours
-where every row has a teacher, and all have one length or `equal_turns` is set. Elsewhere each of its rows is weighted so
-that every token that has a teacher counts the same.
+TRL divides by the tokens of each row and then by all rows, also by those without a teacher's prompt. So its own loss is
+ours where every row has a teacher, and all have one length or `equal_turns` is set. Elsewhere each of its rows is
+weighted so that every token that has a teacher counts the same.
 """
 
 from __future__ import annotations
