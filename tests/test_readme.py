@@ -36,7 +36,7 @@ def hub(tmp_path, monkeypatch):
         tiny.qwen2(width, max_position_embeddings=1024).save_pretrained(tmp_path / "Qwen" / name)
         tiny.tokenizer().save_pretrained(tmp_path / "Qwen" / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: tiny.rows(16))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: tiny.rows(80))
     # The defaults are bf16 and three epochs; neither fits a CPU or a test.
     on_the_cpu = functools.partial(tiny_config, trl_opsd.OPSDConfig)
     monkeypatch.setattr(trl_opsd, "OPSDConfig", on_the_cpu, raising=False)
@@ -50,11 +50,13 @@ def test_snippets_of_readme_and_start_run(snippet):
     exec(snippet, names)
     if "trainer" in names:
         assert names["trainer"].state.global_step == 2
+    if "found" in names:  # the sweep
+        assert len({round(one, 5) for one in names["found"].values()}) == 3
 
 
 @pytest.mark.parametrize(
     ("snippet", "most"),
-    list(zip(SNIPPETS, [0.8, 0.96, 0.6], strict=False)),
+    [(SNIPPETS[0], 0.8), (SNIPPETS[1], 0.96), (SNIPPETS[3], 0.6)],
     ids=["README", "an adapter", "self-distillation"],
 )
 def test_the_loss_falls_at_the_rate_that_a_snippet_sets(snippet, most, hub, monkeypatch):
@@ -76,7 +78,7 @@ def tiny_config(config: type, *given: Any, steps: int = 2, **options: Any) -> An
 
 
 def test_readme_and_start_have_the_snippets_this_file_runs():
-    assert (len(snippets("README.md")), len(SNIPPETS)) == (1, 4)
+    assert (len(snippets("README.md")), len(SNIPPETS)) == (1, 5)
 
 
 @pytest.mark.usefixtures("hub")
