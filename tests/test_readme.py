@@ -56,20 +56,24 @@ def test_snippets_of_readme_and_start_run(snippet):
 
 @pytest.mark.parametrize(
     ("snippet", "most"),
-    [(SNIPPETS[0], 0.8), (SNIPPETS[1], 0.96), (SNIPPETS[3], 0.6)],
-    ids=["README", "an adapter", "self-distillation"],
+    [
+        pytest.param(SNIPPETS[0], 0.75, id="README"),
+        pytest.param(SNIPPETS[1], 0.94, id="an adapter", marks=pytest.mark.long),
+        pytest.param(SNIPPETS[3], 0.5, id="self-distillation", marks=pytest.mark.long),
+    ],
 )
 def test_the_loss_falls_at_the_rate_that_a_snippet_sets(snippet, most, hub, monkeypatch):
-    """From the first quarter of 24 steps to the last: 0.69, 0.93 and 0.31; at TRL's default 0.93, 1.00 and 0.99."""
+    """From the first quarter of 40 steps to the last: 0.55, 0.89 and 0.12; at TRL's default 0.91, 1.00 and 1.00."""
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: tiny.rows(16))
     for name, width in WIDTHS.items():  # the wider a model, the more changes in a step
         tiny.qwen2(8 * width, seed=width, max_position_embeddings=1024).save_pretrained(hub / "Qwen" / name)
-    config = functools.partial(trl_opsd.OPSDConfig, steps=24, logging_steps=1, save_strategy="no")
+    config = functools.partial(trl_opsd.OPSDConfig, steps=40, logging_steps=1, save_strategy="no")
     monkeypatch.setattr(trl_opsd, "OPSDConfig", config, raising=False)
     names: dict[str, Any] = {}
     exec(snippet, names)
     losses = [row["loss"] for row in names["trainer"].state.log_history if "loss" in row]
-    assert len(losses) == 24
-    assert sum(losses[18:]) < most * sum(losses[:6])
+    assert len(losses) == 40
+    assert sum(losses[30:]) < most * sum(losses[:10])
 
 
 def tiny_config(config: type, *given: Any, steps: int = 2, **options: Any) -> Any:
