@@ -7,6 +7,7 @@ import tiny
 import torch
 import vision_language
 from datasets import Dataset, IterableDataset
+from environments.worlds import END, Adder, Told, given, once
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 from trl.chat_template_utils import qwen3_chat_template
@@ -269,6 +270,51 @@ def test_the_optimizer_that_was_passed_is_named_before_and_during_a_training(mak
     assert parts(trainer)["optimizer"] == "SGD, learning rate 0.1"
     trainer.train()
     assert "  SGD, learning rate 0.1\n" in capsys.readouterr().out
+
+
+def on_all_linear():
+    return LoraConfig(r=4, target_modules="all-linear")  # anew, since PEFT writes its layers into it
+
+
+FAR_TOO_LOW = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
+
+
+@pytest.mark.parametrize(
+    ("rate", "adapter", "said"),
+    [(1e-6, on_all_linear, FAR_TOO_LOW), (2e-6, on_all_linear, ""), (1e-6, lambda: None, "")],
+)
+def test_a_rate_at_which_an_adapter_hardly_learns_is_named(make_trainer, capsys, rate, adapter, said):
+    trainer = make_trainer(learning_rate=rate, peft_config=adapter(), max_steps=1)
+    assert parts(trainer)["optimizer"] == f"adamw_torch_fused, learning rate {rate}{said}"
+    trainer.train()
+    assert f"AdamW, learning rate {rate}{said}\n" in capsys.readouterr().out
+    assert trainer._settings_in_words()["optimizer"] == f"AdamW, learning rate {rate}", "advice is not for the card"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_an_adapter_that_reaches_the_vision_tower_is_named(make_trainer, family):
+    given = {"train_dataset": vision_language.rows([1, 1]), "rollout": HFRollout()}
+    found = parts(make_trainer(**given, **vision_language.arguments(family), peft_config=on_all_linear()))["student"]
+    assert found.endswith("in float32 trainable, in the vision tower too")
+    of_text = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|v_proj)")
+    for adapter in (of_text, None):
+        found = parts(make_trainer(**given, **vision_language.arguments(family), peft_config=adapter))["student"]
+        assert "vision tower" not in found
+
+
+def test_context_that_the_teacher_gets_later_is_named(make_trainer):
+    success = {"teacher_context": "group_success", "num_generations": 2, "reward_funcs": lambda completions, **_: []}
+    assert parts(make_trainer(**success))["teacher's prompt"].endswith("'2+2=' + a success of its group")
+    rows = tiny.rows().add_column("privileged_context", ["4"] * 8)
+    assert parts(make_trainer(**success, train_dataset=rows))["teacher's prompt"].endswith("' + a success of its group")
+    assert parts(make_trainer(train_dataset=rows))["teacher's prompt"].endswith("2+2='")
+    seeing = {"rollout": HFRollout(), **vision_language.arguments()}
+    found = parts(make_trainer(train_dataset=vision_language.rows([1, 1], [2, 0]), **seeing))["teacher's prompt"]
+    assert found.count("⟨image, 4 tokens⟩") == 2
+    assert found.endswith(" + its own images")
+    found, plain = (parts(make_trainer(**given(once(END), one)))["teacher's prompt"] for one in (Told, Adder))
+    assert found.endswith("' + what the environment tells")
+    assert plain == "the same"
 
 
 class TestBanner:

@@ -10,7 +10,8 @@ import math
 import pickle
 import re
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, advice
+from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, advice, instead
 from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
 from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table
 
@@ -406,6 +407,27 @@ def test_advice_about_foreign_names_recommends_existing_options():
     for text in advice(OPSDConfig).values():
         for name in re.findall(r"(?:called|argument|set) `(\w+)`", text):
             assert name in known, text
+
+
+@pytest.mark.filterwarnings("ignore:You are importing from .trl.experimental")
+def test_no_option_of_a_trainer_of_trl_is_taken_for_a_slip_of_another():
+    (found,) = find_spec("trl").submodule_search_locations
+    known = [name for name in inspect.signature(OPSDConfig.__init__).parameters if name != "self"]
+    unrelated = ("dpo_config", "kto_config", "cpo_config", "orpo_config", "tpo_config", "a2po_config", "reward_config")
+    seen = set()
+    for path in (*Path(found).glob("trainer/*_config.py"), *Path(found).glob("experimental/*/*_config.py")):
+        module = importlib.import_module(".".join(path.relative_to(Path(found).parent).with_suffix("").parts))
+        for config in vars(module).values():
+            if not (is_dataclass(config) and config.__module__ == module.__name__):
+                continue
+            seen.add(config.__name__)
+            for one in fields(config):
+                said = instead(one.name, known, OPSDConfig)
+                if one.name in ("beta1", "beta2"):  # A2PO's; of anybody else they are Adam's
+                    continue
+                assert one.name in known or not said.startswith("did you mean"), (config, one.name, said)
+                assert one.name in known or one.name in TRAINER_ARGUMENTS or said or path.stem in unrelated, one.name
+    assert {"GKDConfig", "GOLDConfig", "GRPOConfig", "IWOPDConfig", "SDFTConfig", "SDPOConfig"} <= seen
 
 
 @pytest.fixture(scope="module")

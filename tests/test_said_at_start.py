@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+import vision_language
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import get_constant_schedule
@@ -88,6 +89,21 @@ def test_unread_column_of_other_trainers_warns(make_trainer, caplog, name, inste
     conversation = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
     make_trainer(train_dataset=Dataset.from_list([{"messages": conversation}] * 8))
     assert "is not used" not in caplog.text
+
+
+def test_images_that_nothing_reads_warn(make_trainer, caplog):
+    photos = vision_language.rows([1, 1]).rename_column("images", "photos")
+    one = Dataset.from_list([{"prompt": row["prompt"], "scan": row["photos"][0]} for row in photos])
+    for name, rows in {"photos": photos, "scan": one}.items():
+        seeing = {"train_dataset": rows, "rollout": HFRollout(), **vision_language.arguments()}
+        make_trainer(**seeing)
+        said = f"The column '{name}' of train_dataset has images, but nothing reads it: call it 'images' to show them"
+        assert caplog.text.count(said) == 1
+        caplog.clear()
+        make_trainer(**seeing, reward_funcs=lambda completions, **_: [1.0] * len(completions))
+        make_trainer(train_dataset=rows)  # a student that cannot see
+        make_trainer(**{**seeing, "train_dataset": vision_language.rows([1, 1])})
+        assert "has images" not in caplog.text
 
 
 def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, caplog):

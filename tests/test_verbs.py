@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
 import tiny
 import torch
+from trl import DistillationTrainer, GRPOTrainer
+from trl.experimental.gkd import GKDTrainer
 
 from trl_opsd import OPSDTrainer
+from trl_opsd.loop.overrides import _UNCALLED
 
 
 class Misspelt(OPSDTrainer):
@@ -26,6 +30,22 @@ class Long(OPSDTrainer):
         return []
 
 
+class OfGKD(OPSDTrainer):
+    @staticmethod
+    def generalized_jsd_loss(student_logits, teacher_logits, **_):
+        return (student_logits - teacher_logits).square().mean()
+
+
+class OfTRL(OPSDTrainer):
+    def _get_last_hidden_state(self, *given, **named):
+        return super()._get_last_hidden_state(*given, **named)
+
+
+class OfGRPO(OPSDTrainer):
+    def _calculate_rewards(self, inputs, *others):
+        return torch.zeros(len(inputs), 1)
+
+
 class Free(OPSDTrainer):
     def weigh(self, rollout, *others):
         return super().weigh(rollout, *others)
@@ -39,12 +59,22 @@ class Free(OPSDTrainer):
     def teacher_says(self):
         return None
 
+    def compare(self, *given):
+        [self._log_metric("mine", one) for one in (1.0, 2.0)]
+        return super().compare(*given)
+
+    def _log_metric(self, name, value):
+        self.record(name, value)
+
 
 @pytest.mark.before_loading
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
         (Misspelt, "`Misspelt.wiegh` is never called; did you mean `weigh`"),
+        (OfGKD, "`OfGKD.generalized_jsd_loss` is never called, unlike in TRL's trainer: pass a `divergence`"),
+        (OfTRL, "`OfTRL._get_last_hidden_state` is never called, unlike in TRL's trainer: override `teach`"),
+        (OfGRPO, "`OfGRPO._calculate_rewards` is never called, unlike in TRL's trainer: pass `reward_funcs`"),
         (Short, r"`Short.weigh` is called as `\(rollout, rows, targets\)`: too many positional arguments"),
         (Long, r"`Long.complete` is called as `\(prompt_ids\)`: missing a required argument: 'step'"),
     ],
@@ -55,7 +85,36 @@ def test_misspelt_and_miscalled_verbs_are_refused_before_loading(make_trainer, c
 
 
 def test_own_methods_are_free(make_trainer):
-    make_trainer(Free, max_steps=1).train()
+    trainer = make_trainer(Free, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["mine"] == 1.5, "a name of TRL's that the subclass calls itself"
+
+
+def test_methods_of_trl_that_are_never_called_are_in_the_table(make_trainer):
+    """Those of GRPO and GKD that this trainer lacks, and of its base class those that a training leaves out."""
+    theirs = {name for one in (GRPOTrainer, GKDTrainer) for name, value in vars(one).items() if callable_of(value)}
+    assert {name for name in theirs if not hasattr(OPSDTrainer, name)} <= _UNCALLED.keys()
+    called = set()
+
+    def counted(name):
+        def method(self, *given, **named):
+            called.add(name)
+            return getattr(OPSDTrainer, name)(self, *given, **named)
+
+        return method
+
+    own = [name for name, value in vars(DistillationTrainer).items() if callable_of(value) and name != "__init__"]
+    counting = type("Counting", (OPSDTrainer,), {name: counted(name) for name in own if name not in _UNCALLED})
+    saves = {"save_strategy": "steps", "save_steps": 1, "remove_unused_columns": True}
+    trainer = make_trainer(counting, max_steps=1, eval_dataset=tiny.rows(2), **saves)
+    trainer.train()
+    trainer.evaluate()
+    of_tools = {"_get_tool_suffix_ids", "_tool_call_loop"}
+    assert set(own) - called - of_tools == {"_get_last_hidden_state"}
+
+
+def callable_of(value):
+    return inspect.isfunction(getattr(value, "__func__", value))
 
 
 def test_a_tensor_is_recorded_as_a_number(make_trainer):

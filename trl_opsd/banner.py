@@ -20,6 +20,7 @@ from transformers import (
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
+from trl_opsd.data.images import TEACHER_IMAGE_COLUMNS
 from trl_opsd.data.prompts import Request
 from trl_opsd.data.readers import Reader
 from trl_opsd.loop.hooks import TrainerHooks
@@ -38,6 +39,7 @@ _PROMPT = 600
 _OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
 _BY_FUNCTION = "`teacher_prompt_fn`"
+_TOO_LOW = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
 _KINDS = {"base": "the initial student", "ema": "moving average of the student", "live": "the current student"}
 """What each `teacher_model_kind` is."""
 
@@ -86,7 +88,7 @@ class Described:
     def settings(self) -> dict[str, str]:
         """How it trains, for a model card: the entries that name no folder and show no row."""
         told = ("steps", "completions", "rewards", "optimizer")
-        return {name: " ".join(said.split()) for name, said in self._parts() if name in told}
+        return {name: " ".join(said.replace(_TOO_LOW, "").split()) for name, said in self._parts() if name in told}
 
     def _parts(self) -> Iterator[tuple[str, str]]:
         args, teachers = self.trainer.args, self.trainer.teaching.teachers
@@ -102,8 +104,9 @@ class Described:
         tempered = temperatures_in_words(*self.trainer.temperatures)
         yield "objective", f"{describe(self.trainer.divergence)}, {tempered}{shape_in_words(args)}"
         if self.rewards:
-            when = "" if self.trainer.teaching.learned_rewards else ", in evaluations only"
-            yield "rewards", f"{', '.join(self.rewards)}{when}"
+            lacking = "" if self.trainer.train_dataset is None else ": training rows lack their columns"
+            logged = ", logged only" if self.trainer.teaching.logs_rewards else f", in evaluations only{lacking}"
+            yield "rewards", ", ".join(self.rewards) + ("" if self.trainer.teaching.learned_rewards else logged)
         yield "optimizer", self._optimizer()
         if self.without_effect:
             yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)
@@ -112,6 +115,10 @@ class Described:
         model, precision = self.trainer.model, self.trainer.accelerator.mixed_precision
         trained = [one for one in model.parameters() if one.requires_grad]
         part = "" if len(trained) == len(list(model.parameters())) else f", {sizes(trained)} trainable"
+        seeing = getattr(model.config, "vision_config", None)
+        towers = [one for one in model.modules() if seeing is not None and getattr(one, "config", None) is seeing]
+        if is_peft(model) and any(one.requires_grad for tower in towers for one in tower.parameters()):
+            part += ", in the vision tower too"
         return f"{described(model)}{part}{'' if precision == 'no' else f'; computes in {precision}'}"
 
     def _kind(self, kind: str) -> str:
@@ -159,13 +166,14 @@ class Described:
 
     def _optimizer(self) -> str:
         args, used = self.trainer.args, self.trainer.optimizer
-        if used is None:
-            return f"{args.optim.value}, learning rate {args.learning_rate}"
         while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
             used = used.optimizer
+        groups = [] if used is None else used.param_groups
         # A scheduler keeps the rate it starts from, and changes the other at once.
-        rates = sorted({float(group.get("initial_lr", group["lr"])) for group in used.param_groups})
-        return f"{type(used).__name__}, learning rate {', '.join(map(str, rates))}"
+        rates = sorted({float(one.get("initial_lr", one["lr"])) for one in groups}) or [args.learning_rate]
+        low = _TOO_LOW if is_peft(self.trainer.model) and rates[-1] <= 1e-6 else ""
+        name = args.optim.value if used is None else type(used).__name__
+        return f"{name}, learning rate {', '.join(map(str, rates))}{low}"
 
     def _rows(self, reads_stream: bool) -> Iterator[tuple[str, str]]:
         trainer = self.trainer
@@ -193,7 +201,17 @@ class Described:
             yield _OF_TEACHER, f"what {_BY_FUNCTION} returns, shown after the first step"
         else:
             name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
-            yield name, "the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)
+            later = "".join(f" + {one}" for one in self._later(dataset))
+            yield name, ("the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)) + later
+
+    def _later(self, dataset: AnyDataset) -> Iterator[str]:
+        """What the teacher's prompt has beside the row's text."""
+        if self.trainer.teaching.readers.intake.is_told:
+            yield "what the environment tells"
+        if self.trainer.args.teacher_context is not None:
+            yield "a success of its group"
+        if not {*TEACHER_IMAGE_COLUMNS}.isdisjoint(columns_of(dataset) or ()):
+            yield "its own images"
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as is known: a function or a subclass may read any."""

@@ -119,7 +119,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Of the skewed KLs, the share of the first distribution in the mixture that it is compared with."""
     alpha: Annotated[float, Option(between(0, 1), of_divergences("alpha"), also="f_alpha_divergence_coef")] = 0.5
     """Of the α-divergence: towards the reverse KL near 0, towards the forward KL near 1."""
-    top_k_teacher: Annotated[int | None, Option(integer(1) | None)] = None
+    top_k_teacher: Annotated[int | None, Option(integer(1) | None, also="gkd_logits_topk")] = None
     """Number of the teacher's likeliest tokens that are compared one by one; all others share one bucket."""
     kl_clip: Annotated[
         float | None,
@@ -234,7 +234,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         float,
         Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards", also="reward_coef"),
     ] = 0.0
-    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0, only evaluations report them."""
+    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0 they are only logged."""
     reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, (REWARDS,), resumed=REWARD_WEIGHT)] = None
     """Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1."""
     scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT)] = (
@@ -257,7 +257,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     loss_chunk_tokens: Annotated[int | None, Option(integer(1) | None, read=LIVE)] = None
     """Number of tokens whose logits exist at once in the loss; the result does not depend on it. When `None`, as many
     as take 0.6 GB, or 0.015 of the accelerator's memory if that is more."""
-    padding_free: Annotated[bool, Option()] = False
+    padding_free: Annotated[bool, Option(also="use_remove_padding packing_samples")] = False
     """Whether the rows of a micro-batch are read as one sequence without padding: in a variable-length call of
     FlashAttention, elsewhere with a block-diagonal mask."""
     max_tokens_per_microbatch: Annotated[int | None, Option(integer(1) | None, also="token_budget", read=LIVE)] = None

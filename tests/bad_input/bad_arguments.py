@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_sched
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 
+FOLDER = "^`output_dir='.*/out'` cannot be written to \\(.*\\): set one that can"
+
 
 def wrong_class(name: str, value: type, message: str) -> Case:
     return untouched("a class for an object", name, message, TypeError, **{name: value})
@@ -118,6 +120,10 @@ CLASSES = [
         "`peft_config.task_type` is .*SEQ_CLS",
         peft_config=LoraConfig(task_type="SEQ_CLS"),
     ),
+    untouched("wrong kind", "a file for a folder", FOLDER, args=OPSDConfig(f"{__file__}/out")),
+    untouched("wrong kind", "a folder of the kernel", FOLDER, args=OPSDConfig("/proc/out")),
+    placed("a reward for the teacher", "is a function: .* by name; pass rewards as `reward_funcs=`", "student", placed),
+    placed("rewards for the teacher", "is a list: .* by name; pass rewards as `reward_funcs=`", "student", [placed]),
     placed("options for the teacher", "`teacher_model` is a OPSDConfig: expected a path", "student", OPTIONS),
     placed(
         "rows for the options",

@@ -26,20 +26,21 @@ def _reassigned(lab: Lab) -> None:
 CASES: list[Case] = [
     option("tokenizers", "`cross_tokenizer='words'`: expected one of None, 'bytes'", cross_tokenizer="words"),
     *(
-        option("tokenizers", "which compares tokens, or teachers that read the student's", **BYTES, **more)
-        for more in (
-            {"top_k_teacher": 5},
-            {"kl_clip": 1.0},
-            {"divergence": "sampled_reverse_kl"},
-            {"token_selection": "student_entropy", "token_fraction": 0.5},
-            {"contrast_weight": 0.5},
-            {"extrapolation": 1.5},
-            {"anchor_weight": 0.1},
-            {"seq_kd": True, "lmbda": 0.5},
-            {"teacher_model_kind": "base"},
-            {"teacher_control": "constant"},
-            {"teacher_control": "unprivileged"},
-        )
+        option("tokenizers", f" with `cross_tokenizer='bytes'`, .*{why}.*: remove one of them", **BYTES, **more)
+        for why, more in {
+            "257 outcomes": {"top_k_teacher": 5},
+            "entries of a vocabulary": {"kl_clip": 1.0},
+            "the teacher's probability of each token of the student": {"divergence": "sampled_reverse_kl"},
+            "ranks tokens": {"token_selection": "student_entropy", "token_fraction": 0.5},
+            "a contrast is a third": {"contrast_weight": 0.5},
+            "and the initial one is a third": {"extrapolation": 1.5},
+            "only two models are compared": {"anchor_weight": 0.1},
+            "tokens that the student does not have": {"seq_kd": True, "lmbda": 0.5},
+            "without the head and the vocabulary": {"teacher_server_url": "http://127.0.0.1:8000"},
+            "teaches itself": {"teacher_model_kind": "base"},
+            "by the student's probability": {"teacher_control": "constant"},
+            "the token ids of the student": {"teacher_control": "unprivileged"},
+        }.items()
     ),
     Case(
         "tokenizers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from cases import Case
@@ -24,13 +25,68 @@ def unknown_argument(message: str, name: str) -> Case:
     return Case("unknown argument", name, message, provoke, TypeError, True)
 
 
+ELSEWHERE = {
+    # TRL's GKD and GOLD
+    "cross_tokenizer='bytes'": "use_uld_loss uld_strategy uld_token_merge_strategy use_extended_uld",
+    "`teacher_processing_class`": "teacher_tokenizer_name_or_path",
+    "`student_temperature` and `teacher_temperature`": "uld_student_temperature kd_temperature",
+    "weights are synced whenever they have changed": "vllm_sync_frequency weight_sync_steps",
+    "`log_completions` saves to `output_dir`": "log_completions_steps",
+    # TRL's GRPO and RLOO
+    "no counterpart: completions are trained on once": "epsilon epsilon_high delta vespo_k_pos",
+    "no counterpart: the loss has no entropy term": "entropy_coef use_adaptive_entropy entropy_target",
+    "`vllm_importance_sampling_clip_max` bounds": "vllm_importance_sampling_mode vllm_importance_sampling_clip_min",
+    "set `teacher_model_kind='ema'`": "sync_ref_model use_ema_teacher",
+    "without an estimator": "use_bias_correction_kl",
+    "set `scale_rewards='batch'`": "normalize_advantages",
+    "apply it in a reward function": "reward_clip_range missing_eos_penalty",
+    "no counterpart: remove it": "router_aux_loss_coef cast_lm_head_to_fp32 log_multimodal",
+    # TRL's SDPO and SDFT
+    "`teacher_context='group_success'`": "use_successful_as_teacher",
+    "it is always so": "dont_reprompt_on_self_success remove_thinking_from_demonstration",
+    "prompts are never cut": "max_reprompt_len max_len truncation_strategy filter_overlong_prompts",
+    "it is called `teacher_prompt_template`": "reprompt_template solution_template",
+    "feedback is the column 'privileged_context'": "include_environment_feedback",
+    "the divergence has the weight 1": "distillation_weight teacher_kl_coef kd_ratio distillation_loss_coef",
+    "the loss uses the full vocabulary": "distillation_add_tail loss_add_tail reverse_kl_top_1_mode",
+    "override `weigh`": "num_loss_tokens_to_skip",
+    "`overlap='ahead'` generates one step ahead": "max_staleness queue_maxsize",
+    # ms-swift, verl and KDFlow
+    "`quantization_config=BitsAndBytesConfig": "load_in_4bit load_in_8bit bnb_4bit_quant_type",
+    "`peft_config=LoraConfig": "tuner_type target_modules",
+    "the column 'teacher' names": "teacher_tag_key teacher_key",
+    "it is called `teacher_server_url`": "teacher_server_urls use_teacher_server",
+    "set `teacher_offload='cpu'`": "offload_teacher_model teacher_enable_sleep",
+    "it is called `top_k_teacher`": "gkd_logits_topk",
+    "it is called `vllm_enable_sleep_mode`": "sleep_level free_cache_engine",
+    "it is called `divergence`": "loss_mode kd_loss_fn",
+    "set `divergence='sampled_reverse_kl'`": "use_policy_gradient",
+    "`kl_clip` bounds": "loss_max_clamp",
+    "it is called `num_generations`": "n n_samples_per_prompt",
+    "it is called `max_completion_length`": "generate_max_len max_response_length",
+    "`per_device_train_batch_size` x processes x": "train_batch_size ppo_mini_batch_size",
+    "set `max_tokens_per_microbatch`": "use_dynamic_bsz",
+    "it is called `padding_free`": "use_remove_padding",
+    "it is 1 - `teacher_update_rate`": "teacher_ema_decay",
+    "it is the argument `model`": "student_name_or_path",
+    "it is called `teacher_model_name_or_path`": "teacher_name_or_path",
+    "put it into `chat_template_kwargs`": "enable_thinking",
+    "it is called `num_train_epochs`": "total_epochs",
+}
+"""Names of other trainers by what is said of each."""
+
 CASES: list[Case] = [
+    *(
+        unknown(f"has no option '{name}': .*{re.escape(message)}", **{name: 1})
+        for message, names in ELSEWHERE.items()
+        for name in names.split()
+    ),
     unknown("has no option 'generate_from_teacher': it is called `seq_kd`", generate_from_teacher=True),
     unknown("it is called `num_generations`", rollout_n=8),
     unknown("is used for one optimizer step; `num_generations` sets the completions", num_iterations=2),
     unknown("it is called `max_completion_length`; docs/migration.md", max_new_tokens=128),
     unknown("all tokens of a completion have the same weight", loss_type="grpo"),
-    unknown("'max_reprompt_len': see docs/reference.md for all, docs/migration.md", max_reprompt_len=1.0),
+    unknown("'precompute_ref_log_probs': see docs/reference.md for all, docs/migration.md", precompute_ref_log_probs=1),
     unknown("`overlong_prompts='drop'` drops", max_prompt_length=512),
     unknown("prompts are never cut", max_length=512),
     unknown("`per_device_train_batch_size` x processes x", generation_batch_size=8),

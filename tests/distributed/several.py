@@ -204,9 +204,13 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "map": SAVES,
     "resumed": {"resume": 2},
     "stream": {"kind": "stream"},
-    "overlap": {"apart": True, "overlap": "step"},
+    "overlap": {"apart": True, "overlap": "step", "rewarded": True},
     "ahead": {"apart": True, "overlap": "ahead", "overlap_max_divergence": 1e9},
-    "a group in two processes, and a budget": {"num_generations": 8, "max_tokens_per_microbatch": 60},
+    "a group in two processes, and a budget": {
+        "num_generations": 8,
+        "max_tokens_per_microbatch": 60,
+        "rewarded": True,
+    },
 }
 REWARDED: dict[str, dict[str, Any]] = {
     "groups": {"reward_weight": 0.5},

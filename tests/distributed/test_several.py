@@ -194,6 +194,15 @@ def test_each_completion_has_the_advantage_of_its_own_reward(results, name, proc
     assert max(abs(pull) for pulls in by_group.values() for pull in pulls.values()) > 0.1
 
 
+@pytest.mark.parametrize("name", ["overlap", "a group in two processes, and a budget"])
+def test_rewards_that_are_only_logged_are_those_of_all_processes(results, name):
+    one, two = (results[processes]["train"][name] for processes in (1, 2))
+    for row, other in zip(one["logs"], two["logs"], strict=True):
+        for metric in ("reward", "reward_std", "rewards/worth/mean"):
+            assert close(row[metric], other[metric]), metric
+    assert one["pulled"] == two["pulled"] == []
+
+
 def test_two_processes_gate_what_one_gates(results):
     """With groups in both of them."""
     one, two = (results[processes]["gated"] for processes in (1, 2))

@@ -16,8 +16,9 @@ from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
+from trl.rewards import accuracy_reward
 
-from trl_opsd.cli.train.options import _HERE, GROUPS, OptionParser
+from trl_opsd.cli.train.options import _HERE, GROUPS, OptionParser, loaded_rewards
 from trl_opsd.cli.train.script import loaded, warn_of_options
 
 
@@ -220,12 +221,19 @@ def test_a_mistake_in_the_file_is_refused_with_the_nearest_name(config, refused,
     [
         ("", "expected a mapping of options to values, got NoneType"),
         ("a: [1\nb: }", "expected ',' or ']', but got ':'"),
+        ("beta: 0\nseed: 1\nbeta: 1", "run.yaml: 'beta' is in line 1 and in line 3: remove one."),
+        ("model_init_kwargs: {dtype: float32, dtype: auto}", "'dtype' is in line 1 and in line 1: remove one."),
     ],
-    ids=["empty", "not YAML"],
+    ids=["empty", "not YAML", "a key twice", "a key twice within an option"],
 )
-def test_a_file_that_is_no_mapping_is_refused(refused, tmp_path, text, message):
+def test_a_file_that_is_no_mapping_of_keys_given_once_is_refused(refused, tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     assert message in refused("--config", str(tmp_path / "run.yaml"))
+
+
+def test_one_reward_in_a_file_is_a_list_of_one(config):
+    assert OptionParser().given(config(reward_funcs="accuracy_reward")).extra.reward_funcs == ["accuracy_reward"]
+    assert loaded_rewards(["accuracy_reward"]) == [accuracy_reward]
 
 
 @pytest.mark.parametrize("form", ["data", "jsonl", "parquet", "one_saved", "splits_saved"])

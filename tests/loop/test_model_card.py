@@ -27,6 +27,20 @@ def named(model, path):
     return model
 
 
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=4, target_modules="all-linear")], ids=["full", "adapter"])
+def test_a_model_that_is_saved_elsewhere_has_our_card(make_trainer, tmp_path, adapter):
+    trainer = make_trainer(peft_config=adapter, max_steps=1, save_strategy="no", output_dir=tmp_path / "run")
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    card = ModelCard.load(tmp_path / "final" / "README.md")
+    assert "# Model Card for final" in card.text
+    assert "- Objective: `ReverseKL()` at temperature 1" in card.text
+    assert not (tmp_path / "run" / "README.md").exists()
+    assert trainer.args.output_dir == str(tmp_path / "run")
+    trainer.save_model()
+    assert "# Model Card for run" in ModelCard.load(tmp_path / "run" / "README.md").text
+
+
 @pytest.mark.quick
 def test_the_card_links_models_of_the_hub(make_trainer):
     trainer = make_trainer(
@@ -145,7 +159,7 @@ def test_the_card_has_settings_and_the_first_and_last_figures(make_trainer):
     card = card_of(trainer)
     assert "- Completions: by transformers, at most " in card.text
     assert "- Optimizer: AdamW, learning rate 0.001\n" in card.text
-    assert "- Rewards: brief, in evaluations only\n" in card.text
+    assert "- Rewards: brief, logged only\n" in card.text
     logs = tiny.logged(trainer, "divergence/mean")
     rewards = [log["eval_sums_rewards/brief/mean"] for log in trainer.state.log_history if "eval_sums_reward" in log]
     assert f"| `divergence/mean` | {logs[0]:.4g} (step 1) | {logs[-1]:.4g} (step 3) |" in card.text

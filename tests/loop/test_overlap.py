@@ -98,6 +98,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_rewards_are_logged_as_those_of_a_waiting_step(make_trainer):
+    def worth(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    waits, overlaps = (trained(make_trainer, reward_funcs=worth, overlap=overlap) for overlap in (None, "step"))
+    rewards = tiny.logged(waits, "reward")
+    assert len({*rewards}) == STEPS
+    assert tiny.logged(overlaps, "reward") == rewards
+    assert tiny.logged(overlaps, "rewards/worth/std") == tiny.logged(waits, "rewards/worth/std")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_overlapped_gradient_equals_that_of_a_waiting_step(make_trainer, way):
     def options():

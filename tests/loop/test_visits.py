@@ -307,20 +307,19 @@ def test_what_is_logged_of_rewards_is_of_what_was_generated(make_trainer):
     assert tiny.logged(found, "reward") == [2.25, 2.25, 2, 2]
 
 
-def test_rewards_are_asked_for_only_where_they_are_read(make_trainer, caplog):
+def test_only_completions_that_are_generated_are_rewarded(make_trainer):
     def counted(completions: list[str], **_: Any) -> list[float]:
         calls.append(len(completions))
         return [0.0] * len(completions)
 
     given = GROUPS | {"reward_funcs": counted, "max_steps": 2}
     calls: list[int] = []
-    trained(make_trainer, skip_prompts=1e-9, **given)
-    assert not calls
-    assert "`reward_funcs` are called only in evaluations" in caplog.text
-    caplog.clear()
+    logged = trained(make_trainer, skip_prompts=1e9, **GROUPS | {"reward_funcs": counted, "max_steps": 4})
+    assert "counted, logged only" in repr(logged)
+    assert calls == [8, 8], "in the second epoch all prompts are skipped"
     reads = trained(make_trainer, prompt_weight_fn=lambda row, last: 1, **given)
-    assert "only in evaluations" not in caplog.text + repr(reads)
-    assert calls == [8, 8]
+    assert "logged only" not in repr(reads)
+    assert calls == [8, 8, 8, 8]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
+import random
 import re
 import textwrap
 from collections import defaultdict
@@ -211,14 +212,61 @@ def test_a_training_logs_what_trl_logs_of_rewards(make_trainer):
         assert row["time/reward"] > 0
 
 
-def test_reward_weight_0_calls_no_function_in_training(make_trainer, caplog):
-    def fails(**_):
-        raise AssertionError("called")
+def drawn(completions, **_):
+    """As `length`, after it has advanced every random state."""
+    random.random(), np.random.rand(), torch.rand(1)
+    return length(completions)
 
-    trainer = trained(make_trainer, reward_funcs=fails, reward_weight=0.0)
-    assert not [name for row in trainer.state.log_history for name in row if "reward" in name]
-    assert {pull for *_, pull in trainer.taught} == {None}
-    assert "`reward_funcs` are called only in evaluations, and this training has none" in caplog.text
+
+UNTRAINED = {"reward_weight": 0.0, "num_generations": 1}
+
+
+@pytest.mark.parametrize("given", [{}, {"skip_prompts": 1e-9}], ids=["all", "skipping"])
+def test_rewards_that_are_not_trained_on_are_logged_and_change_nothing(make_trainer, given):
+    dataset = rows().add_column("completion", ["given"] * 8)
+    options = {**UNTRAINED, "train_dataset": dataset, "lmbda": 0.6, **given}
+    plain, found = (
+        trained(make_trainer, reward_funcs=rewards, model=tiny.qwen2(attention_dropout=0.1), **options)
+        for rewards in (None, drawn)
+    )
+    for log, step in zip(found.state.log_history[:-1], range(2), strict=True):
+        lengths = [float(len(text)) for *_, text, _ in found.taught[8 * step :][:8] if text != "given"]
+        assert 0 < len(lengths) < 8
+        assert log["rewards/drawn/mean"] == log["reward"] == pytest.approx(sum(lengths) / len(lengths))
+        assert log["reward_std"] == pytest.approx(float(torch.tensor(lengths).std()))
+        assert "frac_reward_zero_std" not in log
+    assert {pull for *_, pull in found.taught} == {None}
+    assert not [name for row in plain.state.log_history for name in row if "reward" in name]
+    for mine, other in zip(found.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_step_without_completions_of_the_student_calls_no_function(make_trainer):
+    dataset, called = rows().add_column("completion", ["given"] * 8), []
+    found = trained(make_trainer, reward_funcs=called.append, train_dataset=dataset, lmbda=0.0, **UNTRAINED)
+    assert not called
+    assert not any("reward" in name for row in found.state.log_history for name in row if name != "time/reward")
+
+
+def test_a_run_resumes_with_other_rewards_that_are_only_logged(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "train_dataset": rows(), "rollout": Numbered(), **UNTRAINED}
+    whole = trained(make_trainer, **options)
+    resumed = make_trainer(**{**LEARNED, **options, "reward_funcs": [slow, length]})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [log["rewards/length/mean"] for log in resumed.state.log_history[:2]] == [
+        log["rewards/length/mean"] for log in whole.state.log_history[:2]
+    ]
+
+
+def test_rewards_that_training_rows_lack_columns_for_are_logged_in_evaluations_only(make_trainer):
+    labelled = {"eval_dataset": rows(2).add_column("label", [1, 1]), "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trained(make_trainer, reward_funcs=needs_label, **UNTRAINED, **labelled)
+    assert "needs_label, in evaluations only: training rows lack their columns" in repr(trainer)
+    named = {name for row in trainer.state.log_history for name in row if "reward" in name}
+    assert "eval_reward" in named
+    assert not [name for name in named if not name.startswith("eval_")]
+    trainer.train_dataset = rows().add_column("label", [1] * 8)
+    assert "needs_label, logged only" in repr(trainer)
 
 
 def test_dataset_completions_get_no_reward_and_are_no_baseline(make_trainer):
@@ -566,7 +614,7 @@ REFUSED = [
     ({"reward_weight": 1.0, **EIGHT}, ValueError, "without rewards: pass `reward_funcs`"),
     ({"reward_weight": 1.0, "reward_funcs": length}, ValueError, "`num_generations` to 2 or more"),
     ({"reward_weight": -1.0}, ValueError, "`reward_weight=-1.0`: expected a finite number of at least 0"),
-    ({"reward_weight": 1.0, "lmbda": 0.0, **EIGHT}, ValueError, "rewards apply to completions of the student"),
+    ({"reward_weight": 1.0, "lmbda": 0.0, **EIGHT}, ValueError, "rewards are of completions of the student"),
     ({"reward_weight": 1.0, "overlap": "step", **EIGHT}, ValueError, "before the other completions of its step"),
     ({"reward_funcs": length, "reward_weights": [1, 2]}, ValueError, "`reward_weights` has 2 numbers"),
     ({"reward_weights": 3}, ValueError, "`reward_weights=3`: expected a list"),

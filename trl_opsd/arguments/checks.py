@@ -153,18 +153,25 @@ def check_rows_of_rewards(
     reads_solutions: bool,
     are_learned: bool,
     more: Collection[str] = (),
-) -> None:
-    """Checks that functions can be called for the rows that are evaluated, and learned where they are called then."""
+) -> bool:
+    """Checks that functions can be called for all rows; returns whether they can in training, if it only logs them."""
     known: dict[str, Collection[str] | None] = {}
     for where, dataset in datasets.items():
-        if dataset is None or (where == "train_dataset" and not are_learned):
+        if dataset is None:
             continue
         columns = columns_of(dataset)
         if columns is not None:
             seen = {one for one in columns if one in row_columns or not args.remove_unused_columns}
             columns = [*seen, *(("solution",) if reads_solutions and "privileged_context" in seen else ())]
         known[where] = columns
-    check_reward_columns(rewards, known, more)
+    for where, names in known.items():
+        try:
+            check_reward_columns(rewards, {where: names}, more)
+        except ValueError:  # rows of an evaluation may have columns that those of training do not need
+            if are_learned or where != "train_dataset":
+                raise
+            known = {one: known[one] for one in known if one != where}
+    return "train_dataset" in known
 
 
 # ---- Chat templates -------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from trl_opsd.arguments.checks import (
     needs_privilege,
     warn_of_same_model,
 )
-from trl_opsd.arguments.rules import BUILDING, GENERATING_SEEN, LEARNING, SEEING, SURPRISES
-from trl_opsd.checkpoints.atomic_save import check_disk
+from trl_opsd.arguments.rules import BUILDING, GENERATING_SEEN, LEARNING, SEEING, SURPRISES, UNSEEN
+from trl_opsd.checkpoints.atomic_save import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
@@ -101,6 +101,8 @@ class Prepared:
     """Reward functions and models, with their names and tokenizers."""
     learned_rewards: tuple[Given, ...]
     """Those that training depends on: all or none."""
+    logs_rewards: bool
+    """Whether they are called in training even if it does not depend on them."""
     prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None
     environments: Environments | None
     tools: Sequence[Callable[..., Any]] | None
@@ -141,6 +143,7 @@ def prepared(
     """Runs every check that needs no loaded model."""
     _check_kinds(model, optimizers, peft_config)
     args = checked_args(args, model, divergence)
+    check_folder(args)
     fingerprint.check_accepted(args.resume_with_changes)
     rewards = tuple(given_rewards(reward_funcs, reward_processing_classes))
     environments = None
@@ -211,12 +214,13 @@ def prepared(
         check_completions(train_dataset, now.tools, not args.seq_kd)
         row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION)
     are_learned = args.calls_rewards or intake.reads_outcomes or prompt_weight_fn is not None
-    check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned, more)
+    logs_rewards = check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned, more)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
     processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
+    refuse(UNSEEN if processor is not None else (), now, logger.warning)
     processors: dict[str, ProcessorMixin | None] = {"": processor}
     seen = [one.has_images for one in rows.values()]
     reads_images = True if any(seen) else None if processor is not None and None in seen else False
@@ -258,6 +262,7 @@ def prepared(
         ),
         rewards=rewards,
         learned_rewards=rewards if are_learned else (),
+        logs_rewards=logs_rewards,
         prompt_weight_fn=prompt_weight_fn,
         environments=environments,
         tools=now.tools,

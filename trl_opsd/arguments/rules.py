@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Sized
 from importlib.util import find_spec
 
+from datasets import Image
 from transformers import Trainer
 
 from trl_opsd._compat.sharding import launched
@@ -192,6 +193,21 @@ def _ignored_column(name: str, instead: str) -> Rule:
     return Rule(dataset_with_it, f"The column {name!r} of {{1}} is not used: {instead}; or remove the column.", True)
 
 
+def _unread_images(now: Situation) -> str:
+    """A column of images that nothing reads, for a student that can see."""
+    if now.rewards or any(getattr(now, name) is not None for name in _OF_ROWS):
+        return ""
+    datasets = {"train_dataset": now.train_dataset, **by_name(now.eval_dataset)}
+    features = ((where, (getattr(one, "features", None) or {}).items()) for where, one in datasets.items())
+    found = (
+        f"{name!r} of {where}"
+        for where, columns in features
+        for name, kind in columns
+        if name not in now.row_columns and isinstance(getattr(kind, "feature", kind), Image)
+    )
+    return next(found, "")
+
+
 def _comes_once(now: Situation) -> bool:
     """Whether no prompt of a dataset comes twice in a training."""
     if not isinstance(now.train_dataset, Sized):
@@ -220,6 +236,16 @@ GENERATING_SEEN = (
 )
 """Of the student's prompts with images."""
 
+UNSEEN = (
+    Rule(
+        _unread_images,
+        "The column {1} has images, but nothing reads it: call it 'images' to show them to the student, or "
+        "'teacher_images' to the teacher; or remove it.",
+        warns=True,
+    ),
+)
+"""Of columns beside a processor, which could read images."""
+
 SURPRISES = (
     _ignored_column(
         "tools",
@@ -241,19 +267,6 @@ SURPRISES = (
         lambda now: now.skip_prompts is not None and now.prompt_weight_fn is None and _comes_once(now),
         "`skip_prompts={0.skip_prompts!r}` skips prompts that come again, but in this training none does: train for "
         "more than an epoch, or remove the option.",
-        warns=True,
-    ),
-    Rule(
-        lambda now: (
-            now.rewards
-            and not now.calls_rewards
-            and now.prompt_weight_fn is None
-            and not (now.teacher_prompt_fn is not None and reads_outcome(now.teacher_prompt_fn))
-            and now.train_dataset is not None
-            and now.eval_strategy == "no"
-        ),
-        "`reward_funcs` are called only in evaluations, and this training has none: set `reward_weight` above 0 to "
-        "train on rewards, or `eval_strategy` to log them.",
         warns=True,
     ),
 )

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import monotonic, sleep
 from uuid import uuid4
 
@@ -32,6 +33,18 @@ _TEMPORARY = re.compile(r"(deleted-)?checkpoint-\d+")
 """Names in `UNFINISHED` that are ours to delete. Nothing else in it is touched."""
 _DELAY = 5.0
 """Seconds until a file on a network disk is visible to other machines."""
+
+
+def check_folder(args: TrainingArguments) -> None:
+    """Refuses an `output_dir` that this process cannot write to, or not make; leaves nothing behind."""
+    folder = Path(args.output_dir).absolute()
+    try:
+        if args.should_save:
+            TemporaryFile(dir=next(one for one in (folder, *folder.parents) if one.exists())).close()
+    except OSError as error:
+        raise ValueError(
+            f"`output_dir={args.output_dir!r}` cannot be written to ({error.strerror}): set one that can."
+        ) from None
 
 
 def check_disk(args: TrainingArguments) -> None:

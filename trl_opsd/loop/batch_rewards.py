@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, final
@@ -23,6 +23,7 @@ from trl_opsd.data.outcomes import Outcome, gate, texts_of
 from trl_opsd.data.prompts import Request
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.checks import whole_checkpoint
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import NOT_PASSED, Given
 from trl_opsd.types import Rollout
@@ -35,7 +36,7 @@ _EPSILON = 1e-4
 
 @final
 class BatchRewards:
-    """Calls reward functions: in evaluations always, in training where the loss uses them."""
+    """Calls reward functions; where training does not depend on rewards, it logs them, and nothing else changes."""
 
     def __init__(self, trainer: TrainerHost, rewards: Sequence[Given]) -> None:
         self._trainer, self._rewards = trainer, _built(rewards, trainer)
@@ -53,9 +54,12 @@ class BatchRewards:
         """
         trainer, tells = self._trainer, self._trainer.teaching.readers.intake.reads_outcomes
         is_trained = trainer.model.training and bool(trainer.teaching.learned_rewards)
-        if not (is_trained or self._evaluated is not None or tells):
+        is_logged = trainer.model.training and trainer.teaching.logs_rewards
+        if not (is_trained or is_logged or self._evaluated is not None or tells):
             return
-        with trainer.phase("reward"):
+        # A function that draws random numbers must not change a training that only logs its rewards.
+        apart = nullcontext() if is_trained or tells else preserved_rng(trainer.accelerator.device)
+        with trainer.phase("reward"), apart:
             rewards_BF = self._rewards_of(batch, rows)
             if tells:
                 self._set_outcomes(batch, trainer.accelerator.gather(rewards_BF).cpu(), rows)
@@ -65,6 +69,8 @@ class BatchRewards:
                 self._evaluated.append(trainer.gather_distinct_rows(rewards_BF).cpu())
                 if trainer.log_completions:
                     self._keep_texts(batch, len(self._evaluated[-1]))
+            elif is_logged:
+                self._record(trainer.accelerator.gather(rewards_BF).cpu())
 
     def _set_advantages(self, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
         args, weights_F = self._trainer.args, self._rewards.weights

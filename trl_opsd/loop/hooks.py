@@ -316,8 +316,6 @@ class TrainerHooks(TrainerMembers):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         requests = self.begin_batch(inputs)
         written = self.trl_batch(requests)
-        if self._rewards is not None:
-            self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
         if self.model.training and self.args.teacher_control == "shuffled":
             self.teaching.shuffle(requests, Rollout.unpack(written))
         # A teacher that was notified of a row reads it in the process that generated it.
@@ -345,7 +343,7 @@ class TrainerHooks(TrainerMembers):
         return rows
 
     def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
-        """TRL's batch for checked rows, generated and logged."""
+        """TRL's batch for checked rows, generated, rewarded and logged."""
         text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
         self._generation.requests = rows
         batch: dict[str, Any] = super()._generate_and_score_completions(text)
@@ -355,6 +353,8 @@ class TrainerHooks(TrainerMembers):
         for number, row in enumerate(rows):
             if not row.prompt_weight:  # one token of its prompt is left, as a row has to have one
                 batch["prompt_mask"][number, :-1], row.images = 0, None
+        if self._rewards is not None:
+            self._rewards.note(batch, rows)  # before rows are exchanged, while those of a prompt are adjacent
         return batch
 
     # By TRL's `_generate_and_score_completions`: the prompts of a batch.
@@ -659,6 +659,18 @@ class TrainerHooks(TrainerMembers):
 
         paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
         return paper
+
+    # By the user, and by transformers for each checkpoint.
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers', with a model card beside the weights."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call:
+            own = self.args.output_dir
+            try:  # TRL's writes to the folder of the run
+                self.args.output_dir = str(output_dir or own)
+                self.create_model_card()
+            finally:
+                self.args.output_dir = own
 
     # By the user, and by transformers when it pushes to the Hub; TRL's does so with each checkpoint.
     def create_model_card(

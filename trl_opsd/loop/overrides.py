@@ -19,6 +19,21 @@ _PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_los
 _NOT_CALLED = ("_generate", "_generate_single_turn")
 """Methods that generate a whole batch; with `overlap="step"` they are called for the log only, after the last row."""
 
+_ELSEWHERE = {
+    "pass a `divergence` (docs/extending.md)": "generalized_jsd_loss _reduce_divergence_loss _compute_iw_opd_loss "
+    "_compute_policy_loss _compute_self_distillation_loss _compute_server_forward_kl_loss",
+    "override `complete`, or pass a `rollout`": "generate_on_policy_outputs sample_rollouts _generate_vllm "
+    "_generate_transformers _generate_student_completions _generate_on_policy_for_slices",
+    "override `teach`": "_get_last_hidden_state _get_per_token_logps_and_entropies _get_teacher_logits _forward_logits "
+    "_setup_teacher_model _compute_teacher_student_logits _get_teacher_token_logprobs_from_server",
+    "override `weigh`": "get_high_entropy_mask get_off_policy_mask get_gamma_weights",
+    "pass `reward_funcs`": "_calculate_rewards",
+    "call `record`": "_log_metric _log_completion_extra",
+    "prepare the rows with `dataset.map`": "_prepare_dataset",
+}
+_UNCALLED = {name: instead for instead, names in _ELSEWHERE.items() for name in names.split()}
+"""Methods of TRL's trainers that are never called here, and what to do instead."""
+
 
 def of_package(method: Any) -> bool:
     """Whether a method is TRL's or ours."""
@@ -67,9 +82,13 @@ def check_methods(trainer: type, args: OPSDConfig) -> None:
 
 
 def check_verbs(trainer: type, base: type) -> None:
-    """Rejects signatures and misspelt names of verbs, which are called only after the first (expensive) rollout."""
+    """Rejects signatures and misspelt names of verbs, which are called only after the first (expensive) rollout.
+
+    Methods of TRL's trainers that nothing calls are rejected as well, unless the subclass itself does.
+    """
     for one in trainer.__mro__[: trainer.__mro__.index(base)]:
         for name, value in vars(one).items():
+            value = getattr(value, "__func__", value)  # of a static method
             if not inspect.isfunction(value):
                 continue
             if name in VERBS:
@@ -77,6 +96,18 @@ def check_verbs(trainer: type, base: type) -> None:
             # A longer name, such as `complete_with_hints`, is a helper and no misspelling.
             elif (near := difflib.get_close_matches(name, VERBS, n=1, cutoff=0.8)) and not name.startswith(near[0]):
                 raise TypeError(f"`{one.__name__}.{name}` is never called; did you mean `{near[0]}`?")
+            elif name in _UNCALLED and not _calls(trainer, base, name):
+                raise TypeError(f"`{one.__name__}.{name}` is never called, unlike in TRL's trainer: {_UNCALLED[name]}.")
+
+
+def _calls(trainer: type, base: type, name: str) -> bool:
+    """Whether other methods of a subclass use one of this name."""
+    own = [part for one in trainer.__mro__[: trainer.__mro__.index(base)] for part in vars(one).items()]
+    functions = [getattr(value, "fget", getattr(value, "__func__", value)) for key, value in own if key != name]
+    codes = [one.__code__ for one in functions if inspect.isfunction(one)]
+    for code in codes:  # grows by the functions and comprehensions within
+        codes += filter(inspect.iscode, code.co_consts)
+    return any(name in code.co_names for code in codes)
 
 
 def _check_signature(name: str, given: Any, ours: Any) -> None:

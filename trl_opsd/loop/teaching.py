@@ -64,6 +64,7 @@ class Teaching:
 
     def __init__(self, host: TrainerHost, given: Prepared, use_teachers: Callable[[Teachers], None]) -> None:
         self._host, self._given, self._use_teachers = host, given, use_teachers
+        self.logs_rewards = given.logs_rewards
         self.names: tuple[str, ...] = ()
         """Names of the teachers, in the order of their numbers; empty if there is one."""
         self.steps_ahead = 0
@@ -193,8 +194,9 @@ class Teaching:
         if args.lmbda < 1:
             check_completions(train_dataset, self._host.tools, not args.seq_kd)
         columns, solutions, learned = given.row_columns, given.reads_solutions, bool(given.learned_rewards)
-        check_rows_of_rewards(given.rewards, datasets, args, columns, solutions, learned, more)
+        logs_rewards = check_rows_of_rewards(given.rewards, datasets, args, columns, solutions, learned, more)
         with self._rebuilding():
+            self.logs_rewards = logs_rewards
             self.readers, self._described_rows = self._readers_of_any_rows, None
             self._take_datasets(train_dataset, eval_dataset)
             rows = looked_through(datasets, args, intake, given.row_columns)

@@ -53,7 +53,7 @@ _MIXED_SOME = Logs(f"{_STEPS} that had some", _MIXED.appears, evaluated=False)
 _GENERATED = Logs("all processes; mean over generation batches", "where the student generated some (`lmbda`)")
 _WITH_TOOLS = "`tools`, or an `environment_factory`"
 _BATCHES = "main process; mean over generation batches"
-_WITH_REWARDS = "`reward_funcs`, in training with `reward_weight` above 0"
+_WITH_REWARDS = "`reward_funcs`"
 _REWARDS = Logs(
     "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps",
     f"{_WITH_REWARDS}; where a function gave one",

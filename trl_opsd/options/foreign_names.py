@@ -18,43 +18,106 @@ _MIGRATION = "docs/migration.md compares the options of that trainer with these"
 _WHOLE = (
     "the loss uses the full vocabulary, or with `top_k_teacher` the teacher's top k tokens and one bucket for the rest"
 )
+_ROWS = "it is `per_device_train_batch_size` x processes x `gradient_accumulation_steps`"
 _NUMBER = "each completion is used for one optimizer step; `num_generations` sets the completions per prompt"
 _PROMPTS = "prompts are never cut; `overlong_prompts='drop'` drops those that are too long"
+_BYTES = "set `cross_tokenizer='bytes'`, which compares models with different tokenizers; see docs/tokenizers.md"
+_ONCE = "it has no counterpart: completions are trained on once, so there is no ratio to clip or to weigh"
+_ENGINE = "`vllm_importance_sampling_clip_max` bounds the weights of 'sampled_reverse_kl', the only ones"
+_ENTROPY = "it has no counterpart: the loss has no entropy term; the log has `entropy/student`"
+_WEIGHED = "the divergence has the weight 1; beside it set `reward_weight`, or `sft_weight` for cross-entropy"
+_TEMPERATURES = "set `student_temperature` and `teacher_temperature`; `temperature` is that of sampling as well"
+_FEEDBACK = "feedback is the column 'privileged_context', read where no completion succeeds; or use `teacher_prompt_fn`"
+_QUANTISED = "pass `quantization_config=BitsAndBytesConfig(...)` to `OPSDTrainer`"
+_LORA = "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`"
+_MODEL = "it is the argument `model` of `OPSDTrainer`"
+_ALWAYS = "it is always so: remove it"
+_NONE = "it has no counterpart: remove it"
+
+
+def _all(names: str, what: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), what)
+
 
 _ADVICE = {
-    # options of distillation; the first three tell which config this was
+    # options of distillation; the first two tell which config this was
     "max_new_tokens": f"it is called `max_completion_length`; {_MIGRATION}",
     "distillation_alpha": f"it is called `beta`: 0 forward KL, 1 reverse KL; or set `divergence`; {_MIGRATION}",
-    "use_uld_loss": f"teacher and student share one tokenizer, `trl.experimental.gold` compares two; {_MIGRATION}",
-    "distillation_objective": "it is called `divergence`",
+    "use_extended_uld": _BYTES,
+    **_all("teacher_tokenizer_name_or_path teacher_tokenizer", "pass `teacher_processing_class` to `OPSDTrainer`"),
+    **_all("distillation_objective loss_mode kd_loss_fn kd_algorithm", "it is called `divergence`"),
+    "use_policy_gradient": "set `divergence='sampled_reverse_kl'`",
     "loss_type": "`divergence` sets the objective; all tokens of a completion have the same weight",
-    **dict.fromkeys(("distillation_mode", "distillation_topk", "loss_top_k", "teacher_top_k"), _WHOLE),
+    **_all("distillation_mode distillation_topk loss_top_k teacher_top_k reverse_kl_top_1_mode", _WHOLE),
+    **_all("distillation_add_tail loss_add_tail add_tail_bucket", _WHOLE),
+    **_all("distillation_weight distillation_loss_coef teacher_kl_coef kd_ratio rlhf_type", _WEIGHED),
+    **_all("kd_temperature kd_temp uld_student_temperature uld_teacher_temperature", _TEMPERATURES),
+    **_all("loss_max_clamp log_prob_min_clamp", "`kl_clip` bounds what each entry of the vocabulary adds"),
     "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
-    "mask_truncated_completions": "override `weigh`, see docs/extending.md",
+    **_all("mask_truncated_completions num_loss_tokens_to_skip", "override `weigh`, see docs/extending.md"),
     "teacher_model": "pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`",
+    # self-distillation
     "privileged_context": "it is a column of the dataset, see docs/teachers.md",
+    "use_successful_as_teacher": "set `teacher_context='group_success'`",
+    **_all("dont_reprompt_on_self_success remove_thinking_from_demonstration", _ALWAYS),
+    **_all("include_environment_feedback environment_feedback_only_without_solution", _FEEDBACK),
+    **_all("reprompt_template solution_template", "it is called `teacher_prompt_template`"),
+    **_all("sync_ref_model use_ema_teacher", "set `teacher_model_kind='ema'`"),
+    "teacher_ema_decay": "it is 1 - `teacher_update_rate`",
     # options of reinforcement learning, and of rows
-    **dict.fromkeys(("num_iterations", "steps_per_generation"), _NUMBER),
-    "generation_batch_size": "it is `per_device_train_batch_size` x processes x `gradient_accumulation_steps`",
-    **dict.fromkeys(("max_prompt_length", "max_length", "truncation_mode"), _PROMPTS),
-    "packing": "`padding_free=True` concatenates the rows of a micro-batch",
-    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), "the loss is on the tokens of completions only"),
-    **dict.fromkeys(("eos_token", "pad_token"), "set it in the tokenizer that you pass as `processing_class`"),
-    **dict.fromkeys(("do_sample", "num_beams"), "put it into `generation_kwargs`"),
+    **_all("num_iterations steps_per_generation", _NUMBER),
+    **_all("n n_samples_per_prompt", "it is called `num_generations`"),
+    **_all("epsilon epsilon_high delta importance_sampling_level off_policy_mask_threshold", _ONCE),
+    **_all("vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is_threshold", _ENGINE),
+    **_all("vllm_importance_sampling_cap vllm_importance_sampling_clip_min", _ENGINE),
+    "use_adaptive_entropy": _ENTROPY,
+    "use_bias_correction_kl": "`anchor_weight` is that of an exact KL, without an estimator: remove it",
+    "use_task_rewards": "pass `reward_funcs` to `OPSDTrainer`, and set `reward_weight`",
+    "normalize_advantages": "set `scale_rewards='batch'`",
+    **_all("reward_clip_range missing_eos_penalty", "apply it in a reward function, see docs/data.md"),
+    "micro_train_batch_size": "it is called `per_device_train_batch_size`",
+    **_all("generation_batch_size train_batch_size rollout_batch_size ppo_mini_batch_size", _ROWS),
+    **_all("max_prompt_length max_length max_len max_reprompt_len truncation_mode truncation_strategy", _PROMPTS),
+    "filter_overlong_prompts": _PROMPTS,
+    **_all("packing packing_strategy eval_packing", "`padding_free=True` concatenates the rows of a micro-batch"),
+    **_all("use_dynamic_bsz use_dynamic_batch ppo_max_token_len_per_gpu", "set `max_tokens_per_microbatch`"),
+    **_all("completion_only_loss assistant_only_loss", "the loss is on the tokens of completions only"),
+    "label_smoothing": "there are no labels: remove it",
+    **_all("eos_token pad_token chat_template_path", "set it in the tokenizer that you pass as `processing_class`"),
+    **_all("do_sample num_beams", "put it into `generation_kwargs`"),
+    "enable_thinking": "put it into `chat_template_kwargs`",
+    **_all("input_key system", "messages are in the column 'prompt', see docs/data.md"),
+    **_all("teacher_tag_key teacher_key", "the column 'teacher' names the teacher of each row"),
+    # generation, servers, logs
+    **_all("vllm_sync_frequency weight_sync_steps", "weights are synced whenever they have changed: remove it"),
+    **_all("max_staleness max_inflight_tasks queue_maxsize", "`overlap='ahead'` generates one step ahead, no more"),
+    **_all("request_timeout weight_sync_timeout heartbeat_stale_after_s", "`phase_timeout` bounds a phase of a step"),
+    **_all("teacher_tp_size teacher_ep_size teacher_pp_size teacher_dp_size", "serve it: `teacher_server_url`"),
+    "tensor_model_parallel_size": "set `vllm_mode='server'`, and start that with `--tensor-parallel-size`",
+    **_all("use_transformers_paged use_transformers_continuous_batching", "rows that have ended leave the batch"),
+    **_all("log_completions_steps log_completions_hub_repo", "`log_completions` saves to `output_dir` with each log"),
+    **_all(
+        "log_multimodal fork_threshold_tokens transformers_continuous_batching_config diagnostics_warning_interval",
+        _NONE,
+    ),
+    **_all("router_aux_loss_coef cast_lm_head_to_fp32 use_liger_loss diagnostics_flat_tolerance", _NONE),
     # options of loading and training
-    **dict.fromkeys(("dtype", "torch_dtype", "attn_implementation"), "put it into `model_init_kwargs`"),
-    **dict.fromkeys(("student_model_name_or_path", "model_name_or_path"), "it is the argument `model` of the trainer"),
-    "use_peft": "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`",
+    **_all("dtype torch_dtype attn_implementation attn_impl model_revision", "put it into `model_init_kwargs`"),
+    **_all("load_in_4bit load_in_8bit use_bnb_nested_quant quantization quant_method quant_bits", _QUANTISED),
+    **_all("offload_teacher_model teacher_enable_sleep", "set `teacher_offload='cpu'`"),
+    "teacher_deepspeed": "set `teacher_offload='zero3'`",
+    "ring_attn_size": "`sp_size` in the accelerate file divides rows, see docs/distributed.md",
+    **_all("student_model_name_or_path student_name_or_path model_name_or_path student", _MODEL),
+    **_all("use_peft use_rslora use_dora tuner_type train_type target_modules", _LORA),
     "evaluation_strategy": "it is called `eval_strategy`",
-    "warmup_ratio": "it is called `warmup_steps`, where a value below 1 is a share of all steps",
+    **_all("warmup_ratio lr_warmup_ratio", "it is called `warmup_steps`; a value below 1 is a share of all steps"),
+    "activation_offloading": "set `gradient_checkpointing=True`",
     # arguments
-    **dict.fromkeys(("tokenizer", "processor"), "it is the argument `processing_class` of `OPSDTrainer`"),
-    "teacher_tokenizer": "it is the argument `teacher_processing_class` of `OPSDTrainer`",
-    "student": "it is the argument `model` of `OPSDTrainer`",
-    **dict.fromkeys(("teacher", "ref_model"), "it is the argument `teacher_model` of `OPSDTrainer`"),
+    **_all("tokenizer processor", "it is the argument `processing_class` of `OPSDTrainer`"),
+    **_all("teacher ref_model", "it is the argument `teacher_model` of `OPSDTrainer`"),
     "dataset": "it is the argument `train_dataset` of `OPSDTrainer`",
     "optimizer": "pass `optimizers=(optimizer, lr_scheduler)` to `OPSDTrainer`; each may be None",
-    **dict.fromkeys(("reward_func", "reward_model"), "it is the argument `reward_funcs` of `OPSDTrainer`"),
+    **_all("reward_func reward_model", "it is the argument `reward_funcs` of `OPSDTrainer`"),
     "rollout_func": "it is the argument `rollout` of `OPSDTrainer`, a `trl_opsd.RolloutBackend`",
     "data_collator": "rows reach the trainer as they are, and the rollout pads them: remove it",
     "formatting_func": "make a column 'prompt' with `dataset.map`",
@@ -66,7 +129,11 @@ _ADVICE = {
 _FAMILIES = {
     "student_": "it sets how to load the student: put it, without 'student_', into `model_init_kwargs`",
     "teacher_": "it sets how to load the teacher: put it, without 'teacher_', into `teacher_model_init_kwargs`",
-    "lora_": "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`",
+    "lora_": _LORA,
+    **dict.fromkeys(("uld_", "use_uld"), _BYTES),
+    **dict.fromkeys(("vespo_", "sapo_", "iw_opd_"), _ONCE),
+    "entropy_": _ENTROPY,
+    "bnb_": _QUANTISED,
     "dataset_": "pass the dataset itself to `OPSDTrainer`, as `train_dataset` or `eval_dataset`",
     "reward_": "rewards are passed to `OPSDTrainer`, as `reward_funcs`; `reward_weight` is their weight in training",
 }

@@ -280,6 +280,7 @@ def _without_loss_scale(args: Any) -> Any:
     return args.overlap == "step" and plugin is not None and setting_without_loss_scale(plugin.deepspeed_config)
 
 
+_SAMPLED = Values("sampled", lambda one: one == "sampled_reverse_kl" or isinstance(one, SampledReverseKL))
 _STEPS_IN_BACKWARD = Values(
     "an optimizer that steps in each backward pass",
     lambda optim: any(kind in str(OptimizerNames(optim).value) for kind in ("lomo", "layerwise")),
@@ -333,24 +334,27 @@ AFTER = (
         optim=_STEPS_IN_BACKWARD,
     ),
     # the teacher
-    *each(
-        ", which compares tokens, or teachers that read the student's: remove one of them.",
-        {
-            "top_k_teacher": SET,
-            "kl_clip": SET,
-            "divergence": Values(
-                "sampled", lambda one: one == "sampled_reverse_kl" or isinstance(one, SampledReverseKL)
+    *(
+        rule
+        for name, value, why in (
+            ("top_k_teacher", SET, "whose buckets are tokens, where bytes have 257 outcomes"),
+            ("kl_clip", SET, "which bounds the entries of a vocabulary of tokens"),
+            ("divergence", _SAMPLED, "which needs the teacher's probability of each token of the student"),
+            ("token_selection", one_of(*LATE), "which ranks tokens by distributions over tokens"),
+            (
+                "contrast_weight",
+                above(0),
+                "but only two distributions are compared by bytes, and a contrast is a third",
             ),
-            "token_selection": one_of(*LATE),
-            "contrast_weight": above(0),
-            "extrapolation": unless(1.0),
-            "anchor_weight": above(0),
-            "seq_kd": True,
-            "teacher_server_url": SET,
-            "teacher_model_kind": SET,
-            "teacher_control": one_of("constant", "unprivileged"),
-        },
-        cross_tokenizer=SET,
+            ("extrapolation", unless(1.0), "but only two models are compared by bytes, and the initial one is a third"),
+            ("anchor_weight", above(0), "but only two models are compared by bytes, and the initial one is a third"),
+            ("seq_kd", True, "but the teacher would generate tokens that the student does not have"),
+            ("teacher_server_url", SET, "but a server sends states without the head and the vocabulary to sum them"),
+            ("teacher_model_kind", SET, "but a student that teaches itself has the tokenizer of the student"),
+            ("teacher_control", one_of("constant"), "which selects tokens by the student's probability of tokens"),
+            ("teacher_control", one_of("unprivileged"), "with which the teacher reads the token ids of the student"),
+        )
+        for rule in each(f", {why}: remove one of them.", {name: value}, cross_tokenizer=SET)
     ),
     Rule(
         _unmovable,

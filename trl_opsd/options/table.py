@@ -306,7 +306,7 @@ ASSIGN = "assign `trainer.divergence`"
 
 TRLS: Mapping[str, Option] = {
     **dict.fromkeys(("model_init_kwargs", "trust_remote_code", "disable_dropout", "use_vllm"), Option()),
-    "teacher_model_name_or_path": Option(may_differ=True),
+    "teacher_model_name_or_path": Option(may_differ=True, also="teacher_name_or_path"),
     "teacher_model_revision": Option(needs=(LOADED,)),
     "teacher_model_init_kwargs": Option(needs=(OTHER_TEACHER,)),
     "learning_rate": Option(at_least(0), (OPTIMIZER,), also="lr", read=START),
@@ -316,7 +316,7 @@ TRLS: Mapping[str, Option] = {
     "top_k": Option(integer(0, "an integer of at least 0; 0 keeps every token") | None, resumed=True),
     "min_p": Option(from_to(0, 1) | None, resumed=True),
     "repetition_penalty": Option(above(0) | None, resumed=True),
-    "max_completion_length": Option(_TOKENS, resumed=True, also="max_tokens"),
+    "max_completion_length": Option(_TOKENS, resumed=True, also="max_tokens generate_max_len max_response_length"),
     "generation_kwargs": Option(resumed=True),
     "cache_implementation": Option(one_of(*ALL_CACHE_IMPLEMENTATIONS) | None, (NO_ENGINE,)),
     "chat_template_kwargs": Option(resumed=True),
@@ -329,7 +329,7 @@ TRLS: Mapping[str, Option] = {
     "log_unique_prompts": Option(needs=(LOGS,), also="wandb_log_unique_prompts"),
     "ds3_gather_for_generation": Option(read=LIVE),
     "vllm_mode": Option(one_of("colocate", "server"), (VLLM,)),
-    "vllm_enable_sleep_mode": Option(needs=(VLLM,)),
+    "vllm_enable_sleep_mode": Option(needs=(VLLM,), also="sleep_level free_cache_engine rollout_enable_sleep"),
     "vllm_structured_outputs_regex": Option(needs=(VLLM,), resumed=True),
     "vllm_max_model_length": Option(integer(1) | None, (ENGINE,)),
     "vllm_model_impl": Option(needs=(VLLM, COLOCATED)),
@@ -344,7 +344,7 @@ TRLS: Mapping[str, Option] = {
 """Options of TRL's `DistillationConfig`."""
 
 TRANSFORMERS: Mapping[str, Option] = {
-    "output_dir": Option(may_differ=True, read=LIVE),
+    "output_dir": Option(may_differ=True, also="save_path", read=LIVE),
     "report_to": Option(may_differ=True),
     "use_cpu": Option(also="no_cuda"),
     **dict.fromkeys(("bf16", "fp16", "full_determinism", "torch_compile", "neftune_noise_alpha"), Option()),
@@ -358,7 +358,7 @@ TRANSFORMERS: Mapping[str, Option] = {
     "dataloader_num_workers": Option(at_least(0), read=LIVE),
     CHECKPOINTING: Option(read=START),
     "max_steps": Option(_STEPS, read=START),
-    "num_train_epochs": Option(at_least(0), also="epochs num_epochs", read=START),
+    "num_train_epochs": Option(at_least(0), also="epochs num_epochs total_epochs", read=START),
     "seed": Option(_SEED, resumed=True, read=START),
     # the optimizer
     "optim": Option(needs=(OPTIMIZER,), read=START),
@@ -368,8 +368,8 @@ TRANSFORMERS: Mapping[str, Option] = {
     "adam_beta1": Option(from_to(0, 1), (OPTIMIZER,), read=START),
     "adam_beta2": Option(from_to(0, 1), (OPTIMIZER,), read=START),
     "adam_epsilon": Option(at_least(0), (OPTIMIZER,), read=START),
-    "max_grad_norm": Option(at_least(0), read=LIVE),
-    "lr_scheduler_type": Option(needs=(SCHEDULER,), read=START),
+    "max_grad_norm": Option(at_least(0), also="max_norm", read=LIVE),
+    "lr_scheduler_type": Option(needs=(SCHEDULER,), also="lr_scheduler", read=START),
     "lr_scheduler_kwargs": Option(needs=(SCHEDULER,), read=START),
     "warmup_steps": Option(at_least(0), (SCHEDULER,), read=START),
     # logs, evaluations, checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -157,9 +158,10 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
         )
     known = isinstance(teacher_model, TeacherLike)
     if not known and not (isinstance(teacher_model, nn.Module) and is_peft(teacher_model)):
+        is_reward = isinstance(teacher_model, list | tuple) or inspect.isroutine(teacher_model)
         raise TypeError(
             f"{called} is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel`, "
-            "a `trl_opsd.Teacher`, or a dict of them by name."
+            f"a `trl_opsd.Teacher`, or a dict of them by name{'; pass rewards as `reward_funcs=`' * is_reward}."
         )
     if args.teacher_model_init_kwargs and not isinstance(teacher_model, str):
         raise ValueError(

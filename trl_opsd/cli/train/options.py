@@ -59,6 +59,8 @@ _HERE = {
     "eval_dataset": "`dataset_test_split` names the split that `eval_strategy` evaluates",
     "torch_dtype": "it is called `dtype`; that of the teacher is `teacher_dtype`",
     "lora_rank": "it is called `lora_r`; set `use_peft`, too",
+    **dict.fromkeys(("tuner_type", "train_type", "target_modules"), "set `use_peft`, and `lora_target_modules`"),
+    **dict.fromkeys(("quantization", "quant_method", "quant_bits"), "set `load_in_4bit` or `load_in_8bit`"),
 }
 """Names that mean something else for `OPSDTrainer` than for this script, which has more options."""
 
@@ -81,6 +83,8 @@ class ExtraArguments:
     """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.reward_funcs, str):  # in YAML
+            self.reward_funcs = [self.reward_funcs]
         if isinstance(given := self.teacher_models, str):
             with suppress(ValueError):
                 self.teacher_models = json.loads(given)
@@ -130,6 +134,19 @@ class Given:
     model: ModelConfig
     mixture: DatasetMixtureConfig
     task: str | None
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Loads YAML, and refuses a key that is given twice, of which PyYAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise yaml.YAMLError(f"{key.value!r} is in line {seen[key.value]} and in line {line}: remove one.")
+            seen[key.value] = line
+        return super().construct_mapping(node, deep)
 
 
 class OptionParser(TrlParser):
@@ -207,7 +224,7 @@ class OptionParser(TrlParser):
     def _read(self, path: str) -> dict[str, Any]:
         """The options of a YAML file; ends the program on one that is unknown: TRL's error for it has no hint."""
         try:
-            config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            config = _OnceLoader(Path(path).read_text(encoding="utf-8")).get_single_data()
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             self.error(f"--config {path}: {error}")
         if not isinstance(config, dict):
