@@ -184,7 +184,7 @@ def found(trainer: Pairing, logs: list[dict[str, Any]]) -> dict[str, Any]:
 def trained(folder: Path, resume: int | None = None, **options: Any) -> dict[str, Any]:
     trainer = build(folder, **options)
     trainer.train(resume_from_checkpoint=None if resume is None else str(folder / "out" / f"checkpoint-{resume}"))
-    return found(trainer, [row for row in trainer.state.log_history if "loss" in row])
+    return found(trainer, [row for row in trainer.state.log_history if "learning_rate" in row])
 
 
 def evaluated(folder: Path, **options: Any) -> dict[str, Any]:
