@@ -41,6 +41,7 @@ from trl_opsd.loop.teaching import Teaching
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, load_renamed, sampled
+from trl_opsd.monitor.metrics import METRICS
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import BUILD, START, ReadOnce
@@ -360,14 +361,16 @@ class TrainerHooks(TrainerMembers):
         with self._generation.batch():
             written = super()._generate(prompts)
         self.turns.end(self._generation.requests)
-        self._collapse.note_completions(self._generation.on_policy(written[1]))
+        of = self._stats.completed(*written[:3], self._generation)
         if self.visits is not None and self.model.training:
-            prompt_ids, completion_ids, tool_masks, *_ = written
-            unread, lengths = self.visits.note_completions(prompt_ids, completion_ids, tool_masks, self._generation)
+            unread, of = self.visits.note_completions(of)
             self.state.num_input_tokens_seen -= unread
-            lengths["num_tokens"] = self.state.num_input_tokens_seen
-            for name, value in lengths.items():
-                self._metrics["train"][name][-1] = value
+            self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self._collapse.note_completions(of)
+        for name, value in self._stats.of_completions(of).items():
+            if name not in METRICS:  # TRL's, which counts all rows
+                self._metrics["train" if self.model.training else "eval"][name].pop()
+            self.record(name, value)
         return written
 
     # By TRL's `_generate`, before the first turn.
@@ -457,7 +460,8 @@ class TrainerHooks(TrainerMembers):
             self._stats.now.totals.update(named)
             if self.model.training:
                 self._collapse.sums.update(named)
-        self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
+        weight = named["weight"]
+        self.record("entropy", named["student_entropy"] / weight if weight else 0.0, weight)
         return is_finite
 
     # ---- The gradient -----------------------------------------------------------------------------------------------

@@ -77,6 +77,8 @@ class Turns:
         """Held while a prompt or an answer is tokenized: threads of rows do so too, and options differ for teachers."""
         self.ended: dict[int, Trajectory] = {}
         """Rows of the batch that went their way alone, by their numbers."""
+        self.counts: list[tuple[int, int, int]] = []
+        """Turns, calls and failed calls of each row of the latest batch; empty without tools."""
         self._said: dict[int, Any] = {}
         """What environments said of rows, which their teachers are not told yet."""
 
@@ -123,7 +125,7 @@ class Turns:
                     for number, ids in zip(asked, written, strict=True)
                     if (calls := self._grow(rows[number], ids))
                 }
-        self._host.record("turns/mean", sum(row.turns for row in rows) / len(rows))
+        self.counts = [(row.turns, row.calls, row.failures) for row in rows]
         totals = sum(row.calls for row in rows), sum(row.failures for row in rows)
         masks, said, ids = ([getattr(row, name) for row in rows] for name in ("mask", "messages", "ids"))
         return masks, said, ids, *totals, [[] for _ in rows]
