@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 from accelerate.logging import get_logger
+from accelerate.utils import set_seed
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from trl_opsd.data.prompts import tells_more
@@ -21,6 +24,8 @@ logger = get_logger(__name__)
 
 _OURS = ("reset", "get_reward", "get_privileged_context", "get_feedback")
 """Methods that are no tools."""
+_LIKE_OURS = ("close", "render", "seed", "setup", "teardown", "reward", "score", "feedback", "context", "state", "done")
+"""Names of methods that a program calls in other libraries, besides those that begin with "get_"."""
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row that has none, to which the environment adds its observation."""
@@ -51,6 +56,8 @@ class Kind:
     """As templates describe them: none is to be awaited."""
     own: Mapping[str, str]
     """The attribute of each that is a method: a decorator may have given it another name."""
+    takes_seed: bool
+    """Whether `reset` has a parameter of this name."""
     standalone: Tools
     """The others, as they were passed."""
     pool: list[Episode] = field(default_factory=list)
@@ -139,12 +146,13 @@ class Environments:
         if isinstance(it, BaseException):
             raise RuntimeError(f"{called} could not make an environment: {_in_words(it)}") from it
         methods = dict(inspect.getmembers(type(it), lambda one: inspect.isfunction(one) or inspect.ismethod(one)))
+        own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
+        self._check_hooks(type(it), methods, own)
         if "reset" not in methods:
             raise ValueError(
                 f"{called} makes a {type(it).__name__}, which has no method `reset`: expected a function that returns "
                 "an object with `reset(**row)`, whose other public methods are its tools (docs/agents.md)."
             )
-        own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
         for key, one in own.items():
             try:
                 get_json_schema(one)
@@ -156,9 +164,30 @@ class Environments:
         given = {one.__name__: one for one in tools}
         described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
         names = {one.__name__: key for key, one in own.items()}
-        kind = Kind(make, type(it), frozenset(methods), described, names, given)
+        takes_seed = "seed" in inspect.signature(methods["reset"]).parameters
+        kind = Kind(make, type(it), frozenset(methods), described, names, takes_seed, given)
         kind.pool.append(Episode(kind, it, worker))
         return kind
+
+    @staticmethod
+    def _check_hooks(of: type, methods: Collection[str], own: Tools) -> None:
+        """Refuses tools that are named almost as hooks that a class lacks; warns of others that look like hooks."""
+        lacking, odd = [name for name in _OURS if name not in methods], []
+        for key, one in own.items():
+            spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
+            if near := difflib.get_close_matches(spelled, lacking, n=1, cutoff=0.85):
+                raise ValueError(
+                    f"`{of.__name__}.{key}` would be a tool of the student; did you mean `{near[0]}`? Rename it to "
+                    "that, or to a less similar name; what is no tool begins with an underscore."
+                )
+            if _needs_nothing(one) and (spelled.startswith("get_") or spelled in _LIKE_OURS):
+                odd.append(key)
+        if odd:
+            logger.warning(
+                f"Tools of the student: {', '.join(f'`{of.__name__}.{key}`' for key in odd)}. All public methods but "
+                f"{', '.join(f'`{name}`' for name in _OURS)} are: let the name of one that is for the program alone "
+                "begin with an underscore."
+            )
 
     @property
     def names(self) -> frozenset[str]:
@@ -201,15 +230,18 @@ class Environments:
         """The environment of each row of the batch."""
         return [episode.it for episode in self.episodes]
 
-    def begin(self, rows: Sequence[Mapping[str, Any]], batch: str) -> list[dict[str, Any]]:
+    def begin(self, rows: Sequence[Mapping[str, Any]], batch: str, seeds: Sequence[int]) -> list[dict[str, Any]]:
         """Resets an environment for each row; the rows with observations, and with what only a teacher may read.
+
+        A `reset` with a parameter `seed` is given that of its row. Of others, those of rows without columns, which do
+        not say what the task is, follow each other, with the random numbers of the program seeded by it.
 
         Raises:
             RuntimeError: An environment could not be made or reset, or not in time.
             ValueError: A row names no environment, is text, or tells the teacher more beside an environment that does.
         """
         taken: Counter[str | None] = Counter()
-        self.episodes, jobs = [], []
+        self.episodes, jobs, drawing = [], [], list[int]()
         for number, row in enumerate(rows):
             name = row.get("environment") if self.are_several else None
             kind, where = self._kinds.get(name), f"row {number} of {batch}"
@@ -227,8 +259,18 @@ class Environments:
             self.episodes.append(kind.pool[place])
             hidden = [*(["environment"] if self.are_several else []), *_without_prompt(row)]
             given = {key: value for key, value in row.items() if key not in hidden}
+            if kind.takes_seed:
+                given = {"seed": seeds[number], **given}
+            elif not given.keys() - {"prompt"}:
+                drawing.append(number)
             jobs.append(functools.partial(self.episodes[-1].begin, given))
-        found = self._together(self.episodes, jobs)
+        set_seed(seeds[0])
+        found = self._together(self.episodes, [None if one in drawing else job for one, job in enumerate(jobs)])
+        for number in drawing:
+            set_seed(seeds[number])
+            (found[number],) = self._together([self.episodes[number]], [jobs[number]])
+            if isinstance(found[number], BaseException):
+                break
         for number, error in enumerate(found):
             if isinstance(error, BaseException):
                 where = f"row {number} of {batch}"
@@ -334,6 +376,14 @@ def _told(row: Mapping[str, Any], observation: Any, context: str | None) -> dict
             observation = [{"type": "text", "text": observation}]
         told["prompt"] = [*before, {**last, "content": content + observation}]
     return told if context is None else {**told, "privileged_context": context}
+
+
+def _needs_nothing(tool: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(tool).bind()
+    except (TypeError, ValueError):  # builtins may have no signature
+        return False
+    return True
 
 
 def as_described(tool: Callable[..., Any]) -> Callable[..., Any]:

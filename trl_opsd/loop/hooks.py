@@ -336,7 +336,8 @@ class TrainerHooks(TrainerMembers):
         if self.accelerator.num_processes > 1:
             set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
-        rows: list[Request] = self.teaching.read_rows(self.turns.begin(inputs, self.teaching.batch_name))
+        told = self.turns.begin(inputs, self.teaching.batch_name, self._stats.now.batches)
+        rows: list[Request] = self.teaching.read_rows(told)
         self._generation.mark(rows)
         if self.visits is not None and self.model.training:
             self.visits.weigh(rows)
