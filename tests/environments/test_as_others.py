@@ -115,7 +115,7 @@ class Shop(Told):
 
 @pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
 def test_grpo_offers_hooks_to_the_policy_unless_a_subclass_hides_them(make_trainer, tmp_path):
-    (code,) = re.findall(r"```python\n(class ShopForGRPO.*?)```", (DOCS / "agents.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(class ShopForGRPO.*?)\n\nbaseline", (DOCS / "agents.md").read_text(), re.DOTALL)
     names = {"Shop": Shop}
     exec(code, names)
     dataset = rows(4, start=[1, 2, 3, 4])

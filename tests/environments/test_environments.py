@@ -356,7 +356,6 @@ REFUSED = {
         {},
         "you mean `get_reward`",
     ),
-    "misspelt: resett": (type("Shop", (), {"resett": tool}), {}, "did you mean `reset`"),
     "no reset": (type("Empty", (), {}), {}, "no method `reset`"),
     "an object": (Adder(), {}, "expected a class or a function"),
     "needs arguments": (lambda number: Adder(), {}, "cannot be called without arguments"),

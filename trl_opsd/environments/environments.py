@@ -49,15 +49,13 @@ class Kind:
     """What one factory makes."""
 
     make: Callable[[], Any]
-    of: type
+    of: type[Any]
     methods: frozenset[str]
     """Of the class: looking at an object would run its properties, or ask a proxy."""
     tools: Tools
     """As templates describe them: none is to be awaited."""
     own: Mapping[str, str]
     """The attribute of each that is a method: a decorator may have given it another name."""
-    takes_seed: bool
-    """Whether `reset` has a parameter of this name."""
     standalone: Tools
     """The others, as they were passed."""
     pool: list[Episode] = field(default_factory=list)
@@ -146,48 +144,40 @@ class Environments:
         if isinstance(it, BaseException):
             raise RuntimeError(f"{called} could not make an environment: {_in_words(it)}") from it
         methods = dict(inspect.getmembers(type(it), lambda one: inspect.isfunction(one) or inspect.ismethod(one)))
-        own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
-        self._check_hooks(type(it), methods, own)
         if "reset" not in methods:
             raise ValueError(
                 f"{called} makes a {type(it).__name__}, which has no method `reset`: expected a function that returns "
                 "an object with `reset(**row)`, whose other public methods are its tools (docs/agents.md)."
             )
-        for key, one in own.items():
-            try:
-                get_json_schema(one)
-            except (DocstringParsingException, TypeHintParsingException) as error:
-                raise ValueError(
-                    f"`{type(it).__name__}.{key}` is a tool of {called}, which templates cannot describe: {error} "
-                    "Repair that, or let its name begin with an underscore if it is no tool."
-                ) from None
-        given = {one.__name__: one for one in tools}
-        described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
-        names = {one.__name__: key for key, one in own.items()}
-        takes_seed = "seed" in inspect.signature(methods["reset"]).parameters
-        kind = Kind(make, type(it), frozenset(methods), described, names, takes_seed, given)
-        kind.pool.append(Episode(kind, it, worker))
-        return kind
-
-    @staticmethod
-    def _check_hooks(of: type, methods: Collection[str], own: Tools) -> None:
-        """Refuses tools that are named almost as hooks that a class lacks; warns of others that look like hooks."""
+        own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
         lacking, odd = [name for name in _OURS if name not in methods], []
         for key, one in own.items():
             spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
             if near := difflib.get_close_matches(spelled, lacking, n=1, cutoff=0.85):
                 raise ValueError(
-                    f"`{of.__name__}.{key}` would be a tool of the student; did you mean `{near[0]}`? Rename it to "
-                    "that, or to a less similar name; what is no tool begins with an underscore."
+                    f"`{type(it).__name__}.{key}` would be a tool of the student; did you mean `{near[0]}`? Rename it "
+                    "to that, or to a less similar name; what is no tool begins with an underscore."
                 )
-            if _needs_nothing(one) and (spelled.startswith("get_") or spelled in _LIKE_OURS):
-                odd.append(key)
+            try:
+                takes = get_json_schema(one)["function"]["parameters"].get("required")
+            except (DocstringParsingException, TypeHintParsingException) as error:
+                raise ValueError(
+                    f"`{type(it).__name__}.{key}` is a tool of {called}, which templates cannot describe: {error} "
+                    "Repair that, or let its name begin with an underscore if it is no tool."
+                ) from None
+            if not takes and (spelled.startswith("get_") or spelled in _LIKE_OURS):
+                odd.append(f"`{type(it).__name__}.{key}`")
         if odd:
             logger.warning(
-                f"Tools of the student: {', '.join(f'`{of.__name__}.{key}`' for key in odd)}. All public methods but "
-                f"{', '.join(f'`{name}`' for name in _OURS)} are: let the name of one that is for the program alone "
-                "begin with an underscore."
+                f"Tools of the student: {', '.join(odd)}. All public methods but `{'`, `'.join(_OURS)}` are: let the "
+                "name of one that is for the program alone begin with an underscore."
             )
+        given = {one.__name__: one for one in tools}
+        described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
+        names = {one.__name__: key for key, one in own.items()}
+        kind = Kind(make, type(it), frozenset(methods), described, names, given)
+        kind.pool.append(Episode(kind, it, worker))
+        return kind
 
     @property
     def names(self) -> frozenset[str]:
@@ -259,7 +249,7 @@ class Environments:
             self.episodes.append(kind.pool[place])
             hidden = [*(["environment"] if self.are_several else []), *_without_prompt(row)]
             given = {key: value for key, value in row.items() if key not in hidden}
-            if kind.takes_seed:
+            if "seed" in inspect.signature(kind.of.reset).parameters:
                 given = {"seed": seeds[number], **given}
             elif not given.keys() - {"prompt"}:
                 drawing.append(number)
@@ -376,14 +366,6 @@ def _told(row: Mapping[str, Any], observation: Any, context: str | None) -> dict
             observation = [{"type": "text", "text": observation}]
         told["prompt"] = [*before, {**last, "content": content + observation}]
     return told if context is None else {**told, "privileged_context": context}
-
-
-def _needs_nothing(tool: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(tool).bind()
-    except (TypeError, ValueError):  # builtins may have no signature
-        return False
-    return True
 
 
 def as_described(tool: Callable[..., Any]) -> Callable[..., Any]:

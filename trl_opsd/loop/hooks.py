@@ -362,16 +362,16 @@ class TrainerHooks(TrainerMembers):
         with self._generation.batch():
             written = super()._generate(prompts)
         self.turns.end(self._generation.requests)
-        of = self._stats.completed(*written[:3], self._generation)
+        prompt_ids, completion_ids, tool_masks, *_ = written
+        of = self._stats.completed(prompt_ids, completion_ids, tool_masks, self._generation)
+        numbers = self._metrics["train" if self.model.training else "eval"]
         if self.visits is not None and self.model.training:
             unread, of = self.visits.note_completions(of)
             self.state.num_input_tokens_seen -= unread
-            self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         self._collapse.note_completions(of)
-        for name, value in self._stats.of_completions(of).items():
-            if name not in METRICS:  # TRL's, which counts all rows
-                self._metrics["train" if self.model.training else "eval"][name].pop()
-            self.record(name, value)
+        found = {**self._stats.of_completions(of), "num_tokens": self.state.num_input_tokens_seen}
+        for name, value in found.items():
+            numbers[name] = [*(numbers[name] if name in METRICS else numbers[name][:-1]), value]  # TRL's count all rows
         return written
 
     # By TRL's `_generate`, before the first turn.

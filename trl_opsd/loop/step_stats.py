@@ -38,13 +38,6 @@ NO_TOKEN = -100
 """Padding of predictions, as everywhere in transformers."""
 _BY_TEACHER = ("weight", "divergence", "teacher_entropy")
 """Statistics that are also kept by teacher, where there are several."""
-_COMPLETIONS = (
-    *("prompt", "length", "generated", "ended", "by_student", "ids", "repeats"),
-    *("turns", "calls", "failures", "images", "marks"),
-)
-"""What is counted of each completion: tokens of its prompt, those of the student, those that cost a generation,
-whether it ended, whether the student generated it, all its tokens, whether it ends in a repetition; its turns with
-tools, and the images of its prompt with their tokens."""
 _BY_PROMPT = ("weight", "divergence", "tokens")
 """Statistics of each row that the completions of a prompt are compared by."""
 
@@ -257,19 +250,21 @@ class StepStats:
     def completed(
         self, prompts: Sequence[list[int]], completions: Sequence[list[int]], tool_masks: Any, generation: Generation
     ) -> dict[str, Tensor]:
-        """What is counted of each completion of a generation batch, by `_COMPLETIONS`: [R] each. Collective."""
-        trainer, table = self._trainer, []
+        """What is counted of each completion of a generation batch, [R] each. Collective."""
+        trainer, table = self._trainer, list[dict[str, int]]()
         ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
         turns = trainer.turns.counts or [(1, 0, 0)] * len(completions)
         for number, (row, prompt, ids) in enumerate(zip(generation.requests, prompts, completions, strict=True)):
             length = len(ids) if tool_masks is None else sum(tool_masks[number])
             is_generated = number not in generation.empty_rows and (trainer.args.seq_kd or not row.is_off_policy)
-            of_row = len(prompt), length, length * is_generated, ids[-1] in ends
             images = 0 if row.images is None else len(row.images.originals)
             marks = sum(one in trainer.placeholders for one in prompt) if images else 0
-            table.append((*of_row, row.by_student, len(ids), is_repetition(ids), *turns[number], images, marks))
-        table_RN = trainer.gather_distinct_rows(torch.tensor(table, device=trainer.accelerator.device)).cpu()
-        return dict(zip(_COMPLETIONS, table_RN.T, strict=True))
+            of_row = {"prompt": len(prompt), "length": length, "generated": length * is_generated, "ids": len(ids)}
+            of_row |= {"ended": ids[-1] in ends, "repeats": is_repetition(ids), "by_student": row.by_student}
+            of_row |= dict(zip(("turns", "calls", "failures"), turns[number], strict=True))
+            table.append({**of_row, "images": images, "marks": marks})
+        values = torch.tensor([[*of_row.values()] for of_row in table], device=trainer.accelerator.device)
+        return dict(zip(table[0], trainer.gather_distinct_rows(values).cpu().T, strict=True))
 
     def of_completions(self, of: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of a batch's completions, by their names in the log; of an evaluation, its end has them."""
@@ -321,7 +316,8 @@ class StepStats:
         refuse(EVALUATION, args)
         recorded.clear()  # left by an interrupted evaluation, as are the accounts
         accounts.clear()
-        rows, batches = self._evaluated, self._completed = [], []
+        rows = self._evaluated = []
+        batches = self._completed = []
         with preserved_rng(self._trainer.accelerator.device):
             # The same samples in each evaluation, other ones per process.
             set_seed(args.seed, device_specific=True)
@@ -333,7 +329,7 @@ class StepStats:
             self._record_spread(torch.cat(rows), self._generations)
         # Means without NaN, as in TRL's log.
         known = {name: [one for one in each if not math.isnan(one)] for name, each in recorded.items()}
-        of = {name: torch.cat([one[name] for one in batches]) for name in _COMPLETIONS} if batches else {}
+        of = {name: torch.cat([one[name] for one in batches]) for name in (batches or [{}])[0]}
         weight = accounts.totals["weight"]
         if not weight:
             logger.warning(
@@ -401,10 +397,7 @@ def _add_to(tables: Mapping[str, Tensor], batch: Mapping[str, Any], rows: Tensor
 
 
 def completion_metrics(of: Mapping[str, Tensor], has_tools: bool) -> dict[str, float]:
-    """TRL's metrics of completions and ours, by their names in the log; NaN where there are no rows.
-
-    `of` has what is counted of each row, [R] by the names in `_COMPLETIONS`.
-    """
+    """TRL's metrics of completions and ours, by their names in the log; NaN where there are no rows."""
     lengths_R, is_ended_R, by_student_R = of["length"].float(), of["ended"] > 0, of["by_student"] > 0
     found = {"completions/clipped_ratio": _mean(~is_ended_R)}
     for kind, each in {"": lengths_R, "terminated_": lengths_R[is_ended_R]}.items():

@@ -70,10 +70,7 @@ _OVERLAP = Logs(_MAIN, '`overlap="step"` with a rollout that generates in anothe
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
 _SYNC = Logs("main process; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
-_IMAGES = Logs(
-    "all processes; mean over generation batches that have images, or over the rows of an evaluation",
-    "prompts with images",
-)
+_IMAGES = Logs(_BATCHES, "prompts with images")
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
@@ -159,10 +156,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "gate/mean": Metric(
             "1",
             "Weight of a row by its reward; 0 where the teacher has no prompt of its own.",
-            Logs(
-                f"{_STEPS}, or over the rows of an evaluation",
-                "`reward_gate`, `teacher_context`, or a `teacher_prompt_fn` that takes rewards",
-            ),
+            Logs(_BATCHES, "`reward_gate`, `teacher_context`, or a `teacher_prompt_fn` that takes rewards"),
         ),
         "prompts/skipped": Metric(
             "1", "Share of the prompts that nothing was generated for.", Logs(_STEPS, _VISITS, evaluated=False)
