@@ -9,9 +9,10 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from tokenizers import AddedToken
 
 from trl_opsd import OPSDTrainer, RolloutBackend
-from trl_opsd.data.outcomes import Outcome
+from trl_opsd.data.outcomes import Outcome, texts_of
 
 WORDS = tiny.tokenizer()
 REWARDS = [1 / 3, 1.0, 5 / 3, 2 / 3]
@@ -103,8 +104,9 @@ def test_a_gate_applies_in_training_only(make_trainer):
 
 def test_a_step_in_which_no_row_counts_changes_nothing(make_trainer):
     before = tiny.qwen2(32, seed=0)
-    gated = trained(make_trainer, reward_gate=99.0)
-    assert log(gated)["loss"] == log(gated)["gate/mean"] == 0
+    gated = trained(make_trainer, reward_gate=99.0, optim="adamw_torch", weight_decay=0.1)
+    assert tiny.logged(gated, "gate/mean") == [0.0]
+    assert not tiny.logged(gated, "loss") + tiny.logged(gated, "grad_norm")
     for mine, other in zip(gated.model.parameters(), before.parameters(), strict=True):
         assert torch.equal(mine, other)
 
@@ -155,7 +157,33 @@ def test_a_solution_that_does_not_fit_is_not_shown(make_trainer):
     }
     found = trained(make_trainer, teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=64), **given)
     assert found.gates == [0.0] * 8
-    assert log(found)["loss"] == 0
+    assert tiny.logged(found, "gate/mean") == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a plan</think>4", "4"),  # R1's and QwQ's templates begin the thought in the prompt
+        ("one</think>two</think>4", "4"),
+        ("so <think>a</think>far <think>b</think>4", "so far 4"),
+        ("a</think>4<think>or 5", "4"),
+        ("<think>without end", None),
+        ("[THINK]a plan[/THINK]4", "4"),
+        ("<|channel|>analysis<|message|>a plan<|end|><|start|>assistant<|channel|>final<|message|>4", "4"),
+        ("<|channel>thought\na plan<channel|>4", "4"),
+        ("4", "4"),
+    ],
+)
+def test_only_what_follows_a_thought_is_shown(text, shown):
+    assert Outcome(0.0, 0, (("", 0.0), (text, 1.0))).success(1.0) == shown
+
+
+@pytest.mark.parametrize("marks", [["[THINK]", "[/THINK]"], []])
+def test_marks_of_thoughts_are_kept_where_they_are_special_tokens(marks):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken(one, special=True) for one in marks])
+    (text,) = texts_of(tokenizer, tokenizer(["".join(["[THINK]", "so", "[/THINK]", "4<|im_end|>"])])["input_ids"])
+    assert text.replace(" ", "") == "[THINK]so[/THINK]4"
 
 
 def test_what_was_thought_is_not_shown():
@@ -199,6 +227,28 @@ def test_controls_take_the_teachers_part_away(make_trainer):
         "shuffled": [*own[2:], *own[:2]],
         "unprivileged": [tiny.PROMPTS[row] for row in (0, 0, 1, 1, 2, 2)],
     }
+
+
+@pytest.mark.parametrize("options", [{"contrast_weight": 0.5}, {"teacher_context": "group_success"}], ids=str)
+def test_a_shuffled_teacher_reads_nothing_of_its_own_row(make_trainer, options):
+    names = ["prompt", "contrast_context"] if "contrast_weight" in options else ["prompt"]
+    data = Dataset.from_dict({name: [f"{name} {row}" for row in range(6)] for name in names})
+    read = []
+
+    class Reading(OPSDTrainer):
+        def teach(self, rollout, rows):
+            read.extend((row, row.control.value, row.contrast and row.contrast.value) for row in rows)
+            return super().teach(rollout, rows)
+
+    given = {"teacher_control": "shuffled", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    trained(make_trainer, Reading, train_dataset=data, **{**given, **options})
+    own, other = read[0][0], "prompt 1"
+    assert own["prompt"] == "prompt 0"
+    if "contrast_weight" in options:
+        assert read[0][1:] == (other, f"contrast_context 1\n\n{other}")
+    else:
+        assert [text.partition("\n")[0] for _, text, _ in read] == [other] * 4 + ["prompt 0"] * 4
+        assert [row.gate for row, *_ in read] == [1, 1, 1, 1] * 2, "by its own group"
 
 
 def test_an_evaluation_has_the_teacher_that_a_control_replaces(make_trainer):

@@ -319,6 +319,8 @@ class TrainerHooks(TrainerMembers):
         written = self.trl_batch(requests)
         if self._rewards is not None:
             self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
+        if self.model.training and self.args.teacher_control == "shuffled":
+            self.teaching.shuffle(requests, Rollout.unpack(written))
         # A teacher that was notified of a row reads it in the process that generated it.
         stay = self._overlap is not None and self._overlap.notifies_teacher
         batch, rows = self._dealer.exchanged(written, requests, stay)
@@ -481,11 +483,14 @@ class TrainerHooks(TrainerMembers):
         is_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
         try:
             if self.model.training:
-                logs.update(self._stats.means())
+                logs.update(means := self._stats.means())
                 if "loss" in logs and (skipped := self._guard.skipped) is not None:
                     logs["nonfinite/skipped_steps"] = skipped
                 if "loss" in logs and self.visits is not None:
                     logs["prompts/tokens_saved_total"] = self.visits.tokens_saved
+                if not means and self._guard.was_empty:  # no token has counted since the last log
+                    logs.pop("loss", None)
+                    logs.pop("grad_norm", None)
             if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
                 os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
             numbers = self._metrics["train" if self.model.training else "eval"]
