@@ -27,7 +27,7 @@ from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, advice, instead
 from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
-from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table
+from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table, without_effect
 
 TABLE = table(OPSDConfig)
 
@@ -63,6 +63,9 @@ def test_both_names_of_gradient_checkpointing_are_one_option(tmp_path):
     assert getattr(args, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": True}
 
 
+JSD = {"anchor_weight": 0.1, "anchor_divergence": "jsd"}
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -71,11 +74,28 @@ def test_both_names_of_gradient_checkpointing_are_one_option(tmp_path):
         ({"divergence": "forward_kl", "beta": 0.5}, "`beta=0.5` is ignored"),
         ({"beta": 0.0, "reward_gate": 1.0}, "GRPO's penalty, which 0 turns off there, is `anchor_weight` here"),
         ({"divergence": "total_variation", "beta": 0.5}, "`beta=0.5` is ignored"),
+        ({"divergence": "forward_kl", "beta": 0.5, "anchor_weight": 0.1}, "`beta=0.5` is ignored"),
+        ({"divergence": "forward_kl", "beta": 0.5, "anchor_divergence": "jsd"}, "`beta=0.5` is ignored"),
+        ({"divergence": "forward_kl", "beta": 0.97, **JSD}, "generalised JSD and its gradient vanish"),
     ],
 )
 def test_options_with_surprising_effects_are_warned_about(tmp_path, option, message):
     with pytest.warns(UserWarning, match=message):
         tiny.config(tmp_path, **option)
+
+
+@pytest.mark.parametrize("setting", [{"beta": 0.9}, {"skew": 0.3}, {"alpha": 0.3}])
+def test_a_number_that_the_anchor_reads_is_no_setting_without_effect(tmp_path, setting):
+    ((name, value),) = setting.items()
+    of = {"beta": "jsd", "skew": "skewed_reverse_kl", "alpha": "alpha_divergence"}[name]
+    anchored = {"divergence": "forward_kl", "anchor_divergence": of, "anchor_weight": 0.1, **setting}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        args = tiny.config(tmp_path, **anchored)
+    assert getattr(args.anchor, name) == value
+    assert without_effect(Situation(args=args)) == {}
+    args.anchor_weight = 0.0
+    assert set(without_effect(Situation(args=args))) - {"anchor_divergence"} == ({name} - {"beta"})
 
 
 @pytest.mark.parametrize(

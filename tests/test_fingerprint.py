@@ -233,6 +233,14 @@ def test_resume_refuses_another_setting_of_a_divergence(make_trainer, tmp_path):
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.refusal
+def test_resume_refuses_another_setting_of_the_anchor(make_trainer, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "anchor_weight": 0.1, "anchor_divergence": "jsd"}
+    make_trainer(**options, divergence="forward_kl", beta=0.9, max_steps=1).train()
+    with pytest.raises(ValueError, match=r"anchor_divergence: 'GeneralizedJSD\(beta=0.9\)' in the checkpoint"):
+        make_trainer(**options, divergence="forward_kl", beta=0.3).train(resume_from_checkpoint=True)
+
+
 class Weighing(OPSDTrainer):
     def weigh(self, rollout, rows, targets):
         return super().weigh(rollout, rows, targets)

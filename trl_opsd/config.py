@@ -436,6 +436,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
         return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha, clip_max=bound, top_k=self.top_k_teacher)
 
     @property
+    def anchor(self) -> Divergence | None:
+        """The divergence from the student as it was passed; `None` without one."""
+        return DIVERGENCES[self.anchor_divergence](self.settings) if self.anchor_weight else None
+
+    @property
     def tempers_apart(self) -> bool:
         """Whether the loss has different temperatures for student and teacher."""
         student, teacher = self.student_temperature, self.teacher_temperature
@@ -486,7 +491,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             contrast=(self.contrast_weight, self.contrast_clip),
             extrapolation=self.extrapolation,
             anchor_weight=self.anchor_weight,
-            anchor=DIVERGENCES[self.anchor_divergence](self.settings) if self.anchor_weight else None,
+            anchor=self.anchor,
         )
 
     @property

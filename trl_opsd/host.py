@@ -73,5 +73,5 @@ class Host(Protocol):
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Adds the time spent inside to `time/<name>` in the log."""
 
-    def record(self, name: str, value: float) -> None:
-        """Adds a value of this process to the next log, which reports the mean."""
+    def record(self, name: str, value: float, count: float = 1) -> None:
+        """Adds a value to the next log, which reports the main process's mean; in an evaluation weighted by `count`."""

@@ -231,7 +231,10 @@ OWNERS = (
         kind="logs",
         where=(f"{_TRAINER}._maybe_log_save_evaluate",),
         keys=True,
-        names={"loss": "tells the log of a step from the one at the end"},
+        names={
+            "grad_norm": "left out where no token has counted",
+            "loss": "tells the log of a step from the one at the end",
+        },
     ),
     Owner(
         kind="module",

@@ -207,8 +207,8 @@ def test_two_processes_gate_what_one_gates(results):
     """With groups in both of them."""
     one, two = (results[processes]["gated"] for processes in (1, 2))
     for row, other in zip(one["logs"], two["logs"], strict=True):
-        for metric in ("loss", "gate/mean", "num_tokens"):
-            assert close(row[metric], other[metric]), metric
+        for metric in ("loss", "gate/mean", "num_tokens"):  # no loss where no row counts
+            assert row.get(metric) is other.get(metric) is None or close(row[metric], other[metric]), metric
     assert 0 < sum(row["gate/mean"] for row in one["logs"]) < len(one["logs"])
     assert close(one["weights"], two["weights"])
 

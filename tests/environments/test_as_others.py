@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import tiny
 import torch
-from environments.worlds import END, Adder, Scripted, Told, call, given, once, rows, words
+from environments.worlds import END, Adder, Drawn, Scripted, Told, call, figures, flat, given, once, rows, tasks, words
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_opsd.types import Rollout
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES, DOCS = (Path(__file__).parents[2] / name for name in ("examples", "docs"))
 
 
 @pytest.fixture
@@ -70,16 +72,11 @@ class Fixed(GRPOTrainer):
         return self.script.complete(prompt_ids, 0), None
 
 
-@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
-def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
-    turns = lambda prompt: [call(number=2), call("misbehave", how="raise"), f"two{END}"][  # noqa: E731
-        prompt.count("<tool_response>")
-    ]
-    dataset = rows(4, start=[1, 2, 3, 4])
-    theirs = Fixed(
+def grpo(folder: Path, environment: Any, turns: Any, dataset: Any) -> Fixed:
+    trainer = Fixed(
         model=tiny.qwen2(max_position_embeddings=4096),
         args=GRPOConfig(
-            str(tmp_path / "grpo"),
+            str(folder / "grpo"),
             max_completion_length=600,
             per_device_train_batch_size=4,
             num_generations=2,
@@ -89,10 +86,63 @@ def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
         ),
         train_dataset=dataset,
         processing_class=words(),
-        environment_factory=Adder,
+        environment_factory=environment,
     )
-    theirs.script = Scripted(turns)
-    theirs.script.bind(theirs)
+    trainer.script = Scripted(turns)
+    trainer.script.bind(trainer)
+    return trainer
+
+
+class Shop(Told):
+    """Its hooks have docstrings, as TRL's tools have."""
+
+    def get_privileged_context(self) -> str:
+        """Tells the answer.
+
+        Returns:
+            The total.
+        """
+        return super().get_privileged_context()
+
+    def get_feedback(self) -> str:
+        """Tells what went wrong.
+
+        Returns:
+            The total.
+        """
+        return f"the total was {self.total}"
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_grpo_offers_hooks_to_the_policy_unless_a_subclass_hides_them(make_trainer, tmp_path):
+    (code,) = re.findall(r"```python\n(class ShopForGRPO.*?)\n\nbaseline", (DOCS / "agents.md").read_text(), re.DOTALL)
+    names = {"Shop": Shop}
+    exec(code, names)
+    dataset = rows(4, start=[1, 2, 3, 4])
+    turns = once(call("get_privileged_context"))
+    asked = []
+    for kind in (Shop, names["ShopForGRPO"]):
+        trainer = grpo(tmp_path, kind, turns, dataset)
+        trainer._generate_and_score_completions([dict(row) for row in dataset])
+        asked.append([[*map(trainer.processing_class.decode, batch)] for batch in trainer.script.asked])
+    given_away, honest = asked
+    assert '"get_privileged_context"' in given_away[0][0]
+    assert '"get_feedback"' in given_away[0][0]
+    assert "<tool_response>\nthe total is 1\n" in given_away[1][0]
+    assert not any("get_" in text for text in honest[0])
+    assert "Tool get_privileged_context not found" in honest[1][0]
+    ours = make_trainer(**given(turns, Shop, train_dataset=dataset))
+    ours._generate_and_score_completions([dict(row) for row in dataset])
+    assert [[*map(ours.processing_class.decode, batch)] for batch in ours.rollout.asked] == honest
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
+    turns = lambda prompt: [call(number=2), call("misbehave", how="raise"), f"two{END}"][  # noqa: E731
+        prompt.count("<tool_response>")
+    ]
+    dataset = rows(4, start=[1, 2, 3, 4])
+    theirs = grpo(tmp_path, Adder, turns, dataset)
     their_rows = [dict(row) for row in dataset]
     batch = theirs._generate_and_score_completions(their_rows)
     ours = make_trainer(**given(turns, train_dataset=dataset))
@@ -107,6 +157,34 @@ def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
     ]
     written = call(number=2), call("misbehave", how="raise"), f"two{END}"
     assert learned.sum() == 4 * sum(len(words()(text)["input_ids"]) for text in written)
+
+
+@pytest.mark.distributed
+def test_two_processes_act_out_the_tasks_of_one(tmp_path):
+    two = forks.results("ddp", tasks, tmp_path / "two", Drawn, None, 2, 4)[0]
+    odd = forks.results("ddp", tasks, tmp_path / "odd", Drawn, None, 8, 4)[0]
+    one = tasks(tmp_path / "one")
+    assert two["train"] == one["train"]
+    assert flat(two["eval"])[: 2 * 6] == flat(one["eval"])
+    assert [len(set(batch)) for batch in odd["train"]] == [1] * 3, "a group in both has one task"
+
+
+@pytest.mark.distributed
+def test_metrics_are_those_of_all_rows_whatever_the_processes_and_the_batches(tmp_path):
+    """Of five rows, with a row that only fills the last batch."""
+    two = forks.results("ddp", figures, tmp_path / "two", 2, 2)[0]
+    one, ones = (figures(tmp_path / f"one{size}", 1, size) for size in (4, 1))
+    assert one.keys() == two.keys() == ones.keys()
+    assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
+    assert ones == pytest.approx(one, rel=1e-4, abs=1e-6)
+    turns = [1 + row % 3 for row in range(5)]
+    assert (one["turns/mean"], one["eval_turns/mean"]) == pytest.approx((sum(turns[:4]) / 4, sum(turns) / 5))
+    assert one["eval_tools/call_frequency"] == pytest.approx(4 / 5)
+    assert one["eval_tools/failure_frequency"] == pytest.approx(3 / 4)
+    assert one["eval_start"] == 2
+    assert one["eval_completions/clipped_ratio"] == pytest.approx(1 / 5)
+    assert 0 < one["eval_gate/mean"] < 1
+    assert one["eval_completions/min_length"] < one["eval_completions/mean_length"] - 1
 
 
 @pytest.mark.parametrize("kind", ["base", "live", "ema"])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import sqlite3
+import threading
 import time
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
-from environments.worlds import END, Adder, Told, call, given, once, rows
+from environments.worlds import END, Adder, Drawn, Told, call, flat, given, once, rows, tasks
 
 from trl_opsd.types import Rollout
 
@@ -215,6 +219,78 @@ def test_an_environment_may_bring_all_prompts(make_trainer):
     assert "how many<|im_end|>" in trainer.processing_class.decode(trainer.rollout.asked[0][0])
 
 
+def test_one_seed_gives_one_order_of_tasks(tmp_path):
+    first, again, other, wide = (
+        tasks(tmp_path / name, **options)
+        for name, options in {
+            "first": {},
+            "again": {"per_device_eval_batch_size": 2},
+            "other": {"seed": 7},
+            "wide": {"group": 4, "num_generations_eval": 1},
+        }.items()
+    )
+    assert [len(batch) for batch in first["train"]] == [8] * 3
+    for found, number in ((first, 2), (other, 2), (wide, 4)):
+        drawn = [task for batch in found["train"] for task in batch]
+        groups = [set(drawn[place : place + number]) for place in range(0, len(drawn), number)]
+        assert [len(group) for group in groups] == [1] * len(groups), "completions of a prompt have one task"
+        assert len(set.union(*groups)) == len(groups), "and those of other prompts have others"
+    assert again["train"] == first["train"]
+    assert not {*flat(other["train"])} & {*flat(first["train"])}
+    evaluated = flat(first["eval"])
+    assert flat(again["eval"]) == evaluated, "whatever the size of a batch is"
+    assert len(evaluated) == 12
+    assert len(set(evaluated)) == 6
+    assert not {*evaluated} & {*flat(first["train"])}
+    resumed = tasks(tmp_path / "resumed", resume=str(tmp_path / "first" / "checkpoint-1"))
+    assert resumed == {"train": first["train"][1:], "eval": first["eval"]}
+
+
+def test_training_draws_the_same_whatever_environments_draw(make_trainer):
+    states = []
+    for kind in (Drawn, Adder):
+        trainer = make_trainer(**given(once(call(number=1)), kind, train_dataset=None))
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        trainer.begin_batch(list(trainer.train_dataset))
+        states.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("dataset", [None, rows(8), rows(8, seed=list(range(8))), rows(8, level=[1] * 8)])
+def test_a_reset_that_takes_a_seed_has_one_of_its_group_and_waits_for_no_other(make_trainer, dataset):
+    together = threading.Barrier(8)
+
+    class Seeded(Adder):
+        def reset(self, seed: int | None = None, **_: Any) -> None:
+            together.wait(30)
+            super().reset()
+            self.seed = seed
+
+    more = {"num_generations": 2, "per_device_train_batch_size": 8}
+    trainer = make_trainer(**given(once(call(number=1)), Seeded, train_dataset=dataset), **more)
+    trainer.train()
+    seeds = [one.seed for one in trainer.environments]
+    assert seeds[::2] == seeds[1::2]
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert (max(seeds) < 8) == (dataset is not None and "seed" in dataset.column_names)
+
+
+def test_a_run_ends_with_the_first_reset_that_fails_in_turn(make_trainer):
+    begun = []
+
+    class Broken(Adder):
+        def reset(self, **_: Any) -> None:
+            begun.append(self)
+            if len(begun) == 2:
+                raise OSError("no disk")
+
+    trainer = make_trainer(**given(once(END), Broken))
+    with pytest.raises(RuntimeError, match=r"row 1 of .* could not begin: OSError: no disk"):
+        batch_of(trainer)
+    assert len(begun) == 2
+
+
 def test_each_turn_weighs_the_same(make_trainer):
     trainer = make_trainer(**given(once(call(number=1)), equal_turns=True, position_discount=0.9))
     batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
@@ -228,7 +304,58 @@ def test_each_turn_weighs_the_same(make_trainer):
     trainer.train()
 
 
+def tool(self) -> str:
+    """Tells something.
+
+    Returns:
+        It.
+    """
+    return "the answer"
+
+
+def with_tools(*names: str, of: type = Adder, **more: Any) -> type:
+    return type("Shop", (of,), {**dict.fromkeys(names, tool), **more})
+
+
+@pytest.mark.parametrize(
+    ("kind", "tools"),
+    [
+        (with_tools("get_state", "close", "look"), "`Shop.close`, `Shop.get_state`."),
+        (with_tools("get_privileged_contexts", of=Told), "`Shop.get_privileged_contexts`."),
+        (with_tools("isDone", "getState", "rest", "restart"), "`Shop.getState`."),
+        (with_tools("look", get_page=Adder.add, _get_state=tool, feedback_form=tool), None),
+    ],
+)
+def test_methods_that_look_like_hooks_are_said_to_be_tools(make_trainer, caplog, kind, tools):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(**given(once(END), kind))
+    said = [text for text in caplog.messages if "Tools of the student" in text]
+    assert len(said) == (tools is not None)
+    assert tools is None or f"Tools of the student: {tools} All public methods but `reset`" in said[0]
+
+
 REFUSED = {
+    **{
+        f"misspelt: {name}": (
+            with_tools(name),
+            {},
+            f"`Shop.{name}` would be a tool of the student; did you mean `{meant}`",
+        )
+        for name, meant in {
+            "get_privileged_contexts": "get_privileged_context",
+            "get_priviledged_context": "get_privileged_context",
+            "privileged_context": "get_privileged_context",
+            "getPrivilegedContext": "get_privileged_context",
+            "get_feedbacks": "get_feedback",
+            "get_feed_back": "get_feedback",
+            "getFeedback": "get_feedback",
+        }.items()
+    },
+    "misspelt: get_rewards": (
+        type("Shop", (), {"reset": Adder.reset, "get_rewards": tool}),
+        {},
+        "you mean `get_reward`",
+    ),
     "no reset": (type("Empty", (), {}), {}, "no method `reset`"),
     "an object": (Adder(), {}, "expected a class or a function"),
     "needs arguments": (lambda number: Adder(), {}, "cannot be called without arguments"),

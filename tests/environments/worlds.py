@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
+import re
 import threading
 import time
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy
 import tiny
+import torch
 from datasets import Dataset
 from trl.chat_template_utils import qwen3_chat_template
 
-from trl_opsd import RolloutBackend
+from trl_opsd import OPSDTrainer, RolloutBackend
 
 END = "<|im_end|>"
 
@@ -109,6 +115,85 @@ class Adder:
 class Told(Adder):
     def get_privileged_context(self) -> str:
         return f"the total is {self.total}"
+
+
+class Drawn(Adder):
+    """Draws its task as most environments do, from the random numbers of the program."""
+
+    def reset(self, **row: Any) -> str:
+        time.sleep(0.02 * random.SystemRandom().random())  # those of other threads may draw meanwhile
+        self.task = (random.random(), float(numpy.random.rand()), float(torch.rand(())))
+        super().reset(self.task[0])
+        return f" task {self.task[0]:.3f}"
+
+
+class Tasks(OPSDTrainer):
+    """Records the task of each row of this process, by batch."""
+
+    def begin_batch(self, inputs: Any) -> Any:
+        requests = super().begin_batch(inputs)
+        self.tasks = [*getattr(self, "tasks", ()), [one.task for one in self.environments]]
+        return requests
+
+
+def flat(lists: Iterable[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def tasks(
+    folder: Any, environment: Any = Drawn, resume: Any = None, group: int = 2, batch: int = 8, **more: Any
+) -> dict[str, Any]:
+    """The tasks of each batch of a training and of an evaluation, of all processes in the order of rows."""
+    from accelerate.utils import gather_object
+
+    options = {"num_generations": group, "save_strategy": "steps", "save_steps": 1, "max_steps": 3, **more}
+    arguments = given(once(call(number=1)), environment, train_dataset=None, eval_dataset=rows(6))
+    length, steps = arguments.pop("max_completion_length"), arguments.pop("max_steps")
+    options = {"per_device_train_batch_size": batch, "max_completion_length": length, "max_steps": steps, **options}
+    trainer = Tasks(args=tiny.config(folder, **options), **arguments)
+    found = {}
+    for what, act in {"train": partial(trainer.train, resume), "eval": trainer.evaluate}.items():
+        trainer.tasks = []
+        act()
+        found[what] = [flat(batch) for batch in zip(*gather_object([trainer.tasks]), strict=True)]
+    return found
+
+
+class Uneven(Adder):
+    """Tells the teacher of some rows only."""
+
+    def get_feedback(self) -> str | None:
+        return None if self.total % 3 == 0 else f"the total was {self.total}"
+
+
+def unevenly(prompt: str) -> str:
+    """A script with other numbers of turns, failed calls and tokens for each row."""
+    row, turn = int(re.findall(r"count (\d+)", prompt)[-1]), prompt.count("<tool_response>")
+    if turn < row % 3:
+        return call(number=row) if row % 2 else call("misbehave", how="raise")
+    return "done" * row + END * (row != 4)
+
+
+def logging_starts(completions: list[Any], start: list[int], log_metric: Any, **_: Any) -> list[float]:
+    for one in start:
+        log_metric("start", one)
+    return [float(one) for one in start]
+
+
+def figures(folder: Any, processes: int, eval_batch: int) -> dict[str, Any]:
+    """What a training of 4 prompts, 2 completions of each, and an evaluation of 5 rows log, but seconds and samples."""
+    dataset = rows(8, start=list(range(8)))
+    arguments = given(unevenly, Uneven, train_dataset=dataset, eval_dataset=dataset.select(range(5)))
+    length, steps = arguments.pop("max_completion_length"), arguments.pop("max_steps")
+    options = {"max_completion_length": length, "max_steps": steps, "reward_weight": 0.1, "teacher_model_kind": "base"}
+    options |= {"num_generations": 2, "num_generations_eval": 1}
+    sizes = {"per_device_train_batch_size": 8 // processes, "per_device_eval_batch_size": eval_batch}
+    arguments |= {"teacher_model": None, "reward_funcs": logging_starts}
+    trainer = OPSDTrainer(args=tiny.config(folder, shuffle_dataset=False, **options, **sizes), **arguments)
+    evaluated = trainer.evaluate()
+    trainer.train()
+    found = {**evaluated, **next(log for log in trainer.state.log_history if "loss" in log)}
+    return {name: one for name, one in found.items() if not re.search("time|second|epoch|step|top", name)}
 
 
 class Scripted(RolloutBackend):

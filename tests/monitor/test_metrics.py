@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+import forks
 import pytest
 import tiny
 import torch
@@ -207,6 +208,29 @@ def test_images_are_counted_where_there_are_some(logged):
     assert not any("images/" in name for row in others for name in row)
 
 
+def seen(folder: Path, processes: int, eval_batch: int) -> dict[str, float]:
+    """What is logged of the images of four rows in training, and of three in an evaluation."""
+    sizes = {"per_device_train_batch_size": 4 // processes, "per_device_eval_batch_size": eval_batch}
+    trainer = OPSDTrainer(
+        args=tiny.config(folder, max_steps=1, max_completion_length=4, shuffle_dataset=False, **sizes),
+        train_dataset=vision_language.rows([2, 1, 0, 0]),
+        eval_dataset=vision_language.rows([0, 1, 3]),
+        rollout=HFRollout(),
+        **vision_language.arguments(),
+    )
+    trainer.train()
+    found = {**trainer.state.log_history[0], **trainer.evaluate()}
+    return {name: value for name, value in found.items() if "images/" in name}
+
+
+@pytest.mark.distributed
+def test_images_of_all_processes_and_rows_are_counted(tmp_path):
+    expected = {"images/mean": 3 / 4, "images/tokens": 3, "eval_images/mean": 4 / 3, "eval_images/tokens": 16 / 3}
+    assert forks.results("ddp", seen, tmp_path / "two", 2, 1)[0] == pytest.approx(expected)
+    for size in (1, 2):
+        assert seen(tmp_path / f"one{size}", 1, size) == pytest.approx(expected)
+
+
 class SeeingApart(Apart):
     """Generates ahead, for prompts with images too."""
 
@@ -272,7 +296,8 @@ def test_every_metric_in_the_source_has_a_row_in_the_table():
     phases = set(re.findall(r'phase\("(\w+)"', source))
     assert {f"time/{phase}" for phase in phases} == {name for name in METRICS if name.startswith("time/")}
     recorded = set(re.findall(r'(?:record\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
-    recorded.remove("entropy")  # TRL's
+    recorded |= set(re.findall(r'found\["(\w+/\w+)"', source))
+    recorded -= {"entropy", "tools/call_frequency", "tools/failure_frequency"}  # TRL's
     assert recorded == {name for name in METRICS if name.startswith(_RECORDED) and "<" not in name}
 
 

@@ -211,6 +211,7 @@ class Request(dict[str, Any]):
         "gate",
         "images",
         "is_off_policy",
+        "is_padding",
         "logprobs",
         "of_teacher",
         "outcome",
@@ -227,6 +228,7 @@ class Request(dict[str, Any]):
         self.where, self.student, self.teacher, self.of_teacher = where, student, teacher, of_teacher
         self.place: int | None = None  # index in the generation batch over all processes
         self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
+        self.is_padding = False  # whether it only fills the last batch of an evaluation
         self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
         self.prompt_weight = 1.0  # of all rows of the prompt; at 0 nothing is generated for it
         self.advantage = 0.0  # of the completion within its group, once there are rewards

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 from accelerate.logging import get_logger
+from accelerate.utils import set_seed
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from trl_opsd.data.prompts import tells_more
@@ -21,6 +24,8 @@ logger = get_logger(__name__)
 
 _OURS = ("reset", "get_reward", "get_privileged_context", "get_feedback")
 """Methods that are no tools."""
+_LIKE_OURS = ("close", "render", "seed", "setup", "teardown", "reward", "score", "feedback", "context", "state", "done")
+"""Names of methods that a program calls in other libraries, besides those that begin with "get_"."""
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row that has none, to which the environment adds its observation."""
@@ -44,7 +49,7 @@ class Kind:
     """What one factory makes."""
 
     make: Callable[[], Any]
-    of: type
+    of: type[Any]
     methods: frozenset[str]
     """Of the class: looking at an object would run its properties, or ask a proxy."""
     tools: Tools
@@ -145,14 +150,28 @@ class Environments:
                 "an object with `reset(**row)`, whose other public methods are its tools (docs/agents.md)."
             )
         own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
+        lacking, odd = [name for name in _OURS if name not in methods], []
         for key, one in own.items():
+            spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
+            if near := difflib.get_close_matches(spelled, lacking, n=1, cutoff=0.85):
+                raise ValueError(
+                    f"`{type(it).__name__}.{key}` would be a tool of the student; did you mean `{near[0]}`? Rename it "
+                    "to that, or to a less similar name; what is no tool begins with an underscore."
+                )
             try:
-                get_json_schema(one)
+                takes = get_json_schema(one)["function"]["parameters"].get("required")
             except (DocstringParsingException, TypeHintParsingException) as error:
                 raise ValueError(
                     f"`{type(it).__name__}.{key}` is a tool of {called}, which templates cannot describe: {error} "
                     "Repair that, or let its name begin with an underscore if it is no tool."
                 ) from None
+            if not takes and (spelled.startswith("get_") or spelled in _LIKE_OURS):
+                odd.append(f"`{type(it).__name__}.{key}`")
+        if odd:
+            logger.warning(
+                f"Tools of the student: {', '.join(odd)}. All public methods but `{'`, `'.join(_OURS)}` are: let the "
+                "name of one that is for the program alone begin with an underscore."
+            )
         given = {one.__name__: one for one in tools}
         described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
         names = {one.__name__: key for key, one in own.items()}
@@ -201,15 +220,18 @@ class Environments:
         """The environment of each row of the batch."""
         return [episode.it for episode in self.episodes]
 
-    def begin(self, rows: Sequence[Mapping[str, Any]], batch: str) -> list[dict[str, Any]]:
+    def begin(self, rows: Sequence[Mapping[str, Any]], batch: str, seeds: Sequence[int]) -> list[dict[str, Any]]:
         """Resets an environment for each row; the rows with observations, and with what only a teacher may read.
+
+        A `reset` with a parameter `seed` is given that of its row. Of others, those of rows without columns, which do
+        not say what the task is, follow each other, with the random numbers of the program seeded by it.
 
         Raises:
             RuntimeError: An environment could not be made or reset, or not in time.
             ValueError: A row names no environment, is text, or tells the teacher more beside an environment that does.
         """
         taken: Counter[str | None] = Counter()
-        self.episodes, jobs = [], []
+        self.episodes, jobs, drawing = [], [], list[int]()
         for number, row in enumerate(rows):
             name = row.get("environment") if self.are_several else None
             kind, where = self._kinds.get(name), f"row {number} of {batch}"
@@ -227,8 +249,18 @@ class Environments:
             self.episodes.append(kind.pool[place])
             hidden = [*(["environment"] if self.are_several else []), *_without_prompt(row)]
             given = {key: value for key, value in row.items() if key not in hidden}
+            if "seed" in inspect.signature(kind.of.reset).parameters:
+                given = {"seed": seeds[number], **given}
+            elif not given.keys() - {"prompt"}:
+                drawing.append(number)
             jobs.append(functools.partial(self.episodes[-1].begin, given))
-        found = self._together(self.episodes, jobs)
+        set_seed(seeds[0])
+        found = self._together(self.episodes, [None if one in drawing else job for one, job in enumerate(jobs)])
+        for number in drawing:
+            set_seed(seeds[number])
+            (found[number],) = self._together([self.episodes[number]], [jobs[number]])
+            if isinstance(found[number], BaseException):
+                break
         for number, error in enumerate(found):
             if isinstance(error, BaseException):
                 where = f"row {number} of {batch}"

@@ -107,9 +107,9 @@ class BatchRewards:
     # ---- Calling the functions --------------------------------------------------------------------------------------
 
     def _rewards_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> Tensor:
-        """[B, F], on the accelerator's device; NaN for what is not the student's: of the dataset, or skipped."""
+        """[B, F], on the accelerator's device; NaN for rows that are not the student's, skipped, or padding."""
         metrics: dict[str, list[float]] = defaultdict(list)
-        numbers = [number for number, row in enumerate(rows) if row.by_student]
+        numbers = [number for number, row in enumerate(rows) if row.by_student and not row.is_padding]
         of_student = [rows[number] for number in numbers]
         completions, ids = self._completions_of(batch, rows)
         arguments = {
@@ -127,7 +127,7 @@ class BatchRewards:
         everyone = gather_object([dict(metrics)])
         for name in sorted({name for theirs in everyone for name in theirs}):
             values = [value for theirs in everyone for value in theirs.get(name, ())]
-            self._trainer.record(name, sum(values) / len(values))
+            self._trainer.record(name, sum(values) / len(values), len(values))
         return found.to(self._trainer.accelerator.device)
 
     def _columns(self, rows: Sequence[Request]) -> dict[str, list[Any]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-import torch
 from accelerate.logging import get_logger
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.checkpoints.resume import best_evaluated
@@ -50,16 +50,11 @@ class CollapseGuard(TrainerCallback):
 
     # ---- A step -----------------------------------------------------------------------------------------------------
 
-    def note_completions(self, completions: Sequence[Sequence[int]]) -> None:
-        """Records mean length and share of repetitions of those that the student generated, in all processes; this one
-        may have none. Collective.
-        """
-        mine = [len(completions), sum(map(len, completions)), sum(map(is_repetition, completions))]
-        accelerator = self._trainer.accelerator
-        sums: Any = torch.tensor(mine, dtype=torch.float32, device=accelerator.device)
-        count, tokens, repeated = accelerator.reduce(sums, "sum").tolist()
-        if count:
-            self._trainer.record("completions/repeated_ratio", repeated / count)
+    def note_completions(self, of: Mapping[str, Tensor]) -> None:
+        """Notes mean length and share of repetitions of those that the student generated, in all processes."""
+        count, tokens, repeated = (
+            int((of[name] * of["by_student"]).sum()) for name in ("by_student", "ids", "repeats")
+        )
         if self._trainer.model.training:
             self._texts = (tokens / count, repeated / count) if count else None
 

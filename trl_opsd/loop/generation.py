@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -145,10 +144,11 @@ class Generation:
     # ---- The turns of a batch -----------------------------------------------------------------------------------
 
     def mark(self, rows: Sequence[Request]) -> None:
-        """Sets the place of each row of a batch, over all processes, and whether it is off-policy."""
-        args, state = self._host.args, self._host.state
+        """Sets the place of each row of a batch, over all processes, whether it is off-policy, and whether padding."""
+        args, state, distinct = self._host.args, self._host.state, self._host.distinct_rows
         for place, row in enumerate(rows, start=self._host.accelerator.process_index * len(rows)):
             row.place, row.is_off_policy = place, False
+            row.is_padding = distinct is not None and place >= distinct
             if self._host.model.training and args.lmbda < 1:
                 # Uniform in [0, 1), independent of torch's random state: a resumed run draws the same.
                 drawn = derived_seed(args.seed, state.global_step, place) / 2**63
@@ -176,10 +176,6 @@ class Generation:
         """Takes part in the turns of other processes that follow the last of this one. Collective."""
         while self._turn([]) is not None:
             pass
-
-    def on_policy(self, completions: list[Any]) -> list[Any]:
-        """Those of a batch that the student generated."""
-        return list(compress(completions, [row.by_student for row in self.requests]))
 
     def note_logprobs(self, row: Request, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""

@@ -41,6 +41,7 @@ from trl_opsd.loop.teaching import Teaching
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, load_renamed, sampled
+from trl_opsd.monitor.metrics import METRICS
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import BUILD, START, ReadOnce
@@ -335,7 +336,8 @@ class TrainerHooks(TrainerMembers):
         if self.accelerator.num_processes > 1:
             set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
-        rows: list[Request] = self.teaching.read_rows(self.turns.begin(inputs, self.teaching.batch_name))
+        told = self.turns.begin(inputs, self.teaching.batch_name, self._stats.now.batches)
+        rows: list[Request] = self.teaching.read_rows(told)
         self._generation.mark(rows)
         if self.visits is not None and self.model.training:
             self.visits.weigh(rows)
@@ -362,14 +364,16 @@ class TrainerHooks(TrainerMembers):
         with self._generation.batch():
             written = super()._generate(prompts)
         self.turns.end(self._generation.requests)
-        self._collapse.note_completions(self._generation.on_policy(written[1]))
+        prompt_ids, completion_ids, tool_masks, *_ = written
+        of = self._stats.completed(prompt_ids, completion_ids, tool_masks, self._generation)
+        numbers = self._metrics["train" if self.model.training else "eval"]
         if self.visits is not None and self.model.training:
-            prompt_ids, completion_ids, tool_masks, *_ = written
-            unread, lengths = self.visits.note_completions(prompt_ids, completion_ids, tool_masks, self._generation)
+            unread, of = self.visits.note_completions(of)
             self.state.num_input_tokens_seen -= unread
-            lengths["num_tokens"] = self.state.num_input_tokens_seen
-            for name, value in lengths.items():
-                self._metrics["train"][name][-1] = value
+        self._collapse.note_completions(of)
+        found = {**self._stats.of_completions(of), "num_tokens": self.state.num_input_tokens_seen}
+        for name, value in found.items():
+            numbers[name] = [*(numbers[name] if name in METRICS else numbers[name][:-1]), value]  # TRL's count all rows
         return written
 
     # By TRL's `_generate`, before the first turn.
@@ -459,7 +463,8 @@ class TrainerHooks(TrainerMembers):
             self._stats.now.totals.update(named)
             if self.model.training:
                 self._collapse.sums.update(named)
-        self.record("entropy", named["student_entropy"] / named["weight"] if named["weight"] else 0.0)
+        weight = named["weight"]
+        self.record("entropy", named["student_entropy"] / weight if weight else 0.0, weight)
         return is_finite
 
     # ---- The gradient -----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
-from trl_opsd.monitor.metrics import TAKEN
+from trl_opsd.monitor.metrics import TAKEN, Mean
 from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import ReadOnce, above, from_to
@@ -203,14 +203,16 @@ class TrainerMembers(UpstreamFixes):
 
     # ---- Host: numbers and words ------------------------------------------------------------------------------------
 
-    def record(self, name: str, value: float) -> None:
-        """Adds a number of this process to the next log, which shows the mean; in an evaluation, to its metrics.
+    def record(self, name: str, value: float, count: float = 1) -> None:
+        """Adds a number to the next log, which shows the main process's mean; in an evaluation, to its metrics.
 
         Args:
             name (`str`):
                 Any that is not logged already.
             value (`float` or `torch.Tensor`):
                 One number.
+            count (`float`, *optional*, defaults to 1):
+                What an evaluation's mean weighs it by: the rows or tokens that the number is a mean of.
 
         Raises:
             ValueError: It is not one number, or the name is taken.
@@ -218,9 +220,10 @@ class TrainerMembers(UpstreamFixes):
         if name in TAKEN:
             raise ValueError(f"`record({name!r}, ...)`: this name is already used in the log, so choose another.")
         try:
-            number = float(value)
+            number = Mean(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"`record({name!r}, {value!r})`: expected one number.") from error
+        number.count = count
         self._metrics["train" if self.model.training else "eval"][name].append(number)
 
     @property
@@ -318,13 +321,7 @@ class TrainerMembers(UpstreamFixes):
         self.teaching.readers.check_batch(found, self.teaching.batch_name)
         for row, ids in zip(rows, found, strict=True):
             row.images = getattr(ids, "images", None)
-        prompt_ids: list[list[int]] = [PromptIds(ids, row.images) for row, ids in zip(rows, found, strict=True)]
-        if has_images and not self.teaching.steps_ahead:  # else they are read again in their own step
-            images = sum(len(row.images.originals) for row in rows if row.images is not None)
-            self.record("images/mean", images / len(rows))
-            tokens = sum(one in self.placeholders for ids in prompt_ids for one in ids)
-            self.record("images/tokens", tokens / len(rows))
-        return prompt_ids
+        return [PromptIds(ids, row.images) for row, ids in zip(rows, found, strict=True)]
 
     def pad_prompts(self, prompt_ids: Sequence[list[int]]) -> dict[str, Tensor]:
         """Left-padded `input_ids` and `attention_mask`, [B, P], on the device."""

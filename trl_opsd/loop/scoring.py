@@ -76,11 +76,12 @@ class Scorer:
         intake = host.teaching.readers.intake
         is_gated = intake.reads_outcomes or (intake.is_told and intake.needs_context)
         if is_gated or (host.model.training and host.args.reward_gate is not None):
-            generated = [one for one, weight in zip(gates, of_prompts, strict=True) if weight]
+            of_each = zip(rows, gates, of_prompts, strict=True)
+            generated = [gate for row, gate, weight in of_each if weight and not getattr(row, "is_padding", False)]
             sums = torch.tensor([sum(generated), len(generated)], dtype=torch.float32, device=weights.device)
             total, count = host.accelerator.reduce(sums, "sum").tolist()
             if count:
-                host.record("gate/mean", total / count)
+                host.record("gate/mean", total / count, count)
         found = {
             **kept_by_row(targets, counted).pack(),
             "loss_weights": weights,

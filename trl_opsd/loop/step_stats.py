@@ -20,6 +20,8 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
+from trl_opsd.loop.collapse import is_repetition
+from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.monitor.metrics import METRICS, evaluated_names
 from trl_opsd.options.rules import EVALUATION, refuse
@@ -148,6 +150,8 @@ class StepStats:
         self._tables: dict[str, np.ndarray] = {}
         self._evaluated: list[Tensor] | None = None
         """[*, 3] each, rows of the evaluation in progress, in their order."""
+        self._completed: list[dict[str, Tensor]] | None = None
+        """What is counted of the completions of each batch of the evaluation in progress."""
         self.latest: Any = None
         """Rows of `by_teacher` and `LossParts.scored` of the latest forward pass, for its caller."""
         self.completions: Tensor | None = None
@@ -243,6 +247,32 @@ class StepStats:
         device = self._trainer.accelerator.device
         return {name: torch.zeros(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
 
+    def completed(
+        self, prompts: Sequence[list[int]], completions: Sequence[list[int]], tool_masks: Any, generation: Generation
+    ) -> dict[str, Tensor]:
+        """What is counted of each completion of a generation batch, [R] each. Collective."""
+        trainer, table = self._trainer, list[dict[str, int]]()
+        ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
+        turns = trainer.turns.counts or [(1, 0, 0)] * len(completions)
+        for number, (row, prompt, ids) in enumerate(zip(generation.requests, prompts, completions, strict=True)):
+            length = len(ids) if tool_masks is None else sum(tool_masks[number])
+            is_generated = number not in generation.empty_rows and (trainer.args.seq_kd or not row.is_off_policy)
+            images = 0 if row.images is None else len(row.images.originals)
+            marks = sum(one in trainer.placeholders for one in prompt) if images else 0
+            of_row = {"prompt": len(prompt), "length": length, "generated": length * is_generated, "ids": len(ids)}
+            of_row |= {"ended": ids[-1] in ends, "repeats": is_repetition(ids), "by_student": row.by_student}
+            of_row |= dict(zip(("turns", "calls", "failures"), turns[number], strict=True))
+            table.append({**of_row, "images": images, "marks": marks})
+        values = torch.tensor([[*of_row.values()] for of_row in table], device=trainer.accelerator.device)
+        return dict(zip(table[0], trainer.gather_distinct_rows(values).cpu().T, strict=True))
+
+    def of_completions(self, of: dict[str, Tensor]) -> dict[str, float]:
+        """The metrics of a batch's completions, by their names in the log; of an evaluation, its end has them."""
+        if self._completed is None or self._trainer.model.training:
+            return completion_metrics(of, bool(self._trainer.tools))
+        self._completed.append(of)
+        return {}
+
     def record_step(self) -> None:
         """Records how the completions of a prompt differ, on- and off-policy rows, and the selected tokens."""
         tables, self._tables, record = self._tables, {}, self._trainer.record
@@ -287,17 +317,19 @@ class StepStats:
         recorded.clear()  # left by an interrupted evaluation, as are the accounts
         accounts.clear()
         rows = self._evaluated = []
+        batches = self._completed = []
         with preserved_rng(self._trainer.accelerator.device):
             # The same samples in each evaluation, other ones per process.
             set_seed(args.seed, device_specific=True)
             try:
                 yield metrics
             finally:
-                self._evaluated = None
+                self._evaluated = self._completed = None
         if rows:
             self._record_spread(torch.cat(rows), self._generations)
         # Means without NaN, as in TRL's log.
         known = {name: [one for one in each if not math.isnan(one)] for name, each in recorded.items()}
+        of = {name: torch.cat([one[name] for one in batches]) for name in (batches or [{}])[0]}
         weight = accounts.totals["weight"]
         if not weight:
             logger.warning(
@@ -306,7 +338,8 @@ class StepStats:
             )
         found = {
             **accounts.metrics(per_batch=False),
-            **{name: sum(each) / len(each) for name, each in known.items() if each},
+            **{name: _average(each) for name, each in known.items() if each},
+            **(completion_metrics(of, bool(self._trainer.tools)) if of else {}),
             "loss": accounts.totals["divergence"] / weight if weight else math.nan,
         }
         # TRL would add them when it logs, under "eval_" for every dataset, and never for `predict`.
@@ -361,6 +394,34 @@ def _add_to(tables: Mapping[str, Tensor], batch: Mapping[str, Any], rows: Tensor
     if "selection" in tables and (candidates_B := batch.get(CANDIDATES)) is not None:
         sums_2 = torch.stack([tokens_B, candidates_B.to(rows)]).mul(counted_B).sum(1)
         tables["selection"].add_(torch.cat([sums_2, rows.new_zeros(2) if scored is None else scored.to(rows)]))
+
+
+def completion_metrics(of: Mapping[str, Tensor], has_tools: bool) -> dict[str, float]:
+    """TRL's metrics of completions and ours, by their names in the log; NaN where there are no rows."""
+    lengths_R, is_ended_R, by_student_R = of["length"].float(), of["ended"] > 0, of["by_student"] > 0
+    found = {"completions/clipped_ratio": _mean(~is_ended_R)}
+    for kind, each in {"": lengths_R, "terminated_": lengths_R[is_ended_R]}.items():
+        known = each if len(each) else torch.full((1,), 0.0 if len(lengths_R) else torch.nan)  # as TRL does
+        for name, value in {"mean": known.mean(), "min": known.min(), "max": known.max()}.items():
+            found[f"completions/{name}_{kind}length"] = float(value)
+    if by_student_R.any():
+        found["completions/repeated_ratio"] = _mean(of["repeats"][by_student_R])
+    if has_tools:
+        calls = int(of["calls"].sum())
+        found["turns/mean"], found["tools/call_frequency"] = _mean(of["turns"]), _mean(of["calls"])
+        found["tools/failure_frequency"] = float(of["failures"].sum() / calls) if calls else 0.0
+    if of["images"].any():
+        found["images/mean"], found["images/tokens"] = _mean(of["images"]), _mean(of["marks"])
+    return found
+
+
+def _average(values: Sequence[float]) -> float:
+    counts = [getattr(one, "count", 1.0) for one in values]  # TRL's have none; 0 where there were no tokens
+    return float(np.average(values, weights=counts if any(counts) else None))
+
+
+def _mean(values_R: Tensor) -> float:
+    return float(values_R.float().mean())
 
 
 def spread(sums_R3: Tensor, number: int) -> dict[str, float]:

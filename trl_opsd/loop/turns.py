@@ -17,12 +17,15 @@ from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.parallel.prefetch import Closable
+from trl_opsd.parallel.rng import derived_seed, preserved_rng
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import checked_completions
 
 Turned: TypeAlias = tuple[list[list[int]], list[list[dict[str, Any]]], list[list[int]], int, int, list[list[Any]]]
 """As TRL's tool loop returns it: masks, conversations, completions, calls, failed calls, and images of each row."""
 
+_SALT = 2
+"""Separates these seeds from those of `lmbda` and of token selection."""
 _LONGEST = 256
 """Characters of a token, generously: a text that is too long for as many need not be tokenized."""
 
@@ -77,16 +80,28 @@ class Turns:
         """Held while a prompt or an answer is tokenized: threads of rows do so too, and options differ for teachers."""
         self.ended: dict[int, Trajectory] = {}
         """Rows of the batch that went their way alone, by their numbers."""
+        self.counts: list[tuple[int, int, int]] = []
+        """Turns, calls and failed calls of each row of the latest batch; empty without tools."""
         self._said: dict[int, Any] = {}
         """What environments said of rows, which their teachers are not told yet."""
 
-    def begin(self, rows: Sequence[Mapping[str, Any]], batch: str) -> Sequence[Mapping[str, Any]]:
-        """The rows of a batch of this name, after the environment of each was reset."""
+    def begin(self, rows: Sequence[Mapping[str, Any]], batch: str, before: int) -> Sequence[Mapping[str, Any]]:
+        """The rows of a batch of this name, after each environment was reset; `before` counts earlier batches."""
         self.ended, self._said = {}, {}
         if self.environments is None:
             return rows
-        with self._host.phase("act"):
-            return self.environments.begin(rows, batch)
+        with self._host.phase("act"), preserved_rng(self._host.accelerator.device):
+            return self.environments.begin(rows, batch, self._seeds(len(rows), before))
+
+    def _seeds(self, rows: int, batch: int) -> list[int]:
+        """Of the resets of a batch: the same for the rows of a prompt, in any process, and in each evaluation."""
+        host, args = self._host, self._host.args
+        first, number, step = host.accelerator.process_index * rows, args.num_generations, host.state.global_step
+        if not host.model.training:
+            first += batch * args.eval_batch_size * host.accelerator.num_processes
+            number, step = args.num_generations_eval or number, -1
+        # 31 bits: what takes a seed may be another program.
+        return [derived_seed(args.seed, step, (first + row) // number, _SALT) >> 32 for row in range(rows)]
 
     # ---- All rows of a batch, a turn at a time ----------------------------------------------------------------------
 
@@ -123,7 +138,7 @@ class Turns:
                     for number, ids in zip(asked, written, strict=True)
                     if (calls := self._grow(rows[number], ids))
                 }
-        self._host.record("turns/mean", sum(row.turns for row in rows) / len(rows))
+        self.counts = [(row.turns, row.calls, row.failures) for row in rows]
         totals = sum(row.calls for row in rows), sum(row.failures for row in rows)
         masks, said, ids = ([getattr(row, name) for row in rows] for name in ("mask", "messages", "ids"))
         return masks, said, ids, *totals, [[] for _ in rows]

@@ -404,17 +404,21 @@ class UpstreamFixes(DistillationTrainer):
                 "pass the same stream in all processes. Shuffle it with a seed, and do not split it by process."
             )
 
-    def gather_distinct_rows(self, rows: Tensor) -> Tensor:
-        """Gathers one entry per row of an evaluation batch, without the padding of the last one. Collective."""
-        stream = self._streams.get("eval")
-        if stream is None:
-            gathered: Tensor = self.accelerator.gather_for_metrics(rows)
-            return gathered
+    @property
+    def distinct_rows(self) -> int | None:
+        """How many rows of an evaluation's last batch, over all processes, do not only fill it; `None` for all."""
+        state, stream = self.accelerator.gradient_state, self._streams.get("eval")
+        if self.model.training or not state.end_of_dataloader:
+            return None
         # accelerate does not know the length of a stream; by the last batch, it has ended and its rows are counted.
-        left = stream.rows % (self.args.eval_batch_size * self.accelerator.num_processes)
-        is_last = self.accelerator.gradient_state.end_of_dataloader
+        number = self.args.eval_batch_size * self.accelerator.num_processes
+        left = int(state.remainder if stream is None else stream.rows % number)
+        return left if left > 0 else None
+
+    def gather_distinct_rows(self, rows: Tensor) -> Tensor:
+        """Gathers one entry per row of a batch, without those that only fill the last of an evaluation. Collective."""
         whole: Tensor = self.accelerator.gather(rows)
-        return whole[:left] if is_last and left else whole
+        return whole[: self.distinct_rows]
 
     def _if_empty(self, description: str, is_training: bool) -> str:
         if not is_training:

@@ -15,11 +15,11 @@ from typing import Any, final
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from trl_opsd.data.datasets import comparable
 from trl_opsd.data.outcomes import Visit, is_skipped
 from trl_opsd.data.prompts import Request
-from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.options.table import LARGEST_WEIGHT
 
@@ -90,30 +90,13 @@ class Visits:
         """R values: whether a row of this step was not skipped."""
         return [bool(weight) for _, weight in self._prompts for _ in range(self._trainer.args.num_generations)]
 
-    def note_completions(
-        self, prompts: Sequence[list[int]], completions: Sequence[list[int]], tool_masks: Any, generation: Generation
-    ) -> tuple[int, dict[str, float]]:
-        """Records how many tokens were generated for each row; returns what TRL's log should say of the others.
-
-        That is the number of tokens that it has counted in vain, and lengths by their names in the log. Collective.
+    def note_completions(self, of: dict[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
+        """Notes how many tokens were generated for each row; returns how many TRL has counted in vain, and the rows
+        that were not skipped.
         """
-        trainer, table = self._trainer, []
-        ends, is_generated = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}, trainer.args.seq_kd
-        for number, (row, ids) in enumerate(zip(generation.requests, completions, strict=True)):
-            length = len(ids) if tool_masks is None else sum(tool_masks[number])
-            generated = length * (number not in generation.empty_rows and (is_generated or not row.is_off_policy))
-            table.append([length, generated, len(prompts[number]), ids[-1] in ends])
-        table_R4 = trainer.accelerator.gather(torch.tensor(table, device=trainer.accelerator.device)).cpu()
-        self._tokens, kept_R = table_R4[:, 1].tolist(), torch.tensor(self.generated)
-        if kept_R.all():
-            return 0, {}
-        lengths_K, _, _, ended_K = table_R4[kept_R].float().unbind(1)
-        numbers = {"completions/clipped_ratio": float(1 - ended_K.mean())}  # NaN where all were skipped
-        for kind, each in {"": lengths_K, "terminated_": lengths_K[ended_K > 0]}.items():
-            known = each if len(each) else torch.full((1,), 0.0 if len(lengths_K) else torch.nan)  # as TRL does
-            for name, value in {"mean": known.mean(), "min": known.min(), "max": known.max()}.items():
-                numbers[f"completions/{name}_{kind}length"] = float(value)
-        return int(table_R4[~kept_R][:, [0, 2]].sum()), numbers
+        self._tokens, kept_R = of["generated"].tolist(), torch.tensor(self.generated)
+        unread = int(((of["length"] + of["prompt"]) * ~kept_R).sum())
+        return unread, {name: column_R[kept_R] for name, column_R in of.items()}
 
     def end(self, sums_R3: Any) -> None:
         """Records the visits of a step, by weight, divergence and tokens of each row."""

@@ -32,6 +32,12 @@ class Metric:
     `divergence/<name>` is the sum over the rows of one."""
 
 
+class Mean(float):
+    """A mean of so many values."""
+
+    count: float = 1.0
+
+
 _WEIGHTED = "weighted mean over the tokens in the loss, of all processes and micro-batches"
 _MEAN = "mean over the tokens in the loss, of all processes and micro-batches"
 _STEPS = "all processes; mean over optimizer steps"
@@ -50,9 +56,9 @@ _GROUPS = Logs(
 )
 _MIXED = Logs(_STEPS, "`lmbda` below 1; not where processes share rows", evaluated=False)
 _MIXED_SOME = Logs(f"{_STEPS} that had some", _MIXED.appears, evaluated=False)
-_GENERATED = Logs("all processes; mean over generation batches", "where the student generated some (`lmbda`)")
 _WITH_TOOLS = "`tools`, or an `environment_factory`"
-_BATCHES = "main process; mean over generation batches"
+_BATCHES = "all processes; mean over generation batches, or over the rows of an evaluation"
+_GENERATED = Logs(_BATCHES, "where the student generated some (`lmbda`)")
 _WITH_REWARDS = "`reward_funcs`"
 _REWARDS = Logs(
     "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps",
@@ -64,7 +70,7 @@ _OVERLAP = Logs(_MAIN, '`overlap="step"` with a rollout that generates in anothe
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
 _SYNC = Logs("main process; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
-_IMAGES = Logs("main process; mean over generation batches that have images", "prompts with images")
+_IMAGES = Logs(_BATCHES, "prompts with images")
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
@@ -150,7 +156,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "gate/mean": Metric(
             "1",
             "Weight of a row by its reward; 0 where the teacher has no prompt of its own.",
-            Logs(_STEPS, "`reward_gate`, `teacher_context`, or a `teacher_prompt_fn` that takes rewards"),
+            Logs(_BATCHES, "`reward_gate`, `teacher_context`, or a `teacher_prompt_fn` that takes rewards"),
         ),
         "prompts/skipped": Metric(
             "1", "Share of the prompts that nothing was generated for.", Logs(_STEPS, _VISITS, evaluated=False)

@@ -220,14 +220,15 @@ LAUNCH = (
 def _ignored_beta(args: Any) -> str:
     """The divergence that is chosen otherwise, beside a `beta` that was set."""
     default = DistillationConfig.beta
-    if args.divergence in (None, "jsd") or args.beta in (default, BETAS.get(str(args.divergence), default)):
+    read = args.divergence in (None, "jsd") or hasattr(args.anchor, "beta")
+    if read or args.beta in (default, BETAS.get(str(args.divergence), default)):
         return ""
     return describe(args.divergence) if isinstance(args.divergence, Divergence) else repr(args.divergence)
 
 
 def _vanishes(args: Any) -> bool:
-    objective = args.build_divergence()
-    return isinstance(objective, GeneralizedJSD) and not 0.05 <= objective.beta <= 0.95
+    both = args.build_divergence(), args.anchor
+    return any(isinstance(one, GeneralizedJSD) and not 0.05 <= one.beta <= 0.95 for one in both)
 
 
 def _accumulation_of_file(args: Any) -> Any:

@@ -192,8 +192,11 @@ class Need:
 
 
 def of_divergences(setting: str) -> tuple[Need]:
+    def met(now: Situation) -> bool:
+        return now.chosen in names or (now.anchor_weight > 0 and now.anchor_divergence in names)
+
     names = named_with(setting)
-    return (Need("`divergence` is {0.chosen_in_words}", lambda now: now.chosen in names),)
+    return (Need("`divergence` is {0.chosen_in_words}", met),)
 
 
 def _steps(strategy: str) -> tuple[Need]:

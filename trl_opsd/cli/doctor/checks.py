@@ -288,9 +288,9 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
     recorded: dict[str, float] = {}
 
     class Noting(OPSDTrainer):
-        def record(self, name: str, value: float) -> None:
+        def record(self, name: str, value: float, count: float = 1) -> None:
             recorded[name] = float(value)
-            super().record(name, value)
+            super().record(name, value, count)
 
     with TemporaryDirectory() as folder:
         config = OPSDConfig(
