@@ -108,8 +108,12 @@ def plan(
         str | None, typer.Option(metavar="HxW", help="Height and width of each image, in pixels.")
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(help="What generates: transformers, vllm in the same process, or a separate vLLM server.")
-    ] = Engine.transformers,
+        Engine | None,
+        typer.Option(
+            help="What generates: transformers, vllm in the same process, or a separate vLLM server. Default: vllm if "
+            "it fits, else transformers."
+        ),
+    ] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank, on all linear layers.")] = None,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
@@ -119,6 +123,9 @@ def plan(
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
     link: Annotated[float, typer.Option(min=0.001, help="Bandwidth from host to device, in GB/s.")] = 32.0,
+    launch: Annotated[
+        float, typer.Option(min=0, help="Host time of each kernel that transformers launches to generate, in µs.")
+    ] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
     """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
@@ -147,12 +154,15 @@ def plan(
                 f"`--prompt {prompt}` and `--length {length}`{seen} are {load.row(shape)} tokens, but the {role}'s "
                 f"context has {shape.context}: lower one of them."
             )
-    rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
+    rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9, launch * 1e-6)
     asked = Asked(sources, shapes, load, rates, gpu_memory * 1e9)
     host = None if host_memory is None else host_memory * 1e9
     search = partial(considered, *shapes, load, asked.memory, host, tracer(shapes[0], load), asked.shares_weights)
-    plans = search(engine.value)
-    found = best(plans)
+    for tried in [engine] if engine else [Engine.vllm, Engine.transformers]:
+        plans = search(tried.value)
+        found = best(plans)
+        if found.fits and not found.servers:
+            break
     if as_json:
         print(document(found, plans, asked))
     else:
