@@ -74,7 +74,7 @@ def doctor(
             pair = load_pair(*models, tiny, loading, by_bytes)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
             more = (
-                " Both models are loaded in float32, 4 bytes per parameter; --tiny needs little memory."
+                " Both models are loaded in float32, 4 bytes per parameter; --tiny needs those of their heads."
                 * is_out_of_memory(error)
             )
             raise ValueError(f"{error}{more}") from error
@@ -174,26 +174,32 @@ def plan(
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The `output_dir` of a training, or a checkpoint.")],
+    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second one, to compare it with.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Output file. Default: RUN_DIR/report.html.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Output file. Default: report.html in RUN_DIR, or comparison.html with OTHER."
+        ),
     ] = None,
 ) -> None:
     """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
 
-    One self-contained HTML page; also for a run that is in progress or was killed.
+    One self-contained HTML page; also for a run that is in progress or was killed. With a second run, the curves of
+    both in the same charts, first, last and best figures, and what differs in models and settings.
 
     Exit status: 0, or 2 if there is nothing to report.
     """
-    from trl_opsd.report.page import write
+    from trl_opsd.report.page import compare, write
 
-    if not run.is_dir():
-        raise ValueError(f"{run}: no such folder")
+    for one in (run, other):
+        if one and not one.is_dir():
+            raise ValueError(f"{one}: no such folder")
     try:
-        typer.echo(str(write(run, to=output)))
+        typer.echo(str(compare((run, other), output) if other else write(run, to=output)))
     except ImportError as error:
         raise ImportError("charts need vl-convert-python: pip install vl-convert-python") from error
     except ValueError as error:
-        raise ValueError(f"{run}: {error}") from error
+        raise error if other else ValueError(f"{run}: {error}") from error
 
 
 TRACEBACK = "--traceback"
