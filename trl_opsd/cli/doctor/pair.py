@@ -231,7 +231,7 @@ def _located(loading: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
-    """A config with two layers, narrow feed-forward parts and tied embeddings, in place; of a multimodal one its text."""
+    """A config with two layers, narrow feed-forward parts and tied embeddings, in place; of a multimodal one: text."""
     text: Any = config.get_text_config()
     config.tie_word_embeddings = text.tie_word_embeddings = True  # most of such a model is its head
     for name, most in _MOST.items():
