@@ -203,8 +203,10 @@ def _tiny_config(source: str, loading: Mapping[str, Any]) -> PretrainedConfig:
     return shrunk(AutoConfig.from_pretrained(source, **_located(loading)))
 
 
-LIBRARIES = 1_500_000_000
-"""Bytes of a process that has imported all that the checks need, and of logits."""
+_LIBRARIES = 1_500_000_000
+"""Bytes of a process that has imported all that the checks need."""
+_LOGITS = 512
+"""Numbers in float64 for each token of the vocabulary, that the reference of the loss needs."""
 
 
 def tiny_bytes(*configs: PretrainedConfig) -> int:
@@ -213,9 +215,10 @@ def tiny_bytes(*configs: PretrainedConfig) -> int:
         models = [without_weights(config, torch.float32) for config in configs]
     (mine, yours) = (4 * sum(one.numel() for one in model.parameters()) for model in models)
     (head, its_head) = (4 * model_shape(model)[0] * model_shape(model)[1] for model in models)
+    rows = max(model_shape(model)[0] for model in models)
     # Weights; then the student's gradients, with that of its head while it is added, or both heads in bfloat16, or the
     # teacher's embeddings until they are tied.
-    return mine + yours + max(mine + 2 * head, (head + its_head) // 2, its_head) + LIBRARIES
+    return mine + yours + max(mine + 2 * head, (head + its_head) // 2, its_head) + 8 * _LOGITS * rows + _LIBRARIES
 
 
 def free_bytes() -> int:
