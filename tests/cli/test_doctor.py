@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ import torch
 import vision_language
 from byte_languages import byte_pairs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from trl_opsd import RolloutBackend
 from trl_opsd.cli.doctor import checks
-from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, read_settings, shrunk
+from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, read_settings, shrunk, tiny_bytes
 from trl_opsd.cli.main import app
+from trl_opsd.cli.plan.shapes import _Live
 from trl_opsd.models.weights import without_weights
 
 TEMPLATE = (
@@ -283,6 +285,38 @@ def test_tiny_keeps_heads_and_tokenizers_and_reads_no_weights(folders):
     done = doctor(folders / "student", folders / "teacher", "--tiny")
     assert done.exit_code == 0, done.output
     assert "2 random layers" in " ".join(done.stdout.split())
+
+
+def test_tiny_says_what_it_needs_and_refuses_more_than_is_free(folders, monkeypatch):
+    shapes = Path(__file__).with_name("shapes")
+    configs = [shrunk(AutoConfig.from_pretrained(shapes / f"qwen2.5-{size}.json")) for size in ("7b", "72b")]
+    head, its_head, layers, its_layers = 2.2, 5.0, 0.3, 1.2  # GB in float32; the student's gradients as much again
+    needed = head + layers + its_head + its_layers + (head + layers + 2 * head) + 0.6 + 1.5
+    assert tiny_bytes(*configs) / 1e9 == pytest.approx(needed, abs=0.3)
+    done = doctor(folders / "student", folders / "teacher", "--tiny")
+    assert re.search(r"`--tiny` needs about 1\.5 GB of memory for these heads; [\d.]+ GB are free\.", done.stderr)
+    monkeypatch.setattr("trl_opsd.cli.doctor.pair.free_bytes", lambda: 10**9)
+    done = doctor(folders / "student", folders / "teacher", "--tiny")
+    assert (done.exit_code, "1.0 GB are free: free some" in " ".join(done.stderr.split())) == (2, True)
+
+
+def test_the_reference_holds_no_copy_of_a_head_and_gradients_once():
+    made = pair(tiny.qwen2(512, vocab_size=8192), tiny.qwen2(2048, seed=1, vocab_size=8192))
+    mine, yours = (checks._lazy(made, role) for role in ("student", "teacher"))
+    measure, peaks, found = checks._DIVERGENCES["jsd"], [], []
+    for reference in (checks._reference, partial(checks._compared, checks.dense_divergence)):
+        with _Live([]) as live:
+            arguments = (mine, yours, measure) if reference is checks._reference else (mine, yours, measure, None)
+            found.append(reference(*arguments, 259))
+        peaks.append(live.peak)
+    for mine, whole in zip(*found, strict=True):
+        assert torch.allclose(mine.double(), whole.double(), atol=1e-7)
+    of_head = 8 * 8192 * 2048
+    assert peaks[0] < of_head < peaks[1]
+    weights = [*made.student.model.parameters()]
+    with _Live([*weights, *made.teacher.model.parameters()]) as live:
+        checks.same_in_parts(made)
+    assert live.peak < 2 * sum(one.nbytes for one in weights)
 
 
 def test_a_tiny_model_keeps_layers_of_both_kinds():

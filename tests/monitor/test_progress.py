@@ -15,8 +15,9 @@ from trl_opsd.monitor.progress import Progress, Rows
 COLUMNS = ["step", "divergence", "length", "tokens/s", "s/step", "gen", "score", "train", "GiB"]
 
 
-def rewarded(completions, **_):
-    return [1.0] * len(completions)
+def rewarded(completions, trainer_state, **_):
+    """Only in the evaluation after the last step."""
+    return [1.0 if trainer_state.global_step == 3 else None] * len(completions)
 
 
 def lines(capsys) -> list[str]:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from trl_opsd.cli.main import app
 from trl_opsd.report.page import charts, facts, page, picture, write
-from trl_opsd.report.recording import Recorded, append, recorded_in
+from trl_opsd.report.recording import Recorded, append, recorded_in, state_file, tell
 from trl_opsd.report.samples import Sample, Token
 
 pytest.importorskip("vl_convert")
@@ -205,6 +205,34 @@ def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
     assert asked(run / "checkpoint-2").exit_code == 2
     unwritable = asked(run / "checkpoint-1", "-o", tmp_path / "no" / "such" / "folder.html")
     assert unwritable.exit_code == 2
+
+
+def run_with_log(folder, values, **said):
+    log = [{"step": step, "loss": one} for step, one in enumerate(values, 1)]
+    log += [{"step": step, "eval_loss": one / 2, "eval_runtime": 1.0} for step, one in enumerate(values, 1)]
+    tell(folder, said)
+    state_file(folder).write_text(json.dumps({"global_step": len(values), "log_history": log}))
+    return folder
+
+
+def test_two_runs_share_charts_and_figures(tmp_path):
+    first = run_with_log(tmp_path / "first", [3.0, 0.5, 1.0], student="small", objective="kl")
+    second = run_with_log(tmp_path / "second", [4.0, 2.0], student="large", objective="kl")
+    done = CliRunner().invoke(app, ["report", str(first), str(second)])
+    assert (done.exit_code, done.stdout.strip()) == (0, str(first / "comparison.html")), done.output
+    made = (first / "comparison.html").read_text()
+    assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", made) == [
+        ("Loss, first: training", "3.000 → 1.000 (lowest 0.500, highest 3.000)"),
+        ("Loss, first: eval", "1.500 → 0.500 (lowest 0.250, highest 1.500)"),
+        ("Loss, second: training", "4.000 → 2.000 (lowest 2.000, highest 4.000)"),
+        ("Loss, second: eval", "2.000 → 1.000 (lowest 1.000, highest 2.000)"),
+        ("student", "first: small | second: large"),
+    ]
+    assert "<tr><th>3</th><td>1.000</td><td>0.500</td><td>–</td><td>–</td></tr>" in made
+    for wrong, why in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no log yet")):
+        failed = CliRunner().invoke(app, ["report", str(first), str(wrong)])
+        assert (failed.exit_code, f"{wrong}: {why}" in failed.output) == (2, True), failed.output
+    assert not (first / "report.html").exists()
 
 
 def test_model_card_links_report(make_trainer, tmp_path):

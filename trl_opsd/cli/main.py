@@ -74,7 +74,7 @@ def doctor(
             pair = load_pair(*models, tiny, loading, by_bytes)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
             more = (
-                " Both models are loaded in float32, 4 bytes per parameter; --tiny needs little memory."
+                " Both models are loaded in float32, 4 bytes per parameter; --tiny needs those of their heads."
                 * is_out_of_memory(error)
             )
             raise ValueError(f"{error}{more}") from error
@@ -108,8 +108,12 @@ def plan(
         str | None, typer.Option(metavar="HxW", help="Height and width of each image, in pixels.")
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(help="What generates: transformers, vllm in the same process, or a separate vLLM server.")
-    ] = Engine.transformers,
+        Engine | None,
+        typer.Option(
+            help="What generates: transformers, vllm in the same process, or a separate vLLM server. Default: vllm if "
+            "it fits, else transformers."
+        ),
+    ] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank, on all linear layers.")] = None,
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
@@ -119,6 +123,9 @@ def plan(
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
     link: Annotated[float, typer.Option(min=0.001, help="Bandwidth from host to device, in GB/s.")] = 32.0,
+    launch: Annotated[
+        float, typer.Option(min=0, help="Host time of each kernel that transformers launches to generate, in µs.")
+    ] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
     """Estimates from the configs of both models whether a training fits, with which options, or what is too large.
@@ -147,12 +154,15 @@ def plan(
                 f"`--prompt {prompt}` and `--length {length}`{seen} are {load.row(shape)} tokens, but the {role}'s "
                 f"context has {shape.context}: lower one of them."
             )
-    rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9)
+    rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9, launch * 1e-6)
     asked = Asked(sources, shapes, load, rates, gpu_memory * 1e9)
     host = None if host_memory is None else host_memory * 1e9
     search = partial(considered, *shapes, load, asked.memory, host, tracer(shapes[0], load), asked.shares_weights)
-    plans = search(engine.value)
-    found = best(plans)
+    for tried in [engine] if engine else [Engine.vllm, Engine.transformers]:
+        plans = search(tried.value)
+        found = best(plans)
+        if found.fits and not found.servers:
+            break
     if as_json:
         print(document(found, plans, asked))
     else:
@@ -164,26 +174,32 @@ def plan(
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The `output_dir` of a training, or a checkpoint.")],
+    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second one, to compare it with.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Output file. Default: RUN_DIR/report.html.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Output file. Default: report.html in RUN_DIR, or comparison.html with OTHER."
+        ),
     ] = None,
 ) -> None:
     """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
 
-    One self-contained HTML page; also for a run that is in progress or was killed.
+    One self-contained HTML page; also for a run that is in progress or was killed. With a second run, the curves of
+    both in the same charts, first, last and best figures, and what differs in models and settings.
 
     Exit status: 0, or 2 if there is nothing to report.
     """
-    from trl_opsd.report.page import write
+    from trl_opsd.report.page import compare, write
 
-    if not run.is_dir():
-        raise ValueError(f"{run}: no such folder")
+    for one in (run, other):
+        if one and not one.is_dir():
+            raise ValueError(f"{one}: no such folder")
     try:
-        typer.echo(str(write(run, to=output)))
+        typer.echo(str(compare((run, other), output) if other else write(run, to=output)))
     except ImportError as error:
         raise ImportError("charts need vl-convert-python: pip install vl-convert-python") from error
     except ValueError as error:
-        raise ValueError(f"{run}: {error}") from error
+        raise error if other else ValueError(f"{run}: {error}") from error
 
 
 TRACEBACK = "--traceback"

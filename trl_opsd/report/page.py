@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,13 @@ _GROUPS = (
 """Title, unit, names in a log (a group in the pattern names the curve), and whether evaluations are drawn too."""
 
 
-def charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
+_LOSS = ("Loss", "", r"loss", True)
+
+
+def charts(log: Sequence[Mapping[str, Any]], groups: Sequence[tuple[str, str, str, bool]] = _GROUPS) -> list[Chart]:
     """The charts that a `log_history` has figures for."""
     found = []
-    for title, unit, pattern, of_evaluations in _GROUPS:
+    for title, unit, pattern, of_evaluations in groups:
         points: dict[str, dict[float, float]] = {}
         for entry in log:
             split = evaluated(entry)
@@ -203,8 +206,50 @@ def write(run: Path, log: Sequence[Mapping[str, Any]] | None = None, to: Path | 
 
     Raises `ValueError` if there is nothing to report or a file is damaged, `ImportError` without vl-convert-python.
     """
-    file = to or run / PAGE
     text = page(run.resolve().name, log_of(run) if log is None else log, recorded_in(run), about(run))
+    return _published(text, to or run / PAGE)
+
+
+def compare(runs: tuple[Path, Path], to: Path | None = None) -> Path:
+    """Writes a page with the curves of two runs in the same charts, by default to `comparison.html` in the first.
+
+    Raises what [`write`] raises; an error names the run.
+    """
+    of_runs: list[dict[str, Chart]] = []
+    for run in runs:
+        try:
+            of_runs.append({chart.title: chart for chart in charts(log_of(run), (_LOSS, *_GROUPS))})
+            if not of_runs[-1]:
+                raise ValueError("no log yet")
+        except ValueError as error:
+            raise ValueError(f"{run}: {error}") from error
+    names = [run.resolve().name for run in runs]
+    names = list(map(str, runs)) if names[0] == names[1] else names
+    joined, figures = [], []
+    for chart in {**of_runs[1], **of_runs[0]}.values():
+        both = [(name, curve) for name, of in zip(names, of_runs, strict=True) if chart.title in of
+                for curve in of[chart.title].curves]  # fmt: skip
+        curves = tuple(Curve(f"{name}: {one.name}".removesuffix(": "), one.points) for name, one in both)
+        joined.append(replace(chart, curves=curves))
+        figures += [
+            (
+                f"{chart.title}, {one.name}",
+                f"{chart.shown(values[0])} → {chart.shown(values[-1])} "
+                f"(lowest {chart.shown(min(values))}, highest {chart.shown(max(values))})",
+            )
+            for one in curves
+            if (values := [y for _, y in one.points]) and chart.axis == "step"
+        ]
+    said = list(map(about, runs))
+    differing = {
+        topic: " | ".join(f"{name}: {one.get(topic, '–')}" for name, one in zip(names, said, strict=True))
+        for topic in {**said[0], **said[1]}
+        if said[0].get(topic) != said[1].get(topic)
+    }
+    return _published(_rendered(" and ".join(names), figures, differing, joined), to or runs[0] / "comparison.html")
+
+
+def _published(text: str, file: Path) -> Path:
     # Replaced atomically: a browser may read the page while the run goes on.
     part = file.with_name(file.name + ".part")
     part.write_text(text, encoding="utf-8")
@@ -221,7 +266,16 @@ def page(
     """The page as HTML, from a `log_history`, samples, and a description by topic."""
     if not (log or recorded):
         raise ValueError("no log or sample yet")
-    splits = _splits(recorded)
+    return _rendered(name, facts(log), described or {}, charts(log), _splits(recorded))
+
+
+def _rendered(
+    name: str,
+    figures: Sequence[tuple[str, str]],
+    described: Mapping[str, str],
+    drawn: Sequence[Chart],
+    splits: Sequence[_Split] = (),
+) -> str:
     shown = [one for split in splits for pair in split.pairs for one in pair if one is not None]
     environment = Environment(
         loader=PackageLoader("trl_opsd.report", "template"),
@@ -233,9 +287,9 @@ def page(
     )
     return environment.get_template("page.html").render(
         name=name,
-        facts=facts(log),
-        described=described or {},
-        charts=[(one, base64.b64encode(picture(one).encode()).decode()) for one in charts(log)],
+        facts=figures,
+        described=described,
+        charts=[(one, base64.b64encode(picture(one).encode()).decode()) for one in drawn],
         splits=splits,
         top=_top(shown),
         has_teachers=any(one.teacher for one in shown),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from trl_opsd.cli.train.script import set_loading, warn_of_options
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.tokenization import shared_vocabulary
 from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
-from trl_opsd.models.backbone import completion_hidden
+from trl_opsd.models.backbone import completion_hidden, model_shape
 from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer
@@ -159,6 +161,13 @@ def load_pair(
     disable_progress_bar()
     PartialState()  # which warnings need
     mine, yours = loading
+    if tiny:
+        needed = tiny_bytes(*map(_tiny_config, (student, teacher), loading))
+        free = free_bytes()
+        says = f"`--tiny` needs about {needed / 1e9:.1f} GB of memory for these heads; {free / 1e9:.1f} GB are free"
+        if needed > free:
+            raise ValueError(f"{says}: free some, use a larger machine, or examine a smaller model of each family.")
+        print(f"{says}.", file=sys.stderr, flush=True)
     of_student = _model(student, "student", tiny, mine)
     processing = loaded_processing_class(student, mine, bool(mine.get("trust_remote_code")))
     tokenizer = text_tokenizer(processing)
@@ -183,11 +192,41 @@ def _model(source: str, role: str, tiny: bool, loading: Mapping[str, Any]) -> Pr
     language_config(source, role, loading, trust)
     if tiny:  # random weights; vocabulary, hidden size and head stay as they are
         torch.manual_seed(("student", "teacher").index(role))  # different weights, or the divergence would be 0
-        model = without_weights(shrunk(AutoConfig.from_pretrained(source, **_located(loading))), torch.float32)
+        model = without_weights(_tiny_config(source, loading), torch.float32)
     else:
         with whole_checkpoint(role):
             model = create_model_from_path(source, dtype="float32", device_map=None, use_safetensors=True, **loading)
     return model.to(device).eval()
+
+
+def _tiny_config(source: str, loading: Mapping[str, Any]) -> PretrainedConfig:
+    return shrunk(AutoConfig.from_pretrained(source, **_located(loading)))
+
+
+_LIBRARIES = 1_500_000_000
+"""Bytes of a process that has imported all that the checks need."""
+_LOGITS = 512
+"""Numbers in float64 for each token of the vocabulary, that the reference of the loss needs."""
+
+
+def tiny_bytes(*configs: PretrainedConfig) -> int:
+    """Bytes that the checks of a student and a teacher need at most, in float32."""
+    with torch.device("meta"):
+        models = [without_weights(config, torch.float32) for config in configs]
+    (mine, yours) = (4 * sum(one.numel() for one in model.parameters()) for model in models)
+    (head, its_head) = (4 * model_shape(model)[0] * model_shape(model)[1] for model in models)
+    rows = max(model_shape(model)[0] for model in models)
+    # Weights; then the student's gradients, with that of its head while it is added, or both heads in bfloat16, or the
+    # teacher's embeddings until they are tied.
+    return mine + yours + max(mine + 2 * head, (head + its_head) // 2, its_head) + 8 * _LOGITS * rows + _LIBRARIES
+
+
+def free_bytes() -> int:
+    """Free bytes of the device that models are loaded on."""
+    if torch.accelerator.is_available():
+        return int(torch.accelerator.get_memory_info()[0])
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def _located(loading: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,8 +234,9 @@ def _located(loading: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
-    """A config with two layers and narrow feed-forward parts, in place; of a multimodal one, the text part."""
+    """A config with two layers, narrow feed-forward parts and tied embeddings, in place; of a multimodal one: text."""
     text: Any = config.get_text_config()
+    config.tie_word_embeddings = text.tie_word_embeddings = True  # most of such a model is its head
     for name, most in _MOST.items():
         if isinstance(value := getattr(text, name, None), int):
             setattr(text, name, min(value, most))

@@ -69,6 +69,11 @@ class Load:
         """Parameters that are trained."""
         return student.parameters if self.lora is None else self.lora * student.linear
 
+    def kernels(self, student: Shape) -> int:
+        """Kernels that transformers launches for a token."""
+        alone, adapter = student.kernels()
+        return alone + adapter * (self.lora is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -273,6 +278,12 @@ def engine_bytes(student: Shape, load: Load) -> int:
     return held + _BATCHED_TOKENS * of_token + logits + _OWN
 
 
+def of_servers(student: Shape, teacher: Shape, load: Load, choice: Choice, memory: float) -> int:
+    """Devices that the servers of a placement need: each a power of two, as tensor parallelism divides heads."""
+    served = [teacher] * (choice.teacher == "served") + [student] * (choice.engine == SERVER)
+    return sum(1 << math.ceil(math.log2(max(engine_bytes(one, load) / (SHARE * memory), 1))) for one in served)
+
+
 def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> int:
     """Host memory of a machine with all devices: what its processes offload.
 
@@ -318,20 +329,26 @@ class Rates:
     """Bytes read from the device's memory."""
     link: float = 32e9
     """Bytes from the host's memory to the device."""
+    launch: float = 15e-6
+    """Seconds of host time for each kernel of an eager decoding step: between 7.6 microseconds measured on a CPU, which
+    has no driver to call, and about 27 of the eager model with 32 layers and 25.5 tokens per second on an A100 in
+    pytorch.org/blog/accelerating-generative-ai-2."""
 
 
 def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: Rates) -> dict[str, float]:
     """By phase, on one device; devices work concurrently. Traffic between devices is not counted.
 
-    Completions are generated token by token: each step reads all weights once, and the keys and values so far. A
-    forward pass takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more
-    with gradient checkpointing.
+    Completions are generated token by token: each step reads all weights once, and the keys and values so far. With
+    transformers the device waits for a Python loop where that takes longer; engines replay CUDA graphs. A forward pass
+    takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more with
+    gradient checkpointing.
     """
     itemsize, rows = load.itemsize, load.batch
     row = load.row(student)
     prompt = row - load.length
     cache = rows * student.cached(prompt + load.length // 2) * itemsize
-    writing = load.length * (itemsize * student.parameters + cache) / rates.memory
+    looping = load.kernels(student) * rates.launch if choice.engine == TRANSFORMERS else 0.0
+    writing = load.length * max((itemsize * student.parameters + cache) / rates.memory, looping)
     passes = (6 if load.lora is None else 4) + (2 if load.checkpointing else 0)
     heads = 2 * rows * load.length * (3 * student.head + teacher.head)
     moved = itemsize * teacher.parameters if choice.teacher in ("cpu", "stream") else 0
@@ -357,6 +374,8 @@ class Plan:
     fits: bool
     engine_share: float = 0.0
     """Of a device, for an engine in the same process."""
+    servers: int = 0
+    """Devices of a teacher's server and of one that generates, in addition to those that train."""
 
     @property
     def peak(self) -> tuple[str, int]:
@@ -390,25 +409,29 @@ def considered(
     shares_weights: bool = False,
     engine: str = "transformers",
 ) -> list[Plan]:
-    """A plan for each placement, with the largest micro-batch that fits, or that of one row."""
+    """A plan for each placement, with the largest micro-batch that fits, or that of one row.
+
+    One that does not fit without the student's activations in training is left without them.
+    """
     # Of a device, for an engine in the same process: a multiple of `_STEP`, or more than 1 if it does not fit.
     share = math.ceil(engine_bytes(student, load) / memory / _STEP) * _STEP if engine == "vllm" else 0.0
     share = round(share, 2)
 
-    def plan(choice: Choice) -> Plan:
+    def plan(choice: Choice, activations: Callable[..., int]) -> Plan:
         needed = host_bytes(student, teacher, load, choice)
         parts = phases(student, teacher, load, choice, activations, int(share * memory))
         peak = max(sum(of_phase.values()) for of_phase in parts.values())
         # An unknown host memory is taken as enough for an offloaded teacher.
         fits = peak <= SHARE * memory and (host is None or needed <= SHARE * host)
-        return Plan(choice, parts, needed, fits, share)
+        return Plan(choice, parts, needed, fits, share, of_servers(student, teacher, load, choice, memory))
 
     found = []
     for sharding, kept in _placements(load, host, shares_weights):
         for writes in ENGINES[engine]:
             for rows in (rows for rows in range(load.batch, 0, -1) if load.batch % rows == 0):
-                last = plan(Choice(sharding, kept, rows, writes))
-                if last.fits:
+                choice = Choice(sharding, kept, rows, writes)
+                last = plan(choice, lambda *_: 0)
+                if last.fits and (last := plan(choice, activations)).fits:  # a trace takes seconds
                     break
             found.append(last)
     return found

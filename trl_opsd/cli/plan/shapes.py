@@ -75,6 +75,8 @@ class Shape:
     """Numbers in the key-value cache of a row, by its tokens."""
     half_bytes_per_token: int
     """Bytes of activations per token in a forward pass without a graph, in half precision, without the mask."""
+    kernels: Callable[[], tuple[int, int]]
+    """Kernels that a decoding step launches, and what an adapter on all linear layers but the head adds."""
     images: Images
 
     @property
@@ -97,6 +99,7 @@ def shape_of(source: str, sizes: Sequence[tuple[int, int]] = ()) -> Shape:
         )
     head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     layers, untied = _layers(model), 0 if embeddings is head else embeddings.numel()
+    linear = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not model.get_output_embeddings()]
     return Shape(
         config=config,
         tensors=tuple(one.numel() for one in model.parameters()),
@@ -107,15 +110,26 @@ def shape_of(source: str, sizes: Sequence[tuple[int, int]] = ()) -> Shape:
         vocabulary=head.size(0),
         context=context_of(model),
         width=head.size(1),
-        linear=sum(
-            one.in_features + one.out_features
-            for one in model.modules()
-            if isinstance(one, nn.Linear) and one is not model.get_output_embeddings()
-        ),
+        linear=sum(one.in_features + one.out_features for one in linear),
         cached=cache(partial(cached_numbers, model)),
         half_bytes_per_token=bytes_per_token(model, 0),
+        kernels=cache(lambda: (_kernels(model, len(layers)), _OF_ADAPTER * len(linear))),
         images=_images(source, config, sizes),
     )
+
+
+_OF_LAYER, _OF_ADAPTER = 45, 7
+"""Kernels of a layer of Qwen2, and what LoRA adds to a linear layer: counted on a CPU, decoding with autocast."""
+
+
+def _kernels(model: PreTrainedModel, layers: int) -> int:
+    """Operations of a decoding step that are no views, each of which launches a kernel."""
+    try:
+        with torch.no_grad(), _Live([]) as live:
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True)
+        return live.kernels
+    except Exception:  # as in [`cached_numbers`]
+        return _OF_LAYER * layers
 
 
 def _images(source: str, config: PretrainedConfig, sizes: Sequence[tuple[int, int]]) -> Images:
@@ -195,11 +209,14 @@ class _Live(TorchDispatchMode):
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.kernels = 0
         self._seen: dict[int, object] = {id(one.untyped_storage()): one.untyped_storage() for one in known}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts the results of the operation."""
+        """Counts the operation and its results."""
+        if function is torch.ops.prim.device.default:  # two of three calls
+            return args[0].fake_device
+        self.kernels += not (function.is_view or function is torch.ops.aten._unsafe_view.default)
         result = _SHAPES.get(str(function), function)(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.cli.plan.memory import SERVER, SHARE, TRANSFORMERS, Load, Plan, Rates, loss_tile, seconds
+from trl_opsd.cli.plan.memory import AWAKE, SERVER, SHARE, TRANSFORMERS, Load, Plan, Rates, loss_tile, seconds
 from trl_opsd.cli.plan.shapes import Shape
 
 
@@ -93,6 +93,7 @@ def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
         "teacher": plan.choice.teacher,
         "engine": plan.choice.engine,
         "command": command(plan, asked.load.gpus),
+        "gpus": asked.load.gpus + plan.servers,
         "memory": int(asked.memory),
         "usable": int(SHARE * asked.memory),
         "phases": plan.phases,
@@ -107,6 +108,7 @@ def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
                 "sharding": one.choice.sharding,
                 "teacher": one.choice.teacher,
                 "engine": one.choice.engine,
+                "gpus": asked.load.gpus + one.servers,
                 "micro_batch": one.choice.micro,
                 "peak": one.peak[1],
                 "host": one.host,
@@ -124,8 +126,8 @@ def reason(plan: Plan, memory: float) -> str:
     if peak <= SHARE * memory:
         return f"Offloading needs {_amount(plan.host)} of host memory, more than the machine has."
     return (
-        f"The phase `{phase}` needs {_amount(peak)} per device, but {_amount(SHARE * memory)} are usable; the largest "
-        f"part is `{part}` with {_amount(size)}."
+        f"The phase `{phase}` needs at least {_amount(peak)} per device, but {_amount(SHARE * memory)} are usable; the "
+        f"largest part is `{part}` with {_amount(size)}."
     )
 
 
@@ -148,17 +150,27 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
         f"of it usable. Seconds assume {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} GB/s of memory "
         f"bandwidth and {rates.link / 1e9:.0f} GB/s from host to device, and exclude traffic between devices.\n"
     )
+    eager, graphs = (
+        seconds(*asked.shapes, asked.load, replace(plan.choice, engine=one), rates)["rollout"]
+        for one in (TRANSFORMERS, AWAKE)
+    )
+    console.print(
+        f"Generation takes {eager:.1f} s with transformers, assuming {rates.launch * 1e6:g} µs of host time for each "
+        f"of {asked.load.kernels(asked.shapes[0]):,} kernels per token, and {graphs:.1f} s with vLLM (CUDA graphs).\n"
+    )
     for role, one in asked.seeing:
         found = one.images
         console.print(
             f"The {role}'s images take {found.tokens:,} tokens and {found.positions:,} positions of its vision tower "
             f"in each row, by its {found.counted_by}.\n"
         )
-    console.print(_placements(plans))
+    console.print(_placements(plans, asked.load.gpus))
     if not plan.fits:
         console.print(f"\nDoes not fit in any placement. {reason(plan, asked.memory)} {_REMEDY}")
         return
     load, choice = asked.load, plan.choice
+    if plan.servers:
+        console.print(f"\nServers need {plan.servers} more device(s): {load.gpus + plan.servers} in all.")
     tokens = choice.micro * load.row(asked.shapes[0])
     tile = loss_tile(*asked.shapes, choice.micro * load.length, load)
     console.print(
@@ -189,15 +201,15 @@ def _parts(plan: Plan, asked: Asked) -> Table:
     return table
 
 
-def _placements(plans: Sequence[Plan]) -> Table:
+def _placements(plans: Sequence[Plan], gpus: int) -> Table:
     size, unit = _unit(max(one.peak[1] for one in plans))
-    right = [Column(title, justify="right") for title in ("rows", unit, f"host {unit}")]
-    columns: list[Column | str] = ["sharding", "teacher", "engine", *right[:2], "in", right[2], "fits"]
-    table = Table(*columns, title="Placements", box=None)
+    right = [Column(title, justify="right") for title in ("rows", unit, f"host {unit}", "GPUs")]
+    columns: list[Column | str] = ["sharding", "teacher", "engine", *right[:2], "in", *right[2:], "fits"]
+    table = Table(*columns, title="Placements", box=None, collapse_padding=True)
     for one in plans:
         (phase, peak), choice = one.peak, one.choice
         row = (choice.sharding, choice.teacher, choice.engine, str(choice.micro), f"{peak / size:.1f}", phase)
-        table.add_row(*row, f"{one.host / size:.0f}", "yes" if one.fits else "no")
+        table.add_row(*row, f"{one.host / size:.0f}", str(gpus + one.servers), "yes" if one.fits else "no")
     return table
 
 
