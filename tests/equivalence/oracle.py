@@ -24,9 +24,9 @@ FLOOR, MOST_ESCAPE, BORDERS = 1e-6, 0.03, 3
 Row = dict[str, Any]
 
 
-def worth(text: str) -> float:
-    """The reward of a completion: 0, a half, or 1."""
-    return text.count("e") % 3 / 2
+def worth(prompt: str, text: str) -> float:
+    """The reward of a completion: 0, a half or 1; always 1 or always 0 for some prompts."""
+    return {"The sky is": 1.0, "a": 0.0}.get(prompt, min(text.count("e"), 2) / 2)
 
 
 # ---- Divergences and targets -----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Spelling:
         return ids, outcomes, torch.tensor(whole, dtype=torch.long)
 
     def next_bytes(self, logs_NV: Tensor, ids: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """[P, 257], log-probabilities; [P], what is missed; the token of each position, for tokens that are predicted."""
+        """[P, 257], log-probabilities; [P], what is missed; and the token of each position."""
         probs = logs_NV.exp()
         found, escapes, token = [], [], []
         for at, number in enumerate(ids):
@@ -130,6 +130,7 @@ class Oracle:
         self.spellings = None if theirs is None else (Spelling(words), Spelling(theirs))
         self.temperatures = options.get("student_temperature", 1.0), options.get("teacher_temperature", 1.0)
         self.control, self.number = options.get("teacher_control"), options.get("num_generations", 1)
+        self.reads_origin = "extrapolation" in options or "anchor_weight" in options
         self.compared = DIVERGENCES[options.get("divergence", "reverse_kl")]
         self.last: dict[str, tuple[float | None, list[float | None], bool]] = {}
         """The last visit of a prompt: gap, rewards, and whether it was skipped since."""
@@ -150,7 +151,9 @@ class Oracle:
         zero = torch.zeros((), dtype=torch.float64)
         found = [self._of_row(row) for row in rows]
         weights = sum(float(one.sum()) for one, _, _ in found)
-        for group, each in zip(groups, (found[at : at + self.number] for at in range(0, len(rows), self.number)), strict=True):
+        for group, each in zip(
+            groups, (found[at : at + self.number] for at in range(0, len(rows), self.number)), strict=True
+        ):
             self._remember(group, each)
         if not weights:
             return 0.0
@@ -167,7 +170,7 @@ class Oracle:
         for row in group:
             assert row["skipped"] == skipped, f"{row['prompt']!r} is skipped: {row['skipped']}, not {skipped}"
             row["text"] = self.words.decode(row["ids"], skip_special_tokens=True)
-            row["reward"] = None if row["off_policy"] or skipped else worth(row["text"])
+            row["reward"] = None if row["off_policy"] or skipped else worth(row["prompt"], row["text"])
         known = torch.tensor([row["reward"] for row in group if row["reward"] is not None], dtype=torch.float64)
         kind = self.options.get("reward_gate")
         for row in group:
@@ -222,14 +225,15 @@ class Oracle:
         logits = self._logits(self.student, row["prompt"], ids)
         student = (logits / own).log_softmax(-1)
         chosen = student.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        told = None
         with torch.no_grad():
-            first = self._logits(self.origin, row["prompt"], ids)
-            told = None if self.spellings else self._logits(self.teacher, row["told"], ids)
+            first = self._logits(self.origin, row["prompt"], ids) if self.reads_origin else torch.zeros(())
+            if self.spellings is None and self.control != "constant":
+                told = self._logits(self.teacher, row["told"], ids)
         alone = torch.zeros(len(ids), dtype=torch.float64)
         if self.spellings:
             alone = self._by_bytes(student, row)
-        elif self.control != "constant":
-            assert told is not None
+        elif told is not None:
             alone = self.compared(student, self._target(row, told / its, first / its))
         value = alone
         if self.control == "constant":
@@ -246,8 +250,9 @@ class Oracle:
         return self._weights(row, scores), value, alone
 
     def _target(self, row: Row, teacher: Tensor, first: Tensor) -> Tensor:
-        teacher, first = teacher.log_softmax(-1), first.log_softmax(-1)
-        target = first + self.options.get("extrapolation", 1.0) * (teacher - first)
+        teacher, first = teacher.log_softmax(-1), first.log_softmax(-1) if first.ndim else first
+        factor = self.options.get("extrapolation", 1.0)
+        target = teacher if factor == 1 else first + factor * (teacher - first)
         if weight := self.options.get("contrast_weight"):
             with torch.no_grad():
                 less = self._logits(self.teacher, self._joined(row, row["contrast_context"]), row["ids"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import faulthandler
 import itertools
 import random
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from oracle import GATE, TEMPLATE, THRESHOLD, Oracle, worth
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 
-RATE, ROWS, LIMIT = 0.03, 8, 900
+RATE, LIMIT = 0.03, 900
+ROWS = {1: 8, 2: 12}
+"""Of a step, by the number of processes: with two, four completions of a prompt may be in both."""
+PROMPTS = [*tiny.PROMPTS, "b", "say:", "1, 2,", "Who"]
 WORDS = tiny.tokenizer()
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 
@@ -37,17 +40,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gate, advantage": {"reward_gate": "advantage"},
     "success": {"teacher_context": "group_success", "success_threshold": THRESHOLD},
     "success alone": {"teacher_context": "group_success", "success_threshold": THRESHOLD, "columns": False},
-    **{
-        name: {"token_selection": name, "token_fraction": 0.5}
-        for name in (
-            "prefix",
-            "random",
-            "student_entropy",
-            "teacher_divergence",
-            "teacher_confidence",
-            "student_surprise",
-        )
-    },
+    "prefix": {"token_selection": "prefix", "token_fraction": 0.5},
+    "random": {"token_selection": "random", "token_fraction": 0.5},
+    "student_entropy": {"token_selection": "student_entropy", "token_fraction": 0.5},
+    "teacher_divergence": {"token_selection": "teacher_divergence", "token_fraction": 0.5},
+    "teacher_confidence": {"token_selection": "teacher_confidence", "token_fraction": 0.5},
+    "student_surprise": {"token_selection": "student_surprise", "token_fraction": 0.5},
     "rising weights": {"position_weights": [0.25, 0.5, 1.0]},
     "weights from 0": {"position_weights": [0.0, 1.0]},
     "no student": {"lmbda": 0.0},
@@ -61,17 +59,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "skip, near": {"skip_prompts": 2.0},
     "bytes": {"cross_tokenizer": "bytes"},
 }
-OF_GROUPS = ("gate, advantage", "success", "success alone", "skip, flat groups")
-OF_REWARDS = ("gate, number", "gate, reward", *OF_GROUPS)
-MIXING = (*OF_REWARDS, "no student", "half a student", "four completions", "shuffled", "skip, near")
+OF_GROUPS = {"gate, advantage", "success", "success alone", "skip, flat groups"}
+OF_REWARDS = {"gate, number", "gate, reward", *OF_GROUPS}
+MIXING = {*OF_REWARDS, "no student", "half a student", "four completions", "shuffled", "skip, near"}
 """What reads several rows, so that two processes have to agree."""
+LATE = {"student_entropy", "teacher_divergence", "teacher_confidence", "student_surprise"}
+THIRD_MODELS = {"contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "anchor", "anchor, forward"}
+REFUSED: list[tuple[str, set[str], str]] = [
+    ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant"}, "`cross_tokenizer='bytes'`, which compares tokens"),
+    ("constant", {*LATE, "prefix", "random", "skip, near"}, "the control replaces the objective"),
+    ("shuffled", {"skip, flat groups", "skip, near"}, "a step that skips prompts may have one alone"),
+    ("unprivileged", {"success", "success alone"}, "the teacher's context is not read"),
+    ("no student", OF_REWARDS, "`lmbda=0"),
+]
+"""What is refused with each of these, and what the error says."""
 
 
-def pairs() -> list[tuple[str, str]]:
-    """Of different options."""
-    return [
-        pair for pair in itertools.combinations(VARIANTS, 2) if not VARIANTS[pair[0]].keys() & VARIANTS[pair[1]].keys()
-    ]
+def cases() -> list[tuple[str, ...]]:
+    """Each variant alone, each pair of different options, and some of three and four of them."""
+    found: list[tuple[str, ...]] = [names for count in (1, 2) for names in combinations(count)]
+    draw = random.Random(0)
+    return [*found, *draw.sample(list(combinations(3)), 150), *draw.sample(list(combinations(4)), 100)]
+
+
+def combinations(count: int) -> Iterator[tuple[str, ...]]:
+    """Of as many different options, none of which refuses another."""
+    for names in itertools.combinations(VARIANTS, count):
+        keys = [key for name in names for key in VARIANTS[name]]
+        if len(keys) == len({*keys}) and (count < 3 or refusal(names) is None):
+            yield names
+
+
+def refusal(names: tuple[str, ...]) -> str | None:
+    """What the error of these options says, if they are refused."""
+    return next((said for one, others, said in REFUSED if one in names and others & {*names}), None)
 
 
 class Answering(RolloutBackend):
@@ -86,9 +107,14 @@ class Answering(RolloutBackend):
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         texts = []
         for place, prompt in enumerate(self.words.batch_decode(prompt_ids)):
-            number = tiny.PROMPTS.index(prompt)
-            draw = random.Random(f"{number} {step} {place} {self.process}")
-            said = "".join(draw.choices((" the", " e", "a", "tr", "ning", " of", "ee"), k=draw.randint(1, 3) + 2 * (number < 3)))
+            number = PROMPTS.index(prompt)
+            draw = random.Random(f"{number} {step} {place} {self.process} 13")
+            said = "".join(
+                draw.choices(
+                    (" the", " teacher", "a", "er", "nin", "g", " tok", "ens", "e", "zq", "tio", "n"),
+                    k=draw.randint(1, 3) + 2 * (number < 3),
+                )
+            )
             texts.append(said + draw.choice(("", "<|im_end|>")))
         return self.words(texts)["input_ids"]
 
@@ -112,16 +138,17 @@ def models(by_bytes: bool) -> tuple[Any, Any]:
 def options_of(names: tuple[str, ...]) -> dict[str, Any]:
     """The options of a run; `columns` says whether the dataset has contexts."""
     given = {key: value for name in names for key, value in VARIANTS[name].items()}
-    given.setdefault("num_generations", 2 if {*names} & {*OF_GROUPS} else 1)
+    given.setdefault("num_generations", 2 if {*names} & OF_GROUPS else 1)
     if "constant" not in names:  # which has no divergence
-        given["divergence"] = ("forward_kl", "reverse_kl", "jsd")[sum(map(len, names)) % 3]
+        kinds = ("forward_kl", "reverse_kl") if "skip, near" in names else ("forward_kl", "reverse_kl", "jsd")
+        given["divergence"] = kinds[sum(map(len, names)) % len(kinds)]
     return given
 
 
 def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[str, Any]:
     """The losses and weights of a run, and the rows of its steps; or why it was refused. Collective."""
-    options = options_of(names)
-    prompts = tiny.PROMPTS[: ROWS // options["num_generations"]]
+    options, rows = options_of(names), ROWS[processes]
+    prompts = PROMPTS[: rows // options["num_generations"]]
     columns: dict[str, list[str]] = {"prompt": prompts}
     if options.pop("columns", True):
         columns["privileged_context"] = [f"hint {number}" for number in range(len(prompts))]
@@ -136,7 +163,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
         warnings.simplefilter("ignore")
         try:
             args = tiny.config(
-                folder, **options, per_device_train_batch_size=2, gradient_accumulation_steps=ROWS // 2 // processes,
+                folder, **options, per_device_train_batch_size=2, gradient_accumulation_steps=rows // 2 // processes,
                 max_steps=3 if "skip_prompts" in options else 2, shuffle_dataset=False, optim="sgd", learning_rate=RATE,
                 max_grad_norm=1e9, max_completion_length=60,
                 **({"teacher_prompt_template": TEMPLATE} if len(columns) > 1 or "teacher_context" in options else {}),
@@ -149,7 +176,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
                 processing_class=words,
                 teacher_processing_class=YOURS if by_bytes else None,
                 rollout=Answering(words),
-                reward_funcs=rewarded if {*names} & {*OF_REWARDS} else None,
+                reward_funcs=rewarded if {*names} & OF_REWARDS else None,
             )
             trainer.read = []
             trainer.train()
@@ -163,27 +190,87 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
     return {
         "steps": steps,
         "losses": [logs.get(step + 1) for step in range(args.max_steps)],
-        "weights": [one.detach().clone() for one in trainer.model.parameters()],
+        "weights": tiny.weights(trainer).numpy(),  # which travels between processes without shared memory
     }
 
 
-def rewarded(completions: list[str], **_: Any) -> list[float]:
-    return list(map(worth, completions))
+def rewarded(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return list(map(worth, prompts, completions))
 
 
-def expected(names: tuple[str, ...], steps: list[list[Any]]) -> tuple[list[float], list[torch.Tensor]]:
+def expected(names: tuple[str, ...], steps: list[list[Any]]) -> tuple[list[float], torch.Tensor]:
     """The losses and weights in float64."""
     options = options_of(names)
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     oracle = Oracle(student, teacher, MINE if by_bytes else WORDS, options, RATE, YOURS if by_bytes else None)
-    return [oracle.step(rows) for rows in steps], list(student.parameters())
+    losses = [oracle.step(rows) for rows in steps]
+    return losses, flat(student)
 
 
-def apart(names: tuple[str, ...], found: dict[str, Any]) -> tuple[list[float], list[float | None], float]:
-    """Expected losses, found ones, and how far apart the weights are, relative to how far they have come."""
+def flat(model: Any) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
+    """A run is refused by its message, or has the losses and weights of float64."""
+    if (said := refusal(names)) is not None:
+        assert said in found["refused"]
+        return
+    assert "refused" not in found, found["refused"]
     losses, weights = expected(names, found["steps"])
-    before = models("bytes" in names)[0].parameters()
-    moved = max(float((one - was).detach().abs().max()) for one, was in zip(weights, before, strict=True))
-    off = max(float((one - mine.double()).detach().abs().max()) for one, mine in zip(weights, found["weights"], strict=True))
-    return losses, found["losses"], off / moved if moved else off
+    # a step in which no row counts has no loss
+    assert [one or 0.0 for one in found["losses"]] == pytest.approx(losses, rel=1e-5, abs=1e-7)
+    moved = float((weights - flat(models("bytes" in names)[0])).abs().max())
+    off = float((weights - torch.from_numpy(found["weights"])).abs().max())
+    assert off <= 1e-5 * moved + 2e-7
+
+
+def trained_in_two(folder: Path, cases: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """The runs of both processes; one that does not finish prints its stack and ends."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    found = [trained(folder, names, 2) for names in cases]
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+CASES = cases()
+MIXED = [names for names in CASES if MIXING & {*names}]
+SHORT = [names for names in CASES if len(names) == 2][::31]
+SHORT_MIXED = [names for names in MIXED if len(names) == 2][::41]
+
+
+def sampled(all_cases: list[tuple[str, ...]], short: list[tuple[str, ...]]) -> Any:
+    """A test of each of these; in the short run, of some."""
+    marked = [pytest.param(names, marks=() if names in short else pytest.mark.long) for names in all_cases]
+    return pytest.mark.parametrize("names", marked, ids="+".join)
+
+
+@sampled(CASES, SHORT)
+def test_options_together_equal_float64(tmp_path, names):
+    check(names, trained(tmp_path, names))
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, Any]]:
+    """The run of two processes: the short ones in one launch, and the long ones in another."""
+    launched: dict[bool, dict[int, Any]] = {}
+
+    def found(names: tuple[str, ...]) -> dict[str, Any]:
+        is_short = names in SHORT_MIXED
+        together = [one for one in MIXED if (one in SHORT_MIXED) is is_short]
+        if is_short not in launched:
+            launched[is_short] = forks.results("ddp", trained_in_two, tmp_path_factory.mktemp("two"), together)
+        one, other = (launched[is_short][rank][together.index(names)] for rank in (0, 1))
+        assert one.get("refused") == other.get("refused")
+        assert "refused" in one or (one["weights"] == other["weights"]).all()
+        return one
+
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(forks.SECONDS + 60)
+@sampled(MIXED, SHORT_MIXED)
+def test_options_that_read_several_rows_equal_float64_in_two_processes(in_two, names):
+    check(names, in_two(names))
