@@ -185,7 +185,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
     ] = None
     """In training, weights at equally spaced places of a completion, from its first token to its last, between which
     they are interpolated. When `None`, all are 1."""
-    equal_turns: Annotated[bool, Option(resumed=True, words="each turn alike")] = False
+    equal_turns: Annotated[
+        bool, Option(resumed=True, words="each turn alike, a completion without tools being one")
+    ] = False
     """In training, whether each turn of a completion weighs as much as any other, however long it is; a completion
     without tools is one turn. Otherwise each token does."""
     token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), (FRACTION,), resumed=True)] = None

@@ -128,6 +128,45 @@ CASES: list[Case] = [
         teacher_context="group_success",
         num_generations=2,
     ),
+    *(
+        option(
+            "remedies",
+            f"`{name}={value!r}` with `lmbda=0.*it generates none",
+            lmbda=0,
+            num_generations=2,
+            **{name: value},
+        )
+        for name, value in (
+            ("reward_weight", 0.5),
+            ("reward_gate", 1.0),
+            ("teacher_context", "group_success"),
+            ("skip_prompts", "flat_groups"),
+        )
+    ),
+    Case(
+        "remedies",
+        "outcomes of no completion of the student",
+        "a third argument, the rewards of all completions of a prompt, with `lmbda=0`",
+        lambda lab: lab.make(
+            teacher_prompt_fn=lambda row, completion, outcome: row["prompt"], reward_funcs=len, lmbda=0
+        ),
+        before_loading=True,
+    ),
+    *(
+        option("remedies", "with the context that the control takes away", teacher_control=one, seq_kd=True, lmbda=0.5)
+        for one in ("shuffled", "unprivileged")
+    ),
+    Case(
+        "remedies",
+        "rows that name the reference",
+        "row . of train_dataset names the teacher 'base', which is the `extrapolation_reference`, so nothing would be",
+        lambda lab: lab.make(
+            extrapolation=1.25,
+            extrapolation_reference="base",
+            teacher_model={"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2)},
+            train_dataset=tiny.rows().add_column("teacher", ["one", "base"] * 4),
+        ),
+    ),
     option("remedies", "the control replaces the objective", teacher_control="constant", divergence="jsd"),
     option("remedies", "the control replaces the objective", teacher_control="constant", token_selection="prefix"),
     option("remedies", "`teacher_control='random'`: expected one of None, 'shuffled'", teacher_control="random"),

@@ -111,6 +111,7 @@ class Pairing(OPSDTrainer):
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
         texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
         self.taught += [(row["prompt"], text) for row, text in zip(rows, texts, strict=True)]
+        self.controls += [(row["prompt"], row.control and row.control.value) for row in rows]
         return super().teach(rollout, rows)
 
     def compare(self, student: Any, rollout: Any, targets: Any, num_items: Any) -> Any:
@@ -156,7 +157,7 @@ def build(
         prompt_weight_fn=by_last_visit if weighs else None,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.read, trainer.taught, trainer.learned, trainer.pulled = [], [], [], []
+    trainer.read, trainer.taught, trainer.learned, trainer.pulled, trainer.controls = [], [], [], [], []
     return trainer
 
 
@@ -173,6 +174,7 @@ def found(trainer: Pairing, logs: list[dict[str, Any]]) -> dict[str, Any]:
         "taught": gather_object(trainer.taught),
         "learned": gather_object(trainer.learned),
         "pulled": gather_object(trainer.pulled),
+        "controls": sorted(gather_object(trainer.controls), key=str),
         "logs": logs,
         "weights": weights(trainer),
         "visits": None if trainer.visits is None else sorted(map(astuple, trainer.visits._last.values())),
@@ -231,6 +233,12 @@ WEIGHED: dict[str, dict[str, Any]] = {
     "a group in two processes": {"rewarded": True, "num_generations": 8, "lmbda": 0.7, "max_steps": 16},
     "one completion": {"num_generations": 1, "max_steps": 5, "max_tokens_per_microbatch": 60},
 }
+TWICE = Dataset.from_list([{"prompt": f"{number // 2}="} for number in range(2 * PROMPTS)])
+"""Each prompt in two rows, one after the other."""
+SHUFFLED: dict[str, dict[str, Any]] = {
+    f"{number} of each": {"teacher_control": "shuffled", "num_generations": number, "rows": TWICE} for number in (1, 2)
+}
+SHUFFLED["4 of each"] = {"teacher_control": "shuffled"}
 OFF_POLICY: dict[str, Any] = {"num_generations": 1, "lmbda": 0.5}
 BY_TEACHER: dict[str, Any] = {**OFF_POLICY, "seq_kd": True, "top_k": 1}
 EVALUATIONS: dict[str, dict[str, Any]] = {
@@ -252,6 +260,10 @@ def all_of(folder: Path, processes: int) -> dict[str, Any]:
         "gated": trained(folder, processes=processes, **GATED),
         "weighed": {
             name: trained(folder, processes=processes, weighs=True, **given) for name, given in WEIGHED.items()
+        },
+        "shuffled": {
+            name: trained(folder, processes=processes, shuffle_dataset=False, **given)
+            for name, given in SHUFFLED.items()
         },
         "off policy": trained(folder, processes=processes, **OFF_POLICY),
         "by the teacher": trained(folder, processes=processes, **BY_TEACHER),

@@ -11,7 +11,7 @@ import pytest
 import several
 import torch
 from datasets import Dataset
-from several import EVALUATIONS, PROMPTS, REWARDED, ROWS, STEPS, TRAININGS, WEIGHED, number_of, value_of
+from several import EVALUATIONS, PROMPTS, REWARDED, ROWS, SHUFFLED, STEPS, TRAININGS, WEIGHED, number_of, value_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
@@ -202,6 +202,15 @@ def test_two_processes_gate_what_one_gates(results):
             assert close(row[metric], other[metric]), metric
     assert 0 < sum(row["gate/mean"] for row in one["logs"]) < len(one["logs"])
     assert close(one["weights"], two["weights"])
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_two_processes_shuffle_as_one_and_no_row_keeps_its_prompt(results, name):
+    one, two = (results[processes]["shuffled"][name] for processes in (1, 2))
+    assert one["controls"] == two["controls"]
+    assert len(one["controls"]) == STEPS * ROWS
+    assert all(read not in (None, own) for own, read in one["controls"])
+    assert [row["loss"] for row in one["logs"]] == pytest.approx([row["loss"] for row in two["logs"]], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", WEIGHED)

@@ -57,11 +57,11 @@ def trained(make_trainer, cls: type = OPSDTrainer, **given: Any) -> OPSDTrainer:
 # ---- In float64 ------------------------------------------------------------------------------------------------------
 
 
-def log_probs(model: Any, text: str, completion: list[int]) -> Tensor:
+def log_probs(model: Any, text: str, completion: list[int], temperature: float = 1.0) -> Tensor:
     """[C, V], float64, of a row alone."""
     prompt = WORDS(text)["input_ids"]
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return logits.double().log_softmax(-1)
+    return (logits.double() / temperature).log_softmax(-1)
 
 
 def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, options: dict[str, Any]) -> list[float]:
@@ -74,22 +74,24 @@ def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, opt
     anchored = DIVERGENCES[options.get("anchor_divergence", "reverse_kl")](Settings(beta=0.5))
     weight, bound = options.get("contrast_weight", 0.0), options.get("contrast_clip")
     factor, anchor = options.get("extrapolation", 1.0), options.get("anchor_weight", 0.0)
+    mine_at, target_at = (options.get(f"{one}_temperature", 1.0) for one in ("student", "teacher"))
     found = []
     for start in range(0, len(data), 4):
         total, weights = torch.zeros((), dtype=torch.float64), 0.0
         for row in data.select(range(start, start + 4)):
             completion = answer(WORDS(row["prompt"])["input_ids"])
-            mine = log_probs(student, row["prompt"], completion)
+            mine = log_probs(student, row["prompt"], completion, mine_at)
             with torch.no_grad():
                 live = {"live": student, "base": origin}
                 teacher = live.get(own) or models[row.get("teacher", "one")]
-                told = log_probs(teacher, f"{row['privileged_context']}\n\n{row['prompt']}", completion)
-                less = log_probs(teacher, f"{row['contrast_context']}\n\n{row['prompt']}", completion)
-                first = log_probs(origin, row["prompt"], completion)
+                told = log_probs(teacher, f"{row['privileged_context']}\n\n{row['prompt']}", completion, target_at)
+                less = log_probs(teacher, f"{row['contrast_context']}\n\n{row['prompt']}", completion, target_at)
+                first, held = (log_probs(origin, row["prompt"], completion, one) for one in (target_at, mine_at))
                 gap = told - less
                 gap = gap if bound is None else bound * (gap / bound).tanh()
                 target = (first + factor * (told - first) + weight * gap).log_softmax(-1)
-            each = compared.value(mine, target) + anchor * anchored.value(mine, first)
+            from_target = compared.value(mine, target)
+            each = from_target + anchor * anchored.value(mine, held)
             places = torch.arange(len(completion), dtype=torch.float64)
             scale = options.get("position_discount", 1.0) ** places
             if (table := options.get("position_weights")) is not None:
@@ -99,6 +101,10 @@ def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, opt
                 scale = scale * (knots[low] + (at - low) * (knots[low + 1] - knots[low]))
             if options.get("token_selection") == "prefix":
                 scale = scale * (places < -(-len(completion) // 2))
+            if options.get("token_selection") == "teacher_divergence":
+                kept = from_target.detach().topk(-(-len(completion) // 2)).indices
+                is_kept = torch.zeros_like(scale).index_fill(0, kept, 1)
+                scale = scale * is_kept * scale.mean() * len(kept) / scale[kept].sum()
             total, weights = total + (scale * each).sum(), weights + float(scale.sum())
         loss = total / weights
         trainable = [one for one in student.parameters() if one.requires_grad]
@@ -125,6 +131,8 @@ WITH: dict[str, dict[str, Any]] = {
     "itself": {},
     "forward KL": {"divergence": "forward_kl"},
     "JSD, selection": {"divergence": "jsd", "token_selection": "prefix", "token_fraction": 0.5},
+    "two temperatures": {"student_temperature": 1.4, "teacher_temperature": 0.6},
+    "the tokens that differ most": {"token_selection": "teacher_divergence", "token_fraction": 0.5},
     "two teachers": {"teacher_model": "two"},
     "itself as a teacher": {"teacher_model_kind": "live"},
     "one micro-batch": {"max_tokens_per_microbatch": 100_000},
@@ -216,10 +224,21 @@ def test_a_reference_needs_no_copy_of_the_student_and_may_stand_beside_any_adapt
     assert found.teachers.origin is found.teachers["base"]
 
 
-def test_all_remedies_at_once_equal_float64(make_trainer):
-    assert_equals_float64(
-        make_trainer, options_of("contrast, bounded", "beyond the teacher", "anchor, forward", "rising weights")
-    )
+@pytest.mark.parametrize("other", ["itself", "two temperatures", "the tokens that differ most"])
+def test_all_remedies_at_once_equal_float64(make_trainer, other):
+    together = "contrast, bounded", "beyond the teacher", "anchor, forward", "rising weights"
+    assert_equals_float64(make_trainer, options_of(*together, other))
+
+
+def test_an_anchor_does_not_choose_tokens(make_trainer):
+    assert_equals_float64(make_trainer, {"anchor_weight": 300.0, **WITH["the tokens that differ most"]})
+
+
+@pytest.mark.parametrize("options", [{}, {"extrapolation": 1.25}, {"contrast_weight": 0.5}], ids=str)
+def test_a_student_has_not_left_its_anchor_at_first(make_trainer, options):
+    trainer = trained(make_trainer, anchor_weight=0.3, student_temperature=1.4, teacher_temperature=0.6, **options)
+    first, second = tiny.logged(trainer, "anchor/mean")
+    assert abs(first) < 1e-6 < second
 
 
 # ---- Short completions first -----------------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def test_values_and_gradients_equal_the_dense_ones(divergence, chunk_tokens, bia
     def streamed():
         found = bytewise_divergence(
             student, LazyLogits(teacher_logs.float(), byte_head(ids.device)), divergence, vocabulary.table,
-            Spelled(token, held, reads.long(), torch.arange(len(token))), Sampled(ids, pull), weights, chunk_tokens,
+            Spelled(token, held, reads.long(), torch.arange(len(token)), torch.arange(len(ids))),
+            Sampled(ids, pull), weights, chunk_tokens,
         )  # fmt: skip
         assert found.outcomes.sum() == len(token)
         assert 0 < found.compared.sum() < held.sum()
@@ -167,7 +168,7 @@ def test_a_step_costs_three_products_with_the_students_head_and_one_with_the_tea
     with counted_flops() as counter, torch.no_grad():
         logs, _ = byte_logarithms(student, vocabulary.table, ids, token, reads, chunk_tokens)
     assert counter.get_total_flops() == product * again
-    spelled = Spelled(token, held, reads.long(), torch.arange(len(token)))
+    spelled = Spelled(token, held, reads.long(), torch.arange(len(token)), torch.arange(tokens))
     with counted_flops() as counter:
         pair = student, LazyLogits(logs, byte_head(ids.device))
         given = ReverseKL(), vocabulary.table, spelled, Sampled(ids), None, chunk_tokens

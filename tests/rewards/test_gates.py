@@ -9,9 +9,10 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from tokenizers import AddedToken
 
 from trl_opsd import OPSDTrainer, RolloutBackend
-from trl_opsd.data.outcomes import Outcome
+from trl_opsd.data.outcomes import Outcome, texts_of
 
 WORDS = tiny.tokenizer()
 REWARDS = [1 / 3, 1.0, 5 / 3, 2 / 3]
@@ -158,6 +159,32 @@ def test_a_solution_that_does_not_fit_is_not_shown(make_trainer):
     assert log(found)["loss"] == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a plan</think>4", "4"),  # R1's and QwQ's templates begin the thought in the prompt
+        ("one</think>two</think>4", "4"),
+        ("so <think>a</think>far <think>b</think>4", "so far 4"),
+        ("a</think>4<think>or 5", "4"),
+        ("<think>without end", None),
+        ("[THINK]a plan[/THINK]4", "4"),
+        ("<|channel|>analysis<|message|>a plan<|end|><|start|>assistant<|channel|>final<|message|>4", "4"),
+        ("<|channel>thought\na plan<channel|>4", "4"),
+        ("4", "4"),
+    ],
+)
+def test_only_what_follows_a_thought_is_shown(text, shown):
+    assert Outcome(0.0, 0, (("", 0.0), (text, 1.0))).success(1.0) == shown
+
+
+@pytest.mark.parametrize("marks", [["[THINK]", "[/THINK]"], []])
+def test_marks_of_thoughts_are_kept_where_they_are_special_tokens(marks):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken(one, special=True) for one in marks])
+    (text,) = texts_of(tokenizer, tokenizer(["".join(["[THINK]", "so", "[/THINK]", "4<|im_end|>"])])["input_ids"])
+    assert text.replace(" ", "") == "[THINK]so[/THINK]4"
+
+
 def test_what_was_thought_is_not_shown():
     group = (("<think>so\nmuch</think> 4", 1.0), ("<think>only</think>", 1.0), ("5", 0.0), ("6", None))
     assert Outcome(0.0, 2, group).success(1.0) == "4"
@@ -199,6 +226,28 @@ def test_controls_take_the_teachers_part_away(make_trainer):
         "shuffled": [*own[2:], *own[:2]],
         "unprivileged": [tiny.PROMPTS[row] for row in (0, 0, 1, 1, 2, 2)],
     }
+
+
+@pytest.mark.parametrize("options", [{"contrast_weight": 0.5}, {"teacher_context": "group_success"}], ids=str)
+def test_a_shuffled_teacher_reads_nothing_of_its_own_row(make_trainer, options):
+    names = ["prompt", "contrast_context"] if "contrast_weight" in options else ["prompt"]
+    data = Dataset.from_dict({name: [f"{name} {row}" for row in range(6)] for name in names})
+    read = []
+
+    class Reading(OPSDTrainer):
+        def teach(self, rollout, rows):
+            read.extend((row, row.control.value, row.contrast and row.contrast.value) for row in rows)
+            return super().teach(rollout, rows)
+
+    given = {"teacher_control": "shuffled", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    trained(make_trainer, Reading, train_dataset=data, **{**given, **options})
+    own, other = read[0][0], "prompt 1"
+    assert own["prompt"] == "prompt 0"
+    if "contrast_weight" in options:
+        assert read[0][1:] == (other, f"contrast_context 1\n\n{other}")
+    else:
+        assert [text.partition("\n")[0] for _, text, _ in read] == [other] * 4 + ["prompt 0"] * 4
+        assert [row.gate for row, *_ in read] == [1, 1, 1, 1] * 2, "by its own group"
 
 
 def test_an_evaluation_has_the_teacher_that_a_control_replaces(make_trainer):

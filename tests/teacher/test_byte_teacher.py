@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from trl_opsd import FixedRollout
+from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.losses.bytewise import _FLOOR, MOST_ESCAPE
 from trl_opsd.losses.dense import dense_byte_logarithms
@@ -68,8 +69,8 @@ def logits(model, prompt, ids):
     return found.double()
 
 
-def expected(answer, prompt, student, teacher, temperature=1.0):
-    """The reverse KL of one row, summed over its bytes, with each model alone and loops over all tokens."""
+def expected(answer, prompt, student, teacher, temperature=1.0, kept=slice(None)):
+    """The reverse KL of one row, summed over the bytes of the kept tokens, each model alone, with loops over all."""
     logs, escapes = [], []
     for model, words in ((student, MINE), (teacher, YOURS)):
         vocabulary = ByteVocabulary.of(words, "it")
@@ -79,6 +80,10 @@ def expected(answer, prompt, student, teacher, temperature=1.0):
         escapes.append(found[1])
     mine, yours = logs
     held = (escapes[0] <= MOST_ESCAPE) & (escapes[1] <= MOST_ESCAPE)
+    sizes = [len(one or b"-") for one in ByteVocabulary.of(MINE, "it").spelled(MINE(answer)["input_ids"])]
+    is_kept = torch.zeros(len(sizes))
+    is_kept[kept] = 1
+    held = held & is_kept.repeat_interleave(torch.tensor(sizes)).bool()
     return float(((mine.exp() * (mine - yours)).sum(-1) * held).sum()), int(held.sum())
 
 
@@ -137,13 +142,62 @@ def test_an_equal_tokenizer_gives_the_divergence_of_tokens_within_two_percent(ma
     assert losses["bytes"] < losses[None], "special tokens are one outcome"
 
 
-def test_a_model_does_not_differ_from_itself(make):
+class EveryThird(OPSDTrainer):
+    """Trains on every third token."""
+
+    def weigh(self, rollout, rows, targets):
+        return super().weigh(rollout, rows, targets) * (torch.arange(rollout.weights.size(1)) % 3 == 2)
+
+
+WITH_ZEROS = {
+    "all": {},
+    "random": {"token_selection": "random", "token_fraction": 0.5},
+    "prefix": {"token_selection": "prefix", "token_fraction": 0.5},
+    "places": {"position_weights": [0, 1]},
+    "weigh": {"cls": EveryThird},
+    "skipped": {"prompt_weight_fn": lambda row, last: float(row["prompt"] != PROMPTS[0])},
+    "gated": {"reward_funcs": lambda completions, **_: [float(len(one) < 20) for one in completions], "reward_gate": 1},
+}
+"""Options with which tokens or rows have no weight."""
+
+
+@pytest.mark.parametrize("options", WITH_ZEROS.values(), ids=WITH_ZEROS)
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_model_does_not_differ_from_itself(make, options, chunk):
     trainer = make(
-        teacher_model=tiny.qwen2(32, vocab_size=len(MINE) + 3), teacher_processing_class=MINE, max_completion_length=60
+        teacher_model=tiny.qwen2(32, vocab_size=len(MINE) + 3),
+        teacher_processing_class=MINE,
+        max_completion_length=60,
+        loss_chunk_tokens=chunk,
+        max_steps=1,
+        **options,
     )
     trainer.train()
     assert tiny.logged(trainer, "loss")[0] < 1e-6
     assert tiny.logged(trainer, "cross/used")[0] > 0.5
+    assert tiny.logged(trainer, "cross/lost") == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"cls": EveryThird}, slice(2, None, 3)),
+        ({"token_selection": "prefix", "token_fraction": 0.25}, None),
+    ],
+    ids=["weigh", "prefix"],
+)
+def test_tokens_without_weight_are_read_for_those_with(make, options, kept):
+    """The text of a prefix ends within a token of the teacher."""
+    trainer = make(divergence="reverse_kl", max_steps=1, max_completion_length=60, **options)
+    lengths = list(map(len, MINE(ANSWERS)["input_ids"]))
+    keeps = [slice(math.ceil(0.25 * one)) if kept is None else kept for one in lengths]
+    alone = [
+        expected(answer, prompt, trainer.model, trainer.teacher.teacher.model, kept=keep)
+        for prompt, answer, keep in zip(PROMPTS, ANSWERS, keeps, strict=True)
+    ]
+    trainer.train()
+    tokens = sum(len(range(length)[keep]) for length, keep in zip(lengths, keeps, strict=True))
+    assert tiny.logged(trainer, "loss") == pytest.approx([sum(one for one, _ in alone) / tokens], rel=2e-5)
 
 
 def test_two_teachers_with_other_tokenizers_each_read_their_own_rows(make):
@@ -169,6 +223,29 @@ def test_two_teachers_with_other_tokenizers_each_read_their_own_rows(make):
     assert by_name == pytest.approx(alone, rel=1e-4)
 
 
+def test_a_shuffled_teacher_reads_another_prompt_in_its_own_tokens(make):
+    read, theirs = {}, tiny.tokenizer()
+
+    class Reading(OPSDTrainer):
+        def teach(self, rollout, rows):
+            prompts, names = self.teaching._for_teachers(rollout, rows)
+            for row, name, ids in zip(rows, names, prompts.prompt_lists(), strict=True):
+                read[row["prompt"]] = {"a": YOURS, "b": theirs}[name].decode(ids)
+            return super().teach(rollout, rows)
+
+    make(
+        cls=Reading,
+        columns={"teacher": ["a", "b", "a", "b"]},
+        teacher_model={"a": models()[1], "b": tiny.qwen2(40, 2)},
+        teacher_processing_class={"a": YOURS, "b": theirs},
+        teacher_control="shuffled",
+        shuffle_dataset=False,
+        max_completion_length=60,
+        max_steps=1,
+    ).train()
+    assert read == dict(zip(PROMPTS, [*PROMPTS[1:], PROMPTS[0]], strict=True))
+
+
 def test_options_that_change_rows_work_together(make):
     def short(completions, **_):
         return [-float(len(one)) for one in completions]
@@ -191,7 +268,7 @@ def test_options_that_change_rows_work_together(make):
     )
     trainer.train()
     assert len(tiny.logged(trainer, "eval_loss")) == 3
-    assert all(0 < one < 50 for one in tiny.logged(trainer, "eval_cross/divergence"))
+    assert all(0 < one < 2 for one in tiny.logged(trainer, "eval_cross/divergence"))
     assert "hint" in trainer.teaching.readers.tokenizers["teacher"].decode(
         trainer.readers.teacher_prompt_ids(
             trainer.teaching.read_rows([trainer.train_dataset[0]]), [[1]], [[2]], MINE.batch_decode
@@ -233,7 +310,7 @@ def byte_teacher(mine, yours):
 )
 def test_completions_of_all_kinds(ids, compared, lost):
     mine, yours = ByteVocabulary.of(MINE, "mine"), ByteVocabulary.of(byte_pairs(200, special=("<|end|>",)), "yours")
-    reading = byte_teacher(mine, yours)._read(ids, None)
+    reading = byte_teacher(mine, yours)._read(ids, len(ids), None)
     assert len(reading.token_P) == compared
     spelled = mine.spelled(ids)
     text = b"".join(one or b"" for one in spelled)
@@ -248,7 +325,7 @@ def test_a_context_that_is_full_loses_what_does_not_fit():
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     ids = MINE("the teacher reads all of it, or only some")["input_ids"]
     teacher = byte_teacher(mine, yours)
-    whole, some, none = (teacher._read(ids, room) for room in (None, 5, -3))
+    whole, some, none = (teacher._read(ids, len(ids), room) for room in (None, 5, -3))
     assert len(some.ids) == 5
     assert 0 < len(some.token_P) < len(whole.token_P)
     assert len(none.token_P) == 0
@@ -326,7 +403,7 @@ def test_each_model_has_its_own_chat_template(make):
     assert 0 < tiny.logged(trainer, "loss")[0] < 50
 
 
-def test_what_began_before_a_token_that_does_not_count_is_not_read():
+def test_what_began_before_a_token_that_does_not_count_is_read():
     vocabulary = ByteVocabulary.of(MINE, "it")
     token, reads = vocabulary.reads([b"a", b"b", b"c", b"d"])
     assert {tuple(one) for one in reads[:, 1:3].tolist()} >= {(3, 0), (2, 0)}
@@ -334,8 +411,9 @@ def test_what_began_before_a_token_that_does_not_count_is_not_read():
     row = ByteTargets(torch.zeros(4, 257), token, torch.ones(4, dtype=torch.bool), torch.cat([reads[:3], back]))
     whole, some = (Spelled.of([row], [10], torch.tensor(places)) for places in ([10, 11, 12, 13], [10, 11, 13]))
     assert whole.reads[whole.reads[:, 0] == 3].tolist() == [[3, 3, 0, 0], [3, 2, 1, 1], [3, 1, 2, 1], [3, 0, 3, 1]]
-    assert some.reads[some.reads[:, 0] == 2].tolist() == [[2, 2, 0, 0]]
-    assert some.token.tolist() == [0, 1, 2]
+    assert some.reads[some.reads[:, 0] == 2].tolist() == [[2, 3, 0, 0], [2, 2, 1, 1], [2, 1, 2, 1], [2, 0, 3, 1]]
+    assert some.token.tolist() == [0, 1, 3]
+    assert some.places.tolist() == [10, 11, 12, 13]
     assert some.kept.tolist() == [0, 1, 3]
     assert row.cut(2).reads[:, 0].max() == 1
     assert len(row.cut(2).hidden) == 2
@@ -345,7 +423,7 @@ def test_what_began_before_a_token_that_does_not_count_is_not_read():
 def test_a_special_token_that_both_have_is_read_by_both():
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     ids = [*MINE("so")["input_ids"], MINE.eos_token_id, *MINE("after an end")["input_ids"]]
-    reading = byte_teacher(mine, yours)._read(ids, None)
+    reading = byte_teacher(mine, yours)._read(ids, len(ids), None)
     assert len(reading.token_P) == 2 + 1 + 12
     assert reading.ids.count(YOURS.eos_token_id) == 1
 

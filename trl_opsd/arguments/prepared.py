@@ -188,6 +188,7 @@ def prepared(
         teachers=tuple(models),
         template=args.teacher_prompt_template,
         prompt_fn=teacher_prompt_fn,
+        reference=args.extrapolation_reference,
         success=args.success_threshold if args.teacher_context else None,
         contrasts=args.contrast_weight > 0,
         environments=frozenset() if environments is None else environments.names,

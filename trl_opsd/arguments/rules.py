@@ -126,7 +126,11 @@ BUILDING = (
         lambda now: (
             now.teacher_prompt_fn is not None
             and reads_outcome(now.teacher_prompt_fn)
-            and ("without `reward_funcs`" if not now.rewards else now.overlap == "step" and "with `overlap='step'`")
+            and (
+                (not now.rewards and "without `reward_funcs`")
+                or (now.overlap == "step" and "with `overlap='step'`")
+                or (now.lmbda == 0 and "with `lmbda=0`")
+            )
         ),
         "`teacher_prompt_fn` takes a third argument, the rewards of all completions of a prompt, {1}: take two "
         "arguments, or change that.",

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.types.bytewise import END, ROOT, ByteTable
+from trl_opsd.types.bytewise import BACK, END, ROOT, ByteTable
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Live: TypeAlias = tuple[tuple[int, int], ...]
 """Tokens that a longer one may have begun at: how many tokens back, and the node of the bytes since."""
-_BACK = 3
-"""Tokens before a byte's own that a longer token may have begun at."""
 _ANCHORS = ("\n", "a", ".", " ", "0", ";")
 """Texts before another one, which a tokenizer may not begin as the start of a text, with a space of its own."""
 _TEXTS = (
@@ -253,7 +251,7 @@ class ByteVocabulary:
 
         @lru_cache(1 << 16)
         def step(live: Live, text: bytes | None) -> tuple[Numbers, Live]:
-            live = (*((back + 1, node) for back, node in live if back < _BACK), (0, ROOT))
+            live = (*((back + 1, node) for back, node in live if back < BACK), (0, ROOT))
             found: list[tuple[int, int, int]] = []
             for number, byte in enumerate(text or (END,)):
                 # a node without edges adds nothing, but at the token's own border

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,39 @@ class Outcome:
     def success(self, threshold: float) -> str | None:
         """The first other completion with a reward of at least `threshold`, without what it thought."""
         others = (
-            _THOUGHT.sub("", text).strip()
+            without_thoughts(text).strip()
             for place, (text, reward) in enumerate(self.group)
             if place != self.number and reward is not None and reward >= threshold
         )
         return next(filter(None, others), None)
 
 
-_THOUGHT = re.compile("<think>.*?</think>", re.DOTALL)
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel>", "<channel|>"),
+)
+"""What begins and ends a thought: in most families, Magistral, Seed-OSS, Command A Reasoning, gpt-oss, Gemma 4."""
+
+
+def without_thoughts(text: str) -> str:
+    """A completion without what it thought; templates may begin a thought in the prompt, and some never end."""
+    for begin, end in _THOUGHTS:
+        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", "", text, flags=re.DOTALL)
+        text = text.rpartition(end)[2].partition(begin)[0]
+    return text
+
+
+def texts_of(tokenizer: Any, completions: Sequence[list[int]]) -> list[str]:
+    """Completions without special tokens, but for those that begin or end a thought."""
+    added = (one.content for one in tokenizer.added_tokens_decoder.values() if one.special)
+    special = {*tokenizer.all_special_tokens, *added}
+    kept = {one for one in special if any(one in mark for pair in _THOUGHTS for mark in pair)}
+    texts: list[str] = tokenizer.batch_decode(completions, skip_special_tokens=not kept)
+    return [re.sub("|".join(map(re.escape, special - kept)), "", text) for text in texts] if kept else texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,7 @@ class Request(dict[str, Any]):
     __slots__ = (
         "advantage",
         "contrast",
+        "control",
         "gate",
         "images",
         "is_off_policy",
@@ -232,6 +233,7 @@ class Request(dict[str, Any]):
         self.outcome: Outcome | None = None  # once there are rewards, and a teacher's prompt depends on them
         self.gate = 1.0  # weight of the row in the loss: by its reward, and 0 where the teacher has no prompt
         self.contrast: Prompt | None = None  # the teacher's prompt that its target moves away from
+        self.control: Prompt | None = None  # what the teacher reads in place of its own prompt, of another row
         self.images: RowImages | None = None  # of the student's prompt, once it is tokenized
 
     @property
@@ -250,6 +252,8 @@ class Intake:
     """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
     prompt_fn: Callable[..., Any] | None
     """Builds a teacher's prompt from a row and the completion's text; takes precedence over the columns."""
+    reference: str | None = None
+    """The teacher that is read beside that of a row, with `extrapolation_reference`."""
     success: float | None = None
     """The least reward of a completion that is shown to the teacher as a solution for the others of its prompt."""
     contrasts: bool = False
@@ -330,8 +334,8 @@ class Intake:
 
     def after(self, request: Request, completion_text: str) -> Prompt:
         """The teacher's prompt after this completion, which excludes the row from the loss where there is none."""
-        if not request.prompt_weight:
-            return request.of_teacher
+        if request.control is not None or not request.prompt_weight:
+            return request.control or request.of_teacher
         if self.prompt_fn is not None:
             return self._called(request, completion_text)
         solution = None if self.success is None or request.outcome is None else request.outcome.success(self.success)
@@ -344,6 +348,9 @@ class Intake:
 
     def shortened(self, request: Request) -> Prompt:
         """The teacher's prompt where what it is told beside the columns leaves no room."""
+        if request.control is not None:
+            request.gate = 0.0
+            return request.student
         if not self.is_told:
             return self.without_success(request)
         logger.warning_once(f"What the environment of {request.where} tells its teacher leaves no room in its context.")
@@ -386,6 +393,11 @@ class Intake:
                 else "has no teacher name in the column 'teacher'"
             )
             raise ValueError(f"{where} {found}: expected one of {sorted(self.teachers)}.")
+        if name == self.reference:
+            raise ValueError(
+                f"{where} names the teacher {name!r}, which is the `extrapolation_reference`, so nothing would be "
+                "extrapolated: name the teacher that was trained from it."
+            )
         return name
 
     def _of_teacher(self, row: Row, where: str, teacher: str, student: Prompt, images: list[Any] | None) -> Prompt:
@@ -441,6 +453,18 @@ class Intake:
                 "`teacher_processing_class`, or describe the images in a column 'teacher_prompt'."
             )
         return prompt
+
+    def as_control(self, request: Request, other: Prompt) -> Prompt:
+        """What the teacher of another row reads, for the teacher of this one."""
+        if not other.has_images:
+            return other
+        processor = self.processors.get(request.teacher, self.processors.get("", ""))
+        if processor is None:
+            raise ValueError(
+                f"{other.where} has images, but the teacher of {request.where}, for which `teacher_control='shuffled'` "
+                "has chosen it, reads text only: give all teachers a processor, or remove the images."
+            )
+        return replace(other, processor=processor)
 
     def _with_context(self, prompt: Any, context: Any, where: str, template: str | None = None) -> Any:
         context = _as_text(context, where)

@@ -112,7 +112,9 @@ class Reader:
         """The prompt of a row, a teacher's from the columns."""
         if self.is_contrast and request.contrast is not None:
             return request.contrast
-        return self.read_by(request.teacher, request.of_teacher) if self.is_teachers else request.student
+        if not self.is_teachers:
+            return request.student
+        return self.read_by(request.teacher, request.control or request.of_teacher)
 
     def read_by(self, teacher: str, prompt: Prompt) -> Prompt:
         """A prompt that this teacher's tokenizer reads, if it has its own."""
@@ -397,7 +399,7 @@ class Readers:
         """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
         # Where no row differs, the student's token ids are reused and nothing is tokenized again.
         alike = not (self.template or self.intake.reads_completions or self.tokenizers)
-        alike = alike and all(request.of_teacher is request.student for request in requests)
+        alike = alike and all((one.control or one.of_teacher) is one.student for one in requests)
         if not alike:
             reader = self.teacher
             prompts = [reader.prompt_of(request) for request in requests]

@@ -19,7 +19,7 @@ from pandas import DataFrame
 from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
-from trl_opsd.data.outcomes import Outcome, gate
+from trl_opsd.data.outcomes import Outcome, gate, texts_of
 from trl_opsd.data.prompts import Request
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.checks import whole_checkpoint
@@ -89,9 +89,7 @@ class BatchRewards:
         """Tells each row the completions of its prompt and their rewards. Collective."""
         trainer, args = self._trainer, self._trainer.args
         number = args.num_generations if trainer.model.training else args.num_generations_eval or args.num_generations
-        texts = trainer.processing_class.batch_decode(
-            Rollout.unpack(batch).completion_lists(), skip_special_tokens=True
-        )
+        texts = texts_of(trainer.processing_class, Rollout.unpack(batch).completion_lists())
         totals = [None if math.isnan(one) else one for one in _total(rewards_RF, self._rewards.weights).tolist()]
         everyone = list(zip(gather_object(texts), totals, strict=True))
         first = trainer.accelerator.process_index * len(rows)

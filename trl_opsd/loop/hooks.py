@@ -318,6 +318,8 @@ class TrainerHooks(TrainerMembers):
         written = self.trl_batch(requests)
         if self._rewards is not None:
             self._rewards.note(written, requests)  # before rows are exchanged, while those of a prompt are adjacent
+        if self.model.training and self.args.teacher_control == "shuffled":
+            self.teaching.shuffle(requests, Rollout.unpack(written))
         # A teacher that was notified of a row reads it in the process that generated it.
         stay = self._overlap is not None and self._overlap.notifies_teacher
         batch, rows = self._dealer.exchanged(written, requests, stay)

@@ -72,10 +72,10 @@ class Scorer:
         if host.model.training and host.visits is not None:
             weights = weights * weights.new_tensor(of_prompts).unsqueeze(1)
         gates = [getattr(row, "gate", 1.0) for row in rows]
+        weights = weights * weights.new_tensor(gates).unsqueeze(1)
         intake = host.teaching.readers.intake
         is_gated = intake.reads_outcomes or (intake.is_told and intake.needs_context)
         if is_gated or (host.model.training and host.args.reward_gate is not None):
-            weights = weights * weights.new_tensor(gates).unsqueeze(1)
             generated = [one for one, weight in zip(gates, of_prompts, strict=True) if weight]
             sums = torch.tensor([sum(generated), len(generated)], dtype=torch.float32, device=weights.device)
             total, count = host.accelerator.reduce(sums, "sum").tolist()

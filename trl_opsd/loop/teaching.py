@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd import fingerprint
@@ -26,7 +27,7 @@ from trl_opsd.arguments.checks import (
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows
+from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, comparable, describe_rows
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
 from trl_opsd.data.readers import Reader, Readers
@@ -47,7 +48,7 @@ from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets
-from trl_opsd.types.rollout import PromptIds, images_of
+from trl_opsd.types.rollout import images_of
 from trl_opsd.types.targets import kept_by_row
 
 logger = get_logger(__name__)
@@ -326,40 +327,54 @@ class Teaching:
         requests = self.readers.intake.read_batch(rows, self.batch_name)
         decode = self._host.processing_class.batch_decode
         prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
-        prompts = self._of_control(prompts, requests, rollout)
+        prompts = self._of_control(prompts, requests)
         if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:
             self.first_made = prompts[0], self.readers.tokenizers.get(requests[0].teacher, self.readers.tokenizer)
         if prompts is not None:  # the same completions, token by token, after the teacher's prompts
             rollout = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
         return rollout, [request.teacher for request in requests]
 
-    def _of_control(
-        self, prompts: list[list[int]] | None, requests: Sequence[Request], rollout: Rollout
-    ) -> list[list[int]] | None:
+    def _of_control(self, prompts: list[list[int]] | None, requests: Sequence[Request]) -> list[list[int]] | None:
         """The teachers' prompts, or those that `teacher_control` puts in their place."""
-        args = self._host.args
+        control = self._host.args.teacher_control
         if not self._host.model.training:  # evaluations compare with the teacher that it controls for
             return prompts
-        if args.teacher_control == "unprivileged":
-            if any(self.readers.intake.processors) or self.readers.tokenizers:
-                raise ValueError(
-                    "`teacher_control='unprivileged'`: a teacher with a tokenizer or processor of its own cannot read "
-                    "the student's tokens: pass one with the student's."
-                )
-            return None
-        if args.teacher_control != "shuffled":
-            return prompts
-        if prompts is None:
-            prompts = [PromptIds(ids, row.images) for ids, row in zip(rollout.prompt_lists(), requests, strict=True)]
-        away = args.num_generations  # the completions of a prompt are adjacent
-        if len({tuple(ids) for ids in prompts}) == 1:
+        if control == "shuffled" and any(one.control is None for one in requests):
             raise ValueError(
-                f"`teacher_control='shuffled'`, but {self.batch_name} has one prompt alone: raise "
-                "`per_device_train_batch_size` or `gradient_accumulation_steps`."
+                "`teacher_control='shuffled'` with a batch whose rows come from no dataset: pass the result of "
+                "`trainer._generate_and_score_completions(rows)`."
             )
-        prompts = [*prompts[away:], *prompts[:away]]
-        self.readers.check_fits_teacher(requests, prompts, list(map(len, rollout.completion_lists())))
-        return prompts
+        if control != "unprivileged":
+            return prompts
+        if any(self.readers.intake.processors) or self.readers.tokenizers:
+            raise ValueError(
+                "`teacher_control='unprivileged'`: a teacher with a tokenizer or processor of its own cannot read "
+                "the student's tokens: pass one with the student's."
+            )
+        return None
+
+    def shuffle(self, rows: Sequence[Request], rollout: Rollout) -> None:
+        """Gives the teacher of each row what is read for another prompt, of all processes. Collective."""
+        host, intake, number = self._host, self.readers.intake, self._host.args.num_generations
+        own = [one.of_teacher for one in rows]
+        if intake.reads_completions:
+            texts = host.processing_class.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
+            own = [intake.after(row, text) for row, text in zip(rows, texts, strict=True)]
+        mine = [
+            (repr(comparable(row.student.value)), prompt, row.contrast) for row, prompt in zip(rows, own, strict=True)
+        ]
+        everyone = gather_object(mine)
+        for place, row in enumerate(rows, start=host.accelerator.process_index * len(rows)):
+            # The completions of a prompt are adjacent; the same prompt may come twice.
+            others = (everyone[(place + away) % len(everyone)] for away in range(number, len(everyone), number))
+            found = next((one for one in others if one[0] != everyone[place][0]), None)
+            if found is None:
+                raise ValueError(
+                    f"`teacher_control='shuffled'`, but {self.batch_name} has one prompt alone: raise "
+                    "`per_device_train_batch_size` or `gradient_accumulation_steps`."
+                )
+            row.control = intake.as_control(row, found[1])
+            row.contrast = found[2] and intake.as_control(row, found[2])
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------
 

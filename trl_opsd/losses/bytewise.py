@@ -32,14 +32,12 @@ from trl_opsd.losses.streamed import (
     tile_of,
 )
 from trl_opsd.types import LazyLogits, PerToken, Sampled
-from trl_opsd.types.bytewise import OUTCOMES, ByteTable, Spelled
+from trl_opsd.types.bytewise import BACK, OUTCOMES, ByteTable, Spelled
 
 MOST_ESCAPE = 0.03
 """Largest share of sequences that end a token where the model's own goes on, and that the sums miss."""
 _FLOOR = 1e-6
 """Added to each probability of an outcome: what no token spells is not impossible, but missed."""
-_BACK = 3
-"""Tokens before a byte's own whose states are read."""
 _BYTES_PER_LOGIT = 32
 """Memory of a tile for each logit: float32 logits, probabilities and gradients, and float64 sums of both."""
 
@@ -126,7 +124,7 @@ def _tiles(tokens: int, size: int, token_P: Tensor, reads_R4: Tensor) -> Any:
     """Tiles of tokens: the states that they read, their byte positions, and their reads by index within the tile."""
     position_R = reads_R4[:, 0].contiguous().long()
     for tile in _spans(0, tokens, size):
-        states = slice(max(0, tile.start - _BACK), tile.stop)
+        states = slice(max(0, tile.start - BACK), tile.stop)
         here = slice(*torch.searchsorted(token_P, torch.tensor([tile.start, tile.stop])).tolist())
         reads = slice(*torch.searchsorted(position_R, torch.tensor([here.start, here.stop])).tolist())
         yield tile, states, here, reads_R4[reads].long() - torch.tensor([here.start, states.start, 0, 0])
@@ -284,7 +282,9 @@ class _Fold:
             own_N = logits_NV.gather(1, ids_N1).squeeze(1) - logits_NV[:, self.table.order].logsumexp(-1)
             pulled_N = -own_N * self.sampled.pull[tile] * weights_N[tile]
             value = value + pulled_N.sum()
-        outcomes_N, present_N = self.table.length[ids_S[mine]].float(), by_token(torch.ones_like(token_P))
+        counts_N = weights_N[tile] != 0  # others are read for those that count
+        outcomes_N = self.table.length[ids_S[mine]].float() * counts_N
+        present_N = by_token(torch.ones_like(token_P))
         found = (
             by_token(value_P.detach()) + pulled_N.detach(),
             *(

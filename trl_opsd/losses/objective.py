@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from types import MappingProxyType
 
 from torch import Tensor
@@ -62,10 +62,6 @@ class Objective:
             assert sampled is not None, "a comparison by bytes reads the tokens"
             pair = LazyLogits(*student, self.temperatures[0]), LazyLogits(*teacher)
             return bytewise_divergence(*pair, self.divergence, self.table, spelled, sampled, weights, self.chunk_tokens)
-        roles = {
-            "contrast": partial(Beside, push=self.contrast[0], bound=self.contrast[1]),
-            "origin": partial(Beside, push=self.extrapolation - 1, anchor=self.anchor_weight),
-        }
         return streamed_divergence(
             LazyLogits(*student, self.temperatures[0]),
             LazyLogits(*teacher, self.temperatures[1]),
@@ -75,10 +71,19 @@ class Objective:
             self.vocabulary,
             self.kl_clip,
             sampled,
-            [roles[name](LazyLogits(*one, self._temperature_of(name))) for name, one in beside.items()],
+            [*chain.from_iterable(self._roles(name, *one) for name, one in beside.items())],
             self.anchor,
         )
 
-    def _temperature_of(self, beside: str) -> float:
-        # An anchor alone is compared with the student as they are; what makes the target is tempered like the teacher.
-        return self.temperatures[0 if beside == "origin" and self.extrapolation == 1 else 1]
+    def _roles(self, name: str, hidden: Tensor, head: OutputHead) -> list[Beside]:
+        """What a third model is here for: what makes the target is tempered like the teacher, an anchor like the
+        student, with which it is compared.
+        """
+        like_student, like_teacher = (LazyLogits(hidden, head, one) for one in self.temperatures)
+        if name == "contrast":
+            return [Beside(like_teacher, *self.contrast)]
+        push = self.extrapolation - 1
+        if push and self.temperatures[0] == self.temperatures[1]:
+            return [Beside(like_teacher, push, anchor=self.anchor_weight)]
+        target = [Beside(like_teacher, push)] if push else []
+        return [*target, Beside(like_student, anchor=self.anchor_weight)] if self.anchor_weight else target

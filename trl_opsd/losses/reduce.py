@@ -16,7 +16,11 @@ ONE_IN = 5
 
 
 def reduce(
-    per_token: PerToken, weights: Tensor, num_items: Tensor | float | None, real: Tensor | None = None
+    per_token: PerToken,
+    weights: Tensor,
+    num_items: Tensor | float | None,
+    real: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> LossParts:
     """The loss of one micro-batch, and raw local sums for the logs.
 
@@ -31,6 +35,9 @@ def reduce(
         real (`torch.Tensor`, *optional*):
             [B, C], not 0 where there is a token of the completion. When `None`, the rows are parts of completions, and
             what depends on places and ranks within one is 0.
+        places (`torch.Tensor`, *optional*):
+            [N], indices in [B * C] of these tokens, whose values are 0 where `weights` is. When `None`, `weights` is
+            0 for no other token.
     """
     divergence = per_token.divergence
     weights_BC = weights.to(divergence.device, divergence.dtype)
@@ -44,7 +51,11 @@ def reduce(
 
     def spread(values_N: Tensor) -> Tensor:
         # Scattered to [B, C] rather than weights gathered to [N]: boolean indexing would wait for the device.
-        return torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N.to(weights_BC))
+        values_N = values_N.to(weights_BC)
+        if places is None:
+            return torch.zeros_like(weights_BC).masked_scatter(counts_BC, values_N)
+        at_N = places.to(weights_BC.device, non_blocking=True)
+        return torch.zeros_like(weights_BC).view(-1).index_copy(0, at_N, values_N).view_as(weights_BC)
 
     # Pull and anchor are logged separately: divergences are those from the target alone.
     alone_N = divergence.detach()

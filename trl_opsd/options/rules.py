@@ -492,11 +492,26 @@ AFTER = (
         },
         num_generations=1,
     ),
-    together(
-        ": rewards apply to completions of the student, but it generates none: set a higher `lmbda`, or remove "
-        "`reward_weight`.",
-        reward_weight=above(0),
+    *each(
+        ": rewards are of completions of the student, but it generates none: set a higher `lmbda`, or remove it.",
+        {
+            "reward_weight": above(0),
+            "reward_gate": SET,
+            "teacher_context": SET,
+            "skip_prompts": one_of("flat_groups"),
+        },
         lmbda=0,
+    ),
+    Rule(
+        lambda args: args.beta == 0 and args.divergence is None and args.calls_rewards,
+        "`beta={0.beta:g}` is the forward KL from the teacher, as in TRL's `DistillationConfig`; GRPO's penalty, which "
+        "0 turns off there, is `anchor_weight` here. Set `divergence='forward_kl'` if you mean it.",
+        warns=True,
+    ),
+    *each(
+        ": the teacher would generate completions with the context that the control takes away: remove one of them.",
+        {"teacher_control": one_of("shuffled", "unprivileged")},
+        seq_kd=True,
     ),
     *each(
         ": a row is trained on before the other completions of its step, which it needs, are complete: remove "

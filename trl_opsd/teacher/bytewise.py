@@ -88,7 +88,9 @@ class ByteTeacher(Teacher):
     def targets(self, rollout: Rollout) -> TeacherTargets:
         ended, context = rollout.ended(), self.context
         rooms = [None if context is None else context - length.prompt for length in ended.measured()]
-        readings = [self._read(ids, room) for ids, room in zip(ended.completion_lists(), rooms, strict=True)]
+        needed = map(len, ended.completion_lists())
+        each_row = zip(rollout.completion_lists(), needed, rooms, strict=True)
+        readings = [self._read(ids, some, room) for ids, some, room in each_row]
         theirs = _as_its_own(rollout, [one.ids for one in readings])
         found = scored(self.teacher, theirs)
         check_depends_on_input(theirs, found, type(self.teacher).__name__)
@@ -119,8 +121,11 @@ class ByteTeacher(Teacher):
         ]
         return TeacherTargets.by_row(targets, rollout.completion_ids.size(1))
 
-    def _read(self, ids: list[int], room: int | None) -> _Reading:
-        """Both models' byte positions in a completion, up to the first byte that they do not read alike."""
+    def _read(self, ids: list[int], needed: int, room: int | None) -> _Reading:
+        """Both models' byte positions in a completion, up to the first byte that they do not read alike.
+
+        After the first `needed` tokens there are none, but the teacher's tokens are those of the whole text.
+        """
         texts = self._student.spelled(ids)
         theirs: list[int] = []
         agreed, number = 0, 0  # byte positions so far, and the token that follows
@@ -141,9 +146,11 @@ class ByteTeacher(Teacher):
                 break
         if room is not None:
             theirs = theirs[: max(room, 0)]
-        token_P, reads = self._student.reads(texts)
+        token_P, reads = self._student.reads(texts[:needed])
         its_token_P, its_reads = self._its.reads(self._its.spelled(theirs))
         count = min(agreed, len(token_P), len(its_token_P))
+        theirs = theirs[: int(its_token_P[count - 1]) + 1 if count else 0]
+        its_token_P, its_reads = self._its.reads(self._its.spelled(theirs))
         return _Reading(theirs, token_P[:count], reads[reads[:, 0] < count], its_token_P, its_reads)
 
 

@@ -21,6 +21,8 @@ END = 256
 """The outcome of a position that is no byte: the end of the text, or any other special token."""
 OUTCOMES = 257
 """The bytes, and [`END`]."""
+BACK = 3
+"""Tokens before a byte's own whose states are read at most."""
 ROOT = 0
 """The node of the empty beginning."""
 
@@ -87,7 +89,7 @@ class ByteTargets(RowTargets):
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """The byte positions of N tokens in a loss; indices in host memory."""
+    """The byte positions of the tokens in a loss, among the N tokens that are read for them; indices in host memory."""
 
     token: Tensor
     """[P], int64: index of the token that each belongs to, ascending."""
@@ -97,29 +99,37 @@ class Spelled:
     """[R, 4], int64: as [`~ByteTargets.reads`], with the index of the token among the N."""
     kept: Tensor
     """[P], int64: indices of these positions among all of the targets."""
+    places: Tensor
+    """[N], int64: places of the tokens in the loss and of those that are read for them, ascending."""
 
     @classmethod
-    def of(cls, rows: Sequence[ByteTargets], starts: Sequence[int], places_N: Tensor) -> Spelled:
+    def of(cls, rows: Sequence[ByteTargets], starts: Sequence[int], places_K: Tensor) -> Spelled:
         """The positions of the tokens at these places, ascending, where each row begins at its start."""
-        if not rows or not len(places_N):
+        if not rows or not len(places_K):
             none = torch.zeros(0, dtype=torch.long)
-            return cls(none, none.bool(), none.reshape(0, 4), none)
+            return cls(none, none.bool(), none.reshape(0, 4), none, places_K)
         at_M = torch.cat([one.places + start for one, start in zip(rows, starts, strict=True)])
-        index_M = torch.searchsorted(places_N, at_M).clamp(max=len(places_N) - 1)
-        counts_M = places_N[index_M] == at_M
+        counts_M = torch.isin(at_M, places_K)
         sizes = accumulate((len(one.places) for one in rows), initial=0)
-        position_R, state_R, back_R, node_R = torch.cat(
+        reads_R4 = torch.cat(
             [
                 one.reads.long() + torch.tensor([before, start, 0, 0])
                 for one, start, before in zip(rows, starts, sizes, strict=False)
             ]
-        ).T.contiguous()
-        # Of a read further back all tokens in between have to be there.
-        index_R = torch.searchsorted(places_N, state_R).clamp(max=len(places_N) - 1)
-        is_there_R = counts_M[position_R] & (places_N[index_R] == state_R) & (index_M[position_R] - index_R == back_R)
-        reads_R4 = torch.stack([counts_M.cumsum(0)[position_R] - 1, index_R, back_R, node_R], 1)[is_there_R]
+        )
+        position_R, state_R, back_R, node_R = reads_R4[counts_M[reads_R4[:, 0]]].T.contiguous()
+        # A read further back takes the probabilities of all tokens in between, whether or not these count.
+        between = [state_R + back_R.clamp(max=some) for some in range(BACK + 1)]
+        places_N = torch.cat([places_K, *between]).unique()
+        index_R = torch.searchsorted(places_N, state_R)
         held_M = torch.cat([one.held for one in rows])
-        return cls(index_M[counts_M], held_M[counts_M], reads_R4, counts_M.nonzero().squeeze(1))
+        return cls(
+            token=torch.searchsorted(places_N, at_M[counts_M]),
+            held=held_M[counts_M],
+            reads=torch.stack([counts_M.cumsum(0)[position_R] - 1, index_R, back_R, node_R], 1),
+            kept=counts_M.nonzero().squeeze(1),
+            places=places_N,
+        )
 
 
 def byte_head(device: torch.device) -> OutputHead:
