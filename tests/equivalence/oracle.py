@@ -145,9 +145,9 @@ class Oracle:
             assert len({row["prompt"] for row in group}) == 1, "the completions of a prompt are adjacent"
             self._prepare(group)
         if self.control == "shuffled":
-            told = [row["told"] for row in rows]
+            read = [{name: row[name] for name in ("told", "less")} for row in rows]
             for place, row in enumerate(rows):
-                row["told"] = told[(place + self.number) % len(rows)]
+                row.update(read[(place + self.number) % len(rows)])
         zero = torch.zeros((), dtype=torch.float64)
         found = [self._of_row(row) for row in rows]
         weights = sum(float(one.sum()) for one, _, _ in found)
@@ -186,6 +186,7 @@ class Oracle:
                 row["gate"] *= context is not None
             is_told = context is not None and self.control != "unprivileged"
             row["told"] = self._joined(row, context) if is_told else row["prompt"]
+            row["less"] = self._joined(row, row.get("contrast_context", ""))
 
     def _joined(self, row: Row, context: str) -> str:
         return TEMPLATE.format(prompt=row["prompt"], privileged_context=context)
@@ -255,7 +256,7 @@ class Oracle:
         target = teacher if factor == 1 else first + factor * (teacher - first)
         if weight := self.options.get("contrast_weight"):
             with torch.no_grad():
-                less = self._logits(self.teacher, self._joined(row, row["contrast_context"]), row["ids"])
+                less = self._logits(self.teacher, row["less"], row["ids"])
             gap, bound = teacher - (less / self.temperatures[1]).log_softmax(-1), self.options.get("contrast_clip")
             target = target + weight * (gap if bound is None else bound * (gap / bound).tanh())
         return target.log_softmax(-1)
