@@ -308,8 +308,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
         str | None,
         Option(one_of(None, *CONTROLS), resumed=True, words="control: {} teacher"),
     ] = None
-    """A control for studies: `"shuffled"`, the teacher reads the prompt of another row; `"unprivileged"`, that of the
-    student; `"constant"`, nothing is learned from it, but the least likely fifth of the tokens is made less likely."""
+    """A control for studies: `"shuffled"`, the teacher reads what belongs to another prompt; `"unprivileged"`, the
+    student's; `"constant"`, nothing is learned from it, but the least likely fifth of the tokens is pushed down."""
     teacher_prompt_template: Annotated[str | None, Option(check_template, (NO_PROMPT_FN, CONTEXT), resumed=True)] = None
     """Joins the prompt and the column `privileged_context` into the teacher's prompt; see `docs/teachers.md`."""
     teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None

@@ -154,7 +154,13 @@ def test_a_step_whose_prompts_are_all_skipped_changes_nothing(make_trainer, tmp_
         return f"{row['prompt']} {completion}"
 
     read: list[str] = []
-    given = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "teacher_prompt_fn": told}
+    given = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 6,
+        "teacher_prompt_fn": told,
+        "optim": "adamw_torch",
+    }
     found = trained(make_trainer, Watching, prompt_weight_fn=once, **given)
     assert len(read) == len(set(read)) == 8, "and never asks for the prompt of a teacher"
     two = make_trainer(model=str(tmp_path / "checkpoint-2")).model
@@ -162,7 +168,7 @@ def test_a_step_whose_prompts_are_all_skipped_changes_nothing(make_trainer, tmp_
         assert torch.equal(mine, other)
     assert [step for step, _ in found.rollout.calls] == [0, 1]
     assert tiny.logged(found, "prompts/skipped") == [0, 0, 1, 1, 1, 1]
-    assert tiny.logged(found, "loss")[2:] == [0] * 4
+    assert len(tiny.logged(found, "loss")) == len(tiny.logged(found, "grad_norm")) == 2
     written = sum(len(answer) for answer in WORDS(tiny.ANSWERS)["input_ids"])
     assert found.visits.tokens_saved == 2 * written
     saved = json.loads((tmp_path / "checkpoint-6" / "opsd_visits.json").read_text())

@@ -47,9 +47,13 @@ def must_break(trainer: OPSDTrainer, steps: tuple[int, ...] = (STEP,), rank: int
 def poison(trainer: OPSDTrainer, side: str, steps: tuple[int, ...] = (STEP,), rank: int = RANK) -> list[float]:
     """Makes the teacher's states, the student's, or the gradient of the loss NaN; returns a growing list of the times.
 
-    The side `"divergence"` gets an infinite sum with a finite gradient, which no check of gradients would find.
+    The side `"divergence"` gets an infinite sum with a finite gradient, which no check of gradients would find;
+    `"empty"` is a step without a token that counts.
     """
-    compare, times = trainer.compare, []
+    compare, weigh, times = trainer.compare, trainer.weigh, []
+    if side == "empty":  # in all processes
+        trainer.weigh = lambda *given: weigh(*given) * (trainer.state.global_step + 1 not in steps)
+        return times
 
     def spoiled(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
         return output * float("nan")
@@ -139,7 +143,7 @@ def trained_with_nan(folder: Path, teacher: Any, side: str, **options: Any) -> d
     except FloatingPointError as caught:
         error = str(caught)
     ended = time.time()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
     after = watching.before.get(STEP + 1, watching.now())
     return {
         "processes": trainer.accelerator.num_processes,
@@ -152,5 +156,6 @@ def trained_with_nan(folder: Path, teacher: Any, side: str, **options: Any) -> d
         "learned_before": not same(watching.before[1], watching.before[STEP]),
         "learned_after": not same(after, watching.now()),
         "skipped": [entry.get("nonfinite/skipped_steps") for entry in logs],
+        "losses": ["loss" in entry for entry in logs],
         "rates": [entry["learning_rate"] for entry in logs],
     }

@@ -17,6 +17,7 @@ VARIANTS = {
     for side, norm in (("teacher", 1.0), ("student", 1.0), ("gradient", 1.0), ("gradient", 0.0), ("divergence", 1.0))
     if (policy, side) != ("raise", "divergence")
 }
+VARIANTS["raise empty"] = {"side": "empty", "weight_decay": 0.1}
 PATIENCE = 10
 """Seconds, as `ddp_timeout`, that one process waits for the other."""
 SECONDS = 300

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 long = pytest.mark.long
 TRIED = {
     "ddp": tuple(VARIANTS),
-    "zero3_cpu": ("raise teacher", "raise gradient", "skip divergence", "skip gradient unclipped"),
+    "zero3_cpu": ("raise teacher", "raise gradient", "skip divergence", "skip gradient unclipped", "raise empty"),
     "zero3_cpu, every NaN": tuple(VARIANTS),
     "fsdp2_cpu": tuple(VARIANTS),
 }
@@ -52,11 +52,12 @@ def check_raised(each: list[dict[str, Any]], side: str, where: str = " on rank 1
     assert seconds < DEADLINE
 
 
-def check_skipped(each: list[dict[str, Any]]) -> None:
+def check_skipped(each: list[dict[str, Any]], broken: int) -> None:
     for one in each:
         assert one["error"] == ""
         assert one["steps"] == 3
-        assert one["skipped"] == [0, 1, 1]
+        assert one["skipped"] == ([0, 1, 1] if broken else [None] * 3)
+        assert one["losses"] == [True, bool(broken), True]
         assert one["unchanged"]
         assert one["learned_before"]
         assert one["learned_after"]
@@ -75,8 +76,8 @@ def test_nan_in_one_process_stops_or_skips_step_of_both(launched, tried):
         each = [of_rank[variant] for of_rank in found.results.values()]
         assert [(one["processes"], one["split"]) for one in each] == [(2, strategy != "ddp")] * 2
         policy, side, *_ = variant.split()
-        if policy == "skip":
-            check_skipped(each)
+        if policy == "skip" or side == "empty":
+            check_skipped(each, 0 if side == "empty" else 1)
         else:
             check_raised(each, side, "" if side == "gradient" and "fsdp2" in strategy else " on rank 1")
 
@@ -133,7 +134,7 @@ def test_record_has_each_non_finite_step_of_both_processes(launched):
     _, folder = launched("every nan", "ddp", TRIED["ddp"])
     found = [json.loads(line) for line in (folder / "out" / "opsd_nonfinite.jsonl").read_text().splitlines()]
     assert [(one["side"], one["ranks"], one["step"]) for one in found] == [
-        (variant.split()[1], [1], 2) for variant in VARIANTS
+        (side, [1], 2) for side in (variant.split()[1] for variant in VARIANTS) if side != "empty"
     ]
     first, second = found[0]["sums"]
     assert (first["tokens"], second["teacher_entropy"]) == (12.0, "nan"), "the other has the longer rows"

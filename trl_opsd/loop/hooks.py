@@ -478,11 +478,14 @@ class TrainerHooks(TrainerMembers):
         is_training, self.model.training = self.model.training, self.model.training or "train_runtime" in logs
         try:
             if self.model.training:
-                logs.update(self._stats.means())
+                logs.update(means := self._stats.means())
                 if "loss" in logs and (skipped := self._guard.skipped) is not None:
                     logs["nonfinite/skipped_steps"] = skipped
                 if "loss" in logs and self.visits is not None:
                     logs["prompts/tokens_saved_total"] = self.visits.tokens_saved
+                if not means and self._guard.was_empty:  # no token has counted since the last log
+                    logs.pop("loss", None)
+                    logs.pop("grad_norm", None)
             if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
                 os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
             numbers = self._metrics["train" if self.model.training else "eval"]

@@ -1,5 +1,7 @@
 """Checks loss and gradient for NaN, infinity and 0 before the optimizer steps, and skips the step, warns or raises.
 
+A step without a token that counts is skipped, too: momentum and weight decay would move the student.
+
 Knows the sums of a loss over all processes, by the names in [`LossParts.ROW_NAMES`], and no models.
 """
 
@@ -14,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor
@@ -60,6 +63,15 @@ class NonfiniteGuard:
         self._skipped = self._skipped_in_a_row = 0
         self._will_skip = False
         """Whether the step in progress will be skipped, because of a loss in it."""
+        self.was_empty = False
+        """Whether no token counted in the last step."""
+        self._weight: float | None = None
+        """Sum of the weights of the step in progress, over all processes, as far as it is known."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token counts in the step in progress."""
+        return self._weight == 0
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -95,9 +107,15 @@ class NonfiniteGuard:
         if self._hook is None:
             trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
             small = (one for one in trained if len(whole_shape(one)) == 1)  # a bias or norm
-            self._hook = next(small, trained[0]).register_hook(
-                lambda gradient: self._note("gradient", ~gradient.isfinite().all())
-            )
+            self._hook = next(small, trained[0]).register_hook(self._watched)
+
+    def _watched(self, gradient: Tensor) -> Tensor | None:
+        self._note("gradient", ~gradient.isfinite().all())
+        accelerator = self._trainer.accelerator
+        steps_by_itself = accelerator.distributed_type == DistributedType.DEEPSPEED and not self._is_blind
+        # DeepSpeed and a loss scaler skip a step by its gradient alone.
+        skips = self.is_empty and (steps_by_itself or accelerator.mixed_precision == "fp16")
+        return torch.full_like(gradient, math.nan) if skips else None
 
     def is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
         """Whether a loss is finite in all processes, by sums over them; raises with `nonfinite='raise'`, and at a
@@ -107,6 +125,8 @@ class NonfiniteGuard:
         if self._first_sums is not None and not evaluating:
             self._first_sums.update(named)
         side = nonfinite_side(named)
+        if not evaluating:
+            self._weight = (self._weight or 0.0) + named["weight"]
         if side is None:
             self._check_teacher(named)
             return True
@@ -177,19 +197,20 @@ class NonfiniteGuard:
         broken = not (math.isfinite(number) and number >= 0)  # DeepSpeed reports a norm of -1 for NaN
         if is_deepspeed:
             broken = broken or accelerator.optimizer_step_was_skipped
-        if broken and not (self._will_skip or scales_loss):
+        if broken and not (self._will_skip or scales_loss or self.is_empty):
             # Collective, but only after the norm, which all processes share, was not finite.
             each = gather_object([[side for side, broken in self._broken.items() if broken]])
             side = "loss" if any("loss" in sides for sides in each) else "gradient"
             ranks = tuple(rank for rank, sides in enumerate(each) if side in sides)
             self._report(Finding(step=self._trainer.state.global_step + 1, side=side, ranks=ranks))
-        skips, self._will_skip = broken or self._will_skip, False
-        if skips:
+        skips = broken or self._will_skip or self.is_empty
+        if skips and not self.is_empty:
             self._count_skipped()
         else:
             self._skipped_in_a_row = 0
             if self._first_sums and norm is not None and (why := nothing_learned(self._first_sums, number)):
                 logger.warning(f"The first step taught nothing: {why}.")
+        self.was_empty, self._will_skip, self._weight = self.is_empty, False, None
         if not (is_deepspeed or scales_loss):
             if skips:
                 model.zero_grad()  # to None: an optimizer skips parameters without a gradient, weight decay included
@@ -211,12 +232,13 @@ class NonfiniteGuard:
 
     def _check_launch(self) -> None:
         """Under DeepSpeed only the engine can check gradients before it steps, and some settings disable that."""
+        self._is_blind = False
         if self._trainer.accelerator.distributed_type != DistributedType.DEEPSPEED:
             return
         plugin = self._trainer.accelerator.state.deepspeed_plugin
         if not (blind := settings_without_gradient_check(plugin.hf_ds_config.config)):
             return
-        settings = ", ".join(map(repr, blind))
+        self._is_blind, settings = True, ", ".join(map(repr, blind))
         if self._trainer.args.nonfinite == "skip":
             raise ValueError(
                 f"`nonfinite='skip'` needs DeepSpeed to check gradients, but the value of {settings} disables that: "
