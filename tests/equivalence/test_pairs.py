@@ -21,13 +21,14 @@ from oracle import GATE, TEMPLATE, THRESHOLD, Oracle, worth
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 
-RATE, LIMIT = 0.03, 900
+RATE, LIMIT = 0.03, 550
 ROWS = {1: 8, 2: 12}
 """Of a step, by the number of processes: with two, four completions of a prompt may be in both."""
 PROMPTS = [*tiny.PROMPTS, "b", "say:", "1, 2,", "Who"]
 WORDS = tiny.tokenizer()
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 
+LATE = ("student_entropy", "teacher_divergence", "teacher_confidence", "student_surprise")
 VARIANTS: dict[str, dict[str, Any]] = {
     "contrast": {"contrast_weight": 0.5},
     "contrast, bounded": {"contrast_weight": 1.0, "contrast_clip": 3.0},
@@ -40,12 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gate, advantage": {"reward_gate": "advantage"},
     "success": {"teacher_context": "group_success", "success_threshold": THRESHOLD},
     "success alone": {"teacher_context": "group_success", "success_threshold": THRESHOLD, "columns": False},
-    "prefix": {"token_selection": "prefix", "token_fraction": 0.5},
-    "random": {"token_selection": "random", "token_fraction": 0.5},
-    "student_entropy": {"token_selection": "student_entropy", "token_fraction": 0.5},
-    "teacher_divergence": {"token_selection": "teacher_divergence", "token_fraction": 0.5},
-    "teacher_confidence": {"token_selection": "teacher_confidence", "token_fraction": 0.5},
-    "student_surprise": {"token_selection": "student_surprise", "token_fraction": 0.5},
+    **{name: {"token_selection": name, "token_fraction": 0.5} for name in ("prefix", "random", *LATE)},
     "rising weights": {"position_weights": [0.25, 0.5, 1.0]},
     "weights from 0": {"position_weights": [0.0, 1.0]},
     "no student": {"lmbda": 0.0},
@@ -63,7 +59,6 @@ OF_GROUPS = {"gate, advantage", "success", "success alone", "skip, flat groups"}
 OF_REWARDS = {"gate, number", "gate, reward", *OF_GROUPS}
 MIXING = {*OF_REWARDS, "no student", "half a student", "four completions", "shuffled", "skip, near"}
 """What reads several rows, so that two processes have to agree."""
-LATE = {"student_entropy", "teacher_divergence", "teacher_confidence", "student_surprise"}
 THIRD_MODELS = {"contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "anchor", "anchor, forward"}
 REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant"}, "`cross_tokenizer='bytes'`, which compares tokens"),
@@ -78,8 +73,10 @@ REFUSED: list[tuple[str, set[str], str]] = [
 def cases() -> list[tuple[str, ...]]:
     """Each variant alone, each pair of different options, and some of three and four of them."""
     found: list[tuple[str, ...]] = [names for count in (1, 2) for names in combinations(count)]
-    draw = random.Random(0)
-    return [*found, *draw.sample(list(combinations(3)), 150), *draw.sample(list(combinations(4)), 100)]
+    threes, draw = list(combinations(3)), random.Random(0)
+    tempered = [names for names in threes if "temperatures" in names and len({*names} & THIRD_MODELS) == 2]
+    drawn = [*draw.sample(threes, 150), *draw.sample(list(combinations(4)), 100)]
+    return [*found, *tempered, *(names for names in drawn if names not in tempered)]
 
 
 def combinations(count: int) -> Iterator[tuple[str, ...]]:
@@ -198,14 +195,12 @@ def rewarded(prompts: list[str], completions: list[str], **_: Any) -> list[float
     return list(map(worth, prompts, completions))
 
 
-def expected(names: tuple[str, ...], steps: list[list[Any]]) -> tuple[list[float], torch.Tensor]:
+def expected(options: dict[str, Any], steps: list[list[Any]]) -> tuple[list[float], torch.Tensor]:
     """The losses and weights in float64."""
-    options = options_of(names)
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     oracle = Oracle(student, teacher, MINE if by_bytes else WORDS, options, RATE, YOURS if by_bytes else None)
-    losses = [oracle.step(rows) for rows in steps]
-    return losses, flat(student)
+    return [oracle.step(rows) for rows in steps], flat(student)
 
 
 def flat(model: Any) -> torch.Tensor:
@@ -218,7 +213,7 @@ def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
         assert said in found["refused"]
         return
     assert "refused" not in found, found["refused"]
-    losses, weights = expected(names, found["steps"])
+    losses, weights = expected(options_of(names), found["steps"])
     # a step in which no row counts has no loss
     assert [one or 0.0 for one in found["losses"]] == pytest.approx(losses, rel=1e-5, abs=1e-7)
     moved = float((weights - flat(models("bytes" in names)[0])).abs().max())
@@ -236,8 +231,10 @@ def trained_in_two(folder: Path, cases: list[tuple[str, ...]]) -> list[dict[str,
 
 CASES = cases()
 MIXED = [names for names in CASES if MIXING & {*names}]
-SHORT = [names for names in CASES if len(names) == 2][::31]
+SHORT = [*[names for names in CASES if len(names) == 2][::31], ("extrapolation", "anchor", "temperatures")]
 SHORT_MIXED = [names for names in MIXED if len(names) == 2][::41]
+LAUNCHED = 100
+"""Runs of a launch."""
 
 
 def sampled(all_cases: list[tuple[str, ...]], short: list[tuple[str, ...]]) -> Any:
@@ -251,17 +248,32 @@ def test_options_together_equal_float64(tmp_path, names):
     check(names, trained(tmp_path, names))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", VARIANTS)
+def test_runs_differ_from_those_without_the_option(tmp_path, name):
+    """Else a test of a pair would tell nothing of it."""
+    found, options = trained(tmp_path, (name,)), options_of((name,))
+    flags = {"lmbda": "off_policy", "skip_prompts": "skipped"}
+    if flag := next((flag for option, flag in flags.items() if option in VARIANTS[name]), ""):
+        assert any(row[flag] for rows in found["steps"] for row in rows)
+    elif not VARIANTS[name].keys() & {"num_generations", "cross_tokenizer"}:
+        plain = {key: value for key, value in options.items() if key in ("num_generations", "divergence")}
+        losses, _ = expected(plain, found["steps"])
+        assert all(abs(one - other) > 1e-3 for one, other in zip(losses[1:], found["losses"][1:], strict=True))
+
+
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, Any]]:
-    """The run of two processes: the short ones in one launch, and the long ones in another."""
-    launched: dict[bool, dict[int, Any]] = {}
+    """The run of two processes; the short ones are in one launch."""
+    launched: dict[int, dict[int, Any]] = {}
 
     def found(names: tuple[str, ...]) -> dict[str, Any]:
-        is_short = names in SHORT_MIXED
-        together = [one for one in MIXED if (one in SHORT_MIXED) is is_short]
-        if is_short not in launched:
-            launched[is_short] = forks.results("ddp", trained_in_two, tmp_path_factory.mktemp("two"), together)
-        one, other = (launched[is_short][rank][together.index(names)] for rank in (0, 1))
+        long = [one for one in MIXED if one not in SHORT_MIXED]
+        number = -1 if names in SHORT_MIXED else long.index(names) // LAUNCHED
+        together = SHORT_MIXED if number < 0 else long[number * LAUNCHED : (number + 1) * LAUNCHED]
+        if number not in launched:
+            launched[number] = forks.results("ddp", trained_in_two, tmp_path_factory.mktemp("two"), together)
+        one, other = (launched[number][rank][together.index(names)] for rank in (0, 1))
         assert one.get("refused") == other.get("refused")
         assert "refused" in one or (one["weights"] == other["weights"]).all()
         return one
