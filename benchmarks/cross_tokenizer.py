@@ -120,6 +120,26 @@ class Overlap(ByTokens):
         return torch.stack(found).mean() if found else logits.sum() * 0
 
 
+class Supervised(ByTokens):
+    """No distillation: cross-entropy of the student's tokens, on samples of the teacher for the same prompts."""
+
+    def __init__(self, *, args: Any, train_dataset: Any, teacher_model: Any, **given: Any) -> None:
+        words, prompts = given["teacher_processing_class"], list(train_dataset["prompt"])
+        args.lmbda, found = 0.0, []
+        torch.manual_seed(args.seed)
+        for start in range(0, len(prompts), 256):
+            batch = words(prompts[start : start + 256], padding=True, padding_side="left", return_tensors="pt")
+            made = teacher_model.generate(**batch, do_sample=True, max_new_tokens=64, top_k=0)
+            texts = words.batch_decode(made[:, batch["input_ids"].size(1) :], skip_special_tokens=True)
+            found += [one or "." for one in texts]  # a row of 2,560 ended at once, and a completion has to have text
+        train_dataset = train_dataset.add_column("completion", found)
+        super().__init__(args=args, train_dataset=train_dataset, teacher_model=teacher_model, **given)
+
+    def loss(self, mine: Any, yours: Any) -> Tensor:
+        logits, labels = mine[0][:, :-1].flatten(0, 1), mine[1][:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
 LOSSES: dict[str, tuple[type[OPSDTrainer], list[str]]] = {
     "bytes, reverse KL": (OPSDTrainer, ["--divergence", "reverse_kl"]),
     "bytes, forward KL": (OPSDTrainer, ["--divergence", "forward_kl"]),
@@ -128,6 +148,7 @@ LOSSES: dict[str, tuple[type[OPSDTrainer], list[str]]] = {
     "GOLD, hybrid": (GoldHybrid, []),
     "GOLD, hybrid, Bayesian": (GoldBayesian, []),
     "overlap KL": (Overlap, []),
+    "supervised": (Supervised, []),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from arithmetic import STUDENT, TEACHER
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         per_device_train_batch_size=64,  # prompts in a step, one completion for each
         max_completion_length=40,
         top_p=0.6,  # only likely tokens: on text that makes no sense the teacher's distribution is of little use
-        learning_rate=1e-3,  # for a model this small; 1e-6 to 1e-5 for a real one
+        learning_rate=1e-3,  # for a model this small; 1e-5 for a real one, 1e-4 for an adapter
         lr_scheduler_type="linear",
         warmup_steps=10,
         adam_beta2=0.98,
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         eval_temperature=0.0,  # greedy
         save_strategy="no",
         report_to="none",
-        report=True,  # report.html: curves, and completions with each token's divergence
+        report=find_spec("vl_convert") is not None,  # report.html; `pip install ".[report]"` brings what draws it
     )
     trainer = OPSDTrainer(
         model=STUDENT,
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         reward_funcs=right,  # as TRL's `GRPOTrainer` takes them; here for evaluations alone
     )
     print(
-        f"{options.steps} steps; each row says how many are done, and `trl-opsd report {options.output}` shows them.\n"
+        f"{options.steps} steps; each row says how many are done.\n"
         "`reward` is the accuracy. It falls at first (0.27 to 0.08 after 20 steps): the rate is high, so that minutes\n"
         "are enough, and unlearns digits before it teaches them. After about 100 steps it is above its start."
     )
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     trainer.save_model(str(options.output / "student"))  # loads with `AutoModelForCausalLM.from_pretrained`
     teacher_accuracy = accuracy(trainer.teacher.model, trainer.processing_class, held_out)
     metrics = summarize(trainer, teacher_accuracy, len(held_out))
-    print(f"curves, and completions token by token: {options.output / 'report.html'}")
+    if config.report:
+        print(f"curves, and completions token by token: {options.output / 'report.html'}")
     return metrics
 
 

@@ -94,6 +94,7 @@ def main() -> None:
         run(plain / "bin" / "trl-opsd", "--help", at=folder, quiet=True)
         run(plain / "bin" / "python", "-I", "-c", README, REPOSITORY, at=folder)
         run(plain / "bin" / "trl-opsd", "train", "--dry_run", *DRY_RUN, at=folder, quiet=True)
+        run(plain / "bin" / "python", REPOSITORY / "examples/quickstart.py", "--steps", "2", at=folder, quiet=True)
         run(*pip, "install", "-q", f"{wheel}[server,images,report]", at=folder)
         run(plain / "bin" / "python", "-I", "-c", WITH_SMALL_EXTRAS, at=folder)
 

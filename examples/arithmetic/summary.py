@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ ACCURACY = "eval_rewards/right/mean"
 
 
 def summarize(trainer: OPSDTrainer, teacher_accuracy: float, problems: int) -> dict[str, float]:
-    """Writes `metrics.json` and `curves.png` to the output folder, prints a table, and returns the metrics.
+    """Writes `metrics.json` and, with matplotlib, `curves.png` to the output folder; prints and returns the metrics.
 
     Args:
         trainer ([`OPSDTrainer`]):
@@ -32,7 +33,8 @@ def summarize(trainer: OPSDTrainer, teacher_accuracy: float, problems: int) -> d
         "train_seconds": round(logs[-1]["train_runtime"], 1),
     }
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    _draw(logs, accuracy, teacher_accuracy).savefig(folder / "curves.png", dpi=120)
+    if find_spec("matplotlib"):
+        _draw(logs, accuracy, teacher_accuracy).savefig(folder / "curves.png", dpi=120)
     print(_table(metrics, problems))
     return metrics
 

@@ -1,11 +1,13 @@
 """`teacher_context="group_success"` gives the losses and gradients of TRL's SDPO trainer on the same completions.
 
-TRL divides by the tokens of each row and then by all rows, also by those without a teacher's prompt. Here it takes one
-row at a time, and each is weighted so that every token that has a teacher counts the same.
+TRL divides by the tokens of each row and then by all rows, also by those without a teacher's prompt. So its own loss is
+ours where every row has a teacher, and all have one length or `equal_turns` is set. Elsewhere each of its rows is
+weighted so that every token that has a teacher counts the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,8 +25,12 @@ GROUPS = {
     "1+1=": [("3" + END, 0.0), ("two, I think" + END, 0.2), ("2" + END, 1.0), ("11", -1.0)],
     "why?": [("so." + END, 0.0), ("no" + END, 0.0), ("eh", 0.5), ("because" + END, 0.9)],
     "sky?": [("blue" + END, 2.0), ("blue too" + END, 1.0), ("red", 0.0), ("up" + END, 0.0)],
+    "one?": [("I" + END, 1.0), ("i" + END, 1.0), ("l" + END, 0.0), ("|" + END, 0.0)],
+    "two?": [("Z" + END, 0.0), ("z" + END, 1.0), ("s" + END, 0.0), ("S" + END, 1.0)],
 }
-"""Of a prompt, four completions and their rewards: several solve it, one, none, two."""
+"""Of a prompt, four completions and their rewards: several solve it, one, none, two; two in two of one length."""
+FOUR, RAGGED, EVEN = list(GROUPS)[:4], ["2+2=", "sky?"], ["one?", "two?"]
+"""Of the last two every row has a teacher, as each prompt was solved twice."""
 SOLVED = [[1, 1, 1, 1, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1, 1, 1]]
 """Of the rows of each step, those whose prompt another completion has solved."""
 OPTIONS = {
@@ -33,9 +39,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def prompts() -> Dataset:
+def prompts(texts: Iterable[str]) -> Dataset:
     system = {"role": "system", "content": "Be brief."}
-    return Dataset.from_dict({"prompt": [[system, {"role": "user", "content": text}] for text in GROUPS]})
+    return Dataset.from_dict({"prompt": [[system, {"role": "user", "content": text}] for text in texts]})
 
 
 def written(texts: list[str]) -> list[tuple[str, float]]:
@@ -62,7 +68,10 @@ class Gradients(TrainerCallback):
 
 
 class TRLs(SDPOTrainer):
-    """TRL's trainer with these completions, in which every token with a teacher counts the same."""
+    """TRL's trainer with these completions."""
+
+    is_by_token = False
+    """Whether every token with a teacher counts the same, in place of TRL's own mean."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         self.batches: list[Any] = []
@@ -82,9 +91,10 @@ class TRLs(SDPOTrainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        whole, masks = self.batches[-1], ("completion_mask", "self_distillation_mask")
-        mine, of_all = ((one[masks[0]] * one[masks[1]][:, None]).sum() for one in (inputs, whole))
-        loss = loss * self.current_gradient_accumulation_steps * mine / of_all
+        if self.is_by_token:
+            whole, masks = self.batches[-1], ("completion_mask", "self_distillation_mask")
+            mine, of_all = ((one[masks[0]] * one[masks[1]][:, None]).sum() for one in (inputs, whole))
+            loss = loss * self.current_gradient_accumulation_steps * mine / of_all
         self.losses.append(loss.item())
         return loss
 
@@ -99,16 +109,18 @@ class Replaying(RolloutBackend):
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs"),
+    ("mine", "theirs", "texts"),
     [
-        ({"divergence": "reverse_kl"}, {"distillation_alpha": 1.0}),
-        ({"divergence": "forward_kl"}, {"distillation_alpha": 0.0}),
-        ({"divergence": "jsd", "beta": 0.3}, {"distillation_alpha": 0.3}),
-        ({"divergence": "reverse_kl", "teacher_model_kind": "ema"}, {"teacher_model_kind": "ema"}),
+        ({"divergence": "reverse_kl"}, {"distillation_alpha": 1.0}, FOUR),
+        ({"divergence": "forward_kl"}, {"distillation_alpha": 0.0}, FOUR),
+        ({"divergence": "jsd", "beta": 0.3}, {"distillation_alpha": 0.3}, FOUR),
+        ({"divergence": "reverse_kl", "teacher_model_kind": "ema"}, {"teacher_model_kind": "ema"}, FOUR),
+        ({"divergence": "reverse_kl"}, {}, EVEN),
+        ({"divergence": "reverse_kl", "equal_turns": True}, {}, RAGGED),
     ],
-    ids=["reverse KL", "forward KL", "JSD", "EMA"],
+    ids=["reverse KL", "forward KL", "JSD", "EMA", "TRL's own mean, one length", "TRL's own mean, each turn alike"],
 )
-def test_a_group_that_succeeds_teaches_as_in_trl(make_trainer, tmp_path, mine, theirs):
+def test_a_group_that_succeeds_teaches_as_in_trl(make_trainer, tmp_path, mine, theirs, texts):
     tiny.save_pair(tmp_path)
     student = str(tmp_path / "student")
     args = SDPOConfig(
@@ -118,10 +130,11 @@ def test_a_group_that_succeeds_teaches_as_in_trl(make_trainer, tmp_path, mine, t
         diagnostics_warning_interval=0,
     )  # fmt: skip
     of_trl = Gradients()
-    given = {"train_dataset": prompts(), "processing_class": tiny.tokenizer(), "reward_funcs": reward}
-    trls = TRLs(model=student, args=args, callbacks=[of_trl], **given)
+    given = {"train_dataset": prompts(texts), "processing_class": tiny.tokenizer(), "reward_funcs": reward}
+    trls = type("", (TRLs,), {"is_by_token": texts is FOUR})(model=student, args=args, callbacks=[of_trl], **given)
     trls.train()
-    assert [batch["self_distillation_mask"].int().tolist() for batch in trls.batches] == SOLVED
+    solved = SOLVED if texts is FOUR else [[1] * ROWS] * 2
+    assert [batch["self_distillation_mask"].int().tolist() for batch in trls.batches] == solved
 
     gates: list[list[float]] = []
 
@@ -141,9 +154,9 @@ def test_a_group_that_succeeds_teaches_as_in_trl(make_trainer, tmp_path, mine, t
         teacher_context="group_success", teacher_prompt_template=template,
     )  # fmt: skip
     ours.train()
-    assert gates == SOLVED
+    assert gates == solved
     logs = [entry for entry in ours.state.log_history if "loss" in entry]
-    assert [entry["gate/mean"] for entry in logs] == [sum(step) / ROWS for step in SOLVED]
+    assert [entry["gate/mean"] for entry in logs] == [sum(step) / ROWS for step in solved]
     for step, entry in enumerate(logs):
         expected = sum(trls.losses[ROWS * step : ROWS * (step + 1)])
         assert entry["loss"] == pytest.approx(expected, abs=2e-7)
