@@ -28,6 +28,8 @@ PROMPTS = [*tiny.PROMPTS, "b", "say:", "1, 2,", "Who"]
 WORDS = tiny.tokenizer()
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 
+WRITTEN = (" the", " teacher", "a", "er", " model", "g", " student", "ens", "e", "zq", " only", "n")
+"""Some are one token of the teacher by bytes, and several of the student."""
 LATE = ("student_entropy", "teacher_divergence", "teacher_confidence", "student_surprise")
 VARIANTS: dict[str, dict[str, Any]] = {
     "contrast": {"contrast_weight": 0.5},
@@ -105,14 +107,9 @@ class Answering(RolloutBackend):
         texts = []
         for place, prompt in enumerate(self.words.batch_decode(prompt_ids)):
             number = PROMPTS.index(prompt)
-            draw = random.Random(f"{number} {step} {place} {self.process} 13")
-            said = "".join(
-                draw.choices(
-                    (" the", " teacher", "a", "er", "nin", "g", " tok", "ens", "e", "zq", "tio", "n"),
-                    k=draw.randint(1, 3) + 2 * (number < 3),
-                )
-            )
-            texts.append(said + draw.choice(("", "<|im_end|>")))
+            draw = random.Random(f"{number} {step} {place} {self.process} 19")
+            said = draw.choices(WRITTEN, k=draw.randint(1, 3) + 2 * (number < 3))
+            texts.append("".join(said) + draw.choice(("", "<|im_end|>")))
         return self.words(texts)["input_ids"]
 
 
