@@ -1,0 +1,285 @@
+"""Options that meet: each pair is trained for some steps, in one process and in two, against loops in float64."""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import tiny
+import torch
+from accelerate.utils import gather_object
+from byte_languages import byte_pairs
+from datasets import Dataset
+from oracle import GATE, TEMPLATE, THRESHOLD, Oracle, worth
+
+from trl_opsd import OPSDTrainer, RolloutBackend
+
+RATE, LIMIT = 0.03, 550
+ROWS = {1: 8, 2: 12}
+"""Of a step, by the number of processes: with two, four completions of a prompt may be in both."""
+PROMPTS = [*tiny.PROMPTS, "b", "say:", "1, 2,", "Who"]
+WORDS = tiny.tokenizer()
+MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
+
+WRITTEN = (" the", " teacher", "a", "er", " model", "g", " student", "ens", "e", "zq", " only", "n")
+"""Some are one token of the teacher by bytes, and several of the student."""
+LATE = ("student_entropy", "teacher_divergence", "teacher_confidence", "student_surprise")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "contrast": {"contrast_weight": 0.5},
+    "contrast, bounded": {"contrast_weight": 1.0, "contrast_clip": 3.0},
+    "extrapolation": {"extrapolation": 1.25},
+    "extrapolation below 1": {"extrapolation": 0.5},
+    "anchor": {"anchor_weight": 0.3},
+    "anchor, forward": {"anchor_weight": 0.3, "anchor_divergence": "forward_kl"},
+    "gate, number": {"reward_gate": GATE},
+    "gate, reward": {"reward_gate": "reward"},
+    "gate, advantage": {"reward_gate": "advantage"},
+    "success": {"teacher_context": "group_success", "success_threshold": THRESHOLD},
+    "success alone": {"teacher_context": "group_success", "success_threshold": THRESHOLD, "columns": False},
+    **{name: {"token_selection": name, "token_fraction": 0.5} for name in ("prefix", "random", *LATE)},
+    "rising weights": {"position_weights": [0.25, 0.5, 1.0]},
+    "weights from 0": {"position_weights": [0.0, 1.0]},
+    "no student": {"lmbda": 0.0},
+    "half a student": {"lmbda": 0.5},
+    "four completions": {"num_generations": 4},
+    "temperatures": {"student_temperature": 0.7, "teacher_temperature": 1.3},
+    "shuffled": {"teacher_control": "shuffled"},
+    "unprivileged": {"teacher_control": "unprivileged"},
+    "constant": {"teacher_control": "constant"},
+    "skip, flat groups": {"skip_prompts": "flat_groups"},
+    "skip, near": {"skip_prompts": 2.0},
+    "bytes": {"cross_tokenizer": "bytes"},
+}
+OF_GROUPS = {"gate, advantage", "success", "success alone", "skip, flat groups"}
+OF_REWARDS = {"gate, number", "gate, reward", *OF_GROUPS}
+MIXING = {*OF_REWARDS, "no student", "half a student", "four completions", "shuffled", "skip, near"}
+"""What reads several rows, so that two processes have to agree."""
+THIRD_MODELS = {"contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "anchor", "anchor, forward"}
+REFUSED: list[tuple[str, set[str], str]] = [
+    ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant"}, "`cross_tokenizer='bytes'`, which compares tokens"),
+    ("constant", {*LATE, "prefix", "random", "skip, near"}, "the control replaces the objective"),
+    ("shuffled", {"skip, flat groups", "skip, near"}, "a step that skips prompts may have one alone"),
+    ("unprivileged", {"success", "success alone"}, "the teacher's context is not read"),
+    ("no student", OF_REWARDS, "`lmbda=0"),
+]
+"""What is refused with each of these, and what the error says."""
+
+
+def cases() -> list[tuple[str, ...]]:
+    """Each variant alone, each pair of different options, and some of three and four of them."""
+    found: list[tuple[str, ...]] = [names for count in (1, 2) for names in combinations(count)]
+    threes, draw = list(combinations(3)), random.Random(0)
+    tempered = [names for names in threes if "temperatures" in names and len({*names} & THIRD_MODELS) == 2]
+    drawn = [*draw.sample(threes, 150), *draw.sample(list(combinations(4)), 100)]
+    return [*found, *tempered, *(names for names in drawn if names not in tempered)]
+
+
+def combinations(count: int) -> Iterator[tuple[str, ...]]:
+    """Of as many different options, none of which refuses another."""
+    for names in itertools.combinations(VARIANTS, count):
+        keys = [key for name in names for key in VARIANTS[name]]
+        if len(keys) == len({*keys}) and (count < 3 or refusal(names) is None):
+            yield names
+
+
+def refusal(names: tuple[str, ...]) -> str | None:
+    """What the error of these options says, if they are refused."""
+    return next((said for one, others, said in REFUSED if one in names and others & {*names}), None)
+
+
+class Answering(RolloutBackend):
+    """Answers by words that follow from the prompt, the step, and which answer it is; the first prompts get more."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = words
+
+    def bind(self, trainer: Any) -> None:
+        self.process = trainer.accelerator.process_index
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        texts = []
+        for place, prompt in enumerate(self.words.batch_decode(prompt_ids)):
+            number = PROMPTS.index(prompt)
+            draw = random.Random(f"{number} {step} {place} {self.process} 19")
+            said = draw.choices(WRITTEN, k=draw.randint(1, 3) + 2 * (number < 3))
+            texts.append("".join(said) + draw.choice(("", "<|im_end|>")))
+        return self.words(texts)["input_ids"]
+
+
+class Recorded(OPSDTrainer):
+    """Records the rows that are taught, with their places among those of all processes."""
+
+    def teach(self, rollout: Any, rows: Any) -> Any:
+        for row, ids, weights in zip(rows, rollout.completion_lists(), rollout.weights, strict=True):
+            seen = {"ids": ids, "off_policy": row.is_off_policy, "skipped": not row.prompt_weight}
+            kept = weights[: len(ids)].nonzero()[:, 0].tolist()
+            self.read.append((self.state.global_step, row.place, {**row, **seen, "kept": kept}))
+        return super().teach(rollout, rows)
+
+
+def models(by_bytes: bool) -> tuple[Any, Any]:
+    sizes = (len(MINE), len(YOURS)) if by_bytes else (tiny.VOCABULARY,) * 2
+    return tiny.qwen2(32, 0, vocab_size=sizes[0]), tiny.qwen2(48, 1, vocab_size=sizes[1])
+
+
+def options_of(names: tuple[str, ...]) -> dict[str, Any]:
+    """The options of a run; `columns` says whether the dataset has contexts."""
+    given = {key: value for name in names for key, value in VARIANTS[name].items()}
+    given.setdefault("num_generations", 2 if {*names} & OF_GROUPS else 1)
+    if "constant" not in names:  # which has no divergence
+        kinds = ("forward_kl", "reverse_kl") if "skip, near" in names else ("forward_kl", "reverse_kl", "jsd")
+        given["divergence"] = kinds[sum(map(len, names)) % len(kinds)]
+    return given
+
+
+def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[str, Any]:
+    """The losses and weights of a run, and the rows of its steps; or why it was refused. Collective."""
+    options, rows = options_of(names), ROWS[processes]
+    prompts = PROMPTS[: rows // options["num_generations"]]
+    columns: dict[str, list[str]] = {"prompt": prompts}
+    if options.pop("columns", True):
+        columns["privileged_context"] = [f"hint {number}" for number in range(len(prompts))]
+    if "contrast_weight" in options:
+        columns["contrast_context"] = [f"wrong {7 * number % 5}" for number in range(len(prompts))]
+    if "lmbda" in options:
+        columns["completion"] = [f" given {number}, the end"[: 8 + number] for number in range(len(prompts))]
+    by_bytes = "cross_tokenizer" in options
+    student, teacher = models(by_bytes)
+    words = MINE if by_bytes else WORDS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            args = tiny.config(
+                folder, **options, per_device_train_batch_size=2, gradient_accumulation_steps=rows // 2 // processes,
+                max_steps=3 if "skip_prompts" in options else 2, shuffle_dataset=False, optim="sgd", learning_rate=RATE,
+                max_grad_norm=1e9, max_completion_length=60,
+                **({"teacher_prompt_template": TEMPLATE} if len(columns) > 1 or "teacher_context" in options else {}),
+            )  # fmt: skip
+            trainer = Recorded(
+                model=student,
+                teacher_model=teacher,
+                args=args,
+                train_dataset=Dataset.from_dict(columns),
+                processing_class=words,
+                teacher_processing_class=YOURS if by_bytes else None,
+                rollout=Answering(words),
+                reward_funcs=rewarded if {*names} & OF_REWARDS else None,
+            )
+            trainer.read = []
+            trainer.train()
+        except ValueError as error:
+            return {"refused": str(error)}
+    steps: list[list[Any]] = [[] for _ in range(args.max_steps)]
+    for step, place, row in sorted(gather_object(trainer.read), key=lambda one: one[:2]):
+        assert place == len(steps[step])
+        steps[step].append(row)
+    logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    return {
+        "steps": steps,
+        "losses": [logs.get(step + 1) for step in range(args.max_steps)],
+        "weights": tiny.weights(trainer).numpy(),  # which travels between processes without shared memory
+    }
+
+
+def rewarded(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return list(map(worth, prompts, completions))
+
+
+def expected(options: dict[str, Any], steps: list[list[Any]]) -> tuple[list[float], torch.Tensor]:
+    """The losses and weights in float64."""
+    by_bytes = "cross_tokenizer" in options
+    student, teacher = models(by_bytes)
+    oracle = Oracle(student, teacher, MINE if by_bytes else WORDS, options, RATE, YOURS if by_bytes else None)
+    return [oracle.step(rows) for rows in steps], flat(student)
+
+
+def flat(model: Any) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
+    """A run is refused by its message, or has the losses and weights of float64."""
+    if (said := refusal(names)) is not None:
+        assert said in found["refused"]
+        return
+    assert "refused" not in found, found["refused"]
+    losses, weights = expected(options_of(names), found["steps"])
+    # a step in which no row counts has no loss
+    assert [one or 0.0 for one in found["losses"]] == pytest.approx(losses, rel=1e-5, abs=1e-7)
+    moved = float((weights - flat(models("bytes" in names)[0])).abs().max())
+    off = float((weights - torch.from_numpy(found["weights"])).abs().max())
+    assert off <= 1e-5 * moved + 2e-7
+
+
+def trained_in_two(folder: Path, cases: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """The runs of both processes; one that does not finish prints its stack and ends."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    found = [trained(folder, names, 2) for names in cases]
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+CASES = cases()
+MIXED = [names for names in CASES if MIXING & {*names}]
+SHORT = [*[names for names in CASES if len(names) == 2][::31], ("extrapolation", "anchor", "temperatures")]
+SHORT_MIXED = [names for names in MIXED if len(names) == 2][::41]
+LAUNCHED = 100
+"""Runs of a launch."""
+
+
+def sampled(all_cases: list[tuple[str, ...]], short: list[tuple[str, ...]]) -> Any:
+    """A test of each of these; in the short run, of some."""
+    marked = [pytest.param(names, marks=() if names in short else pytest.mark.long) for names in all_cases]
+    return pytest.mark.parametrize("names", marked, ids="+".join)
+
+
+@sampled(CASES, SHORT)
+def test_options_together_equal_float64(tmp_path, names):
+    check(names, trained(tmp_path, names))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", VARIANTS)
+def test_runs_differ_from_those_without_the_option(tmp_path, name):
+    """Else a test of a pair would tell nothing of it."""
+    found, options = trained(tmp_path, (name,)), options_of((name,))
+    flags = {"lmbda": "off_policy", "skip_prompts": "skipped"}
+    if flag := next((flag for option, flag in flags.items() if option in VARIANTS[name]), ""):
+        assert any(row[flag] for rows in found["steps"] for row in rows)
+    elif not VARIANTS[name].keys() & {"num_generations", "cross_tokenizer"}:
+        plain = {key: value for key, value in options.items() if key in ("num_generations", "divergence")}
+        losses, _ = expected(plain, found["steps"])
+        assert all(abs(one - other) > 1e-3 for one, other in zip(losses[1:], found["losses"][1:], strict=True))
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, Any]]:
+    """The run of two processes; the short ones are in one launch."""
+    launched: dict[int, dict[int, Any]] = {}
+
+    def found(names: tuple[str, ...]) -> dict[str, Any]:
+        long = [one for one in MIXED if one not in SHORT_MIXED]
+        number = -1 if names in SHORT_MIXED else long.index(names) // LAUNCHED
+        together = SHORT_MIXED if number < 0 else long[number * LAUNCHED : (number + 1) * LAUNCHED]
+        if number not in launched:
+            launched[number] = forks.results("ddp", trained_in_two, tmp_path_factory.mktemp("two"), together)
+        one, other = (launched[number][rank][together.index(names)] for rank in (0, 1))
+        assert one.get("refused") == other.get("refused")
+        assert "refused" in one or (one["weights"] == other["weights"]).all()
+        return one
+
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(forks.SECONDS + 60)
+@sampled(MIXED, SHORT_MIXED)
+def test_options_that_read_several_rows_equal_float64_in_two_processes(in_two, names):
+    check(names, in_two(names))
