@@ -63,7 +63,7 @@ MIXING = {*OF_REWARDS, "no student", "half a student", "four completions", "shuf
 """What reads several rows, so that two processes have to agree."""
 THIRD_MODELS = {"contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "anchor", "anchor, forward"}
 REFUSED: list[tuple[str, set[str], str]] = [
-    ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant"}, "`cross_tokenizer='bytes'`, which compares tokens"),
+    ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant"}, "with `cross_tokenizer='bytes'`, "),
     ("constant", {*LATE, "prefix", "random", "skip, near"}, "the control replaces the objective"),
     ("shuffled", {"skip, flat groups", "skip, near"}, "a step that skips prompts may have one alone"),
     ("unprivileged", {"success", "success alone"}, "the teacher's context is not read"),
