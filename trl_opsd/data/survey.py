@@ -82,17 +82,6 @@ class Survey:
         return sum((self.sizes[name] for name in columns if name in self.sizes), np.zeros(len(self.shapes), np.int64))
 
 
-def has_values(dataset: Dataset, column: str) -> bool:
-    """Whether a column has anything but `None` and lists of `None`."""
-    for table in _tables(dataset, [column]):
-        values = table.column(column)
-        while _is_list(values.type):
-            values = pc.list_flatten(values)
-        if values.null_count < len(values):
-            return True
-    return False
-
-
 def _stored(dataset: Dataset, names: list[str]) -> tuple[pa.Table, Numbers | None]:
     """The columns as stored, and the numbers of the selected rows in their order; `None` for all of them."""
     # `select` and `shuffle` only record indices; the table itself keeps all rows.

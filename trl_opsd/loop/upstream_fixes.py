@@ -6,7 +6,6 @@ fault without its fix, and fails once upstream is mended: then the fix goes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -32,7 +31,6 @@ from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import WholeStream
 from trl_opsd.loop.overrides import of_package
-from trl_opsd.models.backbone import context_of
 from trl_opsd.models.checks import check_optimizer, check_trainable
 from trl_opsd.options.rules import batch_in_words
 from trl_opsd.options.table import OF_THE_OPTIMIZER
@@ -307,18 +305,6 @@ class UpstreamFixes(DistillationTrainer):
         self._whole_steps.come_last(self.callback_handler.callbacks)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
-
-    # By TRL's `_generate`, after the first turn.
-    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
-        """As TRL's, which asks the config for a context that multimodal and unbounded models do not have there."""
-        config, name = self.model.config, "max_position_embeddings"  # distillation_trainer.py:1239
-        if hasattr(config, name):
-            return tuple(super()._tool_call_loop(*args, **kwargs))
-        setattr(config, name, context_of(self.model) or sys.maxsize)
-        try:
-            return tuple(super()._tool_call_loop(*args, **kwargs))
-        finally:
-            delattr(config, name)
 
     # For each dataset of an evaluation or a prediction, within a training and apart from one.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

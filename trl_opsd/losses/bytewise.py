@@ -310,8 +310,3 @@ class _Fold:
             _addmm_(weight_VH, given_SV.T, side.hidden_NH[states], alpha=slope, beta=1)
         if bias_V is not None:
             bias_V.add_(gradient_SV.sum(0), alpha=slope)
-
-
-def _entropy(log_PO: Tensor) -> Tensor:
-    """[P], nats."""
-    return -(log_PO.exp() * log_PO).sum(-1)

@@ -216,7 +216,7 @@ class _Live(TorchDispatchMode):
         """Counts the operation and its results."""
         if function is torch.ops.prim.device.default:  # two of three calls
             return args[0].fake_device
-        self.kernels += not (function.is_view or function is torch.ops.aten._unsafe_view.default)
+        self.kernels += not (function.is_view or str(function) == "aten._unsafe_view.default")
         result = _SHAPES.get(str(function), function)(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, Tensor):
