@@ -224,8 +224,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self.dropped_prompts: Counter[str] = Counter()
         self.reads_solutions, self.reads_images = given.reads_solutions, given.reads_images
         is_split = in_zero3_model(self.model) or is_fsdp_enabled()  # then some processes have no weights yet
-        if self.reads_images is None and (is_split or self.args.teacher_offload == "zero3"):
-            self.reads_images = True  # one process may see an image before the others
+        # One process may see an image before the others, which DeepSpeed's buckets of gradients do not allow either.
+        if self.reads_images is None and (is_split or self.is_deepspeed_enabled):
+            self.reads_images = True
         self._reward_names = [one.name for one in given.rewards]
         self._described = Described(self, self._reward_names, given.without_effect)
         # TRL has seeded generation by now; building the rest must not advance the random state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import tiny
 import vision_language
 from apart import Apart
 from byte_languages import byte_pairs
+from datasets import IterableDataset
 from peft import LoraConfig
 from pretended import pretended
 from torch import Tensor, nn
@@ -61,6 +62,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "full, skipped": SKIPPED,
     "lora, skipped": {"lora": LORA, **SKIPPED},
     "full, images": {"family": "qwen2_5_vl"},
+    "full, images of a stream": {"family": "qwen2_5_vl", "streams": True, "shuffle_dataset": False},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
 }
 """Variants trained in one process, as the reference for all others."""
@@ -242,6 +244,8 @@ def build(
     if options.pop("served", False):
         options["teacher_server_url"] = _server(models / "teacher")
     own, rows = "teacher_model_kind" in options, vision_language.rows(IMAGES) if sees else tiny.rows()
+    if options.pop("streams", False):  # whose features do not tell which rows have images
+        rows = IterableDataset.from_generator(partial(iter, rows), features=rows.features)
     if "contrast_weight" in options:
         rows = rows.add_column("contrast_context", [f"another {number}" for number in range(len(rows))])
     if own:

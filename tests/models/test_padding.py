@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import BartConfig, Phi3Config
 
-from trl_opsd import HFRollout
+from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.padding import PADDED, Reading, prove_reading
@@ -24,8 +24,9 @@ BY_LENGTH, ALONE = Reading(0), Reading(0, batches_equal_lengths=False)
 TABLE = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
 
 
-def states(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+def states(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
     """Prefix sums of token vectors, scaled by position: what a sound model's states depend on."""
+    mask = torch.ones_like(ids) if mask is None else mask
     if positions is None:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
     return ((TABLE[ids] * mask[..., None]).cumsum(1) * (1 + positions[..., None])).float()
@@ -92,14 +93,14 @@ class TestProof:
             prove_reading(read, 300, CPU, (), "student (X)")
 
     @pytest.mark.parametrize("make", [tiny.qwen2, tiny.gpt2, tiny.gemma2])
-    def test_a_sound_model_is_proved_in_two_passes_without_random_numbers(self, make):
+    def test_a_sound_model_is_proved_in_three_passes_without_random_numbers(self, make):
         model, passes = make().train(), []
         model.base_model.register_forward_pre_hook(
             lambda module, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
         )
         before = torch.get_rng_state()
         assert Probed(model, "student").prove(PADDING).reading == PADDED
-        assert passes == [5, 32]
+        assert passes == [5, 32, 32]
         assert model.training
         assert torch.equal(torch.get_rng_state(), before)
 
@@ -209,7 +210,41 @@ def test_the_padding_proof_gives_the_same_result_in_bfloat16(make, reading):
     assert Probed(model.to(torch.bfloat16), "student").prove(PADDING).reading == reading
 
 
+def takes_a_missing_mask_for_padding(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    return states(ids, mask, positions) * (1 if mask is not None else 2)
+
+
+@pytest.mark.parametrize(("read", "needs_mask"), [(states, False), (takes_a_missing_mask_for_padding, True)])
+def test_a_mask_is_passed_only_where_it_changes_something(read, needs_mask):
+    assert prove_reading(read, 300, CPU, (), "student (X)").needs_mask is needs_mask
+
+
 class TestTrainer:
+    @pytest.mark.parametrize("masks_some", [False, True])
+    def test_rows_are_read_without_a_mask_unless_tokens_inside_are_masked(self, make_trainer, monkeypatch, masks_some):
+        calls = []
+        attend = torch.nn.functional.scaled_dot_product_attention
+
+        def spy(*given, attn_mask=None, is_causal=False, **more):
+            calls.append((attn_mask is not None, is_causal))
+            return attend(*given, attn_mask=attn_mask, is_causal=is_causal, **more)
+
+        class Masking(OPSDTrainer):
+            def begin_batch(self, inputs):
+                calls.clear()
+                return super().begin_batch(inputs)
+
+            def _generate_and_score_completions(self, inputs):
+                batch = super()._generate_and_score_completions(inputs)
+                batch["completion_mask"][:, 1] = not masks_some
+                batch["completion_mask"][:, 0] = 1
+                return {name: value for name, value in batch.items() if name != "lengths"}
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+        make_trainer(Masking, model=tiny.qwen2(num_key_value_heads=1), max_steps=1).train()
+        assert len(calls) >= 4
+        assert set(calls[-4:]) == {(masks_some, not masks_some)}, "teacher and student"
+
     def test_padding_is_proved_for_student_teacher_and_own_teacher(self, make_trainer):
         trainer = make_trainer(model=bart(), teacher_model=longrope())
         assert (trainer.reading, trainer.teacher.reading) == (BY_LENGTH, Reading(16))

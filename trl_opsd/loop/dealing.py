@@ -193,7 +193,7 @@ def chosen(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 def _chosen(value: Any, rows: Sequence[int]) -> Any:
     if isinstance(value, Tensor) and value.ndim:
-        return value[torch.tensor(rows, device=value.device)]
+        return value.index_select(0, torch.tensor(rows).to(value.device, non_blocking=True))
     return [value[row] for row in rows] if isinstance(value, list | tuple) else value
 
 

@@ -40,7 +40,7 @@ def dense_divergence(
         target_NV = target_NV + one.push * gap(log_teacher_NV, log_NV, one.bound)
     log_teacher_NV = target_NV.log_softmax(-1)
     logs = log_student_NV, log_teacher_NV
-    clipped_N, pulled_N = torch.zeros(2, len(log_student_NV), dtype=torch.float64)
+    clipped_N, pulled_N = log_student_NV.new_zeros(2, len(log_student_NV))
     first_N = importance_N = None
     if sampled is not None:
         chosen = [log_NV.gather(-1, sampled.ids[:, None]).squeeze(-1) for log_NV in logs]

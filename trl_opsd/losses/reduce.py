@@ -40,7 +40,7 @@ def reduce(
             0 for no other token.
     """
     divergence = per_token.divergence
-    weights_BC = weights.to(divergence.device, divergence.dtype)
+    weights_BC = weights.to(divergence.device, divergence.dtype, non_blocking=True)
     counts_BC = weights_BC != 0
     if num_items is None:
         total = weights_BC.sum()

@@ -84,10 +84,13 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
     columns_W = torch.arange(width, device=starts_B1.device)
     mask_BL = rollout.attention_mask
     index_BW = (starts_B1 + columns_W).clamp(max=mask_BL.size(1) - 1)
-    mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1)
     ids_BW = rollout.input_ids.gather(1, index_BW)
+    needs_mask = reading.needs_mask or reading.beside is not None or rollout.images is not None
+    # Positions beyond the context, of rows that are padded to a multiple, would have to be those of the last token.
+    needs_mask |= any(one.masked for one in lengths) or width > (context_of(model) or width)
+    mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1) if needs_mask else None
     images: Sequence[RowImages | None] = rollout.images or [None] * len(lengths)
-    if reading.beside is not None and all(one is None for one in images):
+    if reading.beside is not None and mask_BW is not None and all(one is None for one in images):
         ids_BW, mask_BW = (
             torch.cat([pad(each, (0, max(0, row.numel() - width))), pad(row, (0, max(0, width - row.numel())))[None]])
             for each, row in (
@@ -171,18 +174,22 @@ def hidden_states(
     position_ids_BL: Tensor | None = None,
     images: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The last hidden state, [B, L, H], of right- or left-padded rows, or of packed rows with positions and no mask."""
+    """The last hidden state, [B, L, H], of right- or left-padded rows, of packed rows with positions and no mask, or of
+    rows from the first column on with neither.
+    """
     backbone = backbone_of(model)
-    inputs: dict[str, Any] = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL, "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": input_ids_BL, "use_cache": False}
+    if attention_mask_BL is not None:
+        inputs["attention_mask"] = attention_mask_BL
     taken = inspect.signature(backbone.forward).parameters
     inputs.update(seen(images or {}, taken, input_ids_BL.device))
     # Positions of three axes follow from the images and the mask; others would replace them.
     if "position_ids" in taken and not (images and hasattr(backbone, "get_rope_index")):
         # By default a model counts padding too, which shifts learned positions.
-        if position_ids_BL is None:
-            assert attention_mask_BL is not None, "one of both is given"
+        if position_ids_BL is None and attention_mask_BL is not None:
             position_ids_BL = positions(attention_mask_BL)
-        inputs["position_ids"] = position_ids_BL
+        if position_ids_BL is not None:
+            inputs["position_ids"] = position_ids_BL
     output = backbone(**inputs)
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(

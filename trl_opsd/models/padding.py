@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from trl_opsd.types.rollout import PromptIds
 
 Read = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Maps token ids, attention mask and positions (`None`: derived from the mask), all [n, L], to hidden states [n, L, H].
-Without a mask, a row is packed: positions restart at 0 where a sequence begins."""
+With positions and no mask, a row is packed: they restart at 0 where a sequence begins. With neither, a row is whole."""
 
 _SHORT, _LEFT, _WIDTH = 5, 4, 16
 """Tokens of the short row, padding tokens before it, and tokens of the long row."""
@@ -37,6 +37,8 @@ class Reading:
     """The width of padded rows is rounded up to a multiple of this."""
     beside: PromptIds | None = None
     """A prompt with an image, read beside rows without: under DeepSpeed and FSDP2 all processes run its tower."""
+    needs_mask: bool = field(default=True, compare=False)
+    """Whether padding after a row has to be masked: a mask that changes nothing rules out attention's fast kernels."""
 
     def __str__(self) -> str:
         if self.packed:
@@ -89,7 +91,10 @@ def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Co
     beside_SH, begun_LH = read(pair_2L * mask_2L, mask_2L, None)
     # Beyond some positions (`borders`) a model may compute differently, so short rows prove nothing about long ones.
     if agree(beside_SH[short_S], alone_SH) and agree(begun_LH[:_SHORT], alone_SH):
-        return _within_borders(read, ids_L[:_SHORT], borders)
+        # The short row with other tokens after it, as a pass without a mask has them.
+        bare_2LH = read(torch.stack([torch.cat([ids_L[:_SHORT], ids_L.flip(0)[_SHORT:]]), ids_L]), None, None)
+        needs_mask = not all(agree(one_LH[:_SHORT], alone_SH) for one_LH in bare_2LH)
+        return replace(_within_borders(read, ids_L[:_SHORT], borders), needs_mask=needs_mask)
     # They differ. First exclude causes other than batching, so that the message names the right one.
     if gap := _gap(_plain(read, ids_L[None, :_SHORT])[0], alone_SH, called, "in a second forward pass"):
         raise ValueError(gap)
