@@ -66,6 +66,9 @@ class LoneHost:
     def student_for_generation(self) -> AbstractContextManager[Any]:
         return nullcontext(self.model)
 
+    def in_student(self, function: Any, *args: Any) -> Any:
+        return function(self.model, *args)
+
     def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
         return nullcontext()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -66,6 +66,9 @@ class Host(Protocol):
 
     def student_for_generation(self) -> AbstractContextManager[Any]:
         """The bare student in eval mode, gathered where it is sharded and the options allow it. Collective."""
+
+    def in_student(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(student, *args)`, within the forward of its wrapper where the student is sharded. Collective."""
 
     def gathered(self, parameters: list[Tensor]) -> AbstractContextManager[Any]:
         """Gathers parameters that ZeRO-3 has sharded, read-only. Collective."""

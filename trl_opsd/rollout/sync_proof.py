@@ -18,7 +18,8 @@ from torch import Tensor
 from trl_opsd._compat.peft import without_peft
 from trl_opsd.errors import SyncError
 from trl_opsd.host import Host
-from trl_opsd.models.backbone import seen
+from trl_opsd.models.backbone import preserved_mode, seen
+from trl_opsd.parallel.precision import autocast
 from trl_opsd.rollout.base import Engine
 from trl_opsd.types import Completion
 from trl_opsd.types.rollout import PromptIds, images_of, together
@@ -147,15 +148,20 @@ class SyncProof:
         trainer = self._trainer
         ids_RL = ids_RL.to(trainer.accelerator.device)
         images = together(images_of([prompt] * len(ids_RL)), [0] * len(ids_RL), ids_RL.size(1))
-        # As in rollouts, gathered: under ZeRO-3 a forward of the bare student breaks the next backward pass.
-        with trainer.student_for_generation() as student:
+
+        def logits(student: Any) -> Tensor:
             off: AbstractContextManager[Any] = student.disable_adapter() if without_adapter else nullcontext()
             given = seen(images, inspect.signature(without_peft(student).forward).parameters, ids_RL.device)
             with off:
-                logits_RLV = student(
+                found: Tensor = student(
                     input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), use_cache=False, **given
                 ).logits[:, :-1]
-        logits_RLV = logits_RLV.float()
+            return found
+
+        # Layer by layer where it is sharded: no process holds the whole student.
+        with preserved_mode(trainer.model), torch.no_grad(), autocast(trainer.accelerator):
+            trainer.model.eval()
+            logits_RLV = trainer.in_student(logits).float()
         chosen_RL = logits_RLV.gather(-1, ids_RL[:, 1:, None])[..., 0] - logits_RLV.logsumexp(-1)
         return chosen_RL.cpu(), float(torch.linalg.vector_norm(logits_RLV)) / logits_RLV.numel() ** 0.5
 
