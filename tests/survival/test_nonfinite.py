@@ -196,3 +196,18 @@ def test_every_line_of_record_is_valid_json(make_trainer, tmp_path):
     line = (tmp_path / RECORD).read_text()
     assert not re.search(r"NaN|Infinity", line)
     assert json.loads(line)["sums"][0]["teacher_entropy"] == "nan"
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_losses_are_looked_at_for_the_log_only_where_steps_are_skipped(make_trainer, nonfinite):
+    class Noting(OPSDTrainer):
+        filters = None
+
+        def training_step(self, *given):
+            self.filters = self.args.logging_nan_inf_filter
+            return super().training_step(*given)
+
+    trainer = make_trainer(Noting, nonfinite=nonfinite, max_steps=1)
+    trainer.train()
+    assert trainer.filters is (nonfinite == "skip")
+    assert trainer.args.logging_nan_inf_filter is True

@@ -217,6 +217,9 @@ class TrainerHooks(TrainerMembers):
         if self.visits is not None:
             self.visits.begin()
         self.check_earlier()
+        # Where such a loss is an error there is none to leave out of the log, for which the host would wait.
+        filters = self.args.logging_nan_inf_filter
+        self.args.logging_nan_inf_filter = filters and self.args.nonfinite == "skip"
         with nullcontext() if self.row_group is None else self.row_group.shares(self.model), self._guard.training():
             try:
                 if resume_from_checkpoint:
@@ -228,6 +231,7 @@ class TrainerHooks(TrainerMembers):
                 self.explain_memory(error, "step")  # outside the phases, memory is the optimizer's
                 raise
             finally:
+                self.args.logging_nan_inf_filter = filters
                 if self._ahead is not None:
                     self._ahead.cancel()
 
