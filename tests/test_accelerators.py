@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_opsd
+from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.memory import explain
 from trl_opsd.monitor import progress
+from trl_opsd.parallel.prefetch import Prefetcher
+from trl_opsd.rewards.functions import Rewards
 from trl_opsd.types import targets
 
 NAMES_CUDA = {
@@ -124,3 +128,23 @@ def test_an_accelerator_that_counts_no_memory_is_no_error(accelerator):
     error = RuntimeError("not enough memory")
     explain(error, "teach", dict)
     assert "Measured" not in error.__notes__[0]
+
+
+def test_threads_are_on_the_device_of_who_starts_them(monkeypatch):
+    """A thread's own is the first of its machine, in every process."""
+    seen: dict[str, int] = {}
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: seen.update({threading.current_thread().name: index})
+    )
+
+    async def worth(completions, **_):
+        return [1.0 for _ in completions]
+
+    Worker().start(lambda wait: None).result()
+    assert Prefetcher(iter([1])).take(wait=True) == [1]
+    Rewards(functions={"worth": worth}, weights=torch.ones(1)).of({"completions": ["a"], "prompts": ["b"]}, ["row 0"])
+    names = {"trl_opsd environment", "trl_opsd rows", *(one for one in seen if "rewards" in one)}
+    assert seen == dict.fromkeys(names, 3)
+    assert len(names) == 3

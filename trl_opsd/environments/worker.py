@@ -6,10 +6,11 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from threading import Thread
 from time import monotonic
 from typing import Any, TypeAlias
 from weakref import finalize
+
+from trl_opsd._compat.threads import start_thread
 
 Wait: TypeAlias = Callable[[Any], Any]
 """Awaits what is awaitable; other values it returns."""
@@ -27,8 +28,7 @@ class Worker:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._jobs: _Jobs = asyncio.Queue()
-        # A daemon: a call that never returns must not keep the program alive.
-        Thread(target=_work, args=(self._loop, self._jobs), name="trl_opsd environment", daemon=True).start()
+        start_thread("trl_opsd environment", _work, self._loop, self._jobs)
         finalize(self, self._loop.call_soon_threadsafe, self._jobs.put_nowait, None)
 
     def start(self, job: Callable[[Wait], Any]) -> Future[Any]:

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Event, RLock, Thread
+from threading import Event, RLock
 from typing import Any, TypeAlias
 
+from trl_opsd._compat.threads import start_thread
 from trl_opsd._compat.trl import parse_response
 from trl_opsd.data.prompts import Request
 from trl_opsd.environments import Called, Environments
@@ -194,7 +195,7 @@ class Turns:
                 came.put((number, error))
 
         for number in range(len(rows)):
-            Thread(target=act, args=(number,), name="trl_opsd row", daemon=True).start()
+            start_thread("trl_opsd row", act, number)
         return Closable(self._ending(came, rows, unwanted), unwanted.set)
 
     def _ending(

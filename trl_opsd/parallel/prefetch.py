@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event
 from time import perf_counter
 from typing import Generic, TypeVar
+
+from trl_opsd._compat.threads import start_thread
 
 T = TypeVar("T")
 
@@ -46,8 +48,7 @@ class Prefetcher(Generic[T]):
         self._unwanted = Event()
         self.last = perf_counter()
         """Time of the newest item, by `time.perf_counter`."""
-        # A daemon: a server that never answers must not keep the program alive.
-        Thread(target=self._pull, name="trl_opsd rows", daemon=True).start()
+        start_thread("trl_opsd rows", self._pull)
 
     def take(self, wait: bool) -> list[T]:
         """All items that came and were not taken, after a `wait` for one if there is none; raises as the iterator."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from trl_opsd._compat.deepspeed import loading
+from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import apply_chat_template, is_async_callable, start_event_loop_in_daemon
 
 __all__ = ["RewardModel", "Rewards", "loaded_model"]
@@ -60,6 +61,7 @@ class Rewards:
             # In a thread of its own, as the caller's may have a running loop, as in a notebook. It stays between
             # batches, as HTTP clients are bound to one loop.
             _, self._loop, _ = start_event_loop_in_daemon("rewards")
+            self._loop.call_soon_threadsafe(device_setter())
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
