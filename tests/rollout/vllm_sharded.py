@@ -54,6 +54,9 @@ def main(folder: Path, names: list[str], fails: bool = False) -> None:
             processing_class=tiny.tokenizer(),
             peft_config=None if adapter is None else LoraConfig(r=4, target_modules="all-linear", **adapter),
         )
+        if trainer.is_deepspeed_enabled:  # which would keep such small parameters whole
+            config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+            config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         trainer.train()
         logged = [row for row in trainer.state.log_history if "sync/bytes" in row]
         results[name] = {
@@ -64,6 +67,7 @@ def main(folder: Path, names: list[str], fails: bool = False) -> None:
             "split": is_split_model(trainer.accelerator.unwrap_model(trainer.model_wrapped)),
         }
     results["adapter bytes"] = adapter_bytes(trainer)
+    results["held"] = held_by_proof(trainer)
     results["noticed"] = changes_that_are_sent(trainer)
     results["announced"] = announced_as_drawn(trainer)
     results["fault"] = fault_on_one(trainer)
@@ -77,6 +81,16 @@ def main(folder: Path, names: list[str], fails: bool = False) -> None:
 def adapter_bytes(trainer: OPSDTrainer) -> int:
     device, gathered = trainer.accelerator.device, trainer.gathered
     return weight_sync.adapter_of(trainer.model, torch.float32, device, gathered)[1]
+
+
+def held_by_proof(trainer: OPSDTrainer) -> float:
+    """The share of the student that this process holds when a sync begins to be verified."""
+    student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    parameters, held = list(student.parameters()), list[int]()
+    hook = student.register_forward_pre_hook(lambda *_: held.append(sum(one.numel() for one in parameters)))
+    trainer.rollout.sync_weights()  # which the last step has changed
+    hook.remove()
+    return held[0] / sum(getattr(one, "ds_numel", one.numel()) for one in parameters)
 
 
 def changes_that_are_sent(trainer: OPSDTrainer) -> dict[str, bool]:
