@@ -218,7 +218,7 @@ class Described:
         intake = self.trainer.teaching.readers.intake
         calls = self.rewards or intake.prompt_fn is not None
         sees_rows = calls or not of_package(self.trainer.weigh)
-        read = {*self.trainer.row_columns, *self.trainer.hidden_columns}
+        read = {*self.trainer.row_columns}
         if len(intake.teachers) == 1:
             read.discard("teacher")
         return [] if sees_rows else [repr(name) for name in columns_of(dataset) or () if name not in read]

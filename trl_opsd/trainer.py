@@ -236,7 +236,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             if given.rewards:
                 from trl_opsd.loop.batch_rewards import BatchRewards
 
-                self._rewards = BatchRewards(self, given.rewards)
+                self._batches.rewards = BatchRewards(self, given.rewards)
             if given.prompt_weight_fn is not None or self.args.skip_prompts is not None:
                 from trl_opsd.loop.visits import Visits
 

@@ -160,6 +160,8 @@ def test_a_student_that_teaches_itself_takes_no_other_teacher(make_trainer):
 def completions(trainer: Any) -> list[list[int]]:
     torch.manual_seed(0)
     prompts = tiny.tokenizer()(tiny.PROMPTS)["input_ids"]
+    if isinstance(trainer, OPSDTrainer):
+        return trainer.complete(prompts)
     return [list(ids) for ids in trainer._generate_single_turn(prompts, None, {})]
 
 

@@ -85,7 +85,7 @@ def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_traine
     class Keeping(OPSDTrainer):
         def teach(self, rollout, rows):
             given.append(list(rows))
-            assert self.readers.read_batch(rows, "the batch")[0] is rows[0], "a parsed row is not parsed again"
+            assert self.teaching.as_rows(rows)[0] is rows[0], "a parsed row is not parsed again"
             return super().teach(rollout, rows)
 
         def weigh(self, rollout, rows, targets):
@@ -96,7 +96,7 @@ def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_traine
     taught, weighed = given
     assert all(map(operator.is_, taught, weighed))
     assert [dict(row) for row in weighed] == [{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}]
-    assert [(row.student.value, row.student.kind, row.teacher) for row in weighed] == [
+    assert [(one.student.value, one.student.kind, one.teacher) for one in (row.request for row in weighed)] == [
         ("2+2=", "text", "teacher"),
         ("x", "text", "teacher"),
     ]
@@ -104,8 +104,6 @@ def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_traine
 
 def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):
     trainer = make_trainer()
-    prompt_ids = tiny.tokenizer()(["2+2="])["input_ids"]
-    assert trainer._generate_single_turn(prompt_ids, None, {}) == [tiny.tokenizer()("4<|im_end|>")["input_ids"]]
     batch = trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
     assert {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch"} <= set(batch)
     assert [row.hidden.shape for row in batch["teacher_rows"]] == [(2, 48), (3, 48)]

@@ -126,7 +126,7 @@ def test_the_teacher_reads_another_success_or_its_columns_or_the_row_is_left_out
             found = super().teach(rollout, rows)
             for row in rows:
                 row.gate = 1.0  # it is asked again below
-            self.read = [teaching.readers.intake.after(row, text).value for row, text in zip(rows, texts, strict=True)]
+            self.read = [teaching.prompts.own(row, text).value for row, text in zip(rows, texts, strict=True)]
             return found
 
     given = {"teacher_context": "group_success", "success_threshold": 1.5}

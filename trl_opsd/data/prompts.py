@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import cycle
 from typing import Any, TypeAlias
 
-from accelerate.logging import get_logger
-
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, free, images_in, places
 from trl_opsd.data.outcomes import Outcome, reads_outcome
-from trl_opsd.types.rollout import RowImages
 
 _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
 """Code that converts a message in ShareGPT's format."""
 _PROMPTS = ("question", "problem", "query", "instruction", "input", "text", "messages", "conversation", "conversations")
 """Names of the prompt column in other trainers and well-known datasets."""
-
-
-logger = get_logger(__name__)
 
 
 def check_columns(
@@ -201,47 +195,33 @@ def tells_more(columns: Iterable[str]) -> bool:
     return not {*PRIVILEGED, *TEACHER_IMAGE_COLUMNS}.isdisjoint(columns)
 
 
-class Request(dict[str, Any]):
+@dataclass(frozen=True, slots=True, eq=False)
+class Request(Mapping[str, Any]):
     """A dataset row, parsed; its columns are the keys."""
 
-    __slots__ = (
-        "advantage",
-        "contrast",
-        "control",
-        "gate",
-        "images",
-        "is_off_policy",
-        "is_padding",
-        "logprobs",
-        "of_teacher",
-        "outcome",
-        "place",
-        "prompt_weight",
-        "student",
-        "teacher",
-        "where",
-    )
+    columns: Row
+    where: str
+    student: Prompt
+    teacher: str
+    """The name of its teacher."""
+    of_teacher: Prompt
+    """The teacher's prompt from the columns, which `teacher_prompt_fn` replaces after the rollout."""
+    contrast: Prompt | None = None
+    """The teacher's prompt that its target moves away from."""
 
-    def __init__(self, row: Row, where: str, student: Prompt, teacher: str, of_teacher: Prompt) -> None:
-        super().__init__(row)
-        # `of_teacher` is the teacher's prompt from the columns, which `teacher_prompt_fn` replaces after the rollout.
-        self.where, self.student, self.teacher, self.of_teacher = where, student, teacher, of_teacher
-        self.place: int | None = None  # index in the generation batch over all processes
-        self.is_off_policy: bool | None = None  # whether the completion is the dataset's; `None` until decided
-        self.is_padding = False  # whether it only fills the last batch of an evaluation
-        self.logprobs: tuple[list[int], list[float]] | None = None  # a completion, and its tokens' log-probabilities
-        self.prompt_weight = 1.0  # of all rows of the prompt; at 0 nothing is generated for it
-        self.advantage = 0.0  # of the completion within its group, once there are rewards
-        self.outcome: Outcome | None = None  # once there are rewards, and a teacher's prompt depends on them
-        self.gate = 1.0  # weight of the row in the loss: by its reward, and 0 where the teacher has no prompt
-        self.contrast: Prompt | None = None  # the teacher's prompt that its target moves away from
-        self.control: Prompt | None = None  # what the teacher reads in place of its own prompt, of another row
-        self.images: RowImages | None = None  # of the student's prompt, once it is tokenized
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
 
     @property
-    def by_student(self) -> bool:
-        """Whether the student generates the completion."""
-        return not self.is_off_policy and self.prompt_weight > 0
+    def tells_more(self) -> bool:
+        """Whether the teacher's prompt from the columns is another one than the student's."""
+        return self.of_teacher is not self.student
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,9 +274,7 @@ class Intake:
                 "`AutoProcessor.from_pretrained(...)`, and a student that reads images; or remove them."
             )
         request = Request(row, where, student, teacher, self._of_teacher(row, where, teacher, student, images))
-        if self.contrasts:
-            request.contrast = self._contrast(request, images)
-        return request
+        return replace(request, contrast=self._contrast(request, images)) if self.contrasts else request
 
     def _acting(self, prompt: Prompt, row: Row) -> Prompt:
         """A prompt with the tools of its row's environment, if there are several."""
@@ -309,16 +287,13 @@ class Intake:
             )
         return replace(prompt, environment=name)
 
-    def add_feedback(self, request: Request, feedback: str | None, template: str) -> None:
-        """Tells the teacher of a row what its environment said after the episode, beside what it told before."""
-        where = request.where
-        if feedback is not None:
-            told, known = template.format(feedback=feedback), request.get("privileged_context")
-            request["privileged_context"] = told if known is None else f"{known}\n\n{told}"
-            images = images_in(request, IMAGE_COLUMNS, where)
-            request.of_teacher = self._of_teacher(request, where, request.teacher, request.student, images)
-        if self.needs_context and request.of_teacher is request.student:
-            request.gate = 0.0
+    def with_feedback(self, request: Request, feedback: str, template: str) -> Request:
+        """A row whose teacher is told what its environment said after the episode, beside what it told before."""
+        told, known = template.format(feedback=feedback), request.get("privileged_context")
+        row = {**request.columns, "privileged_context": told if known is None else f"{known}\n\n{told}"}
+        images = images_in(row, IMAGE_COLUMNS, request.where)
+        of_teacher = self._of_teacher(row, request.where, request.teacher, request.student, images)
+        return replace(request, columns=row, of_teacher=of_teacher)
 
     def read_batch(self, rows: Iterable[Row], batch: str) -> list[Request]:
         """Parses the rows of a generation batch of this name."""
@@ -334,51 +309,31 @@ class Intake:
         """Whether teachers' prompts depend on completions."""
         return self.prompt_fn is not None or self.success is not None
 
-    def after(self, request: Request, completion_text: str) -> Prompt:
-        """The teacher's prompt after this completion, which excludes the row from the loss where there is none."""
-        if request.control is not None or not request.prompt_weight:
-            return request.control or request.of_teacher
+    def after(self, request: Request, completion_text: str, outcome: Outcome | None) -> Prompt | None:
+        """The teacher's prompt after this completion; `None` where there is none, so that the row does not count."""
         if self.prompt_fn is not None:
-            return self._called(request, completion_text)
-        solution = None if self.success is None or request.outcome is None else request.outcome.success(self.success)
+            return self._called(request, completion_text, outcome)
+        solution = None if self.success is None or outcome is None else outcome.success(self.success)
         if solution is None:
-            return self.without_success(request)
+            return request.of_teacher if request.tells_more else None
         value = self._with_context(request["prompt"], solution, request.where, SUCCESS_TEMPLATE)
         found = Prompt.of(value, f"The teacher's prompt in {request.where}")
         images = images_in(request, IMAGE_COLUMNS, request.where)
         return self._acting(self._seen_by(request.teacher, found, request, images), request)
 
-    def shortened(self, request: Request) -> Prompt:
-        """The teacher's prompt where what it is told beside the columns leaves no room."""
-        if request.control is not None:
-            request.gate = 0.0
-            return request.student
-        if not self.is_told:
-            return self.without_success(request)
-        logger.warning_once(f"What the environment of {request.where} tells its teacher leaves no room in its context.")
-        request.of_teacher = request.student
-        request.gate *= float(not self.needs_context)
-        return request.of_teacher
-
-    def without_success(self, request: Request) -> Prompt:
-        """The teacher's prompt where no solution is shown: that of the columns; without any the row does not count."""
-        request.gate *= float(request.of_teacher is not request.student)
-        return request.of_teacher
-
-    def _called(self, request: Request, completion_text: str) -> Prompt:
+    def _called(self, request: Request, completion_text: str, outcome: Outcome | None) -> Prompt | None:
         """What `prompt_fn` makes of a row and this completion."""
         assert self.prompt_fn is not None
-        given = dict(request), completion_text, *([request.outcome] if reads_outcome(self.prompt_fn) else ())
+        takes_outcome = reads_outcome(self.prompt_fn)
         try:
-            prompt = self.prompt_fn(*given)
+            prompt = self.prompt_fn(dict(request), completion_text, *([outcome] if takes_outcome else ()))
         except Exception as error:
             # The user's own exception goes on, with the row named.
             columns = sorted(request)
             error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, which has the columns {columns}.")
             raise
-        if prompt is None and reads_outcome(self.prompt_fn):
-            request.gate = 0.0
-            return request.student
+        if prompt is None and takes_outcome:
+            return None
         found = Prompt.of(prompt, f"What `teacher_prompt_fn` returned for {request.where}")
         images = images_in(request, IMAGE_COLUMNS, request.where)
         return self._acting(self._seen_by(request.teacher, found, request, images), request)

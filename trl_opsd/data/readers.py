@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accelerate.logging import get_logger
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -18,8 +17,6 @@ from trl_opsd.data.tokenization import (
     check_parts,
     read_alone,
 )
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +111,7 @@ class Reader:
             return request.contrast
         if not self.is_teachers:
             return request.student
-        return self.read_by(request.teacher, request.control or request.of_teacher)
+        return self.read_by(request.teacher, request.of_teacher)
 
     def read_by(self, teacher: str, prompt: Prompt) -> Prompt:
         """A prompt that this teacher's tokenizer reads, if it has its own."""
@@ -388,58 +385,6 @@ class Readers:
         reads_apart = any(self.intake.processors) or self.tokenizers  # with a processor or tokenizer of its own
         reads_more = self.intake.reads_completions or self.intake.is_told
         return not (self.template or reads_more or reads_apart or tells_more(columns))
-
-    def teacher_prompt_ids(
-        self,
-        requests: Sequence[Request],
-        prompt_ids: list[list[int]],
-        completion_ids: list[list[int]],
-        decode: Callable[..., list[str]],
-    ) -> list[list[int]] | None:
-        """The teachers' prompts before these completions, as token ids; `None` if they are the student's prompts."""
-        # Where no row differs, the student's token ids are reused and nothing is tokenized again.
-        alike = not (self.template or self.intake.reads_completions or self.tokenizers)
-        alike = alike and all((one.control or one.of_teacher) is one.student for one in requests)
-        if not alike:
-            reader = self.teacher
-            prompts = [reader.prompt_of(request) for request in requests]
-            if self.intake.reads_completions:
-                texts = decode(completion_ids, skip_special_tokens=True)
-                prompts = [
-                    reader.read_by(request.teacher, self.intake.after(request, text))
-                    for request, text in zip(requests, texts, strict=True)
-                ]
-            if reader.check_kind(prompts) == "text" and requests[0].student.kind == "messages":
-                logger.warning_once(
-                    "The prompts are text for the teacher but messages for the student, so no chat template is applied "
-                    "to the teacher's. If the teacher is a chat model, give it messages, too."
-                )
-            prompt_ids = reader.token_ids(prompts)
-            if self.intake.success is not None or self.intake.is_told:
-                prompt_ids = self._where_solutions_fit(requests, prompt_ids, completion_ids)
-        self.check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
-        return None if alike else prompt_ids
-
-    def _where_solutions_fit(
-        self, requests: Sequence[Request], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
-    ) -> list[list[int]]:
-        """The prompts, without the solutions that exceed the context of the row's teacher."""
-        found = []
-        for request, ids, completion in zip(requests, prompt_ids, completion_ids, strict=True):
-            context = self.teacher_limits[request.teacher].context
-            if context is not None and len(ids) + len(completion) > context:
-                prompt = self.teacher.read_by(request.teacher, self.intake.shortened(request))
-                (ids,) = self.teacher.token_ids([prompt])
-            found.append(ids)
-        return found
-
-    def contrast_prompt_ids(self, requests: Sequence[Request], completion_ids: list[list[int]]) -> list[list[int]]:
-        """The prompts of the contrasts before these completions, as token ids."""
-        prompts = [request.contrast for request in requests if request.contrast is not None]
-        self.teacher.check_kind(prompts)
-        prompt_ids = self.teacher.token_ids(prompts)
-        self.check_fits_teacher(requests, prompt_ids, list(map(len, completion_ids)))
-        return prompt_ids
 
     def check_fits_teacher(
         self,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
 from trl_opsd.data.outcomes import Outcome, gate, texts_of
-from trl_opsd.data.prompts import Request
+from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.checks import whole_checkpoint
 from trl_opsd.parallel.rng import preserved_rng
@@ -40,17 +40,16 @@ class BatchRewards:
 
     def __init__(self, trainer: TrainerHost, rewards: Sequence[Given]) -> None:
         self._trainer, self._rewards = trainer, _built(rewards, trainer)
-        self.conversations: list[Any] | None = None
-        """The completions of the next batch with the tools' results, as messages."""
         self._evaluated: list[Tensor] | None = None
         """[*, F] each, rewards of the evaluation in progress: each row once, in the order of generation."""
         self._texts: dict[str, list[str]] = {}
         """Prompts and completions of these rows, for `log_completions` only."""
 
-    def note(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> None:
+    def note(self, batch: Mapping[str, Any], rows: Sequence[BatchRow], conversations: Sequence[Any] | None) -> None:
         """Rewards the completions of a generation batch, and sets the advantages of its rows. Collective.
 
         To be called before rows are exchanged between processes: the completions of a prompt have to be adjacent.
+        `conversations` are the completions with the tools' results, as messages.
         """
         trainer, tells = self._trainer, self._trainer.teaching.readers.intake.reads_outcomes
         is_trained = trainer.model.training and bool(trainer.teaching.learned_rewards)
@@ -60,7 +59,7 @@ class BatchRewards:
         # A function that draws random numbers must not change a training that only logs its rewards.
         apart = nullcontext() if is_trained or tells else preserved_rng(trainer.accelerator.device)
         with trainer.phase("reward"), apart:
-            rewards_BF = self._rewards_of(batch, rows)
+            rewards_BF = self._rewards_of(batch, rows, conversations)
             if tells:
                 self._set_outcomes(batch, trainer.accelerator.gather(rewards_BF).cpu(), rows)
             if is_trained:
@@ -72,7 +71,7 @@ class BatchRewards:
             elif is_logged:
                 self._record(trainer.accelerator.gather(rewards_BF).cpu())
 
-    def _set_advantages(self, rewards_RF: Tensor, rows: Sequence[Request]) -> None:
+    def _set_advantages(self, rewards_RF: Tensor, rows: Sequence[BatchRow]) -> None:
         args, weights_F = self._trainer.args, self._rewards.weights
         # From the rewards of all processes, as the completions of a prompt may be in several.
         values_R, is_flat_R = advantages(
@@ -91,7 +90,7 @@ class BatchRewards:
         self._record(rewards_RF)
         self._trainer.record("frac_reward_zero_std", float(is_flat_R.float().mean()))
 
-    def _set_outcomes(self, batch: Mapping[str, Any], rewards_RF: Tensor, rows: Sequence[Request]) -> None:
+    def _set_outcomes(self, batch: Mapping[str, Any], rewards_RF: Tensor, rows: Sequence[BatchRow]) -> None:
         """Tells each row the completions of its prompt and their rewards. Collective."""
         trainer, args = self._trainer, self._trainer.args
         number = args.num_generations if trainer.model.training else args.num_generations_eval or args.num_generations
@@ -106,12 +105,15 @@ class BatchRewards:
 
     # ---- Calling the functions --------------------------------------------------------------------------------------
 
-    def _rewards_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> Tensor:
+    def _rewards_of(
+        self, batch: Mapping[str, Any], rows: Sequence[BatchRow], conversations: Sequence[Any] | None
+    ) -> Tensor:
         """[B, F], on the accelerator's device; NaN for rows that are not the student's, skipped, or padding."""
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if row.by_student and not row.is_padding]
         of_student = [rows[number] for number in numbers]
         completions, ids = self._completions_of(batch, rows)
+        completions = completions if conversations is None else list(conversations)
         arguments = {
             **self._columns(of_student),
             "completions": [completions[number] for number in numbers],
@@ -122,7 +124,7 @@ class BatchRewards:
         if (environments := self._trainer.turns.environments) is not None:
             arguments["environments"] = [environments.current[number] for number in numbers]
         found = torch.full((len(rows), len(self._rewards.functions)), torch.nan)
-        found[numbers] = self._rewards.of(arguments, [row.where for row in of_student])
+        found[numbers] = self._rewards.of(arguments, [row.request.where for row in of_student])
         # Means over the calls of `log_metric` in all processes.
         everyone = gather_object([dict(metrics)])
         for name in sorted({name for theirs in everyone for name in theirs}):
@@ -130,7 +132,7 @@ class BatchRewards:
             self._trainer.record(name, sum(values) / len(values), len(values))
         return found.to(self._trainer.accelerator.device)
 
-    def _columns(self, rows: Sequence[Request]) -> dict[str, list[Any]]:
+    def _columns(self, rows: Sequence[BatchRow]) -> dict[str, list[Any]]:
         """Columns of the dataset as arguments; copies, since functions may change them."""
         # What environments tell is the teacher's, and not of all rows.
         hidden = {"privileged_context"} if self._trainer.teaching.readers.intake.is_told else set()
@@ -140,13 +142,10 @@ class BatchRewards:
             columns.setdefault("solution", columns["privileged_context"])  # as the dataset may have called it
         return deepcopy({**columns, "prompts": [row["prompt"] for row in rows]})
 
-    def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[Request]) -> tuple[list[Any], list[list[int]]]:
+    def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[BatchRow]) -> tuple[list[Any], list[list[int]]]:
         """The completions of a batch in the form of its prompts, text or messages, and their token ids."""
         rollout, processing = Rollout.unpack(batch), self._trainer.processing_class
         ids = rollout.completion_lists()
-        conversations, self.conversations = self.conversations, None
-        if conversations is not None:
-            return conversations, ids
         is_text = isinstance(rows[0]["prompt"], str)
         if not is_text and any(getattr(processing, f"response_{name}", None) for name in ("template", "schema")):
             # An empty completion cannot be parsed, so a padding token stands for it.

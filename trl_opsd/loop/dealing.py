@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.loop.overrides import may_change_batches
+from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
@@ -118,7 +119,9 @@ class Dealer:
                 part["weights_on_host"] = OnHost.known(part["loss_weights"], host_BC[group])
         return dealt
 
-    def exchanged(self, batch: Mapping[str, Any], rows: Sequence[Any], stay: bool) -> tuple[dict[str, Any], list[Any]]:
+    def exchanged(
+        self, batch: Mapping[str, Any], rows: Sequence[BatchRow], stay: bool
+    ) -> tuple[dict[str, Any], list[BatchRow]]:
         """Exchanges rows, unless they have to `stay`, so that processes have about as many tokens. Collective."""
         accelerator = self._host.accelerator
         number = accelerator.num_processes
@@ -126,7 +129,7 @@ class Dealer:
             # A user's override may have added values to the batch for exactly the rows that it was given.
             return dict(batch), list(rows)
         tokens = [one.total for one in lengths_of(batch["prompt_mask"], batch["completion_mask"])]
-        has_images = [int(getattr(row, "images", None) is not None) for row in rows]
+        has_images = [int(row.images is not None) for row in rows]
         both = accelerator.gather(torch.tensor([tokens, has_images], device=accelerator.device)).view(number, 2, -1)
         each = both[:, 0].tolist()
         sums = [sum(theirs) for theirs in each]

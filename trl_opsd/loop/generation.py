@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -14,8 +13,8 @@ from accelerate.logging import get_logger
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.images import in_parts
-from trl_opsd.data.prompts import Request
 from trl_opsd.loop.overrides import of_package, overrides
+from trl_opsd.loop.rows import BatchRow, Written
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.probes import Probed, prove_student
@@ -49,11 +48,8 @@ class Generation:
         self._host = host
         self.overlap: Overlap | Ahead | None = None
         """What completes the prompts of a training in place of the trainer, with `overlap`."""
-        self.requests: Sequence[Request] = ()
+        self.rows: Sequence[BatchRow] = ()
         """The rows being generated."""
-        self.empty_rows: list[int] = []
-        """Rows of the batch whose completion is empty: they travel as one token of padding, to be masked."""
-        self._is_first_turn = False
         self._surplus: list[list[int]] = []
         self._has_completed = self._is_proved = self._is_overridden = False
         self._of_teacher: Mapping[str, TeacherRollout] = {}
@@ -93,6 +89,11 @@ class Generation:
     def streams(self) -> bool:
         """Whether rows can be generated one by one, as `complete` would."""
         return self._host.turns.are_apart or not (self._is_overridden or self._host.tools)
+
+    @property
+    def notifies_teacher(self) -> bool:
+        """Whether a teacher is notified of each row when it has ended."""
+        return self._host.args.overlap == "step" and self.streams and self._host.teaching.begins_early
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """One checked completion of the rollout for each prompt."""
@@ -143,7 +144,7 @@ class Generation:
 
     # ---- The turns of a batch -----------------------------------------------------------------------------------
 
-    def mark(self, rows: Sequence[Request]) -> None:
+    def mark(self, rows: Sequence[BatchRow]) -> None:
         """Sets the place of each row of a batch, over all processes, whether it is off-policy, and whether padding."""
         args, state, distinct = self._host.args, self._host.state, self._host.distinct_rows
         for place, row in enumerate(rows, start=self._host.accelerator.process_index * len(rows)):
@@ -154,44 +155,35 @@ class Generation:
                 drawn = derived_seed(args.seed, state.global_step, place) / 2**63
                 row.is_off_policy = drawn >= args.lmbda
 
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Around all turns of a batch."""
-        self._is_first_turn, self.empty_rows = True, []
+    def write(self, rows: Sequence[BatchRow], prompt_ids: list[list[int]]) -> Written:
+        """Generates the completions of a batch, with the turns that follow their first. Collective."""
+        host, self.rows, self._surplus = self._host, rows, prompt_ids[:1]
         with self.rollout.session():
-            yield
+            with host.phase("complete"), preserved_mode(host.model):
+                completions = self._mixed(prompt_ids)
+                if host.reads_logprobs:
+                    for row, prompt, ids in zip(rows, prompt_ids, completions, strict=True):
+                        self.note_logprobs(row, prompt, ids)
+            return self.turned(prompt_ids, completions)
 
-    def turn(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """The completions of a turn, in TRL's form: without empty ones in the first. Collective."""
-        completions = self._turn(prompt_ids)
-        assert completions is not None, "this process has prompts"
-        if self._is_first_turn:
-            # TRL reads the last token of each completion. An empty one travels as a pad token and is masked later.
-            self._is_first_turn = False
-            self.empty_rows = [row for row, ids in enumerate(completions) if not ids]
-            completions = [ids or [self._host.processing_class.pad_token_id] for ids in completions]
-        return completions
-
-    def join_later_turns(self) -> None:
-        """Takes part in the turns of other processes that follow the last of this one. Collective."""
-        while self._turn([]) is not None:
+    def turned(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> Written:
+        """These first turns, and with tools those that follow. Collective."""
+        if not self._host.tools:
+            return Written(prompt_ids, completions)
+        written = self._host.turns.run(prompt_ids, completions)
+        while self.turn([]) is not None:  # later turns of other processes
             pass
+        return written
 
-    def note_logprobs(self, row: Request, prompt_ids: list[int], completion_ids: list[int]) -> None:
+    def turn(self, contexts: list[list[int]]) -> list[list[int]] | None:
+        """The completions of a later turn; `None` if no process has any. Collective."""
+        with self._host.phase("complete"), preserved_mode(self._host.model):
+            return self._together(contexts)
+
+    def note_logprobs(self, row: BatchRow, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
         found = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
         row.logprobs = None if found is None else (completion_ids, found)
-
-    def _turn(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
-        """The completions of a turn; `None` if it is a later one in which no process has prompts. Collective."""
-        if self._is_first_turn:
-            self._surplus = prompt_ids[:1]
-        with self._host.phase("complete"), preserved_mode(self._host.model):
-            completions = self._mixed(prompt_ids) if self._is_first_turn else self._together(prompt_ids)
-            if self._host.reads_logprobs:
-                for row, prompt, ids in zip(self.requests, prompt_ids, completions or (), strict=False):
-                    self.note_logprobs(row, prompt, ids)
-        return completions
 
     def _mixed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, from the dataset, the teacher or the student; empty if skipped. Collective."""
@@ -199,8 +191,8 @@ class Generation:
         if not self._host.model.training or (args.lmbda == 1 and self._host.visits is None):
             return self._checked(prompt_ids)
         self.be_ready()  # verifies the student, even if it generates nothing in this batch
-        found: dict[int, list[int]] = {number: [] for number, row in enumerate(self.requests) if not row.prompt_weight}
-        given = {number: row for number, row in enumerate(self.requests) if row.is_off_policy and row.prompt_weight}
+        found: dict[int, list[int]] = {number: [] for number, row in enumerate(self.rows) if not row.prompt_weight}
+        given = {number: row for number, row in enumerate(self.rows) if row.is_off_policy and row.prompt_weight}
         if args.seq_kd:
             found.update(zip(given, self._of_teachers(list(given.values())) if given else [], strict=True))
         else:
@@ -251,34 +243,35 @@ class Generation:
             name: TeacherRollout(self._host, teacher, limits[name]) for name, teacher in teachers.items()
         }
 
-    def _of_teachers(self, rows: Sequence[Request]) -> list[list[int]]:
+    def _of_teachers(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         reader = self._host.teaching.readers.teacher
-        reader.check_kind([row.of_teacher for row in rows])
-        prompts = reader.token_ids([row.of_teacher for row in rows])
-        for row, ids in zip(rows, prompts, strict=True):
-            reader.limits_of(row).check(len(ids), max(ids, default=0), row.of_teacher.where)
+        requests = [row.request for row in rows]
+        reader.check_kind([one.of_teacher for one in requests])
+        prompts = reader.token_ids([one.of_teacher for one in requests])
+        for one, ids in zip(requests, prompts, strict=True):
+            reader.limits_of(one).check(len(ids), max(ids, default=0), one.of_teacher.where)
         found: dict[int, list[int]] = {}
-        for name in dict.fromkeys(row.teacher for row in rows):
-            theirs = [number for number, row in enumerate(rows) if row.teacher == name]
+        for name in dict.fromkeys(one.teacher for one in requests):
+            theirs = [number for number, one in enumerate(requests) if one.teacher == name]
             written = self._of_teacher[name].complete([prompts[number] for number in theirs])
             found.update(zip(theirs, written, strict=True))
         return [found[number] for number in range(len(rows))]
 
-    def _of_dataset(self, row: Request, prompt_ids: list[int]) -> list[int]:
-        host, tokenizer = self._host, self._host.processing_class
+    def _of_dataset(self, row: BatchRow, prompt_ids: list[int]) -> list[int]:
+        host, tokenizer, request = self._host, self._host.processing_class, row.request
         most = host.args.max_completion_length
 
         def see(completion: list[Any]) -> list[int]:
-            messages = [*row.student.value, *map(in_parts, completion)]
-            return host.see(replace(row.student, value=messages), add_generation_prompt=False)
+            messages = [*request.student.value, *map(in_parts, completion)]
+            return host.see(replace(request.student, value=messages), add_generation_prompt=False)
 
-        of_images = see if row.student.has_images else None
+        of_images = see if request.student.has_images else None
         template, ends = host.chat_template_kwargs, host.eos_token_ids
-        ids = completion_ids(row, row.where, prompt_ids, tokenizer, template, ends, most, of_images)
-        host.limits.check_known(max(ids, default=0), f"The completion in {row.where}")
+        ids = completion_ids(request, request.where, prompt_ids, tokenizer, template, ends, most, of_images)
+        host.limits.check_known(max(ids, default=0), f"The completion in {request.where}")
         if unknown := set(ids) & set(host.placeholders):
             raise ValueError(
-                f"The completion in {row.where} contains {tokenizer.decode([min(unknown)])!r}, a placeholder token "
+                f"The completion in {request.where} contains {tokenizer.decode([min(unknown)])!r}, a placeholder token "
                 "(for an image, for instance) that is never generated: remove it, or the row."
             )
         return ids

@@ -25,9 +25,9 @@ from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
-from trl_opsd.data.images import IMAGE_COLUMNS
-from trl_opsd.data.prompts import COLUMNS, Request
+from trl_opsd.data.prompts import COLUMNS
 from trl_opsd.environments.environments import EMPTY_PROMPT
+from trl_opsd.loop.batch import Batches
 from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
@@ -35,13 +35,13 @@ from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overrides import prepares_batches
+from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, load_renamed, sampled
-from trl_opsd.monitor.metrics import METRICS
 from trl_opsd.monitor.progress import replace_default
 from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import BUILD, START, ReadOnce
@@ -53,7 +53,6 @@ from trl_opsd.types.loss import check_parts, columns
 
 if TYPE_CHECKING:
     from trl_opsd.loop.ahead import Ahead
-    from trl_opsd.loop.batch_rewards import BatchRewards
     from trl_opsd.loop.overlap import Overlap
     from trl_opsd.loop.visits import Visits
 
@@ -69,16 +68,12 @@ class TrainerHooks(TrainerMembers):
 
     row_columns: tuple[str, ...] = COLUMNS
     """Columns of a dataset that `remove_unused_columns` keeps."""
-    hidden_columns: ClassVar[tuple[str, ...]] = IMAGE_COLUMNS
-    """Columns that are hidden from TRL, which would read the images itself; it is given the ids of their tokens."""
     reads_solutions: bool = False
     """Whether a column `solution` of a dataset is privileged context."""
     _overlap: Overlap | None = None
     """Only with `overlap='step'`."""
     _ahead: Ahead | None = None
     """Only with `overlap='ahead'`."""
-    _rewards: BatchRewards | None = None
-    """Only with `reward_funcs`."""
     _reward_names: Sequence[str] = ()
     visits: Visits | None = None
     """Only with `skip_prompts` or a `prompt_weight_fn`."""
@@ -150,10 +145,15 @@ class TrainerHooks(TrainerMembers):
         self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self.explain_memory))
         self._generation, self._scorer = Generation(self), Scorer(self)
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
+        self._batches = Batches(
+            *(self, self._generation, self._dealer, self._scorer, self._stats, self._collapse),
+            metrics=self._metrics,
+            texts=self._logs,
+        )
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap
 
-            self._overlap = Overlap(self, self._generation, self._dealer, self._scorer)
+            self._overlap = Overlap(self, self._generation, self._dealer, self._batches)
         elif self.args.overlap == "ahead":
             from trl_opsd.loop.ahead import Ahead
 
@@ -319,91 +319,21 @@ class TrainerHooks(TrainerMembers):
 
     # By the dealer in the first micro-step of an optimizer step; by `_prepare_inputs` for a batch of an evaluation.
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        requests = self.begin_batch(inputs)
-        written = self.trl_batch(requests)
-        if self.model.training and self.args.teacher_control == "shuffled":
-            self.teaching.shuffle(requests, Rollout.unpack(written))
-        # A teacher that was notified of a row reads it in the process that generated it.
-        stay = self._overlap is not None and self._overlap.notifies_teacher
-        batch, rows = self._dealer.exchanged(written, requests, stay)
-        if self.model.training and self.args.pulls:
-            reward, sft, constant = self.args.reward_weight, self.args.sft_weight, self.args.constant_advantage
-            pulls = [constant + reward * row.advantage + sft * bool(row.is_off_policy) for row in rows]
-            batch["pull"] = torch.tensor(pulls, dtype=torch.float32, device=self.accelerator.device)
-        batch.update(self._scorer.score(batch, rows))
-        batch["num_items_in_batch"] = self.accelerator.gather(batch["loss_weights"].sum()).sum()
-        return batch
+        return self._batches.make(inputs)
 
-    def begin_batch(self, inputs: list[dict[str, Any]]) -> list[Request]:
+    def begin_batch(self, inputs: list[dict[str, Any]]) -> list[BatchRow]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
         self._read_once.check(self.args)
         if self.accelerator.num_processes > 1:
             set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
         told = self.turns.begin(inputs, self.teaching.batch_name, self._stats.now.batches)
-        rows: list[Request] = self.teaching.read_rows(told)
+        rows: list[BatchRow] = self.teaching.read_rows(told)
         self._generation.mark(rows)
         if self.visits is not None and self.model.training:
             self.visits.weigh(rows)
         self._stats.now.batches += 1
         return rows
-
-    def trl_batch(self, rows: Sequence[Request]) -> dict[str, Any]:
-        """TRL's batch for checked rows, generated, rewarded and logged."""
-        text = [{name: value for name, value in row.items() if name not in self.hidden_columns} for row in rows]
-        self._generation.requests = rows
-        batch: dict[str, Any] = super()._generate_and_score_completions(text)
-        if self.model.training and self.args.completion_length_start is not None:
-            self.record("completions/limit", self.limits.completion)
-        batch["completion_mask"][self._generation.empty_rows] = 0
-        for number, row in enumerate(rows):
-            if not row.prompt_weight:  # one token of its prompt is left, as a row has to have one
-                batch["prompt_mask"][number, :-1], row.images = 0, None
-        if self._rewards is not None:
-            self._rewards.note(batch, rows)  # before rows are exchanged, while those of a prompt are adjacent
-        return batch
-
-    # By TRL's `_generate_and_score_completions`: the prompts of a batch.
-    def _generate(self, prompts: list) -> tuple:
-        with self._generation.batch():
-            written = super()._generate(prompts)
-        self.turns.end(self._generation.requests)
-        prompt_ids, completion_ids, tool_masks, *_ = written
-        of = self._stats.completed(prompt_ids, completion_ids, tool_masks, self._generation)
-        numbers = self._metrics["train" if self.model.training else "eval"]
-        if self.visits is not None and self.model.training:
-            unread, of = self.visits.note_completions(of)
-            self.state.num_input_tokens_seen -= unread
-        self._collapse.note_completions(of)
-        found = {**self._stats.of_completions(of), "num_tokens": self.state.num_input_tokens_seen}
-        for name, value in found.items():
-            numbers[name] = [*(numbers[name] if name in METRICS else numbers[name][:-1]), value]  # TRL's count all rows
-        return written
-
-    # By TRL's `_generate`, before the first turn.
-    def _tokenize_prompts(self, prompts: list) -> tuple:
-        if any(row.student.has_images or row.student.environment for row in self._generation.requests):
-            return self.prompt_ids_of(self._generation.requests), None, {}
-        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
-        self.teaching.readers.check_batch(prompt_ids, self.teaching.batch_name)
-        return prompt_ids, images, multimodal_fields
-
-    # By TRL's `_generate` for the first turn, by its tool loop for each later one.
-    def _generate_single_turn(
-        self, prompt_ids: list, images: Any, multimodal_fields: dict, has_tool_images: bool = False
-    ) -> list[list[int]]:
-        return self._generation.turn(prompt_ids)
-
-    # By TRL's `_generate`, after the first turn.
-    def _tool_call_loop(
-        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, images: Any, multimodal_fields: Any
-    ) -> tuple:
-        """In place of TRL's; joins later turns of other processes after those of this one. Collective."""
-        looped = self.turns.run(prompt_ids, completion_ids, completions)
-        if self._rewards is not None:
-            self._rewards.conversations = looped[1]
-        self._generation.join_later_turns()
-        return looped
 
     # ---- The loss of a micro-batch ----------------------------------------------------------------------------------
 
@@ -592,7 +522,7 @@ class TrainerHooks(TrainerMembers):
     ) -> Any:
         with (
             self._stats.evaluation(metric_key_prefix, self._metrics["eval"]) as metrics,
-            nullcontext() if self._rewards is None else self._rewards.evaluation(metric_key_prefix),
+            nullcontext() if (rewards := self._batches.rewards) is None else rewards.evaluation(metric_key_prefix),
         ):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

@@ -25,7 +25,8 @@ from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
-from trl_opsd.data.prompts import Prompt, Request
+from trl_opsd.data.prompts import Prompt
+from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
@@ -302,9 +303,10 @@ class TrainerMembers(UpstreamFixes):
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
-    def prompt_ids_of(self, rows: Sequence[Request]) -> list[list[int]]:
+    def prompt_ids_of(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         """The student's prompts for checked rows, which get their images."""
-        has_images = any(row.student.has_images for row in rows)
+        prompts = [row.request.student for row in rows]
+        has_images = any(one.has_images for one in prompts)
         if has_images and self.reads_images is False:
             raise ValueError(
                 f"{self.teaching.batch_name} has images, but no dataset of this trainer had any when it was built: "
@@ -314,8 +316,8 @@ class TrainerMembers(UpstreamFixes):
             self.reads_images = True
             self._generation.prove_images()
             self.teaching.prove_images()
-        if has_images or any(row.student.environment for row in rows):
-            found = self.teaching.readers.student.token_ids([row.student for row in rows])
+        if has_images or any(one.environment for one in prompts):
+            found = self.teaching.readers.student.token_ids(prompts)
         else:
             found = self.tokenize(deepcopy([row["prompt"] for row in rows]))
         self.teaching.readers.check_batch(found, self.teaching.batch_name)

@@ -17,10 +17,10 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
-from trl_opsd.data.prompts import Request
+from trl_opsd.loop.batch import Batches
 from trl_opsd.loop.dealing import Dealer, Parts
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.scoring import Scorer
+from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.prefetch import Prefetcher
@@ -35,10 +35,8 @@ class Overlap:
     `training_step` is called as often as without, and does all of an optimizer step in the last of these calls.
     """
 
-    def __init__(self, host: TrainerHost, generation: Generation, dealer: Dealer, scorer: Scorer) -> None:
-        self._host, self._generation, self._dealer, self._scorer = host, generation, dealer, scorer
-        self._completions: list[list[int]] | None = None
-        """Completions of the step that `_count` logs; `None` elsewhere, where the rollout generates them."""
+    def __init__(self, host: TrainerHost, generation: Generation, dealer: Dealer, batches: Batches) -> None:
+        self._host, self._generation, self._dealer, self._batches = host, generation, dealer, batches
         self._weight, self._constant, self._last_weight = 1.0, 1.0, 0.0
         """The denominator of the step: known at its end, provisional until then, and the last that was not 0."""
 
@@ -66,17 +64,10 @@ class Overlap:
         """Whether rows are trained on as they come."""
         return self._generation.streams and self._generation.rollout.writes_apart
 
-    @property
-    def notifies_teacher(self) -> bool:
-        """Whether a teacher is notified of each row when it has ended."""
-        return self._generation.streams and self._host.teaching.begins_early
-
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns; a teacher that starts early is notified of each row when it has ended."""
         host = self._host
-        if self._completions is not None:
-            return self._completions
-        if not self.notifies_teacher:
+        if not self._generation.notifies_teacher:
             return host.complete(prompt_ids)
         host.teaching.teachers.forget_expected()
         found = {}
@@ -84,7 +75,7 @@ class Overlap:
             for row, completion in rows:
                 found[row] = completion
                 ended = Rollout.unpack(host.padded([prompt_ids[row]], [completion]))
-                host.teaching.expect(ended, [self._generation.requests[row]])
+                host.teaching.expect(ended, [self._generation.rows[row]])
         return [found[row] for row in range(len(prompt_ids))]
 
     def step(self, model: Any, inputs: Any, learn: Callable[[bool], Tensor]) -> Tensor:
@@ -114,7 +105,7 @@ class Overlap:
         start, learned = perf_counter(), []
         self._constant = self._expected()
         host.teaching.teachers.forget_expected()
-        rows = self._generation.requests = host.begin_batch(inputs)
+        rows = self._generation.rows = host.begin_batch(inputs)
         prompt_ids = host.prompt_ids_of(rows)
         waiting = self._waiting(prompt_ids)
         weight = torch.zeros((), device=accelerator.device)
@@ -130,7 +121,10 @@ class Overlap:
                 yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=accelerator.device)}, False
                 learned.append(perf_counter())
         # The last micro-batch trains after this: by now the denominator is known.
-        self._count(rows, [waiting.completions[row] for row in range(len(rows))])
+        written = self._generation.turned(prompt_ids, [waiting.completions[row] for row in range(len(rows))])
+        host.turns.end(rows)
+        self._batches.note(rows, written)
+        torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same
         total = float(accelerator.gather(weight).sum())
         # A step without loss tokens has losses of 0, whatever divides them.
         self._weight, self._last_weight = total or 1.0, total or self._last_weight
@@ -162,7 +156,7 @@ class Overlap:
         waiting: Waiting,
         prefetched: Prefetcher[tuple[int, list[int]]],
         prompt_ids: list[list[int]],
-        rows: Sequence[Request],
+        rows: Sequence[BatchRow],
     ) -> dict[str, Any]:
         """The next micro-batch, scored; of weight 0 if this process has trained on all its rows. Collective."""
         host = self._host
@@ -190,20 +184,10 @@ class Overlap:
                 come(wait=True)
         # A process without rows left repeats one to keep collectives matched; the shortest costs least.
         numbers = taken or [waiting.shortest()]
-        batch: dict[str, Any] = padded(numbers)
-        batch.update(self._scorer.score(batch, [rows[row] for row in numbers]))
+        batch = self._batches.scored(padded(numbers), [rows[row] for row in numbers])
         if not taken:
             batch["loss_weights"] = torch.zeros_like(batch["loss_weights"])
         return batch
-
-    def _count(self, rows: Sequence[Request], completions: list[list[int]]) -> None:
-        """Lets TRL count and log a step that was generated row by row."""
-        self._completions = completions
-        try:
-            self._host.trl_batch(rows)
-        finally:
-            self._completions = None
-        torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same
 
     def _scaled_last(self) -> AbstractContextManager[float]:
         """Context of the last micro-batch, which gives the divisor of its loss.

@@ -16,20 +16,18 @@ VERBS = ("complete", "teach", "weigh", "compare")
 _PASSED_BY = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss")
 """Methods that a batch passes; an override may change it."""
 
-_NOT_CALLED = ("_generate", "_generate_single_turn")
-"""Methods that generate a whole batch; with `overlap="step"` they are called for the log only, after the last row."""
-
 _ELSEWHERE = {
     "pass a `divergence` (docs/extending.md)": "generalized_jsd_loss _reduce_divergence_loss _compute_iw_opd_loss "
     "_compute_policy_loss _compute_self_distillation_loss _compute_server_forward_kl_loss",
-    "override `complete`, or pass a `rollout`": "generate_on_policy_outputs sample_rollouts _generate_vllm "
+    "override `complete`, or pass a `rollout`": "_generate _generate_single_turn _tool_call_loop "
+    "generate_on_policy_outputs sample_rollouts _generate_vllm "
     "_generate_transformers _generate_student_completions _generate_on_policy_for_slices",
     "override `teach`": "_get_last_hidden_state _get_per_token_logps_and_entropies _get_teacher_logits _forward_logits "
     "_setup_teacher_model _compute_teacher_student_logits _get_teacher_token_logprobs_from_server",
     "override `weigh`": "get_high_entropy_mask get_off_policy_mask get_gamma_weights",
     "pass `reward_funcs`": "_calculate_rewards",
     "call `record`": "_log_metric _log_completion_extra",
-    "prepare the rows with `dataset.map`": "_prepare_dataset",
+    "prepare the rows with `dataset.map`": "_prepare_dataset _tokenize_prompts",
 }
 _UNCALLED = {name: instead for instead, names in _ELSEWHERE.items() for name in names.split()}
 """Methods of TRL's trainers that are never called here, and what to do instead."""
@@ -72,7 +70,7 @@ def own_verbs(trainer: type) -> dict[str, list[Callable[..., Any]]]:
 
 def check_methods(trainer: type, args: OPSDConfig) -> None:
     """Rejects overrides of methods that need a whole batch: overlap trains before its last row is generated."""
-    for name in (*_PASSED_BY, *_NOT_CALLED) if args.overlap == "step" else ():
+    for name in _PASSED_BY if args.overlap == "step" else ():
         if not of_package(getattr(trainer, name)):
             raise TypeError(
                 f"`overlap={args.overlap!r}` with `{trainer.__name__}.{name}`, which needs the whole batch, but rows "

@@ -15,9 +15,9 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from trl_opsd.data.prompts import Row
 from trl_opsd.host import Host
 from trl_opsd.loop.overrides import may_change_batches
+from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.step_stats import CANDIDATES
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.losses.token_selection import Selection
@@ -41,7 +41,7 @@ class Scorer:
     def __init__(self, host: TrainerHost) -> None:
         self._host, self._has_warned = host, False
 
-    def score(self, batch: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    def score(self, batch: Mapping[str, Any], rows: Sequence[BatchRow]) -> dict[str, Any]:
         """What the loss needs besides TRL's keys: targets, weights, and a digest of the tokens they belong to."""
         host, name = self._host, type(self._host).__name__
         digest, selection = _digest(batch), selection_of(host)
@@ -68,16 +68,16 @@ class Scorer:
         weights = checked_weights(weights, rollout)
         if host.model.training and host.args.equal_turns:
             weights = by_turn(weights, spoken)
-        of_prompts = [getattr(row, "prompt_weight", 1.0) for row in rows]
+        of_prompts = [row.prompt_weight for row in rows]
         if host.model.training and host.visits is not None:
             weights = weights * weights.new_tensor(of_prompts).unsqueeze(1)
-        gates = [getattr(row, "gate", 1.0) for row in rows]
+        gates = [row.gate for row in rows]
         weights = weights * weights.new_tensor(gates).unsqueeze(1)
         intake = host.teaching.readers.intake
         is_gated = intake.reads_outcomes or (intake.is_told and intake.needs_context)
         if is_gated or (host.model.training and host.args.reward_gate is not None):
             of_each = zip(rows, gates, of_prompts, strict=True)
-            generated = [gate for row, gate, weight in of_each if weight and not getattr(row, "is_padding", False)]
+            generated = [gate for row, gate, weight in of_each if weight and not row.is_padding]
             sums = torch.tensor([sum(generated), len(generated)], dtype=torch.float32, device=weights.device)
             total, count = host.accelerator.reduce(sums, "sum").tolist()
             if count:
@@ -102,10 +102,9 @@ class Scorer:
         """The batch, with targets and weights for its current tokens. Collective."""
         if not self._needs_scoring(batch):
             return batch
-        rows = batch.get("rows")
         # What other tokens were sampled with says nothing of these.
         batch = {name: value for name, value in batch.items() if name != "logprobs"}
-        return {**batch, **self.score(batch, self._host.teaching.rows_of(_generated(batch)) if rows is None else rows)}
+        return {**batch, **self.score(batch, self._host.teaching.rows_of(batch, _generated(batch)))}
 
     def warn_if_unscored(self, scored: Tensor | None) -> None:
         """Warns once if `compare` did not return the `scored` of a late selection."""
@@ -127,18 +126,16 @@ class Scorer:
         # A teacher may be sharded over the processes, so all of them let it score, or none.
         return bool(self._host.accelerator.gather(changed).any())
 
-    def _seeds(self, rows: Sequence[Any]) -> list[int]:
+    def _seeds(self, rows: Sequence[BatchRow]) -> list[int]:
         """Of `token_selection="random"`, by seed, step, and the place of a row among those of all processes."""
-        places = [getattr(row, "place", None) for row in rows]
         # Rows of a batch that no dataset gave have no place: their number in it stands in.
-        return [
-            derived_seed(self._host.args.seed, self._host.state.global_step, number if place is None else place, _SALT)
-            for number, place in enumerate(places)
-        ]
+        places = [number if row.place is None else row.place for number, row in enumerate(rows)]
+        seed, step = self._host.args.seed, self._host.state.global_step
+        return [derived_seed(seed, step, place, _SALT) for place in places]
 
-    def _logprobs(self, rollout: Rollout, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def _logprobs(self, rollout: Rollout, rows: Sequence[BatchRow]) -> dict[str, Tensor]:
         """What tokens were sampled with, [B, C], if all processes know it for all rows; else empty. Collective."""
-        known = [getattr(row, "logprobs", None) for row in rows]
+        known = [row.logprobs for row in rows]
         # Where a subclass has changed a completion since, what its tokens were sampled with is not known.
         found = [one for one, ids in zip(known, rollout.completion_lists(), strict=True) if one and one[0] == ids]
         device = self._host.accelerator.device

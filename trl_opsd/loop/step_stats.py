@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
 from trl_opsd.loop.collapse import is_repetition
-from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.rows import BatchRow, Written
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.monitor.metrics import METRICS, evaluated_names
 from trl_opsd.options.rules import EVALUATION, refuse
@@ -247,16 +247,16 @@ class StepStats:
         device = self._trainer.accelerator.device
         return {name: torch.zeros(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
 
-    def completed(
-        self, prompts: Sequence[list[int]], completions: Sequence[list[int]], tool_masks: Any, generation: Generation
-    ) -> dict[str, Tensor]:
+    def completed(self, rows: Sequence[BatchRow], written: Written) -> dict[str, Tensor]:
         """What is counted of each completion of a generation batch, [R] each. Collective."""
         trainer, table = self._trainer, list[dict[str, int]]()
         ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
-        turns = trainer.turns.counts or [(1, 0, 0)] * len(completions)
-        for number, (row, prompt, ids) in enumerate(zip(generation.requests, prompts, completions, strict=True)):
-            length = len(ids) if tool_masks is None else sum(tool_masks[number])
-            is_generated = number not in generation.empty_rows and (trainer.args.seq_kd or not row.is_off_policy)
+        turns = trainer.turns.counts or [(1, 0, 0)] * len(rows)
+        for number, (row, prompt) in enumerate(zip(rows, written.prompt_ids, strict=True)):
+            # An empty completion counts as one token, of padding.
+            ids = written.completions[number] or [trainer.processing_class.pad_token_id]
+            length = len(ids) if written.masks is None else max(sum(written.masks[number]), 1)
+            is_generated = bool(written.completions[number]) and (trainer.args.seq_kd or not row.is_off_policy)
             images = 0 if row.images is None else len(row.images.originals)
             marks = sum(one in trainer.placeholders for one in prompt) if images else 0
             of_row = {"prompt": len(prompt), "length": length, "generated": length * is_generated, "ids": len(ids)}
@@ -380,14 +380,14 @@ class Predictions(PredictionOutput):
 
 def _add_to(tables: Mapping[str, Tensor], batch: Mapping[str, Any], rows: Tensor, scored: Tensor | None) -> None:
     """Adds the rows of a micro-batch to the tables of its step, on its device."""
-    requests = batch.get("rows") or ()
+    known = batch.get("rows") or ()
     weight_B, divergence_B, tokens_B = columns(rows, "weight", "divergence", "tokens").unbind(1)
     counted_B = (weight_B > 0).to(rows.dtype)  # a row repeated only to keep collectives matched has no weight
     # Rows that no dataset gave have neither a place nor a mark.
-    places = [getattr(row, "place", None) for row in requests]
+    places = [row.place for row in known]
     if "prompts" in tables and places and None not in places:
         tables["prompts"].index_add_(0, torch.tensor(places, device=rows.device), columns(rows, *_BY_PROMPT))
-    marks = [getattr(row, "is_off_policy", None) for row in requests]
+    marks = [row.is_off_policy for row in known]
     if "sources" in tables and marks and None not in marks:
         values_B3 = torch.stack([counted_B, weight_B, divergence_B], dim=1)
         tables["sources"].index_add_(0, torch.tensor(marks, device=rows.device).long(), values_B3)

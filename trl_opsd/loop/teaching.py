@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd import fingerprint
@@ -27,12 +26,14 @@ from trl_opsd.arguments.checks import (
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, comparable, describe_rows
+from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows
 from trl_opsd.data.images import settings_of
-from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
+from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
+from trl_opsd.loop.rows import BatchRow
+from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.options.rules import refuse
@@ -48,7 +49,6 @@ from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets
-from trl_opsd.types.rollout import images_of
 from trl_opsd.types.targets import kept_by_row
 
 logger = get_logger(__name__)
@@ -71,6 +71,7 @@ class Teaching:
         """Offset from the step being trained to the step whose rows are read."""
         self.first_made: tuple[list[int], PreTrainedTokenizerBase] | None = None
         """Token ids of the first prompt by `teacher_prompt_fn`, and the tokenizer that made them."""
+        self.prompts = TeacherPrompts(host)
         self._described_rows: tuple[str, str] | None = None
         """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
         self._fixed: fingerprint.Fingerprint = {
@@ -251,7 +252,7 @@ class Teaching:
         name = f"the batch of step {step}" if host.model.training else "an evaluation batch"
         return f"{name} in process {accelerator.process_index}" if accelerator.num_processes > 1 else name
 
-    def read_rows(self, rows: Sequence[Row]) -> list[Request]:
+    def read_rows(self, rows: Sequence[Row]) -> list[BatchRow]:
         """Parses and checks the rows of a generation batch."""
         host, batch = self._host, self.batch_name
         requests = self.readers.read_batch(rows, batch)
@@ -259,10 +260,12 @@ class Teaching:
             self.readers.student.token_ids([one.student for one in requests])  # names the row that a template refuses
             look_at(host.processing_class, batch, requests, host.args, host.tools)
             self._prompts_are_seen = True
-        return requests
+        return list(map(BatchRow, requests))
 
-    def rows_of(self, rollout: Rollout) -> list[Row]:
-        """Rows for a batch that comes from no dataset; raises where a prompt alone does not make one."""
+    def rows_of(self, batch: Mapping[str, Any], rollout: Rollout) -> list[BatchRow]:
+        """The rows of a batch that was built elsewhere; raises where a prompt alone does not make one."""
+        if (rows := batch.get("rows")) is not None:
+            return self.as_rows(rows)
         has_images = set(self._host.placeholders) & {one for ids in rollout.prompt_lists() for one in ids}
         columns = columns_of(self._host.train_dataset) or ()
         if len(self.teachers) > 1 or has_images or not self.readers.are_alike(columns):
@@ -271,7 +274,18 @@ class Teaching:
                 "teacher's prompts are made: pass the result of `trainer._generate_and_score_completions(rows)`, or "
                 "add the rows, in the same order, as `batch['rows']`."
             )
-        return [{"prompt": text} for text in self._host.processing_class.batch_decode(rollout.prompt_lists())]
+        return self.as_rows(
+            [{"prompt": text} for text in self._host.processing_class.batch_decode(rollout.prompt_lists())]
+        )
+
+    def as_rows(self, rows: Sequence[Row]) -> list[BatchRow]:
+        """Rows of a batch; those that come from elsewhere are parsed, and nothing is known of them."""
+        return [
+            row
+            if isinstance(row, BatchRow)
+            else BatchRow(self.readers.intake.read(row, f"row {number} of {self.batch_name}"))
+            for number, row in enumerate(rows)
+        ]
 
     @property
     def beside(self) -> set[str]:
@@ -281,24 +295,21 @@ class Teaching:
 
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """The teachers' targets for a generation batch, of which they do not read the rows that were skipped."""
+        known = self.as_rows(rows)
         # All processes call their teachers, which may be collective.
-        read = [number for number, row in enumerate(rows) if getattr(row, "prompt_weight", 1.0)] or [0]
+        read = [number for number, row in enumerate(known) if row.prompt_weight] or [0]
         if len(read) == len(rows):
-            return self._targets(rollout, rows)
+            return self._targets(rollout, known)
         rollout = rollout.select(read)
-        targets = kept_by_row(self._targets(rollout, [rows[number] for number in read]), rollout.weights)
+        targets = kept_by_row(self._targets(rollout, [known[number] for number in read]), rollout.weights)
         return targets.among(read, len(rows))
 
-    def _targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
+    def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
         beside = dict.fromkeys(self.beside, rollout)
         if (name := self._host.args.extrapolation_reference) is not None:  # which reads what the student has read
-            lengths = list(map(len, rollout.completion_lists()))
-            requests = self.readers.intake.read_batch(rows, self.batch_name)
-            self.readers.check_fits_teacher(requests, rollout.prompt_lists(), lengths, name)
+            self.prompts.check_fit(rows, rollout.prompt_lists(), rollout, name)
         if "contrast" in beside:
-            requests = self.readers.intake.read_batch(rows, self.batch_name)
-            prompts = self.readers.contrast_prompt_ids(requests, rollout.completion_lists())
-            beside["contrast"] = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
+            beside["contrast"] = self.prompts.contrasts(rollout, rows)
         found = self.teachers.targets(*self._for_teachers(rollout, rows), beside)
         if self.spelling is not None:
             self._warn_of_little(rollout, found)
@@ -320,63 +331,17 @@ class Teaching:
         """Whether a teacher benefits from `expect`."""
         return self.teachers.begin_early and not overrides(self._host, "teach")
 
-    def expect(self, rollout: Rollout, rows: Sequence[Row]) -> None:
+    def expect(self, rollout: Rollout, rows: Sequence[BatchRow]) -> None:
         """Notifies the teachers of rows that `targets` will soon be called with."""
         self.teachers.expect(*self._for_teachers(rollout, rows))
 
-    def _for_teachers(self, rollout: Rollout, rows: Sequence[Row]) -> tuple[Rollout, list[str]]:
+    def _for_teachers(self, rollout: Rollout, rows: Sequence[BatchRow]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
-        requests = self.readers.intake.read_batch(rows, self.batch_name)
-        decode = self._host.processing_class.batch_decode
-        prompts = self.readers.teacher_prompt_ids(requests, rollout.prompt_lists(), rollout.completion_lists(), decode)
-        prompts = self._of_control(prompts, requests)
-        if self.first_made is None and prompts is not None and self.readers.intake.prompt_fn is not None:
-            self.first_made = prompts[0], self.readers.tokenizers.get(requests[0].teacher, self.readers.tokenizer)
-        if prompts is not None:  # the same completions, token by token, after the teacher's prompts
-            rollout = rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
-        return rollout, [request.teacher for request in requests]
-
-    def _of_control(self, prompts: list[list[int]] | None, requests: Sequence[Request]) -> list[list[int]] | None:
-        """The teachers' prompts, or those that `teacher_control` puts in their place."""
-        control = self._host.args.teacher_control
-        if not self._host.model.training:  # evaluations compare with the teacher that it controls for
-            return prompts
-        if control == "shuffled" and any(one.control is None for one in requests):
-            raise ValueError(
-                "`teacher_control='shuffled'` with a batch whose rows come from no dataset: pass the result of "
-                "`trainer._generate_and_score_completions(rows)`."
-            )
-        if control != "unprivileged":
-            return prompts
-        if any(self.readers.intake.processors) or self.readers.tokenizers:
-            raise ValueError(
-                "`teacher_control='unprivileged'`: a teacher with a tokenizer or processor of its own cannot read "
-                "the student's tokens: pass one with the student's."
-            )
-        return None
-
-    def shuffle(self, rows: Sequence[Request], rollout: Rollout) -> None:
-        """Gives the teacher of each row what is read for another prompt, of all processes. Collective."""
-        host, intake, number = self._host, self.readers.intake, self._host.args.num_generations
-        own = [one.of_teacher for one in rows]
-        if intake.reads_completions:
-            texts = host.processing_class.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
-            own = [intake.after(row, text) for row, text in zip(rows, texts, strict=True)]
-        mine = [
-            (repr(comparable(row.student.value)), prompt, row.contrast) for row, prompt in zip(rows, own, strict=True)
-        ]
-        everyone = gather_object(mine)
-        for place, row in enumerate(rows, start=host.accelerator.process_index * len(rows)):
-            # The completions of a prompt are adjacent; the same prompt may come twice.
-            others = (everyone[(place + away) % len(everyone)] for away in range(number, len(everyone), number))
-            found = next((one for one in others if one[0] != everyone[place][0]), None)
-            if found is None:
-                raise ValueError(
-                    f"`teacher_control='shuffled'`, but {self.batch_name} has one prompt alone: raise "
-                    "`per_device_train_batch_size` or `gradient_accumulation_steps`."
-                )
-            row.control = intake.as_control(row, found[1])
-            row.contrast = found[2] and intake.as_control(row, found[2])
+        read = self.prompts.read(rollout, rows)
+        if self.first_made is None and read is not rollout and self.readers.intake.prompt_fn is not None:
+            tokenizer = self.readers.tokenizers.get(rows[0].request.teacher, self.readers.tokenizer)
+            self.first_made = read.prompt_lists()[0], tokenizer
+        return read, [row.request.teacher for row in rows]
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------
 

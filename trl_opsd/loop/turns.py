@@ -7,23 +7,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event, RLock
-from typing import Any, TypeAlias
+from typing import Any
 
 from trl_opsd._compat.threads import start_thread
 from trl_opsd._compat.trl import parse_response
-from trl_opsd.data.prompts import Request
 from trl_opsd.environments import Called, Environments
 from trl_opsd.environments.environments import Calls, Episode, answers
 from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.rows import BatchRow, Written
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed, preserved_rng
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import checked_completions
-
-Turned: TypeAlias = tuple[list[list[int]], list[list[dict[str, Any]]], list[list[int]], int, int, list[list[Any]]]
-"""As TRL's tool loop returns it: masks, conversations, completions, calls, failed calls, and images of each row."""
 
 _SALT = 2
 """Separates these seeds from those of `lmbda` and of token selection."""
@@ -106,26 +103,14 @@ class Turns:
 
     # ---- All rows of a batch, a turn at a time ----------------------------------------------------------------------
 
-    def run(
-        self, prompt_ids: list[list[int]], completion_ids: list[list[int]], messages: list[list[dict[str, Any]]]
-    ) -> Turned:
+    def run(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> Written:
         """Continues the first turn of each row. Collective."""
         if self.ended:
             rows = [self.ended[row] for row in range(len(prompt_ids))]
-            for row, first in zip(rows, completion_ids, strict=True):
-                if not row.ids:  # an empty completion travels as a token of padding
-                    row.ids, row.mask = list(first), [1] * len(first)
         else:
-            rows = [
-                Trajectory(ids, episode, list(first), [1] * len(first), said, first, turns=1)
-                for ids, episode, first, said in zip(
-                    prompt_ids, self._episodes(len(prompt_ids)), completion_ids, messages, strict=True
-                )
-            ]
-            if self.environments is not None and self.environments.are_several:
-                for row in rows:  # TRL has parsed it with the tools of all environments
-                    row.messages = [self._parsed(row, row.first, row.prompt_ids)]
-            calling = {number: calls for number, row in enumerate(rows) if (calls := _calls(row))}
+            rows = [*map(Trajectory, prompt_ids, self._episodes(len(prompt_ids)))]
+            firsts = enumerate(zip(rows, completions, strict=True))
+            calling = {number: calls for number, (row, ids) in firsts if (calls := self._grow(row, ids))}
             while calling := self._may_go_on(rows, calling):
                 with self._host.phase("act"):
                     answered = self._answered([rows[number] for number in calling])
@@ -133,18 +118,17 @@ class Turns:
                 asked = [number for number, called in pairs if self._asks(rows[number], called)]
                 if not asked:
                     break
-                written = self._generation.turn([rows[number].context for number in asked])
+                written = self._generation.turn([rows[number].context for number in asked]) or ()
                 calling = {
                     number: calls
                     for number, ids in zip(asked, written, strict=True)
                     if (calls := self._grow(rows[number], ids))
                 }
         self.counts = [(row.turns, row.calls, row.failures) for row in rows]
-        totals = sum(row.calls for row in rows), sum(row.failures for row in rows)
         masks, said, ids = ([getattr(row, name) for row in rows] for name in ("mask", "messages", "ids"))
-        return masks, said, ids, *totals, [[] for _ in rows]
+        return Written(prompt_ids, ids, masks, said)
 
-    def end(self, rows: Sequence[Request]) -> None:
+    def end(self, rows: Sequence[BatchRow]) -> None:
         """Ends a batch: the teacher of each row is told what its environment said, if it was not told yet."""
         if self.environments is None:
             return
@@ -155,11 +139,15 @@ class Turns:
             self.tell(number, row)
         self.ended = {}
 
-    def tell(self, number: int, row: Request) -> None:
-        """Tells the teacher of a row what its environment said after it."""
-        if number in self._said:
-            intake, template = self._host.teaching.readers.intake, self._host.args.feedback_template
-            intake.add_feedback(row, self._said.pop(number), template)
+    def tell(self, number: int, row: BatchRow) -> None:
+        """Tells the teacher of a row what its environment said after it; a row that needs that, and has none, ends."""
+        if number not in self._said:
+            return
+        intake = self._host.teaching.readers.intake
+        if (said := self._said.pop(number)) is not None:
+            row.request = intake.with_feedback(row.request, said, self._host.args.feedback_template)
+        if intake.needs_context and not row.request.tells_more:
+            row.gate = 0.0
 
     # ---- Each row on its own ----------------------------------------------------------------------------------------
 
@@ -220,8 +208,6 @@ class Turns:
         while not unwanted.is_set():
             context = row.context
             (ids,) = checked_completions([ask(number, context)], self._host, [context], name)
-            if not row.turns:
-                row.first = ids
             calls = self._grow(row, ids)
             if not self._may_go_on({number: row}, {number: calls}):
                 return
@@ -252,9 +238,12 @@ class Turns:
         before = row.context
         ids = ids[: self._host.limits.completion - len(row.ids)]
         row.ids, row.mask, row.turns = row.ids + ids, row.mask + [1] * len(ids), row.turns + 1
-        if not ids:
+        if row.turns == 1:
+            row.first = ids
+        elif not ids:
             return ()
-        row.messages.append(self._parsed(row, ids, before))
+        # An empty completion cannot be parsed, so a padding token stands for it.
+        row.messages.append(self._parsed(row, ids or [self._host.processing_class.pad_token_id], before))
         return _calls(row)
 
     def _parsed(self, row: Trajectory, ids: list[int], before: list[int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trl_opsd.data.datasets import comparable
 from trl_opsd.data.outcomes import Visit, is_skipped
-from trl_opsd.data.prompts import Request
+from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.options.table import LARGEST_WEIGHT
 
@@ -52,7 +52,7 @@ class Visits:
 
     # ---- A step -----------------------------------------------------------------------------------------------------
 
-    def weigh(self, rows: Sequence[Request]) -> None:
+    def weigh(self, rows: Sequence[BatchRow]) -> None:
         """Sets the weight of the prompt of each row of a generation batch; 0 if it is skipped. Collective."""
         # The rows of a prompt are adjacent, and may be in several processes: the one with the first of them decides.
         first, number = self._trainer.accelerator.process_index * len(rows), self._trainer.args.num_generations
@@ -69,19 +69,19 @@ class Visits:
         self._trainer.record("prompts/skipped", len(skipped) / len(self._prompts))
         self._trainer.record("prompts/tokens_saved", saved)
 
-    def _weight(self, row: Request, key: str) -> float:
+    def _weight(self, row: BatchRow, key: str) -> float:
         last, kind = self._last.get(key), self._trainer.args.skip_prompts
         if self._weight_fn is None:
             return float(kind is None or not is_skipped(kind, last))
         try:
             weight = self._weight_fn(dict(row), last)
         except Exception as error:
-            error.add_note(f"`prompt_weight_fn` raised this for {row.where}.")
+            error.add_note(f"`prompt_weight_fn` raised this for {row.request.where}.")
             raise
         if not (isinstance(weight, Real) and 0 <= float(weight) <= LARGEST_WEIGHT):
             raise ValueError(
-                f"`prompt_weight_fn` returned {weight!r} for {row.where}: expected a number from 0, which skips the "
-                f"prompt, to {LARGEST_WEIGHT:g}."
+                f"`prompt_weight_fn` returned {weight!r} for {row.request.where}: expected a number from 0, which "
+                f"skips the prompt, to {LARGEST_WEIGHT:g}."
             )
         return float(weight)
 
@@ -90,13 +90,10 @@ class Visits:
         """R values: whether a row of this step was not skipped."""
         return [bool(weight) for _, weight in self._prompts for _ in range(self._trainer.args.num_generations)]
 
-    def note_completions(self, of: dict[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
-        """Notes how many tokens were generated for each row; returns how many TRL has counted in vain, and the rows
-        that were not skipped.
-        """
+    def note_completions(self, of: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Notes how many tokens were generated for each row; returns the rows that were not skipped."""
         self._tokens, kept_R = of["generated"].tolist(), torch.tensor(self.generated)
-        unread = int(((of["length"] + of["prompt"]) * ~kept_R).sum())
-        return unread, {name: column_R[kept_R] for name, column_R in of.items()}
+        return {name: column_R[kept_R] for name, column_R in of.items()}
 
     def end(self, sums_R3: Any) -> None:
         """Records the visits of a step, by weight, divergence and tokens of each row."""
