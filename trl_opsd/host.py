@@ -77,4 +77,4 @@ class Host(Protocol):
         """Adds the time spent inside to `time/<name>` in the log."""
 
     def record(self, name: str, value: float, count: float = 1) -> None:
-        """Adds a value to the next log, which reports the main process's mean; in an evaluation weighted by `count`."""
+        """Adds a value to the next log, which has the mean of all processes; in an evaluation weighted by `count`."""

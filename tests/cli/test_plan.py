@@ -154,7 +154,7 @@ BY_HAND = {
     ),
     "with an engine": (
         ("1.5b", "7b", Choice("single", "none", 16, "vllm"), replace(LOAD, batch=16, length=1024), 8.0, 8.7),
-        [6.2 + 12.4 + 15.2 + 0.3 + 8, 36.9 + 8, 50.9 + 8],
+        [6.2 + 12.4 + 15.2 + 3.1 + 0.2 + 8, 36.9 + 8, 50.9 + 8],
     ),
     "7B and 72B on eight": (
         ("7b", "72b", Choice("zero3", "zero3", 8), replace(LOAD, gpus=8), 0, 4.4),
@@ -170,7 +170,8 @@ BY_HAND = {
     ),
 }
 """Models, placement, load, GB of an engine and of activations; and GB of each phase: weights, optimizer, gradients,
-teacher, copies of weights (of the head alone while the student learns), activations, loss tile, the rest.
+teacher, copies of weights (of the head alone while the student learns), the proof of a sync, activations, loss tile, the
+rest.
 """
 
 

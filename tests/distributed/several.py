@@ -114,6 +114,13 @@ class Pairing(OPSDTrainer):
         self.controls += [(row["prompt"], row.control and row.control.value) for row in rows]
         return super().teach(rollout, rows)
 
+    def weigh(self, rollout: Any, rows: list[dict[str, Any]], targets: Any) -> Any:
+        lengths = rollout.completion_mask.sum(1).float()
+        self.record("mine/length", lengths.mean(), len(lengths))
+        if self.accelerator.is_last_process:
+            self.record("mine/last", 1.0)
+        return super().weigh(rollout, rows, targets)
+
     def compare(self, student: Any, rollout: Any, targets: Any, num_items: Any) -> Any:
         parts = super().compare(student, rollout, targets, num_items)
         texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)

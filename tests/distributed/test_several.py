@@ -61,6 +61,23 @@ def test_completions_are_scored_and_learned_with_their_own_prompts(results, name
     assert {tuple(sorted(which)) for which in learned.values()} == {tuple(map(str, range(number)))}
 
 
+OF_A_PROCESS = ("time/", "tokens_per_second", "step_time", "overlap/")
+"""What is measured where it happens: seconds, and how rows came."""
+
+
+@pytest.mark.parametrize("name", [*TRAININGS, *EVALUATIONS])
+def test_whatever_is_logged_is_of_all_processes(results, name):
+    """Also what a user records, and what only one of them knows."""
+    one, two = (results[processes]["train" if name in TRAININGS else "eval"][name]["logs"] for processes in (1, 2))
+    for row, other in zip(one, two, strict=True):
+        assert row.keys() == other.keys()
+        names = {metric for metric in row if not metric.removeprefix("eval_").startswith(OF_A_PROCESS)}
+        assert {"mine/length", "mine/last"} <= {metric.removeprefix("eval_") for metric in names}
+        if name == "overlap":  # rows of other micro-batches
+            names -= {"mine/length", "entropy"}
+        assert {metric: row[metric] for metric in names if not close(row[metric], other[metric])} == {}
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_group_std_is_that_of_completions_of_each_prompt(results, name, processes):

@@ -629,3 +629,13 @@ def test_budget_reads_arrived_rows_at_once_unless_in_order():
     assert packed.take() == [1, 0, 2]
     assert padded.take() == [1], "8 of 12 tokens"
     assert padded.shortest() == 2
+
+
+def test_a_control_by_a_constant_trains_rows_as_they_come(make_trainer):
+    """What is not the teacher's reaches a row on every path."""
+    given = {"teacher_control": "constant", "divergence": None}
+    waits, comes = (fast(make_trainer, overlap=overlap, **given) for overlap in (None, "step"))
+    for one in (waits, comes):
+        one.train()
+    assert tiny.logged(comes, "loss") == pytest.approx(tiny.logged(waits, "loss"), rel=1e-5)
+    assert min(map(abs, tiny.logged(waits, "loss"))) > 0

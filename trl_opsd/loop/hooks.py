@@ -37,7 +37,7 @@ from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.scoring import Scorer
-from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats
+from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_processes
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
@@ -428,6 +428,10 @@ class TrainerHooks(TrainerMembers):
             if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
                 os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
             numbers = self._metrics["train" if self.model.training else "eval"]
+            if not {"learning_rate", "train_runtime"}.isdisjoint(logs):  # by transformers, in all processes
+                known = of_all_processes(numbers, weighted=False)
+                numbers.clear()
+                numbers.update({name: [value] for name, value in known.items()})
             for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
                 del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
             super().log(logs, start_time)

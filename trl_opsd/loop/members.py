@@ -205,7 +205,7 @@ class TrainerMembers(UpstreamFixes):
     # ---- Host: numbers and words ------------------------------------------------------------------------------------
 
     def record(self, name: str, value: float, count: float = 1) -> None:
-        """Adds a number to the next log, which shows the main process's mean; in an evaluation, to its metrics.
+        """Adds a number to the next log, which shows the mean of all processes; in an evaluation, to its metrics.
 
         Args:
             name (`str`):

@@ -10,13 +10,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from time import perf_counter
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
@@ -327,8 +328,6 @@ class StepStats:
                 self._evaluated = self._completed = None
         if rows:
             self._record_spread(torch.cat(rows), self._generations)
-        # Means without NaN, as in TRL's log.
-        known = {name: [one for one in each if not math.isnan(one)] for name, each in recorded.items()}
         of = {name: torch.cat([one[name] for one in batches]) for name in (batches or [{}])[0]}
         weight = accounts.totals["weight"]
         if not weight:
@@ -338,7 +337,7 @@ class StepStats:
             )
         found = {
             **accounts.metrics(per_batch=False),
-            **{name: _average(each) for name, each in known.items() if each},
+            **of_all_processes(recorded, weighted=True),
             **(completion_metrics(of, bool(self._trainer.tools)) if of else {}),
             "loss": accounts.totals["divergence"] / weight if weight else math.nan,
         }
@@ -415,9 +414,24 @@ def completion_metrics(of: Mapping[str, Tensor], has_tools: bool) -> dict[str, f
     return found
 
 
-def _average(values: Sequence[float]) -> float:
-    counts = [getattr(one, "count", 1.0) for one in values]  # TRL's have none; 0 where there were no tokens
-    return float(np.average(values, weights=counts if any(counts) else None))
+def of_all_processes(recorded: Mapping[str, Sequence[float]], weighted: bool) -> dict[str, float]:
+    """The mean of each recorded number over all processes, without NaN as in TRL's log; `weighted` by its count.
+
+    Collective: a name may be known in some of the processes only.
+    """
+    sums = {}
+    for name, values in recorded.items():
+        known = [one for one in values if not math.isnan(one)]
+        counts = [getattr(one, "count", 1.0) for one in known]  # TRL's have none; 0 where there were no tokens
+        products = [one * count for one, count in zip(known, counts, strict=True)]
+        sums[name] = sum(products), sum(counts), sum(known), len(known)
+    found = {}
+    everyone = gather_object([sums])
+    for name in dict.fromkeys(chain.from_iterable(everyone)):
+        product, count, total, number = map(sum, zip(*(one[name] for one in everyone if name in one), strict=True))
+        if number:
+            found[name] = product / count if weighted and count else total / number
+    return found
 
 
 def _mean(values_R: Tensor) -> float:

@@ -41,7 +41,6 @@ class Mean(float):
 _WEIGHTED = "weighted mean over the tokens in the loss, of all processes and micro-batches"
 _MEAN = "mean over the tokens in the loss, of all processes and micro-batches"
 _STEPS = "all processes; mean over optimizer steps"
-_MAIN = "main process; mean over optimizer steps"
 _ALWAYS = "always, unless the loss had no tokens"
 _TOKENS = Logs(_WEIGHTED, _ALWAYS)
 _COUNTED = Logs(_MEAN, _ALWAYS)
@@ -66,9 +65,9 @@ _REWARDS = Logs(
 )
 _PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _PHASES = Logs(_PHASE, _ALWAYS)
-_OVERLAP = Logs(_MAIN, '`overlap="step"` with a rollout that generates in another process', evaluated=False)
+_OVERLAP = Logs(_STEPS, '`overlap="step"` with a rollout that generates in another process', evaluated=False)
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
-_SYNC = Logs("main process; mean over weight syncs", _WITH_SYNC)
+_SYNC = Logs("all processes; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
 _IMAGES = Logs(_BATCHES, "prompts with images")
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
@@ -236,7 +235,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "overlap/staleness": Metric(
             "1",
             "Share of steps that trained on rows generated before the previous step.",
-            Logs(_MAIN, _AHEAD, evaluated=False),
+            Logs(_STEPS, _AHEAD, evaluated=False),
         ),
         "overlap/divergence": Metric(
             "nats per token",

@@ -22,6 +22,8 @@ _BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
 """Of an engine: maximum tokens in a forward pass, and bytes of CUDA graphs and workspace, an assumption."""
 _SENT = 256_000_000
 """Bytes of weights that are gathered at once to be sent to it."""
+_PROBED = 2 * 80
+"""Tokens that a student reads to prove that they arrived."""
 
 Parts = dict[str, int]
 """Bytes by part."""
@@ -127,8 +129,10 @@ def phases(
         "activations": load.batch * ((row - load.length) * student.width * itemsize * 8 + student.vocabulary * 12),
         **seen(student, load.batch, load),
     }
-    if choice.engine != TRANSFORMERS:  # weights are sent to it in buckets
-        writing = {"gathered or cast weights": min(_SENT, itemsize * student.parameters), "engine": engine}
+    if choice.engine != TRANSFORMERS:  # weights are sent to it in buckets, and proved by a pass of the student
+        sent = min(_SENT, itemsize * student.parameters)
+        proof = _PROBED * student.vocabulary * (itemsize + 8)
+        writing = {"gathered or cast weights": max(sent, copies or gathered), "engine": engine, "proof": proof}
     rollout = {**always, **between, **writing}
     teach = {
         **always,
