@@ -170,8 +170,8 @@ BY_HAND = {
     ),
 }
 """Models, placement, load, GB of an engine and of activations; and GB of each phase: weights, optimizer, gradients,
-teacher, copies of weights (of the head alone while the student learns), the proof of a sync, activations, loss tile, the
-rest.
+teacher, copies of weights (of the head alone while the student learns), the proof of a sync, activations, loss tile,
+the rest.
 """
 
 

@@ -115,8 +115,9 @@ class Pairing(OPSDTrainer):
         return super().teach(rollout, rows)
 
     def weigh(self, rollout: Any, rows: list[dict[str, Any]], targets: Any) -> Any:
-        lengths = rollout.completion_mask.sum(1).float()
-        self.record("mine/length", lengths.mean(), len(lengths))
+        lengths = rollout.completion_mask.sum(1).float()[[not row.is_padding for row in rows]]
+        if len(lengths):
+            self.record("mine/length", lengths.mean(), len(lengths))
         if self.accelerator.is_last_process:
             self.record("mine/last", 1.0)
         return super().weigh(rollout, rows, targets)

@@ -252,7 +252,7 @@ class OneTeacherApart(OPSDTrainer):
     """Counts the rows of one teacher only."""
 
     def weigh(self, rollout, rows, targets):
-        mine = torch.tensor([[row.teacher == "prose"] for row in rows])
+        mine = torch.tensor([[row["teacher"] == "prose"] for row in rows])
         return super().weigh(rollout, rows, targets) * mine
 
 
