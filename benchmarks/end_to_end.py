@@ -110,22 +110,25 @@ def trainer_class(side: str, meter: Meter, recorded: dict[tuple[int, ...], list[
     from trl_opsd import FixedRollout, OPSDTrainer
 
     class Timed(OPSDTrainer if side == "ours" else DistillationTrainer):  # type: ignore[misc]
-        def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any:
-            before = meter.tokens.copy()
-            with meter("write"):
-                if side == "trl" and recorded:
-                    written = FixedRollout(recorded).complete(prompt_ids, 0)
-                else:
-                    written = super()._generate_single_turn(prompt_ids, *given, **named)
-            meter.tokens.clear()  # those of decoding do not count
-            completion = sum(map(len, written))
-            meter.tokens.update(before, loss=completion, real=completion + sum(map(len, prompt_ids)))
-            return written
-
         def _compute_loss(self, *given: Any, **named: Any) -> Any:
             with meter("loss"):
                 return super()._compute_loss(*given, **named)
 
+    verb = "complete" if side == "ours" else "_generate_single_turn"
+
+    def write(self: Any, prompt_ids: Any, *given: Any) -> Any:
+        before = meter.tokens.copy()
+        with meter("write"):
+            if side == "trl" and recorded:
+                written = FixedRollout(recorded).complete(prompt_ids, 0)
+            else:
+                written = getattr(super(Timed, self), verb)(prompt_ids, *given)
+        meter.tokens.clear()  # those of decoding do not count
+        completion = sum(map(len, written))
+        meter.tokens.update(before, loss=completion, real=completion + sum(map(len, prompt_ids)))
+        return written
+
+    setattr(Timed, verb, write)
     if side == "ours":  # in its own method: reading prompts, checks and copies too
         Timed.teach = meter.timed("teach", Timed.teach)  # type: ignore[attr-defined]
     return Timed
