@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any, ClassVar
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoConfig
@@ -40,17 +41,18 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
 
     def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
-        if args.vllm_tensor_parallel_size != 1:
+        if args.world_size % args.vllm_tensor_parallel_size:
             raise ValueError(
-                f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` is not supported, because each process "
-                "has its own engine: set it to 1."
+                f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}`: that many processes share an engine, "
+                f"but there are {args.world_size}: set it to a divisor of their number."
             )
         if args.vllm_enable_sleep_mode and (why := why_no_sleep_mode()):
             raise ValueError(f"`vllm_enable_sleep_mode=True`: {why}; set it to False.")
         sampling_options(args, end_ids=[])
 
     def __str__(self) -> str:
-        return "vLLM in this process"
+        size = self.args.vllm_tensor_parallel_size
+        return "vLLM in this process" if size == 1 else f"vLLM in these processes, {size} per engine"
 
     def bind(self, trainer: Host) -> None:
         """Builds the engine; rejects a student, processes or a platform that do not fit vLLM."""
@@ -101,6 +103,14 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         self._check_sight()  # a stream may have images by now
         return super().complete(prompt_ids, step)
+
+    def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+        options = super()._prepared(prompt_ids)
+        if self.args.vllm_tensor_parallel_size == 1:
+            return options
+        # Processes that share an engine have random states of their own, but each samples the rows of all.
+        seeds = torch.randint(2**63 - 1, (len(options),)).tolist()
+        return [{"seed": seed, **own} for seed, own in zip(seeds, options, strict=True)]
 
     def _choose_sync(self, against: str | None) -> None:
         self._mode, why = chosen_sync(self.args.vllm_weight_sync, self.trainer.model, LORA_RANKS, against)
@@ -156,7 +166,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
     # ---- Construction -------------------------------------------------------------------------------------------
 
     def _engine_arguments(self) -> dict[str, Any]:
-        trainer, args = self.trainer, self.args
+        trainer, args, size = self.trainer, self.args, self.args.vllm_tensor_parallel_size
+        rows = max(args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size)
         adapter: dict[str, Any] = {}
         if self._mode == "adapter":
             rank = adapter_rank(trainer.model)
@@ -176,10 +187,10 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             "tokenizer": self._tokenizer_folder.name,
             "dtype": self._dtype,
             "max_model_len": trainer.limits.context,
-            "max_num_seqs": max(
-                args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size
-            ),
-            "seed": trainer.accelerator.process_index,  # else all processes would sample with the same random numbers
+            "max_num_seqs": rows * size,
+            "tensor_parallel_size": size,
+            # Else all engines would sample with the same random numbers.
+            "seed": trainer.accelerator.process_index // size,
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
             "model_impl": args.vllm_model_impl,
             "language_model_only": self._is_multimodal and not self.sees,
