@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,10 @@ from trl_opsd.arguments.checks import (
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, comparable, describe_rows
+from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, comparable, describe_rows, longest
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Request, Row
-from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.readers import PromptLimits, Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.trainer_host import TrainerHost
@@ -52,6 +53,9 @@ from trl_opsd.types.rollout import images_of
 from trl_opsd.types.targets import kept_by_row
 
 logger = get_logger(__name__)
+
+_ROOMY = 4096
+"""Prompt tokens that every engine has room for: their cache is small, and fewer need not be counted."""
 
 
 class Teaching:
@@ -105,6 +109,7 @@ class Teaching:
         """Builds the teachers from the checked arguments, and checks every row with student and teachers."""
         rows = self._admit(self._given.rows, self.readers.student)
         self._student_readers = self.readers  # without the limits of teachers, for when another is assigned
+        self._of_engine = self._limits_of_engine(rows)
         self._build_teachers(self._given.models)
         self._admit_for_teachers(rows)
 
@@ -201,6 +206,7 @@ class Teaching:
             self._take_datasets(train_dataset, eval_dataset)
             rows = looked_through(datasets, args, intake, given.row_columns)
             self._admit_for_teachers(self._admit(rows, self.readers.student))
+            self.check_room({"train_dataset": self._host.train_dataset, **by_name(self._host.eval_dataset)})
 
     @contextmanager
     def _rebuilding(self) -> Iterator[None]:
@@ -221,7 +227,29 @@ class Teaching:
         self._admit(rows, self.readers.teacher)
         if self.readers.contrast is not None:
             self._admit(rows, self.readers.contrast)
-        self.readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
+        readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
+        self.readers = readers if self._of_engine is None else readers.within(self._of_engine)
+
+    def _limits_of_engine(self, rows: Mapping[str, Rows]) -> PromptLimits | None:
+        """Those of an engine in this process, whose cache has to hold a longest row; `None` if that is not known."""
+        args, limits = self._host.args, self.readers.student_limits
+        is_apart = not args.use_vllm or args.vllm_mode == "server" or args.vllm_max_model_length is not None
+        if is_apart or self._host.tools or self._given.environments is not None:  # which add to prompts
+            return None
+        found = [longest(one, self.readers.student, _ROOMY) for one in rows.values()]
+        known = [one for one in found if one is not None]
+        if len(known) < len(found):
+            return None
+        remedy = "set `vllm_max_model_length`, by default that of the first datasets"
+        return replace(limits, context=max(known) + limits.completion, reader="the engine", remedy=remedy)
+
+    def check_room(self, datasets: Mapping[str, Any]) -> None:
+        """Refuses other datasets with prompts that the engine was not built for, before any is generated for."""
+        if self._of_engine is None:
+            return
+        for rows in surveyed(datasets, self._host.args, self.readers.intake.names).values():
+            if rows.survey is not None:
+                admit(rows, self.readers.student, dropped=None)
 
     def _admit(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
         host = self._host

@@ -104,8 +104,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         self._check_sight()  # a stream may have images by now
         return super().complete(prompt_ids, step)
 
-    def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
-        options = super()._prepared(prompt_ids)
+    def prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+        options = super().prepared(prompt_ids)
         if self.args.vllm_tensor_parallel_size == 1:
             return options
         # Processes that share an engine have random states of their own, but each samples the rows of all.

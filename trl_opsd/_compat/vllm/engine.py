@@ -102,8 +102,8 @@ class VLLMEngine:
         drawn = hash(tuple(tuple(output.outputs[0].token_ids) for output in outputs))
         if any(other != drawn for other in self._gathered(drawn)):
             raise RuntimeError(
-                "Processes that share a vLLM engine sampled different tokens, so each continued other rows with its part "
-                "of the model: set `vllm_tensor_parallel_size=1`, or `vllm_mode='server'`."
+                "Processes that share a vLLM engine sampled different tokens, so each continued other rows than the "
+                "rest: set `vllm_tensor_parallel_size=1`, or `vllm_mode='server'`."
             )
         first = sum(map(len, by_process[: self._sharing.rank_in_group]))
         return [_written(output) for output in outputs[first : first + len(prompt_ids)]]
