@@ -17,6 +17,7 @@ import fsdp_on_cpu
 import tiny
 import torch
 from peft import LoraConfig
+from vllm import SamplingParams
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 from trl_opsd import OPSDTrainer
@@ -124,7 +125,8 @@ def written_together(folder: Path, size: int) -> dict[str, Any]:
     rows = trainer.rollout.engine.write(prompt_ids[mine], options[mine])
     trainer.model.train()
     drawn = trainer.complete(prompt_ids[:2])
-    torch.manual_seed(rank)
+    loss = trainer.evaluate()["eval_loss"]
+    engine.SamplingParams = lambda **given: SamplingParams(**{**given, "seed": rank})
     try:
         trainer.rollout.engine.write(prompt_ids[:1], [{"max_tokens": 8, "ignore_eos": True}])
         said = ""
@@ -134,8 +136,8 @@ def written_together(folder: Path, size: int) -> dict[str, Any]:
         "sampled": [(row.prompt_ids, row.completion_ids) for row in rows],
         "logprobs": [one for row in rows for one in row.logprobs],
         "drawn": drawn,
-        "loss": trainer.evaluate()["eval_loss"],
-        "without seeds": said,
+        "loss": loss,
+        "in disagreement": said,
     }
 
 

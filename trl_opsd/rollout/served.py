@@ -306,7 +306,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         """
         self.engine.check_connected()
         with self.session():
-            options = self.prepared(prompt_ids)
+            options = self._prepared(prompt_ids)
             seeds = self._seeds(step, len(prompt_ids))
             responses = self.engine.write_each(
                 prompt_ids, [{"seed": seed, **own} for seed, own in zip(seeds, options, strict=True)]
@@ -318,7 +318,7 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         """As for every rollout. Each turn has its own seed, of its row and of the number of its tokens so far."""
         self.engine.check_connected()
         with self.session():
-            options = self.prepared(prompt_ids)
+            options = self._prepared(prompt_ids)
             seeds, known, limits = self._seeds(step, len(prompt_ids)), self._new_logprobs(), self.trainer.limits
 
         def ask(number: int, ids: list[int]) -> list[int]:

@@ -106,7 +106,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         with self.session():
-            rows = self.engine.write(prompt_ids, self.prepared(prompt_ids))
+            rows = self.engine.write(prompt_ids, self._prepared(prompt_ids))
         known = self._new_logprobs()
         for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
             self._check_prompt(number, sent, row)
@@ -124,7 +124,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
             self._logprobs.append(known)
         return known
 
-    def prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
+    def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
         """Sends the weights if they have changed, and returns the options of each prompt. Collective."""
         changes = assigned(self.trainer.generation_config, self._bound)
         # An engine reads none of `trainer.generation_config`, so every change would be ignored.

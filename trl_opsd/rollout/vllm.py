@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from typing import Any, ClassVar
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoConfig
@@ -103,14 +102,6 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         self._check_sight()  # a stream may have images by now
         return super().complete(prompt_ids, step)
-
-    def prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
-        options = super().prepared(prompt_ids)
-        if self.args.vllm_tensor_parallel_size == 1:
-            return options
-        # Processes that share an engine have random states of their own, but each samples the rows of all.
-        seeds = torch.randint(2**63 - 1, (len(options),)).tolist()
-        return [{"seed": seed, **own} for seed, own in zip(seeds, options, strict=True)]
 
     def _choose_sync(self, against: str | None) -> None:
         self._mode, why = chosen_sync(self.args.vllm_weight_sync, self.trainer.model, LORA_RANKS, against)

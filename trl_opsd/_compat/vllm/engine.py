@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
@@ -88,9 +89,10 @@ class VLLMEngine:
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
         """Generates one completion for each prompt, with arguments of `vllm.SamplingParams` for each.
 
-        Processes that share an engine may have different numbers of prompts. What is sampled needs a `seed`, as each of
-        them samples all rows.
+        Processes that share an engine may have different numbers of prompts.
         """
+        if self._sharing.world_size > 1:  # each samples the rows of all, but has a random state of its own
+            options = [one if one.get("seed") is not None else {**one, "seed": _drawn_seed()} for one in options]
         by_process = self._gathered(list(zip(map(_prompt, prompt_ids), options, strict=True)))
         rows = [row for of_one in by_process for row in of_one]
         outputs = self._llm.generate(
@@ -267,6 +269,10 @@ def _reading(processor: Any) -> Iterator[None]:
         yield
     finally:
         InputProcessingContext.get_hf_processor = theirs
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(2**63 - 1, ()))
 
 
 def _prompt(ids: list[int]) -> dict[str, Any]:
