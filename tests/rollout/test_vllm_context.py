@@ -136,6 +136,16 @@ def test_later_datasets_with_longer_prompts_are_refused_before_any_is_generated_
     assert trainer.rollout.engine.written == written
 
 
+def test_an_engine_that_the_teachers_context_bounds_keeps_that_bound(make):
+    """Where later rows give the teacher prompts of its own, the student's were limited by the student alone."""
+    trainer = make(train=(5, 6, 9), teachers=70, args={"vllm_max_model_length": 100})
+    assert context(trainer) == 70
+    with pytest.raises(ValueError, match=r"has 60 tokens.*of the engine \(70 tokens\).*set `vllm_max_model_length`"):
+        trainer.train_dataset = rows(5, 60, 7).add_column("teacher_prompt", ["why"] * 3)
+    trainer.train_dataset = rows(5, 46, 7).add_column("teacher_prompt", ["why"] * 3)
+    assert trainer.limits.context == 70
+
+
 def test_rows_that_an_engine_was_not_built_for_are_not_dropped(make):
     """`overlong_prompts` drops what the models cannot read."""
     trainer = make(args={"overlong_prompts": "drop"})

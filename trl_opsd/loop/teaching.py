@@ -75,6 +75,8 @@ class Teaching:
         """Offset from the step being trained to the step whose rows are read."""
         self.first_made: tuple[list[int], PreTrainedTokenizerBase] | None = None
         """Token ids of the first prompt by `teacher_prompt_fn`, and the tokenizer that made them."""
+        self._of_engine: PromptLimits | None = None
+        """Limits of an engine in this process, which is built once."""
         self._described_rows: tuple[str, str] | None = None
         """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
         self._fixed: fingerprint.Fingerprint = {
@@ -109,9 +111,10 @@ class Teaching:
         """Builds the teachers from the checked arguments, and checks every row with student and teachers."""
         rows = self._admit(self._given.rows, self.readers.student)
         self._student_readers = self.readers  # without the limits of teachers, for when another is assigned
-        self._of_engine = self._limits_of_engine(rows)
         self._build_teachers(self._given.models)
         self._admit_for_teachers(rows)
+        self._of_engine = self._limits_of_engine(rows)
+        self.readers = self.readers if self._of_engine is None else self.readers.within(self._of_engine)
 
     def _build_teachers(self, models: Mapping[str, Any]) -> None:
         host, spelling = self._host, self.spelling
@@ -231,17 +234,22 @@ class Teaching:
         self.readers = readers if self._of_engine is None else readers.within(self._of_engine)
 
     def _limits_of_engine(self, rows: Mapping[str, Rows]) -> PromptLimits | None:
-        """Those of an engine in this process, whose cache has to hold a longest row; `None` if that is not known."""
+        """Those of an engine in this process: room for the longest row, where it is known, as its cache holds one."""
         args, limits = self._host.args, self.readers.student_limits
-        is_apart = not args.use_vllm or args.vllm_mode == "server" or args.vllm_max_model_length is not None
-        if is_apart or self._host.tools or self._given.environments is not None:  # which add to prompts
-            return None
-        found = [longest(one, self.readers.student, _ROOMY) for one in rows.values()]
-        known = [one for one in found if one is not None]
-        if len(known) < len(found):
+        if not args.use_vllm or args.vllm_mode == "server":
             return None
         remedy = "set `vllm_max_model_length`, by default that of the first datasets"
-        return replace(limits, context=max(known) + limits.completion, reader="the engine", remedy=remedy)
+        limits = replace(limits, reader="the engine", remedy=remedy)
+        if args.vllm_max_model_length is not None or self._host.tools or self._given.environments is not None:
+            return limits  # tools and environments add to prompts
+        most = _ROOMY
+        for one in rows.values():
+            found = longest(one, self.readers.student, most)
+            if found is None:
+                return limits
+            most = found
+        context = most + limits.completion
+        return replace(limits, context=context if limits.context is None else min(context, limits.context))
 
     def check_room(self, datasets: Mapping[str, Any]) -> None:
         """Refuses other datasets with prompts that the engine was not built for, before any is generated for."""
