@@ -241,6 +241,23 @@ def test_steps_objective_and_options_are_those_of_the_run(make_trainer):
     assert found["rows"] == "8 in train_dataset"
 
 
+def test_rounded_float32_products_are_named(make_trainer):
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        found = parts(make_trainer())
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert found["student"].endswith("; rounds float32 products")
+
+
+def test_attention_of_each_model_is_named_and_is_sdpa_by_default(make_trainer, tmp_path):
+    tiny.save_pair(tmp_path)
+    paths = {"model": str(tmp_path / "student"), "teacher_model": str(tmp_path / "teacher")}
+    assert parts(make_trainer(**paths))["attention"] == "sdpa"
+    found = parts(make_trainer(**paths, teacher_model_init_kwargs={"attn_implementation": "eager"}))
+    assert found["attention"] == "student sdpa, teacher eager"
+
+
 def test_options_without_effect_are_listed(make_trainer):
     found = parts(make_trainer(rollout=None, vllm_server_port=9000, teacher_update_rate=0.5))
     assert found["no effect"] == "teacher_update_rate=0.5, vllm_server_port=9000"

@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from trl_opsd._compat.peft import is_peft
+from trl_opsd._compat.peft import CausalLM, is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
 from trl_opsd.data.images import TEACHER_IMAGE_COLUMNS
 from trl_opsd.data.prompts import Request
@@ -31,6 +31,7 @@ from trl_opsd.models.tokenizers import readable
 from trl_opsd.options.normalize import SAMPLING
 from trl_opsd.options.rules import prompts_of_step
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
+from trl_opsd.parallel.precision import rounds_float32
 
 _WIDTH = 120
 """Characters in a line."""
@@ -98,6 +99,7 @@ class Described:
         averaged = f"; averaged in {sizes(copies)}" if copies else ""
         for name, teacher in teachers.items():
             yield "teacher" if len(teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}{averaged}"
+        yield "attention", self._attention()
         yield "processes", self.trainer.strategy
         yield "steps", self._steps()
         yield "completions", self._completions()
@@ -119,7 +121,18 @@ class Described:
         towers = [one for one in model.modules() if seeing is not None and getattr(one, "config", None) is seeing]
         if is_peft(model) and any(one.requires_grad for tower in towers for one in tower.parameters()):
             part += ", in the vision tower too"
-        return f"{described(model)}{part}{'' if precision == 'no' else f'; computes in {precision}'}"
+        computes = "" if precision == "no" else f"; computes in {precision}"
+        return f"{described(model)}{part}{computes}{'; rounds float32 products' if rounds_float32() else ''}"
+
+    def _attention(self) -> str:
+        """The implementation in each model, or in all of them."""
+        teachers = {name: getattr(one, "teacher", one) for name, one in self.trainer.teaching.teachers.items()}
+        found = {"student": self.trainer.model.config._attn_implementation}
+        for name, teacher in teachers.items():
+            if isinstance(model := getattr(teacher, "model", None), CausalLM):  # else a server's, or a user's own
+                found[name] = model.config._attn_implementation
+        same = len({*found.values()}) == 1
+        return found["student"] if same else ", ".join(f"{name} {kind}" for name, kind in found.items())
 
     def _kind(self, kind: str) -> str:
         """What a teacher of this `teacher_model_kind` is."""
@@ -148,7 +161,9 @@ class Described:
         rollout = self.trainer.rollout
         # What it takes from the student's own config; `None` if it may not even follow the options.
         of_student = getattr(rollout, "of_student", None)
-        shown = [f"by {rollout}", f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
+        context = self.trainer.limits.context if self.trainer.args.has_engine else None
+        where = f"by {rollout}" + (f" with a context of {context} tokens" if context else "")
+        shown = [where, f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
         if of_student is not None:
             others = {**(self.trainer.args.generation_kwargs or {}), **of_student}
             sampling = {name: of_student.get(name, getattr(options, name)) for name in SAMPLING}

@@ -436,6 +436,7 @@ OWNERS = (
             "_TP": "lent as the group of experts",
             "destroy_distributed_environment": "switched off while an engine shuts down",
             "destroy_model_parallel": "switched off while an engine shuts down",
+            "get_tp_group": "the processes that share an engine",
         },
     ),
     Owner(

@@ -76,6 +76,7 @@ def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeyp
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         MemoryError(),
         ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
+        ValueError("16.0 GiB KV cache is needed, which is larger than the available KV cache memory (7.0 GiB)"),
     ],
     ids=lambda error: type(error).__name__,
 )

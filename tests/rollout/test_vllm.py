@@ -248,7 +248,7 @@ def test_engine_calls_restore_the_current_stream(monkeypatch, call):
     monkeypatch.setattr(torch, "get_device_module", lambda: device)
     current.append(ours)
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine._llm, engine._adapter = Changes(), None
+    engine._llm, engine._adapter, engine._sharing = Changes(), None, SimpleNamespace(world_size=1)
     with pytest.raises(KeyboardInterrupt):
         getattr(engine, call)(*CALLS[call])
     assert current[0] is ours

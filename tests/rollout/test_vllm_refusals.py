@@ -33,7 +33,7 @@ pytestmark = pytest.mark.vllm
             {"vllm_mode": "server", "vllm_server_port": 9, "vllm_server_timeout": 999},
             "on the device 'cpu': weights .* needs a CUDA device. Set `vllm_mode='colocate'`",
         ),
-        ({"vllm_tensor_parallel_size": 2}, "set it to 1"),
+        ({"vllm_tensor_parallel_size": 2}, "but there are 1: set it to a divisor"),
         ({"vllm_enable_sleep_mode": True}, "on the platform 'cpu'; set it to False"),
         ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
     ],

@@ -50,11 +50,12 @@ def test_engines_get_base_and_adapter_of_a_student_sharded_by_zero3(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("size", [1, 2], ids=["an engine in each", "an engine over both"])
 @pytest.mark.parametrize("strategy", VARIANTS)
-def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processes(tmp_path, strategy):
+def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processes(tmp_path, strategy, size):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
     names = VARIANTS[strategy]
-    printed = launch(strategy, Path(vllm_sharded.__file__), tmp_path, *names, status=1, **QUIET)
+    printed = launch(strategy, Path(vllm_sharded.__file__), tmp_path, size, *names, status=1, **QUIET)
     ended = time.time()
     assert (tmp_path / "results.json").exists(), printed[-3000:]
     results = check(tmp_path, names)
@@ -62,3 +63,19 @@ def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processe
         assert results["noticed"] == {"a rollout": False, "the adapter": True, "the base": True, "loading": True}
     assert "[rank1]: RuntimeError: injected into sync" in printed
     check_one_traceback(printed, ended, first=1)
+
+
+@pytest.mark.long
+def test_two_engines_over_two_processes_each_generate_what_one_process_does(tmp_path):
+    tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
+    together = forks.results("ddp", vllm_sharded.written_together, tmp_path, 2, processes=4)
+    (alone,) = forks.results("alone", vllm_sharded.written_together, tmp_path, 1).values()
+    assert [len(of_one["sampled"]) for of_one in together.values()] == [*vllm_sharded.OF_EACH]
+    for name, tolerance in {"sampled": None, "logprobs": 1e-4}.items():
+        found = [one for of_one in together.values() for one in of_one[name]]
+        assert found == (alone[name] if tolerance is None else pytest.approx(alone[name], abs=tolerance))
+    assert len({str(of_one["drawn"]) for of_one in together.values()}) == 4, "each process has seeds of its own"
+    for of_one in together.values():
+        assert of_one["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+        assert "sampled different tokens" in of_one["in disagreement"]
+    assert not alone["in disagreement"]

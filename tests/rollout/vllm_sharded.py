@@ -1,4 +1,4 @@
-"""Two processes with a sharded student: trains with a vLLM engine in each and records its log-prob gaps.
+"""Two processes with a sharded student: trains with vLLM engines, one in each or over both; records log-prob gaps.
 
 As a script, one of them finally fails while it sends weights.
 """
@@ -17,6 +17,8 @@ import fsdp_on_cpu
 import tiny
 import torch
 from peft import LoraConfig
+from vllm import SamplingParams
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 from trl_opsd import OPSDTrainer
 from trl_opsd._compat.sharding import is_split_model, trained_parameters
@@ -32,18 +34,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 """`vllm_weight_sync` by name, and the options of the student's adapter, if it has one."""
 
 
-def main(folder: Path, names: list[str], fails: bool = False) -> None:
+def main(folder: Path, names: list[str], size: int = 1, fails: bool = False) -> None:
     weight_sync.BUCKET_BYTES = 2**15  # several buckets
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    # compiling would take most of the time
-    torch.compiler.set_stance("force_eager")
-    engine.LLM = partial(engine.LLM, enforce_eager=True, num_gpu_blocks_override=256)
+    start_quickly()
     teacher = tiny.qwen2(48, seed=1)  # before there is a DeepSpeed config, so that it stays whole
     results: dict[str, Any] = {}
     for name in names:
         sync, adapter = VARIANTS[name]
         args = tiny.config(
-            folder / name, per_device_train_batch_size=1, use_vllm=True, vllm_weight_sync=sync, learning_rate=1e-2
+            folder / name,
+            per_device_train_batch_size=1,
+            use_vllm=True,
+            vllm_weight_sync=sync,
+            vllm_tensor_parallel_size=size,
+            learning_rate=1e-2,
         )
         fsdp_on_cpu.allow()
         trainer = OPSDTrainer(
@@ -76,6 +80,65 @@ def main(folder: Path, names: list[str], fails: bool = False) -> None:
     if fails:
         fail_on_one(trainer)
         trainer.train()
+
+
+def start_quickly() -> None:
+    """Engines get a small cache, and compile nothing."""
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    # compiling would take most of the time
+    torch.compiler.set_stance("force_eager")
+    engine.LLM = partial(engine.LLM, enforce_eager=True, num_gpu_blocks_override=256)
+    # The memory that ranks on a CPU share has one name in all launches, ranks that are ended leave it, and more ranks
+    # than cores wait long for each other in it. Elsewhere it is not used.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda group: False
+
+
+OF_EACH = (2, 0, 3, 1)
+"""Prompts of each of four processes, of which two share an engine."""
+
+
+def written_together(folder: Path, size: int) -> dict[str, Any]:
+    """What engines over `size` processes generate from given seeds, and in an evaluation without sampling."""
+    start_quickly()
+    args = tiny.config(
+        folder / f"over {size}",
+        use_vllm=True,
+        vllm_tensor_parallel_size=size,
+        per_device_train_batch_size=1 if size > 1 else 4,
+        per_device_eval_batch_size=1 if size > 1 else 4,
+        eval_temperature=0.0,
+    )
+    trainer = OPSDTrainer(
+        model=str(folder / "student"),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=args,
+        train_dataset=tiny.rows(),
+        eval_dataset=tiny.rows(7),
+        processing_class=tiny.tokenizer(),
+    )
+    rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    trainer.rollout.sync_weights()
+    prompt_ids = trainer.tokenize(tiny.PROMPTS[: sum(OF_EACH)])
+    options = [{"seed": seed, "max_tokens": 4 + seed, "logprobs": 0} for seed in range(len(prompt_ids))]
+    first = sum(OF_EACH[:rank])
+    mine = slice(first, first + OF_EACH[rank]) if count > 1 else slice(None)
+    rows = trainer.rollout.engine.write(prompt_ids[mine], options[mine])
+    trainer.model.train()
+    drawn = trainer.complete(prompt_ids[:2])
+    loss = trainer.evaluate()["eval_loss"]
+    engine.SamplingParams = lambda **given: SamplingParams(**{**given, "seed": rank})
+    try:
+        trainer.rollout.engine.write(prompt_ids[:1], [{"max_tokens": 8, "ignore_eos": True}])
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    return {
+        "sampled": [(row.prompt_ids, row.completion_ids) for row in rows],
+        "logprobs": [one for row in rows for one in row.logprobs],
+        "drawn": drawn,
+        "loss": loss,
+        "in disagreement": said,
+    }
 
 
 def adapter_bytes(trainer: OPSDTrainer) -> int:
@@ -154,5 +217,5 @@ def fail_on_one(trainer: OPSDTrainer) -> None:
 
 
 if __name__ == "__main__":
-    folder, *names = sys.argv[1:]
-    main(Path(folder), names, fails=True)
+    folder, size, *names = sys.argv[1:]
+    main(Path(folder), names, int(size), fails=True)

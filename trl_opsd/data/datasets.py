@@ -202,7 +202,8 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     numbers = rows.one_of_each_shape
     counts = _counted(rows, numbers, reader)
     if rows.survey is not None:
-        others = _may_not_fit(rows, rows.survey, counts[:, 0], reader)
+        context, completion = reader.strictest.context, reader.strictest.completion
+        others = _may_exceed(rows, rows.survey, counts[:, 0], reader, None if context is None else context - completion)
         numbers, counts = np.append(numbers, others), np.append(counts, _counted(rows, others, reader), axis=0)
     by_number = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
     limits = reader.strictest
@@ -231,21 +232,29 @@ def admit(rows: Rows, reader: Reader, dropped: Counter[str] | None) -> Rows:
     return replace(rows, dataset=rows.dataset.select(left), survey=survey)
 
 
-def _may_not_fit(rows: Rows, survey: Survey, first_tokens: Numbers, reader: Reader) -> Numbers:
-    """Numbers of the rows, other than the first of each shape, that are not known to be within the limits."""
+def longest(rows: Rows, reader: Reader, enough: int) -> int | None:
+    """Tokens of the longest prompt, at least `enough`; `None` where rows are known only when they are read."""
+    if rows.survey is None:
+        return None
+    firsts = _counted(rows, rows.one_of_each_shape, reader)[:, 0]
+    others = _counted(rows, _may_exceed(rows, rows.survey, firsts, reader, enough), reader)[:, 0]
+    return max([enough, *firsts.tolist(), *others.tolist()])
+
+
+def _may_exceed(rows: Rows, survey: Survey, first_tokens: Numbers, reader: Reader, most: int | None) -> Numbers:
+    """Numbers of the rows, other than the first of each shape, that are not known to have at most that many tokens."""
     # A row has the tokens of the first of its shape, which has the same chat template around it, and those of its own
     # text, at most one per byte. Twice the bytes, as some templates write a message twice; a prompt that one writes
     # more often is refused when it is drawn.
     others = np.ones(len(survey.shapes), bool)
     if reader.is_bounded:
-        limits = reader.strictest
-        if limits.context is None:
+        if most is None:
             return np.zeros(0, np.int64)
         tokens = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies
         if rows.has_images:  # counted by the headers of their files, and by those of the first
             images = _image_tokens(rows, reader)
             tokens = tokens + images - np.maximum(images[survey.first_of_each_shape], 0)[survey.shape_of_row]
-        others = tokens + limits.completion > limits.context
+        others = tokens > most
     others[survey.first_of_each_shape] = False
     return np.flatnonzero(others)
 

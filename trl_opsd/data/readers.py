@@ -31,6 +31,8 @@ class PromptLimits:
     """Tokens reserved for the completion: `max_completion_length`."""
     reader: str = "the student"
     """The model whose context it is, in messages."""
+    remedy: str = "set overlong_prompts='drop' (which does not know what environments add)"
+    """What else helps where a prompt is too long."""
 
     def fits(self, prompt_tokens: int) -> bool:
         """Whether a prompt of this length leaves room for a whole completion."""
@@ -61,8 +63,7 @@ class PromptLimits:
         if not self.fits(prompt_tokens):
             raise ValueError(
                 f"{where} has {prompt_tokens} tokens; with a completion of {self.completion} this exceeds the context "
-                f"of {self.reader} ({self.context} tokens): shorten it, lower max_completion_length, or set "
-                "overlong_prompts='drop' (which does not know what environments add)."
+                f"of {self.reader} ({self.context} tokens): shorten it, lower max_completion_length, or {self.remedy}."
             )
         self.check_known(largest_id, where)
 
@@ -360,11 +361,16 @@ class Readers:
         # With tools, a conversation grows until the context is full.
         if len(self.teacher_limits) > 1 or not self.are_alike(columns):
             return self
-        limits = [one for one in (self.student_limits, *self.teacher_limits.values()) if one.context is not None]
-        if not limits:
+        (theirs,) = self.teacher_limits.values()
+        return self.within(theirs)
+
+    def within(self, limits: PromptLimits) -> Readers:
+        """A copy whose student context is at most that of these limits, with its name."""
+        mine = self.student_limits
+        if limits.context is None or (mine.context is not None and mine.context <= limits.context):
             return self
-        least = min(limits, key=lambda one: one.context or 0)
-        return replace(self, student_limits=replace(self.student_limits, context=least.context, reader=least.reader))
+        mine = replace(mine, context=limits.context, reader=limits.reader, remedy=limits.remedy)
+        return replace(self, student_limits=mine)
 
     def read_batch(self, rows: Iterable[Mapping[str, Any]], batch: str) -> list[Request]:
         """Parses the rows of a generation batch of this name, whose prompts must be of one kind."""

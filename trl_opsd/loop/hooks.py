@@ -502,14 +502,20 @@ class TrainerHooks(TrainerMembers):
         datasets = with_prompts(datasets, where, None if self.turns.environments is None else EMPTY_PROMPT)
         return solutions_as_context(datasets) if self.reads_solutions else datasets
 
+    def _checked(self, dataset: Any, where: str) -> Any:
+        dataset = self.as_read(dataset, where)
+        if isinstance(dataset, Dataset):  # not the trainer's own, nor the name of one of these
+            self.teaching.check_room({where: dataset})
+        return dataset
+
     # By `evaluate`, for each dataset, which may not have been there at construction.
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        return super().get_eval_dataloader(self.as_read(eval_dataset, "eval_dataset"))
+        return super().get_eval_dataloader(self._checked(eval_dataset, "eval_dataset"))
 
     # By `predict`. In the order of the rows; TRL shuffles what it evaluates.
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         return self._get_dataloader(
-            dataset=self.as_read(test_dataset, "test_dataset"),
+            dataset=self._checked(test_dataset, "test_dataset"),
             description="test",
             batch_size=self.args.eval_batch_size,
             sampler_fn=SequentialSampler,

@@ -20,6 +20,7 @@ _MESSAGES = (
     "can't allocate memory",
     "not enough memory",
     "No available memory for the cache blocks",
+    "larger than the available KV cache",
     "Free memory on device",
 )
 """Out-of-memory messages of torch on a CPU and of vLLM at its start, which have no error class of their own."""
@@ -27,7 +28,8 @@ _NOTE_PREFIX = "Out of memory in phase "
 
 ADVICE = {
     "start": "`vllm_gpu_memory_utilization` (vLLM's share of the device: raise it if the cache does not fit, lower it "
-    "if the student does not), `vllm_max_model_length`, `vllm_enable_sleep_mode=True`, `teacher_offload`",
+    "if the student does not), `vllm_max_model_length`, `vllm_tensor_parallel_size`, `vllm_enable_sleep_mode=True`, "
+    "`teacher_offload`",
     "complete": "`per_device_train_batch_size` x `gradient_accumulation_steps` (rows generated together), "
     "`max_completion_length`, `teacher_offload`, `use_vllm=True`",
     "act": "environments with less state, `per_device_train_batch_size` x `gradient_accumulation_steps` (one per row)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,10 +27,10 @@ from trl_opsd.arguments.checks import (
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows
+from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
-from trl_opsd.data.readers import Reader, Readers
+from trl_opsd.data.readers import PromptLimits, Reader, Readers
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.rows import BatchRow
@@ -53,6 +54,9 @@ from trl_opsd.types.targets import kept_by_row
 
 logger = get_logger(__name__)
 
+_ROOMY = 4096
+"""Prompt tokens that every engine has room for: their cache is small, and fewer need not be counted."""
+
 
 class Teaching:
     """Teachers, the readers of prompts for the student and for them, and the datasets that both can read."""
@@ -72,6 +76,8 @@ class Teaching:
         self.first_made: tuple[list[int], PreTrainedTokenizerBase] | None = None
         """Token ids of the first prompt by `teacher_prompt_fn`, and the tokenizer that made them."""
         self.prompts = TeacherPrompts(host)
+        self._of_engine: PromptLimits | None = None
+        """Limits of an engine in this process, which is built once."""
         self._described_rows: tuple[str, str] | None = None
         """The training dataset in the fingerprint, and the template of its contexts; computed when first needed."""
         self._fixed: fingerprint.Fingerprint = {
@@ -108,6 +114,8 @@ class Teaching:
         self._student_readers = self.readers  # without the limits of teachers, for when another is assigned
         self._build_teachers(self._given.models)
         self._admit_for_teachers(rows)
+        self._of_engine = self._limits_of_engine(rows)
+        self.readers = self.readers if self._of_engine is None else self.readers.within(self._of_engine)
 
     def _build_teachers(self, models: Mapping[str, Any]) -> None:
         host, spelling = self._host, self.spelling
@@ -202,6 +210,7 @@ class Teaching:
             self._take_datasets(train_dataset, eval_dataset)
             rows = looked_through(datasets, args, intake, given.row_columns)
             self._admit_for_teachers(self._admit(rows, self.readers.student))
+            self.check_room({"train_dataset": self._host.train_dataset, **by_name(self._host.eval_dataset)})
 
     @contextmanager
     def _rebuilding(self) -> Iterator[None]:
@@ -222,7 +231,34 @@ class Teaching:
         self._admit(rows, self.readers.teacher)
         if self.readers.contrast is not None:
             self._admit(rows, self.readers.contrast)
-        self.readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
+        readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
+        self.readers = readers if self._of_engine is None else readers.within(self._of_engine)
+
+    def _limits_of_engine(self, rows: Mapping[str, Rows]) -> PromptLimits | None:
+        """Those of an engine in this process: room for the longest row, where it is known, as its cache holds one."""
+        args, limits = self._host.args, self.readers.student_limits
+        if not args.use_vllm or args.vllm_mode == "server":
+            return None
+        remedy = "set `vllm_max_model_length`, by default that of the first datasets"
+        limits = replace(limits, reader="the engine", remedy=remedy)
+        if args.vllm_max_model_length is not None or self._host.tools or self._given.environments is not None:
+            return limits  # tools and environments add to prompts
+        most = _ROOMY
+        for one in rows.values():
+            found = longest(one, self.readers.student, most)
+            if found is None:
+                return limits
+            most = found
+        context = most + limits.completion
+        return replace(limits, context=context if limits.context is None else min(context, limits.context))
+
+    def check_room(self, datasets: Mapping[str, Any]) -> None:
+        """Refuses other datasets with prompts that the engine was not built for, before any is generated for."""
+        if self._of_engine is None:
+            return
+        for rows in surveyed(datasets, self._host.args, self.readers.intake.names).values():
+            if rows.survey is not None:
+                admit(rows, self.readers.student, dropped=None)
 
     def _admit(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
         host = self._host

@@ -93,7 +93,7 @@ _ADVICE = {
     **_all("max_staleness max_inflight_tasks queue_maxsize", "`overlap='ahead'` generates one step ahead, no more"),
     **_all("request_timeout weight_sync_timeout heartbeat_stale_after_s", "`phase_timeout` bounds a phase of a step"),
     **_all("teacher_tp_size teacher_ep_size teacher_pp_size teacher_dp_size", "serve it: `teacher_server_url`"),
-    "tensor_model_parallel_size": "set `vllm_mode='server'`, and start that with `--tensor-parallel-size`",
+    "tensor_model_parallel_size": "it is called `vllm_tensor_parallel_size`",
     **_all("use_transformers_paged use_transformers_continuous_batching", "rows that have ended leave the batch"),
     **_all("log_completions_steps log_completions_hub_repo", "`log_completions` saves to `output_dir` with each log"),
     **_all(

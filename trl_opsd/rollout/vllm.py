@@ -40,17 +40,18 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
 
     def __init__(self, args: OPSDConfig) -> None:
         super().__init__(args)
-        if args.vllm_tensor_parallel_size != 1:
+        if args.world_size % args.vllm_tensor_parallel_size:
             raise ValueError(
-                f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}` is not supported, because each process "
-                "has its own engine: set it to 1."
+                f"`vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}`: that many processes share an engine, "
+                f"but there are {args.world_size}: set it to a divisor of their number."
             )
         if args.vllm_enable_sleep_mode and (why := why_no_sleep_mode()):
             raise ValueError(f"`vllm_enable_sleep_mode=True`: {why}; set it to False.")
         sampling_options(args, end_ids=[])
 
     def __str__(self) -> str:
-        return "vLLM in this process"
+        size = self.args.vllm_tensor_parallel_size
+        return "vLLM in this process" if size == 1 else f"vLLM in these processes, {size} per engine"
 
     def bind(self, trainer: Host) -> None:
         """Builds the engine; rejects a student, processes or a platform that do not fit vLLM."""
@@ -156,7 +157,8 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
     # ---- Construction -------------------------------------------------------------------------------------------
 
     def _engine_arguments(self) -> dict[str, Any]:
-        trainer, args = self.trainer, self.args
+        trainer, args, size = self.trainer, self.args, self.args.vllm_tensor_parallel_size
+        rows = max(args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size)
         adapter: dict[str, Any] = {}
         if self._mode == "adapter":
             rank = adapter_rank(trainer.model)
@@ -176,10 +178,10 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
             "tokenizer": self._tokenizer_folder.name,
             "dtype": self._dtype,
             "max_model_len": trainer.limits.context,
-            "max_num_seqs": max(
-                args.per_device_train_batch_size * args.gradient_accumulation_steps, args.per_device_eval_batch_size
-            ),
-            "seed": trainer.accelerator.process_index,  # else all processes would sample with the same random numbers
+            "max_num_seqs": rows * size,
+            "tensor_parallel_size": size,
+            # Else all engines would sample with the same random numbers.
+            "seed": trainer.accelerator.process_index // size,
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
             "model_impl": args.vllm_model_impl,
             "language_model_only": self._is_multimodal and not self.sees,

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
@@ -30,14 +31,16 @@ _DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
 class VLLMEngine:
     """One vLLM engine inside this process, an [`~rollout.base.Engine`]; `llm` are arguments of `vllm.LLM`.
 
-    Token ids from `vocabulary` on and `placeholders` are never sampled. With a `processor` it reads images.
+    Token ids from `vocabulary` on and `placeholders` are never sampled. With a `processor` it reads images. With a
+    `tensor_parallel_size` above 1, as many consecutive processes hold a part of the model each: then `write` is
+    collective among them, and each of the other methods has to be called by all of them, in the same order.
     """
 
     name = "vLLM"
 
     @preserved_process()
     def __init__(self, vocabulary: int, placeholders: Collection[int], processor: Any = None, **llm: Any) -> None:
-        # A first engine without experts created no expert-parallel group; each group is one process.
+        # A first engine without experts created no expert-parallel group; without data parallelism it is the same.
         if parallel_state._EP is None:
             parallel_state._EP = parallel_state._TP
         if processor is not None:
@@ -62,6 +65,7 @@ class VLLMEngine:
                 logits_processors=[vocabulary_mask(vocabulary, placeholders)],
                 **llm,
             )
+        self._sharing = parallel_state.get_tp_group()
         retype(self._worker.model_runner.get_model(), changed)
         if processor is not None:
             self._llm.llm_engine.renderer.get_mm_processor().info.get_hf_processor = lambda *_, **__: processor
@@ -83,14 +87,35 @@ class VLLMEngine:
 
     @preserved_process()
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
-        """Generates one completion for each prompt, with arguments of `vllm.SamplingParams` for each."""
+        """Generates one completion for each prompt, with arguments of `vllm.SamplingParams` for each.
+
+        Processes that share an engine may have different numbers of prompts.
+        """
+        if self._sharing.world_size > 1:  # each samples the rows of all, but has a random state of its own
+            options = [one if one.get("seed") is not None else {**one, "seed": _drawn_seed()} for one in options]
+        by_process = self._gathered(list(zip(map(_prompt, prompt_ids), options, strict=True)))
+        rows = [row for of_one in by_process for row in of_one]
         outputs = self._llm.generate(
-            [_prompt(ids) for ids in prompt_ids],
-            [SamplingParams(**{"detokenize": False, **given}) for given in options],
+            [prompt for prompt, _ in rows],
+            [SamplingParams(**{"detokenize": False, **given}) for _, given in rows],
             use_tqdm=False,
             lora_request=self._adapter,
         )
-        return [_written(output) for output in outputs]
+        drawn = hash(tuple(tuple(output.outputs[0].token_ids) for output in outputs))
+        if any(other != drawn for other in self._gathered(drawn)):
+            raise RuntimeError(
+                "Processes that share a vLLM engine sampled different tokens, so each continued other rows than the "
+                "rest: set `vllm_tensor_parallel_size=1`, or `vllm_mode='server'`."
+            )
+        first = sum(map(len, by_process[: self._sharing.rank_in_group]))
+        return [_written(output) for output in outputs[first : first + len(prompt_ids)]]
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """What each of the processes that share this engine has, by rank. Collective."""
+        found = [mine] * self._sharing.world_size
+        if len(found) > 1:
+            distributed.all_gather_object(found, mine, group=self._sharing.cpu_group)
+        return found
 
     @preserved_process()
     def forget_prefixes(self) -> None:
@@ -244,6 +269,10 @@ def _reading(processor: Any) -> Iterator[None]:
         yield
     finally:
         InputProcessingContext.get_hf_processor = theirs
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(2**63 - 1, ()))
 
 
 def _prompt(ids: list[int]) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""An engine is built for the longest row of the datasets, and later ones with longer prompts are refused at once."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from datasets import Dataset
+from trl.chat_template_utils import qwen3_chat_template
+
+pytest.importorskip("vllm")
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.data import datasets
+from trl_opsd.loop import teaching
+from trl_opsd.rollout import vllm as backend
+from trl_opsd.types import Completion
+
+pytestmark = pytest.mark.vllm
+
+COMPLETION = 24
+
+
+class Recorder:
+    """Takes an engine's arguments, and writes the first token of each prompt."""
+
+    name, block_size, why_blind = "vLLM", 16, None
+
+    def __init__(self, **options):
+        self.options, self.written = options, 0
+
+    def write(self, prompt_ids, options):
+        self.written += len(prompt_ids)
+        return [
+            Completion(prompt_ids=ids, completion_ids=ids[:1], prompt_logprobs=[], logprobs=[]) for ids in prompt_ids
+        ]
+
+    def load(self, weights):
+        assert all(True for _ in weights)
+
+    def forget_prefixes(self):
+        """Has no cache."""
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Builds a trainer of a student with a context of 8192 tokens; an engine has room for prompts of 8."""
+    monkeypatch.setattr(backend, "VLLMEngine", Recorder)
+    monkeypatch.setattr(teaching, "_ROOMY", 8)
+    model = tiny.qwen2(max_position_embeddings=8192)
+    model.save_pretrained(tmp_path / "student")
+
+    def make(train=(5, 60, 9), args=None, **given):
+        options = {"use_vllm": True, "max_completion_length": COMPLETION, "vllm_sync_check": "never", **(args or {})}
+        return OPSDTrainer(
+            model=str(tmp_path / "student"),
+            teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=given.pop("teachers", 8192)),
+            args=tiny.config(tmp_path, **options),
+            **{"train_dataset": rows(*train), "processing_class": tiny.tokenizer(), **given},
+        )
+
+    return make
+
+
+def rows(*lengths):
+    """Prompts of so many tokens: a byte is a token."""
+    return Dataset.from_dict({"prompt": ["x" * length for length in lengths]})
+
+
+def context(trainer):
+    found = trainer.rollout.engine.options["max_model_len"]
+    assert found == trainer.limits.context
+    return found
+
+
+@pytest.mark.long
+def test_the_longest_row_of_all_datasets_sets_the_length_of_an_engine(make, monkeypatch):
+    assert context(make()) == 60 + COMPLETION
+    assert context(make(eval_dataset={"short": rows(4), "long": rows(300, 7)})) == 300 + COMPLETION
+    assert context(make(train=(5, 7), eval_dataset=rows(6))) == 8 + COMPLETION, "for which no row is counted"
+    dropped = make(train=(5, 9000, 60), args={"overlong_prompts": "drop"})
+    assert context(dropped) == 60 + COMPLETION, "of the rows that are left"
+    assert context(make(teachers=83, args={"overlong_prompts": "drop"})) == 83, "the teacher reads no longer rows"
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "VLLMEngine", Recorder)
+    assert context(make()) == 4096 + COMPLETION, "as its cache is small"
+
+
+@pytest.mark.long
+def test_an_option_or_what_is_unknown_sets_it_otherwise(make):
+    assert context(make(args={"vllm_max_model_length": 100})) == 100
+    assert context(make(args={"vllm_max_model_length": 5000})) == 5000
+    assert context(make(eval_dataset=rows(4).to_iterable_dataset())) == 8192, "a stream may have any prompt"
+    assert context(make(eval_dataset=rows(4).with_transform(dict))) == 8192
+    assert context(make(teachers=70, train=(5, 6, 9), eval_dataset=rows(4).to_iterable_dataset())) == 70
+    messages, words = Dataset.from_dict({"prompt": [[{"role": "user", "content": "2+2"}]] * 3}), tiny.tokenizer()
+    words.chat_template = qwen3_chat_template
+    grows = make(train_dataset=messages, tools=[tiny.add], processing_class=words)
+    assert context(grows) == 8192, "a conversation goes on until the context is full"
+
+
+def test_few_rows_are_counted(make, monkeypatch):
+    """Only those of which the bytes do not tell."""
+    counted = []
+    count = datasets._count
+    monkeypatch.setattr(datasets, "_count", lambda *given: counted.append(len(given[1])) or count(*given))
+    monkeypatch.setattr(teaching, "_ROOMY", 200)
+    assert context(make(train=(5, *[80] * 50, 300, 9))) == 300 + COMPLETION
+    assert sum(counted) <= 6, "the first, for each reader, and the longest"
+
+
+def test_later_datasets_with_longer_prompts_are_refused_before_any_is_generated_for(make):
+    trainer = make(eval_dataset=rows(20, 21))
+    longer = rows(30, 61)
+    message = (
+        r"row 1 of {} has 61 tokens; with a completion of 24 this exceeds the context of the engine "
+        r"\(84 tokens\): shorten it, lower max_completion_length, or set `vllm_max_model_length`"
+    )
+    for name, use in {
+        "eval_dataset": trainer.evaluate,
+        "test_dataset": trainer.predict,
+        "train_dataset": lambda longer: setattr(trainer, "train_dataset", longer),
+    }.items():
+        with pytest.raises(ValueError, match=message.format(name)):
+            use(longer)
+    with pytest.raises(ValueError, match=message.format(r"eval_dataset\['named'\]")):
+        trainer.eval_dataset = {"named": longer}
+    assert len(trainer.train_dataset) == 3
+    assert len(trainer.eval_dataset) == 2
+    assert trainer.rollout.engine.written == 0
+    trainer.eval_dataset = rows(3, 60)
+    assert trainer.evaluate(rows(59))["eval_loss"] > 0
+    assert trainer.evaluate()["eval_loss"] > 0
+    written = trainer.rollout.engine.written
+    with pytest.raises(ValueError, match=r"The prompt in row 0 of an evaluation batch has 61 tokens.*of the engine"):
+        trainer.evaluate(rows(61).to_iterable_dataset())
+    assert trainer.rollout.engine.written == written
+
+
+def test_an_engine_that_the_teachers_context_bounds_keeps_that_bound(make):
+    """Where later rows give the teacher prompts of its own, the student's were limited by the student alone."""
+    trainer = make(train=(5, 6, 9), teachers=70, args={"vllm_max_model_length": 100})
+    assert context(trainer) == 70
+    with pytest.raises(ValueError, match=r"has 60 tokens.*of the engine \(70 tokens\).*set `vllm_max_model_length`"):
+        trainer.train_dataset = rows(5, 60, 7).add_column("teacher_prompt", ["why"] * 3)
+    trainer.train_dataset = rows(5, 46, 7).add_column("teacher_prompt", ["why"] * 3)
+    assert trainer.limits.context == 70
+
+
+def test_rows_that_an_engine_was_not_built_for_are_not_dropped(make):
+    """`overlong_prompts` drops what the models cannot read."""
+    trainer = make(args={"overlong_prompts": "drop"})
+    with pytest.raises(ValueError, match=r"has 61 tokens.*set `vllm_max_model_length`"):
+        trainer.train_dataset = rows(9000, 61, 5, 6)
+    assert len(trainer.train_dataset) == 3
+    trainer.train_dataset = rows(9000, 60, 5, 6)
+    assert len(trainer.train_dataset) == 3
