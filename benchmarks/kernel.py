@@ -23,6 +23,7 @@ from typing import Any
 INTERPRETED = "TRITON_INTERPRET"
 ARCHITECTURES = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 """A100, H100 and H200, B200."""
+TARGET = "the target"
 CLIP = 0.02
 """Nats; of distributions that are far apart it clips the largest entries."""
 
@@ -193,11 +194,12 @@ def compiled(architectures: list[int]) -> list[dict[str, Any]]:
     from trl_opsd.losses.fused import KERNELS
 
     found = []
-    for divergence in KERNELS:
+    for divergence in (*KERNELS, None):
         for rich in (False, True):
             for architecture in architectures:
                 target = GPUTarget("cuda", architecture, 32)
-                built = triton.compile(specialized(divergence, rich), target=target, options={"num_warps": 8})
+                source = specialized_target(rich) if divergence is None else specialized(divergence, rich)
+                built = triton.compile(source, target=target, options={"num_warps": 8})
                 name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
                 with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
                     file.write(built.asm["ptx"])
@@ -211,7 +213,7 @@ def compiled(architectures: list[int]) -> list[dict[str, Any]]:
                 ]
                 found.append(
                     {
-                        "divergence": divergence.__name__,
+                        "divergence": TARGET if divergence is None else divergence.__name__,
                         "rich": rich,
                         "architecture": ARCHITECTURES[architecture],
                         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
@@ -256,6 +258,36 @@ def specialized(divergence: type, rich: bool) -> Any:
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*aligned, "padded")},
     )
+
+
+def specialized_target(rich: bool) -> Any:
+    """The kernel of the target: one model with a bound; `rich`, two with all that a head may have."""
+    from triton.compiler import ASTSource
+
+    from trl_opsd.losses import fused
+
+    others = 1 + rich
+    tuples = {
+        "others": ["*fp32"] * others,
+        "biases": ["*fp32" if rich else "constexpr"] * (1 + others),
+        "caps": ["fp32" if rich else "constexpr"] * (1 + others),
+        "pushes": ["fp32"] * others,
+        "bounds": ["fp32", "constexpr"][:others],
+    }
+    constants = {"LIMITED": (rich,) * others, "NORMALISED": True, "BLOCK": fused._TARGET_BLOCK, "LANES": fused._LANES}
+    names = fused._targets.arg_names
+    kinds = {name: "constexpr" if name in constants else "i32" for name in names}
+    kinds |= {"teacher": "*fp32"} | {name: tuple(each) for name, each in tuples.items()}
+    constexprs: dict[tuple[int, ...], Any] = {(names.index(name),): value for name, value in constants.items()}
+    aligned: list[tuple[int, ...]] = [(names.index(name),) for name in ("teacher", "stride", "padded")]
+    for name, each in tuples.items():
+        for place, kind in enumerate(each):
+            if kind == "constexpr":
+                constexprs[names.index(name), place] = None
+            elif kind.startswith("*"):
+                aligned.append((names.index(name), place))
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    return ASTSource(fused._targets, {name: kinds[name] for name in names}, constexprs, attributes)
 
 
 def in_process(*options: object, interpreted: bool) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ Device functions are not annotated: their arguments are Triton's, which Python's
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import torch
@@ -24,9 +25,10 @@ from trl_opsd.losses.device import KERNELS, MEAN_GAP, THIRD_PASS, tanh
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import INFINITE, STATISTICS, Finish
 from trl_opsd.losses.sampled import SampledReverseKL
+from trl_opsd.losses.target import FARTHEST, Push, is_limited
 from trl_opsd.types import Sampled
 
-__all__ = ["KERNELS", "fused_"]
+__all__ = ["KERNELS", "fused_", "fused_target_"]
 
 _WARPS = 8
 """Warps of a program: with them no register is spilled, and 16 bytes are read at once."""
@@ -35,6 +37,8 @@ _LANES = 32 * _WARPS
 threads for each block of columns would cost more than the block's arithmetic."""
 _BLOCK = 8 * _LANES
 """Columns that a program reads at once."""
+_TARGET_BLOCK = 4 * _LANES
+"""The same where float32 is written, of which a thread has 16 bytes at once: with more, threads exchange columns."""
 _ALIGNED = 64
 """Rows of tiles are stored in multiples of so many columns."""
 
@@ -44,6 +48,7 @@ _SMALL = tl.constexpr(2.0**-14)
 """Times which gaps are added up by thread: those to an excluded token may be all that it has seen, and are forgotten by
 a product with 0, which they must be finite for."""
 _INFINITE = tl.constexpr(INFINITE)
+_FARTHEST = tl.constexpr(FARTHEST)
 
 
 @triton.jit
@@ -310,3 +315,97 @@ def fused_(
             num_warps=_WARPS,
         )
     return statistics_9R
+
+
+# ---- The target, where other models stand beside the teacher ---------------------------------------------------------
+
+
+@triton.jit
+def _targets(  # type: ignore[no-untyped-def]
+    teacher,
+    others,
+    biases,
+    caps,
+    pushes,
+    bounds,
+    stride,
+    width,
+    padded,
+    LIMITED: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One row: the target's logits in place of the teacher's products. Tuples have an entry per model."""
+    row = tl.program_id(0).to(tl.int64) * stride
+    block = tl.arange(0, LANES)[:, None] * (BLOCK // LANES) + tl.arange(0, BLOCK // LANES)[None, :]
+    total = 0.0
+    totals = ()
+    if NORMALISED:
+        total = _total(teacher + row, biases[0], caps[0], block, width, padded, BLOCK, LANES)
+    for number in tl.static_range(len(others)):
+        other = 0.0
+        if NORMALISED:
+            bias, cap = biases[number + 1], caps[number + 1]
+            other = _total(others[number] + row, bias, cap, block, width, padded, BLOCK, LANES)
+        totals += (total - other,)  # type: ignore[assignment]
+    for start in range(0, padded, BLOCK):
+        columns = start + block
+        y = _finished(teacher + row, biases[0], caps[0], columns, width, padded)
+        target = y
+        for number in tl.static_range(len(others)):
+            z = _finished(others[number] + row, biases[number + 1], caps[number + 1], columns, width, padded)
+            gap = y - z - totals[number]
+            if bounds[number] is not None:
+                gap = bounds[number] * tanh(gap / bounds[number])
+            elif LIMITED[number]:
+                gap = tl.where(gap > _FARTHEST, _FARTHEST, tl.where(gap < -_FARTHEST, -_FARTHEST, gap))
+            target += pushes[number] * gap
+        tl.store(teacher + row + columns, target, mask=columns < padded)
+
+
+@triton.jit
+def _finished(row, bias, cap, columns, width, padded):  # type: ignore[no-untyped-def]
+    """[`_logits`] of a model whose bias or cap may be `None`."""
+    return _logits(row, bias, cap, columns, width, padded, bias is not None, cap is not None)
+
+
+@triton.jit
+def _total(row, bias, cap, block, width, padded, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The normaliser of a row, `log(sum(exp(logits)))`."""
+    tops = tl.zeros((LANES,), tl.float32) + _LOWEST
+    sums = tl.zeros((LANES,), tl.float32)
+    for start in range(0, padded, BLOCK):
+        x = _finished(row, bias, cap, start + block, width, padded)
+        new = tl.maximum(tops, tl.max(x, 1))
+        sums = sums * tl.exp(tops - new) + tl.sum(tl.exp(x - new[:, None]), 1)
+        tops = new
+    top = tl.max(tops, 0)
+    return top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
+
+
+def fused_target_(finishes: Sequence[Finish], products: Sequence[Tensor], pushes: Sequence[Push]) -> None:
+    """What [`target_`] does, in one kernel; columns beyond V are overwritten."""
+    (rows, width), (teacher_RV, *others) = products[0].shape, products
+    padded = -(-width // _ALIGNED) * _ALIGNED
+    stride = teacher_RV.stride(0)
+    assert all(one.stride(0) == stride >= padded for one in products), "one stride, at which those 64 columns end"
+    bounds = tuple(None if bound is None else float(bound) for _, bound in pushes)
+    limited = tuple(is_limited(finishes[0], one) for one in finishes[1:])
+    with torch.accelerator.device_index(teacher_RV.device.index):
+        _targets[(rows,)](
+            teacher_RV,
+            tuple(others),
+            tuple(None if one.bias is None else pad(one.bias, (0, padded - width)) for one in finishes),
+            tuple(one.cap for one in finishes),
+            tuple(float(push) for push, _ in pushes),
+            bounds,
+            stride,
+            width,
+            padded,
+            LIMITED=limited,
+            NORMALISED=any(limited) or any(bounds),
+            BLOCK=_TARGET_BLOCK,
+            LANES=_LANES,
+            num_warps=_WARPS,
+        )
