@@ -199,13 +199,8 @@ def kernels(device: torch.device) -> Any:
 def step_for(divergence: Divergence, clip: float | None, device: torch.device) -> Step:
     """The kernel for this divergence on this device, or the eager steps where none works."""
     fused = kernels(device)
-    if (
-        fused is None
-        or type(divergence) not in fused.KERNELS
-        or not _works(fused.fused_, divergence, clip is not None, device)
-    ):
-        return eager_
-    step: Step = fused.fused_
+    known = fused is not None and type(divergence) in fused.KERNELS
+    step: Step = fused.fused_ if known and _works(fused.fused_, divergence, clip is not None, device) else eager_
     return step
 
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, step_for, top_shared_
-from trl_opsd.losses.target import Target
+from trl_opsd.losses.target import is_sum, project_target_
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import Beside, LazyLogits, PerToken, Sampled
 
@@ -219,7 +219,7 @@ class _Fold:
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
         given = self.teacher, *(one.logits for one in self.beside)
         sides = [_Side.of(one, dtype, self.vocabulary) for one, dtype in zip(given, self.dtypes[1:], strict=True)]
-        target = Target(sides[0], list(zip(self.beside, sides[1:], strict=True)))
+        teacher, others = sides[0], list(zip(self.beside, sides[1:], strict=True))
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
         device, dtype = student.hidden_NH.device, student.weight_VH.dtype
 
@@ -227,21 +227,24 @@ class _Fold:
         in_place = dtype == torch.float32 or not any(wanted)
         stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
         anchor = next((number for number, one in enumerate(self.beside) if one.anchor), None)
-        tiles = 2 + sum(target.held) + (anchor is not None)
+        # What is only added to the target needs no tile.
+        held = [bool(one.anchor) or not is_sum(teacher, others) for one in self.beside]
+        tiles = 2 + sum(held) + (anchor is not None)
         token_bytes = stride * (4 * tiles + (0 if in_place else _GROUP_TILES * dtype.itemsize))
         tile_tokens = max(1, min(tokens, self.chunk_tokens or tile_of(tokens, token_bytes, memory_of(device))))
         group_tokens = tile_tokens if in_place else min(tokens, tile_tokens * _GROUP_TILES)
         # Of the student, the teacher and others, and a copy of the student's, which the first comparison overwrites.
         products_TCV = torch.empty(tiles, tile_tokens, stride, device=device)[..., :vocabulary]
         products_2CV, (student_CV, teacher_CV, *free) = products_TCV[:2], products_TCV
-        others_CV = [free.pop(0) if own else teacher_CV for own in target.held]
+        others_CV = [free.pop(0) if own else teacher_CV for own in held]
         gradient_GV = student_CV
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
 
         step = step_for(self.divergence, self.clip, device)
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
-        finishes, objective = (student.finish, target.finish), (self.divergence, self.clip)
+        finish = Finish(None, None) if any(one.push for one in self.beside) else teacher.finish
+        finishes, objective = (student.finish, finish), (self.divergence, self.clip)
         statistics_9N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
         anchored_N = torch.zeros(tokens, device=device)
         # Ranked rows are collected over several tiles: tile by tile they would be many small kernels.
@@ -260,7 +263,7 @@ class _Fold:
         for group in _spans(0, tokens, max(1, group_tokens)):
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
-                target.project_(teacher_CV, others_CV, tile, _block_rows(teacher_CV))
+                project_target_(teacher, others, [teacher_CV, *others_CV], tile, _block_rows(teacher_CV))
                 if anchor is not None:
                     products_TCV[-1].copy_(student_CV)
                 some_2KV = products_2CV[:, looked_at(tokens, tile)]
