@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.elementwise import eager_, step_for
+from trl_opsd.losses.target import target_, target_step
 
 triton = pytest.importorskip("triton", reason="Triton is not made for this system")
 
@@ -149,7 +150,7 @@ class TestChoice:
         """Has `step_for` find this function as the kernel of all divergences, as on a GPU."""
 
         def use(step):
-            module = SimpleNamespace(fused_=step, KERNELS={ForwardKL: None, ReverseKL: None})
+            module = SimpleNamespace(fused_=step, fused_target_=step, KERNELS={ForwardKL: None, ReverseKL: None})
             monkeypatch.setenv("TRITON_INTERPRET", "1")
             monkeypatch.setattr("trl_opsd.losses.elementwise.import_module", lambda name: module)
             return step
@@ -188,3 +189,14 @@ class TestChoice:
         kernel(lies)
         with pytest.warns(UserWarning, match=r"kernel of ReverseKL\(\) differs by 1\.0e-02"):
             assert step_for(ReverseKL(), None, CPU) is eager_
+
+    def test_a_target_has_a_choice_of_its_own(self, kernel):
+        def lies(finishes, products, pushes):
+            target_(finishes, products, pushes)
+            products[0][:, 0] += 1
+
+        kernel(lies)
+        target_step.cache_clear()
+        with pytest.warns(UserWarning, match=r"kernel of the target differs by"):
+            assert target_step(CPU) is target_
+        target_step.cache_clear()
