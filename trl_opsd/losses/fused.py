@@ -93,7 +93,7 @@ def _rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One row: statistics [9, R], and the gradient in place of the logits or elsewhere."""
+    """One row: statistics [9, R], and the gradient in place of the logits or elsewhere. What is absent is `None`."""
     number = tl.program_id(0)
     row = number.to(tl.int64)
     student += row * student_stride
