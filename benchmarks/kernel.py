@@ -23,6 +23,7 @@ from typing import Any
 INTERPRETED = "TRITON_INTERPRET"
 ARCHITECTURES = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 """A100, H100 and H200, B200."""
+TARGET = "the target"
 CLIP = 0.02
 """Nats; of distributions that are far apart it clips the largest entries."""
 
@@ -156,6 +157,76 @@ def errors(rows: int, widths: list[int]) -> list[dict[str, Any]]:
     return found
 
 
+def target_cases(rows: int, width: int) -> dict[str, dict[str, Any]]:
+    """Products of a teacher and of models beside it, and what is done to them."""
+    import torch
+
+    from trl_opsd.losses.elementwise import Finish
+
+    generator = torch.Generator().manual_seed(rows + width)
+    products = 3 * torch.randn(3, rows, width, generator=generator)
+    biases = torch.randn(2, width, generator=generator)
+    biases[0][1::7] = biases[1][2::5] = -torch.inf  # the teacher excludes some tokens, the other model some others
+    plain, place = Finish(None, None), [(-1.0, None), (1.0, 10.0)]
+    some = [Finish(one, None) for one in biases]
+    rich = [Finish(biases[0], 30.0), some[1], Finish(None, 20.0)]
+    return {
+        "bounded": {"products": products[:2], "finishes": [plain] * 2, "pushes": [(0.5, 2.0)]},
+        "in its place": {"products": products, "finishes": [plain] * 3, "pushes": place},
+        "excluding": {
+            "products": products[:2],
+            "finishes": [Finish(biases[0], None), rich[1]],
+            "pushes": [(2.0, None)],
+        },
+        "rich": {"products": products, "finishes": rich, "pushes": [(2.0, None), (0.5, 3.0)]},
+    }
+
+
+def target_oracle(given: dict[str, Any]) -> Any:
+    """Log-probabilities of the target, in float64."""
+    import torch
+
+    from trl_opsd.losses.target import FARTHEST
+
+    logs = []
+    for finish, products in zip(given["finishes"], given["products"].double(), strict=True):
+        logits = products if finish.bias is None else (products + finish.bias.double()).clamp(min=-1e38)
+        logits = logits if finish.cap is None else finish.cap * logits.tanh()
+        logs.append(logits.log_softmax(-1))
+    target = logs[0]
+    for finish, log, (push, bound) in zip(given["finishes"][1:], logs[1:], given["pushes"], strict=True):
+        gap = logs[0] - log
+        if bound is not None:
+            gap = bound * (gap / bound).tanh()
+        elif finish.bias is not None or given["finishes"][0].bias is not None:
+            gap = gap.clamp(-FARTHEST, FARTHEST)
+        target = target + push * gap
+    return target.masked_fill(target < -1e30, -torch.inf).log_softmax(-1)
+
+
+def targets(rows: int, widths: list[int]) -> list[dict[str, Any]]:
+    """Errors of the target's log-probabilities, and the bytes that its kernel moves for a logit of each model."""
+    import torch
+
+    from trl_opsd.losses.fused import fused_target_
+    from trl_opsd.losses.target import target_
+
+    found = []
+    for width in widths:
+        for kind, given in target_cases(rows, width).items():
+            row: dict[str, Any] = {"target": kind, "models": len(given["products"]), "width": width}
+            for name, step in (("kernel", fused_target_), ("eager", target_)):
+                tiles = [tile(rows, width, one) for one in given["products"]]
+                with counted() as bytes_moved:
+                    step(given["finishes"], tiles, given["pushes"])
+                logs = tiles[0].double().masked_fill(tiles[0] < -1e30, -torch.inf).log_softmax(-1)
+                row[name] = error(logs, target_oracle(given))
+                row[f"{name} bytes"] = bytes_moved[0] / (rows * width)
+                row[f"{name} keeps"] = all(map(torch.equal, tiles[1:], given["products"][1:]))
+            found.append(row)
+    return found
+
+
 class counted:
     """Counts the bytes that Triton's interpreter reads and writes."""
 
@@ -193,11 +264,12 @@ def compiled(architectures: list[int]) -> list[dict[str, Any]]:
     from trl_opsd.losses.fused import KERNELS
 
     found = []
-    for divergence in KERNELS:
+    for divergence in (*KERNELS, None):
         for rich in (False, True):
             for architecture in architectures:
                 target = GPUTarget("cuda", architecture, 32)
-                built = triton.compile(specialized(divergence, rich), target=target, options={"num_warps": 8})
+                source = specialized_target(rich) if divergence is None else specialized(divergence, rich)
+                built = triton.compile(source, target=target, options={"num_warps": 8})
                 name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
                 with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
                     file.write(built.asm["ptx"])
@@ -211,7 +283,7 @@ def compiled(architectures: list[int]) -> list[dict[str, Any]]:
                 ]
                 found.append(
                     {
-                        "divergence": divergence.__name__,
+                        "divergence": TARGET if divergence is None else divergence.__name__,
                         "rich": rich,
                         "architecture": ARCHITECTURES[architecture],
                         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
@@ -233,29 +305,57 @@ def loops(ptx: str) -> list[tuple[int, int]]:
 
 def specialized(divergence: type, rich: bool) -> Any:
     """The kernel as a run on a GPU compiles it: for aligned rows, an odd vocabulary and a gradient in bfloat16."""
-    from triton.compiler import ASTSource
-
     from trl_opsd.losses import SampledReverseKL, fused
 
     kernel, policy = fused.KERNELS[divergence], divergence is SampledReverseKL
     clips = rich and not policy
     total = fused.THIRD_PASS.value if clips else kernel.total
-    constants = {"TERMS": kernel.terms, "TOTAL": total, "CLIPPED": clips, "GRADIENT": True}
-    constants |= {"BLOCK": fused._BLOCK, "LANES": fused._LANES}
-    constants |= {"SAMPLED": True, "POLICY": policy, "IMPORTANCE": rich and policy, "PULLED": rich}
-    constants |= dict.fromkeys(("STUDENT_BIAS", "TEACHER_BIAS", "STUDENT_CAP", "TEACHER_CAP", "WEIGHTED"), rich)
-    pointers = ("student", "teacher", "student_bias", "teacher_bias", "weights", "pulls", "logprobs", "statistics")
-    kinds = {**dict.fromkeys(constants, "constexpr"), **dict.fromkeys(pointers, "*fp32")}
-    kinds |= {"gradient": "*bf16", "ids": "*i64"}
-    kinds |= dict.fromkeys(("student_cap", "teacher_cap", "setting", "drift", "clip"), "fp32")
-    names = fused._rows.arg_names
-    aligned = [name for name in names if kinds.get(name, "").startswith("*") or name.endswith("stride")]
-    return ASTSource(
-        fused._rows,
-        {name: kinds.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*aligned, "padded")},
-    )
+    kinds: dict[str, Any] = dict.fromkeys(("student", "teacher", "statistics"), "*fp32")
+    kinds |= {"gradient": "*bf16", "ids": "*i64"} | dict.fromkeys(("setting", "drift"), "fp32")
+    optional = dict.fromkeys(("student_bias", "teacher_bias", "weights", "pulls"), "*fp32")
+    optional |= dict.fromkeys(("student_cap", "teacher_cap"), "fp32")
+    kinds |= optional if rich else dict.fromkeys(optional, None)
+    kinds |= {"clip": "fp32" if clips else None, "logprobs": "*fp32" if rich and policy else None}
+    constants = {"TERMS": kernel.terms, "TOTAL": total, "POLICY": policy, "BLOCK": fused._BLOCK, "LANES": fused._LANES}
+    return as_compiled(fused._rows, kinds, constants)
+
+
+def specialized_target(rich: bool) -> Any:
+    """The kernel of the target: one model with a bound; `rich`, two with all that a head may have."""
+    from trl_opsd.losses import fused
+
+    others = 1 + rich
+    kinds = {
+        "teacher": "*fp32",
+        "others": ("*fp32",) * others,
+        "biases": ("*fp32" if rich else None,) * (1 + others),
+        "caps": ("fp32" if rich else None,) * (1 + others),
+        "pushes": ("fp32",) * others,
+        "bounds": ("fp32", None)[:others],
+    }
+    return as_compiled(fused._targets, kinds, {"BLOCK": fused._TARGET_BLOCK, "LANES": fused._LANES})
+
+
+def as_compiled(kernel: Any, kinds: dict[str, Any], constants: dict[str, Any]) -> Any:
+    """The source of a kernel with arguments of these kinds, `None` for none; all others are integers."""
+    from triton.compiler import ASTSource
+
+    names, aligned = kernel.arg_names, []
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+
+    def kind_of(kind: Any, *path: int) -> Any:
+        if isinstance(kind, tuple):
+            return tuple(kind_of(one, *path, place) for place, one in enumerate(kind))
+        if kind is None:
+            constexprs[path] = None
+        if path in constexprs:
+            return "constexpr"
+        if kind.startswith("*") or names[path[0]] == "padded" or names[path[0]].endswith("stride"):
+            aligned.append(path)
+        return kind
+
+    signature = {name: kind_of(kinds.get(name, "i32"), place) for place, name in enumerate(names)}
+    return ASTSource(kernel, signature, constexprs, {path: [["tt.divisibility", 16]] for path in aligned})
 
 
 def in_process(*options: object, interpreted: bool) -> list[dict[str, Any]]:
@@ -271,8 +371,10 @@ def in_process(*options: object, interpreted: bool) -> list[dict[str, Any]]:
 
 def measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     widths, architectures = map(str, args.widths), map(str, args.architectures)
+    interpreted = in_process("--part", "errors", "--rows", args.rows, "--widths", *widths, interpreted=True)
     return {
-        "errors": in_process("--part", "errors", "--rows", args.rows, "--widths", *widths, interpreted=True),
+        "errors": [row for row in interpreted if "target" not in row],
+        "targets": [row for row in interpreted if "target" in row],
         "compiled": in_process("--part", "compiled", "--architectures", *architectures, interpreted=False),
     }
 
@@ -289,6 +391,10 @@ def table(result: dict[str, list[dict[str, Any]]]) -> str:
         line += "".join(f"{max(row[name][part] for row in rows):10.1e}" for name in names for part in parts)
         widest = max(rows, key=lambda row: row["width"])
         lines.append(line + f"{widest[names[0]]['bytes']:10.1f}{widest[names[1]]['bytes']:8.1f}")
+    lines.append(f"\n{TARGET:28}{'models':>8}{'kernel':>10}{'eager':>10}{'bytes per logit':>18}")
+    for row in result["targets"]:
+        sizes = f"{row['target']:18}{row['width']:10}{row['models']:8}"
+        lines.append(f"{sizes}{row['kernel']:10.1e}{row['eager']:10.1e}{row['kernel bytes']:18.1f}")
     lines.append(f"\n{'':32}{'registers':>10}{'spilled':>9}{'waits':>7}{'wide':>6}{'narrow':>8}")
     for row in result["compiled"]:
         name = f"{row['divergence']}{' rich' if row['rich'] else ''}"
@@ -306,7 +412,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("errors", "compiled"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        found = errors(args.rows, args.widths) if args.part == "errors" else compiled(args.architectures)
+        interpreted = args.part == "errors"
+        found = [*errors(args.rows, args.widths), *targets(args.rows, args.widths)] if interpreted else []
+        found += [] if interpreted else compiled(args.architectures)
         print(json.dumps(found))
         return
     result = measure(args)

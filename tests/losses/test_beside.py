@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_cost import STUDENT, TEACHER, TOKENS, VOCABULARY, counted_flops
+from test_cost import STUDENT, TEACHER, TOKENS, VOCABULARY, Operations, counted_flops
+from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_opsd.losses import (
     DIVERGENCES,
@@ -21,7 +23,9 @@ from trl_opsd.losses import (
     dense_divergence,
     streamed_divergence,
 )
+from trl_opsd.losses.elementwise import Finish
 from trl_opsd.losses.registry import Settings
+from trl_opsd.losses.target import target_
 
 pytestmark = pytest.mark.quick
 
@@ -38,6 +42,10 @@ SET = {
     "contrast": ([Beside(third(1, 8), push=0.5)], None),
     "bounded contrast": ([Beside(third(1, 8), push=2.0, bound=1.5)], None),
     "anchor": ([Beside(third(2, 5), anchor=0.3)], ReverseKL()),
+    "contrast, and away from its own anchor": (
+        [Beside(third(1, 8), push=0.5), Beside(third(2, 5), push=0.25, anchor=0.3)],
+        ReverseKL(),
+    ),
     "both, and one that takes the teacher's place": (
         [Beside(third(1, 8), push=1.0, bound=3.0), Beside(third(2, 5), push=-1.0, anchor=0.3)],
         ForwardKL(),
@@ -80,6 +88,26 @@ def test_the_target_is_the_teachers_distribution_moved_away(make_pair):
     assert_close(found.divergence.double(), (target.exp() * (target - logs[0])).sum(-1), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("excludes", [False, True])
+def test_differences_are_limited_only_where_a_bias_may_exclude_a_token(make_pair, excludes):
+    student, teacher = make_pair()
+    bias = torch.zeros(37).index_fill(0, torch.tensor([0, 5]), -torch.inf) if excludes else None
+    teacher, other = (
+        replace(one, hidden=40 * one.hidden, head=replace(one.head, bias=given))
+        for one, given in ((teacher, None), (third(1, 8), bias))
+    )
+    logs = []
+    for one in (student, teacher, other):
+        logits = (one.hidden @ one.head.weight.T / one.temperature).double()
+        logs.append((logits if one.head.bias is None else logits + bias).log_softmax(-1))
+    gap = logs[1] - logs[2]
+    assert (gap.abs() > 80).any()
+    target = (logs[1] + 0.1 * (gap.clamp(-80, 80) if excludes else gap)).log_softmax(-1)
+    found = streamed_divergence(student, teacher, ForwardKL(), beside=[Beside(other, push=0.1)])
+    expected = (target.exp() * (target - logs[0])).sum(-1)
+    assert_close(found.divergence.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("bound", [None, 3.0])
 def test_what_the_teacher_excludes_stays_excluded(make_pair, gradients, bound):
     student, teacher = make_pair()
@@ -103,6 +131,76 @@ def test_each_model_costs_one_product(make_pair, gradients, case, products):
     with counted_flops() as counter:
         gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), beside=beside, anchor=anchor)
     assert counter.get_total_flops() == 3 * STUDENT + TEACHER + products
+
+
+def test_a_target_that_is_a_sum_costs_nothing_but_its_product(make_pair, gradients):
+    def operations(*beside):
+        with Operations() as ran:
+            gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), chunk_tokens=8, beside=beside)
+        free = ("slice", "detach", "permute", "promote_types", "randn")  # views, dtypes, and the models themselves
+        return {name: count for name, count in ran.count.items() if not any(one in name for one in free)}
+
+    alone, beside = operations(), operations(Beside(third(1, 8, TOKENS, VOCABULARY), push=0.5))
+    alone["aten.addmm_.default"] += TOKENS // 8
+    assert beside == alone
+
+
+class Bytes(TorchDispatchMode):
+    """Counts what operations read and write of tensors that have at least so many elements."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.total = least, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        some = (one for one in (*args, *(kwargs or {}).values(), out) if isinstance(one, torch.Tensor))
+        self.total += sum(one.nbytes for one in some if one.numel() >= self.least)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("bias", "bounds", "most"), [(False, [2.0], 56), (True, [None], 88), (False, [2.0, 2.0], 108)], ids=str
+)
+def test_eager_steps_of_a_target_move_few_bytes(bias, bounds, most):
+    """Of a logit; whole tiles took 124 bytes, 146 with biases, and 200 with two models."""
+    products = list(torch.randn(1 + len(bounds), 16, 4096))
+    finishes = [Finish(torch.zeros(4096) if bias else None, None)] * len(products)
+    with Bytes(products[0].numel()) as moved:
+        target_(finishes, products, [(0.5, bound) for bound in bounds])
+    assert moved.total <= most * products[0].numel()
+
+
+def peak_bytes(compute):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    now = peak = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(("vocabulary", "chunk"), [(2048, 128), (4096, 96)])
+def test_memory_grows_by_the_tiles_of_models_that_are_not_added_up(make_pair, gradients, vocabulary, chunk):
+    """What `trl-opsd plan` counts."""
+
+    def peak(*beside):
+        pair = make_pair(256, vocabulary)
+        return peak_bytes(lambda: gradients(streamed_divergence, pair, ReverseKL(), chunk_tokens=chunk, beside=beside))
+
+    contrast, origin = third(1, 8, 256, vocabulary), third(2, 5, 256, vocabulary)
+    tiles = {
+        (Beside(contrast, push=0.5),): 0,
+        (Beside(contrast, push=0.5, bound=2.0),): 1,
+        (Beside(contrast, push=0.5, bound=2.0), Beside(origin, push=0.25)): 2,
+        (Beside(contrast, push=0.5), Beside(origin, push=0.25, anchor=0.3)): 2,
+        (Beside(contrast, push=0.5, bound=2.0), Beside(origin, anchor=0.3)): 3,
+    }
+    alone = peak()
+    grown = [(peak(*beside) - alone) / (4 * chunk * vocabulary) for beside in tiles]
+    assert grown == pytest.approx(list(tiles.values()), abs=0.02)
 
 
 def test_one_without_a_part_costs_nothing(make_pair, gradients):

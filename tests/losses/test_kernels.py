@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.elementwise import eager_, step_for
+from trl_opsd.losses.target import target_, target_step
 
 triton = pytest.importorskip("triton", reason="Triton is not made for this system")
 
@@ -23,10 +24,16 @@ CPU = torch.device("cpu")
 COUNTED = """
 import sys, pytest, triton
 from trl_opsd.losses import fused
-original, calls = fused.fused_, []
-fused.fused_ = lambda *args: calls.append(args) or original(*args)
+calls = {"fused_": 0, "fused_target_": 0}
+def counting(name, original):
+    def call(*args):
+        calls[name] += 1
+        return original(*args)
+    return call
+for name in calls:
+    setattr(fused, name, counting(name, getattr(fused, name)))
 code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", *sys.argv[1:]])
-print("kernel calls:", len(calls))
+print("kernel calls:", *calls.values())
 sys.exit(code)
 """
 
@@ -45,7 +52,8 @@ def measured(request):
     result = kernel.measure(options)
     assert "registers" in kernel.table(result)
     assert len(result["errors"]) == (8 + 3 + 7) * 5 * len(options.widths)
-    assert len(result["compiled"]) == 8 * 2 * len(architectures)
+    assert len(result["targets"]) == 4 * len(options.widths)
+    assert len(result["compiled"]) == 9 * 2 * len(architectures)
     assert {row["architecture"] for row in result["compiled"]} == {kernel.ARCHITECTURES[one] for one in architectures}
     return result
 
@@ -77,9 +85,19 @@ def test_logits_are_read_once_per_pass(measured):
                 assert row[f"kernel {dtype}"]["bytes"] == pytest.approx(expected, rel=2e-3)  # and five statistics
 
 
+def test_targets_of_several_models_read_each_twice_and_write_one(measured):
+    for row in measured["targets"]:
+        assert row["kernel"] < 5e-7, row
+        assert row["eager"] < 5e-7, row
+        assert row["kernel keeps"], row
+        assert row["eager keeps"], row
+        if row["target"] in ("bounded", "in its place") and row["width"] == 2049:  # without biases, which a cache has
+            assert row["kernel bytes"] == pytest.approx(2112 / 2049 * (8 * row["models"] + 4), rel=1e-6), row
+
+
 def test_kernel_spills_no_register_and_accesses_memory_in_wide_pieces(measured):
     for row in measured["compiled"]:
-        rich, policy = row["rich"], row["divergence"] == "SampledReverseKL"
+        rich, policy, target = row["rich"], row["divergence"] == "SampledReverseKL", row["divergence"] == "the target"
         # The compiler of Triton 3.6 spills four bytes in one kernel, at its bound of 64 registers; later ones none.
         assert row["spilled"] <= (4 if OLD_TRITON else 0), row
         assert row["loops"] >= 2, row
@@ -87,7 +105,7 @@ def test_kernel_spills_no_register_and_accesses_memory_in_wide_pieces(measured):
         assert row["registers"] <= 80, row  # three blocks of 256 threads fit a processor
         # A row's nine statistics, its sampled token and the teacher's logit there; its weight and pull, the student's
         # logit there and both biases; for the policy gradient the student's logit in any case, and a log-probability.
-        assert row["narrow"] == 11 + 5 * rich + policy, row
+        assert row["narrow"] == (0 if target else 11 + 5 * rich + policy), row
 
 
 # All settings of a head, shared vocabularies, weights, chunks, and gradients that are asked for in any combination;
@@ -107,10 +125,10 @@ SOME = (
 
 
 @pytest.mark.parametrize(
-    ("chosen", "least"),
-    [pytest.param(SOME, 15, id="some"), pytest.param(ALL, 60, id="all", marks=pytest.mark.long)],
+    ("chosen", "least", "targets"),
+    [pytest.param(SOME, 15, 4, id="some"), pytest.param(ALL, 60, 40, id="all", marks=pytest.mark.long)],
 )
-def test_streamed_divergence_passes_its_tests_with_the_kernel(chosen, least):
+def test_streamed_divergence_passes_its_tests_with_the_kernel(chosen, least, targets):
     files = [str(Path(__file__).with_name(name)) for name in ("test_streamed.py", "test_sampled.py", "test_beside.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     given = ["-k", chosen, "--confcutdir", str(Path(__file__).parent)]  # that of all tests imports trainers
@@ -119,7 +137,9 @@ def test_streamed_divergence_passes_its_tests_with_the_kernel(chosen, least):
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     assert int(re.findall(r"(\d+) passed", run.stdout)[-1]) > least
-    assert int(re.findall(r"kernel calls: (\d+)", run.stdout)[-1]) > least
+    of_steps, of_targets = map(int, re.findall(r"kernel calls: (\d+) (\d+)", run.stdout)[-1])
+    assert of_steps > least
+    assert of_targets >= targets
 
 
 class TestChoice:
@@ -130,7 +150,7 @@ class TestChoice:
         """Has `step_for` find this function as the kernel of all divergences, as on a GPU."""
 
         def use(step):
-            module = SimpleNamespace(fused_=step, KERNELS={ForwardKL: None, ReverseKL: None})
+            module = SimpleNamespace(fused_=step, fused_target_=step, KERNELS={ForwardKL: None, ReverseKL: None})
             monkeypatch.setenv("TRITON_INTERPRET", "1")
             monkeypatch.setattr("trl_opsd.losses.elementwise.import_module", lambda name: module)
             return step
@@ -169,3 +189,14 @@ class TestChoice:
         kernel(lies)
         with pytest.warns(UserWarning, match=r"kernel of ReverseKL\(\) differs by 1\.0e-02"):
             assert step_for(ReverseKL(), None, CPU) is eager_
+
+    def test_a_target_has_a_choice_of_its_own(self, kernel):
+        def lies(finishes, products, pushes):
+            target_(finishes, products, pushes)
+            products[0][:, 0] += 1
+
+        kernel(lies)
+        target_step.cache_clear()
+        with pytest.warns(UserWarning, match=r"kernel of the target differs by"):
+            assert target_step(CPU) is target_
+        target_step.cache_clear()

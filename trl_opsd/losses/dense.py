@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.losses.elementwise import gap, top_shared_
+from trl_opsd.losses.elementwise import top_shared_
 from trl_opsd.losses.sampled import SampledReverseKL, drawn
+from trl_opsd.losses.target import FARTHEST
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import Beside, LazyLogits, PerToken, Sampled
 
@@ -37,7 +38,12 @@ def dense_divergence(
     log_besides = [_log_probs(one.logits, vocabulary).detach() for one in beside]
     target_NV = log_teacher_NV
     for one, log_NV in zip(beside, log_besides, strict=True):
-        target_NV = target_NV + one.push * gap(log_teacher_NV, log_NV, one.bound)
+        gap_NV = log_teacher_NV - log_NV
+        if one.bound is not None:
+            gap_NV = one.bound * (gap_NV / one.bound).tanh()
+        elif teacher.head.bias is not None or one.logits.head.bias is not None:
+            gap_NV = gap_NV.clamp(-FARTHEST, FARTHEST)
+        target_NV = target_NV + one.push * gap_NV
     log_teacher_NV = target_NV.log_softmax(-1)
     logs = log_student_NV, log_teacher_NV
     clipped_N, pulled_N = log_student_NV.new_zeros(2, len(log_student_NV))

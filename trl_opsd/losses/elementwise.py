@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeAlias
@@ -37,6 +37,11 @@ class Finish:
     cap: float | None
     """Logits are `cap * tanh(sum)`, or the sum itself where this is `None`."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether products are logits already."""
+        return self.bias is None and self.cap is None
+
     def __call__(self, product_RV: Tensor) -> None:
         """Turns products into logits, in place."""
         if self.bias is not None:
@@ -50,35 +55,6 @@ class Finish:
         if self.cap is None:
             return None
         return (logits_RV / self.cap).square_().neg_().add_(1.0)
-
-
-FARTHEST = 80.0
-"""Most nats between two log-probabilities of a token that a target is made of: one model may exclude it."""
-
-
-def gap(log_p: Tensor, log_q: Tensor, bound: float | None) -> Tensor:
-    """The difference of log-probabilities, with a soft bound if there is one."""
-    difference = (log_p - log_q).clamp(-FARTHEST, FARTHEST)
-    return difference if bound is None else bound * (difference / bound).tanh()
-
-
-def target_(
-    finishes: Sequence[Finish], products: Sequence[Tensor], pushes: Sequence[tuple[float, float | None]]
-) -> None:
-    """Turns products [R, V] into logits, and the first, the teacher's, into those of the target.
-
-    `pushes` are [`~types.Beside.push`] and `bound` of the others. What the teacher excludes stays excluded.
-    """
-    limits, (teacher_RV, *others) = torch.finfo(torch.float32), products
-    for finish, products_RV in zip(finishes, products, strict=False):
-        finish(products_RV)
-        products_RV.sub_(products_RV.logsumexp(-1, keepdim=True)).clamp_(min=limits.min)
-    target_RV = teacher_RV.clone()
-    for (push, bound), other_RV in zip(pushes, others, strict=False):
-        target_RV.add_(gap(teacher_RV, other_RV, bound), alpha=push)
-    if finishes[0].bias is not None:
-        target_RV.masked_fill_(teacher_RV <= limits.min, limits.min)
-    teacher_RV.copy_(target_RV.clamp_(min=limits.min))
 
 
 Step: TypeAlias = Callable[
@@ -212,27 +188,32 @@ _LIMIT = 1e-4
 """Largest difference from the eager steps that is rounding, relative to the largest number."""
 
 
-def step_for(divergence: Divergence, clip: float | None, device: torch.device) -> Step:
-    """The kernel for this divergence on this device, or the eager steps where none works."""
+def kernels(device: torch.device) -> Any:
+    """The module of the kernels, or `None` where none can work on this device."""
     # Triton's interpreter runs kernels on a CPU, for tests.
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return eager_
-    fused: Any = import_module("trl_opsd.losses.fused") if find_spec("triton") else None
-    if (
-        fused is None
-        or type(divergence) not in fused.KERNELS
-        or not _works(fused.fused_, divergence, clip is not None, device)
-    ):
-        return eager_
-    step: Step = fused.fused_
+        return None
+    return import_module("trl_opsd.losses.fused") if find_spec("triton") else None
+
+
+def step_for(divergence: Divergence, clip: float | None, device: torch.device) -> Step:
+    """The kernel for this divergence on this device, or the eager steps where none works."""
+    fused = kernels(device)
+    known = fused is not None and type(divergence) in fused.KERNELS
+    step: Step = fused.fused_ if known and _works(fused.fused_, divergence, clip is not None, device) else eager_
     return step
 
 
 @cache
 def _works(step: Step, divergence: Divergence, clips: bool, device: torch.device) -> bool:
-    """Whether the kernel is compiled here and gives the numbers of the eager steps; warns if not."""
+    run = partial(_on_a_tile, divergence=divergence, clip=_CLIP if clips else None, device=device)
+    return agree(run, step, eager_, f"{divergence}")
+
+
+def agree(run: Callable[[Any], Sequence[Tensor]], kernel: Any, eager: Any, name: str) -> bool:
+    """Whether a kernel is compiled here and gives the numbers of its eager equivalent in a trial; warns if not."""
     try:
-        ours, expected = (_on_a_tile(one, divergence, _CLIP if clips else None, device) for one in (step, eager_))
+        ours, expected = run(kernel), run(eager)
     except Exception as error:
         # Compiling needs a C compiler and a device that Triton knows; whatever is missing, the eager steps work.
         found = f"failed with {type(error).__name__}: {error}"
@@ -242,7 +223,7 @@ def _works(step: Step, divergence: Divergence, clips: bool, device: torch.device
             return True
         found = f"differs by {gap:.1e} from the computation without it"
     warnings.warn(
-        f"The Triton kernel of {divergence} {found}. The loss is computed without it, which is correct but slower.",
+        f"The Triton kernel of {name} {found}. The loss is computed without it, which is correct but slower.",
         stacklevel=2,
     )
     return False

@@ -12,6 +12,7 @@ Device functions are not annotated: their arguments are Triton's, which Python's
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import torch
@@ -24,9 +25,10 @@ from trl_opsd.losses.device import KERNELS, MEAN_GAP, THIRD_PASS, tanh
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import INFINITE, STATISTICS, Finish
 from trl_opsd.losses.sampled import SampledReverseKL
+from trl_opsd.losses.target import FARTHEST, Push
 from trl_opsd.types import Sampled
 
-__all__ = ["KERNELS", "fused_"]
+__all__ = ["KERNELS", "fused_", "fused_target_"]
 
 _WARPS = 8
 """Warps of a program: with them no register is spilled, and 16 bytes are read at once."""
@@ -35,6 +37,8 @@ _LANES = 32 * _WARPS
 threads for each block of columns would cost more than the block's arithmetic."""
 _BLOCK = 8 * _LANES
 """Columns that a program reads at once."""
+_TARGET_BLOCK = 4 * _LANES
+"""The same where float32 is written, of which a thread has 16 bytes at once: with more, threads exchange columns."""
 _ALIGNED = 64
 """Rows of tiles are stored in multiples of so many columns."""
 
@@ -44,17 +48,18 @@ _SMALL = tl.constexpr(2.0**-14)
 """Times which gaps are added up by thread: those to an excluded token may be all that it has seen, and are forgotten by
 a product with 0, which they must be finite for."""
 _INFINITE = tl.constexpr(INFINITE)
+_FARTHEST = tl.constexpr(FARTHEST)
 
 
 @triton.jit
-def _logits(row, bias, cap, columns, width, padded, BIAS: tl.constexpr, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _logits(row, bias, cap, columns, width, padded):  # type: ignore[no-untyped-def]
     """Finished logits of a block of columns of a row, the lowest float32 beyond the vocabulary."""
     stored = columns < padded  # a multiple of 64, so that loads stay wide
     x = tl.load(row + columns, mask=stored, other=0.0)
-    if BIAS:
+    if bias is not None:
         x += tl.load(bias + columns, mask=stored, other=0.0)
         x = tl.maximum(x, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
-    if CAP:
+    if cap is not None:
         x = cap * tanh(x)
     return tl.where(columns < width, x, _LOWEST)
 
@@ -84,32 +89,23 @@ def _rows(  # type: ignore[no-untyped-def]
     clip,
     TERMS: tl.constexpr,
     TOTAL: tl.constexpr,
-    STUDENT_BIAS: tl.constexpr,
-    TEACHER_BIAS: tl.constexpr,
-    STUDENT_CAP: tl.constexpr,
-    TEACHER_CAP: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    CLIPPED: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    PULLED: tl.constexpr,
     POLICY: tl.constexpr,
-    IMPORTANCE: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One row: statistics [9, R], and the gradient in place of the logits or elsewhere."""
+    """One row: statistics [9, R], and the gradient in place of the logits or elsewhere. What is absent is `None`."""
     number = tl.program_id(0)
     row = number.to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
-    gradient += row * gradient_stride
+    if gradient is not None:
+        gradient += row * gradient_stride
 
     chosen = -1
-    if SAMPLED:  # read before any other warp may write the gradient in its place
+    if ids is not None:  # read before any other warp may write the gradient in its place
         chosen = tl.load(ids + number).to(tl.int32)
-        chosen_s = _logits(student, student_bias, student_cap, chosen, width, padded, STUDENT_BIAS, STUDENT_CAP)
-        chosen_t = _logits(teacher, teacher_bias, teacher_cap, chosen, width, padded, TEACHER_BIAS, TEACHER_CAP)
+        chosen_s = _logits(student, student_bias, student_cap, chosen, width, padded)
+        chosen_t = _logits(teacher, teacher_bias, teacher_cap, chosen, width, padded)
 
     # Online softmax, per thread: largest logit so far, the sum of exponentials and the sum of exponentials times
     # logits, both relative to that largest; and whether one column has the largest logit of both models.
@@ -119,8 +115,8 @@ def _rows(  # type: ignore[no-untyped-def]
     block = tl.arange(0, LANES)[:, None] * (BLOCK // LANES) + tl.arange(0, BLOCK // LANES)[None, :]
     for start in range(0, padded, BLOCK):
         columns = start + block
-        x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
-        y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
+        x = _logits(student, student_bias, student_cap, columns, width, padded)
+        y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded)
         new_s, new_t = tl.maximum(tops_s, tl.max(x, 1)), tl.maximum(tops_t, tl.max(y, 1))
         gaps_s, gaps_t = x - new_s[:, None], y - new_t[:, None]
         exp_s, exp_t = tl.exp(gaps_s), tl.exp(gaps_t)
@@ -143,7 +139,7 @@ def _rows(  # type: ignore[no-untyped-def]
     log_s, log_t = tl.log(sum_s), tl.log(sum_t)
 
     weight = 1.0
-    if WEIGHTED:
+    if weights is not None:
         weight = tl.load(weights + number)
     total = 0.0
     if TOTAL == MEAN_GAP:
@@ -151,14 +147,14 @@ def _rows(  # type: ignore[no-untyped-def]
     value = 0.0
     values, slope_sums, most = nothing, nothing, nothing
     pulled, first, force, importance = 0.0, 0.0, 0.0, 1.0
-    if SAMPLED:
+    if ids is not None:
         log_ps, log_pt = chosen_s - top_s - log_s, chosen_t - top_t - log_t
         first = tl.where(chosen_t >= top_t, 1.0, 0.0)
-        if PULLED:
+        if pulls is not None:
             force = tl.load(pulls + number)
             pulled = -force * log_ps
         if POLICY:
-            if IMPORTANCE:
+            if logprobs is not None:
                 importance = tl.minimum(tl.exp(log_ps - tl.load(logprobs + number)), setting)
             value = importance * (log_ps - log_pt)
             force -= value
@@ -173,30 +169,30 @@ def _rows(  # type: ignore[no-untyped-def]
     tl.store(statistics + 8 * rows + number, importance)
     for start in range(0, padded, BLOCK):
         columns = start + block
-        x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
-        y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
-        term, slope, ps, cut = _terms(x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS, CLIPPED)
+        x = _logits(student, student_bias, student_cap, columns, width, padded)
+        y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded)
+        term, slope, ps, cut = _terms(x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS)
         values += tl.sum(term, 1)
-        if CLIPPED:
+        if clip is not None:
             most = tl.maximum(most, tl.max(cut, 1))
         if TOTAL == THIRD_PASS:
             slope_sums += tl.sum(slope, 1)
-        elif GRADIENT:
+        elif gradient is not None:
             slope -= ps * total
-            if PULLED or POLICY:
+            if POLICY or pulls is not None:
                 slope -= tl.where(columns == chosen, force, 0.0)
-            _store(gradient, columns, padded, slope, weight, x, student_cap, STUDENT_CAP)
-    if GRADIENT and TOTAL == THIRD_PASS:
+            _store(gradient, columns, padded, slope, weight, x, student_cap)
+    if gradient is not None and TOTAL == THIRD_PASS:
         slopes = tl.sum(slope_sums, 0) - force
         for start in range(0, padded, BLOCK):
             columns = start + block
-            x = _logits(student, student_bias, student_cap, columns, width, padded, STUDENT_BIAS, STUDENT_CAP)
-            y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded, TEACHER_BIAS, TEACHER_CAP)
-            _, slope, ps, _ = _terms(x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS, CLIPPED)
+            x = _logits(student, student_bias, student_cap, columns, width, padded)
+            y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded)
+            _, slope, ps, _ = _terms(x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS)
             slope -= ps * slopes
-            if PULLED or POLICY:
+            if POLICY or pulls is not None:
                 slope -= tl.where(columns == chosen, force, 0.0)
-            _store(gradient, columns, padded, slope, weight, x, student_cap, STUDENT_CAP)
+            _store(gradient, columns, padded, slope, weight, x, student_cap)
 
     tl.store(statistics + number, _weighted(value + tl.sum(values, 0), weight))
     tl.store(statistics + 4 * rows + number, tl.max(most, 0))
@@ -218,13 +214,13 @@ def _weighted(value, weight):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _terms(  # type: ignore[no-untyped-def]
-    x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS: tl.constexpr, CLIPPED: tl.constexpr
+    x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS: tl.constexpr
 ):
     """The terms and slopes of a block of logits, the student's probabilities, and 1 where an entry was clipped."""
     log_ps, log_pt = x - top_s - log_s, y - top_t - log_t
     ps, pt = tl.exp(log_ps), tl.exp(log_pt)
     cut = 0.0
-    if CLIPPED:
+    if clip is not None:
         # With a clip only some slopes are summed, so a constant shift no longer cancels: the gap must be normalised.
         term, slope = TERMS(log_ps - log_pt, log_ps, log_pt, ps, pt, setting)
         shift = drift * (ps - pt)
@@ -237,9 +233,9 @@ def _terms(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store(gradient, columns, padded, slope, weight, x, cap, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(gradient, columns, padded, slope, weight, x, cap):  # type: ignore[no-untyped-def]
     """Writes a block of the gradient, also beyond the vocabulary, so that stores stay wide."""
-    if CAP:
+    if cap is not None:
         ratio = x / cap
         slope *= 1.0 - ratio * ratio
     tl.store(gradient + columns, (slope * weight).to(gradient.dtype.element_ty), mask=columns < padded)
@@ -267,46 +263,111 @@ def fused_(
     setting = next(iter(astuple(divergence)), 0.0)  # type: ignore[call-overload]  # those with a kernel are dataclasses
     setting = math.inf if setting is None else float(setting)
     policy = isinstance(divergence, SampledReverseKL)
-    drawn = Sampled(student_RV) if sampled is None else sampled
+    drawn = [None] * 3 if sampled is None else [sampled.ids, sampled.pull, sampled.logprobs if policy else None]
     statistics_9R = torch.empty(STATISTICS, rows, device=student_RV.device)
-    out_RV = student_RV if gradient_RV is None else gradient_RV
-    assert min(one.stride(0) for one in (student_RV, teacher_RV, out_RV)) >= padded, "rows end before those 64 columns"
+    tiles = [one for one in (student_RV, teacher_RV, gradient_RV) if one is not None]
+    assert min(one.stride(0) for one in tiles) >= padded, "rows end before those 64 columns"
     with torch.accelerator.device_index(student_RV.device.index):  # Triton launches on the current one
         _rows[(rows,)](
             student_RV,
             teacher_RV,
-            out_RV,
-            *(student_RV if bias is None else bias for bias in biases),
-            student_RV if weights_R is None else weights_R,
-            drawn.ids,
-            *(student_RV if one is None else one.float().contiguous() for one in (drawn.pull, drawn.logprobs)),
+            gradient_RV,
+            *biases,
+            weights_R,
+            drawn[0],
+            *(None if one is None else one.float().contiguous() for one in drawn[1:]),
             statistics_9R,
             rows,
             width,
             padded,
-            student_RV.stride(0),
-            teacher_RV.stride(0),
-            out_RV.stride(0),
-            student.cap or 1.0,
-            teacher.cap or 1.0,
+            *(one.stride(0) for one in (student_RV, teacher_RV, tiles[-1])),
+            student.cap,
+            teacher.cap,
             setting,
             kernel.drift(setting),
-            clip or 0.0,
+            clip,
             TERMS=kernel.terms,
             TOTAL=total,
-            STUDENT_BIAS=student.bias is not None,
-            TEACHER_BIAS=teacher.bias is not None,
-            STUDENT_CAP=student.cap is not None,
-            TEACHER_CAP=teacher.cap is not None,
-            WEIGHTED=weights_R is not None,
-            CLIPPED=clip is not None,
-            GRADIENT=gradient_RV is not None,
-            SAMPLED=sampled is not None,
-            PULLED=drawn.pull is not None,
             POLICY=policy,
-            IMPORTANCE=policy and drawn.logprobs is not None,
             BLOCK=_BLOCK,
             LANES=_LANES,
             num_warps=_WARPS,
         )
     return statistics_9R
+
+
+# ---- The target, where other models stand beside the teacher ---------------------------------------------------------
+
+
+@triton.jit
+def _targets(  # type: ignore[no-untyped-def]
+    teacher,
+    others,
+    biases,
+    caps,
+    pushes,
+    bounds,
+    stride,
+    width,
+    padded,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One row: the target's logits in place of the teacher's products. Tuples have an entry per model."""
+    row = tl.program_id(0).to(tl.int64) * stride
+    block = tl.arange(0, LANES)[:, None] * (BLOCK // LANES) + tl.arange(0, BLOCK // LANES)[None, :]
+    total = _total(teacher + row, biases[0], caps[0], block, width, padded, BLOCK, LANES)
+    shifts = ()
+    for number in tl.static_range(len(others)):
+        bias, cap = biases[number + 1], caps[number + 1]
+        other = _total(others[number] + row, bias, cap, block, width, padded, BLOCK, LANES)
+        shifts += (total - other,)  # type: ignore[assignment]
+    for start in range(0, padded, BLOCK):
+        columns = start + block
+        y = _logits(teacher + row, biases[0], caps[0], columns, width, padded)
+        target = y
+        for number in tl.static_range(len(others)):
+            z = _logits(others[number] + row, biases[number + 1], caps[number + 1], columns, width, padded)
+            gap = y - z - shifts[number]
+            if bounds[number] is not None:
+                gap = bounds[number] * tanh(gap / bounds[number])
+            elif biases[0] is not None or biases[number + 1] is not None:
+                gap = tl.where(gap > _FARTHEST, _FARTHEST, tl.where(gap < -_FARTHEST, -_FARTHEST, gap))
+            target += pushes[number] * gap
+        tl.store(teacher + row + columns, target, mask=columns < padded)
+
+
+@triton.jit
+def _total(row, bias, cap, block, width, padded, BLOCK: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The normaliser of a row, `log(sum(exp(logits)))`."""
+    tops = tl.zeros((LANES,), tl.float32) + _LOWEST
+    sums = tl.zeros((LANES,), tl.float32)
+    for start in range(0, padded, BLOCK):
+        x = _logits(row, bias, cap, start + block, width, padded)
+        new = tl.maximum(tops, tl.max(x, 1))
+        sums = sums * tl.exp(tops - new) + tl.sum(tl.exp(x - new[:, None]), 1)
+        tops = new
+    top = tl.max(tops, 0)
+    return top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
+
+
+def fused_target_(finishes: Sequence[Finish], products: Sequence[Tensor], pushes: Sequence[Push]) -> None:
+    """What [`target_`] does, in one kernel; columns beyond V are overwritten."""
+    (rows, width), stride = products[0].shape, products[0].stride(0)
+    padded = -(-width // _ALIGNED) * _ALIGNED
+    assert all(one.stride(0) == stride >= padded for one in products), "one stride, at which those 64 columns end"
+    with torch.accelerator.device_index(products[0].device.index):
+        _targets[(rows,)](
+            products[0],
+            tuple(products[1:]),
+            tuple(None if one.bias is None else pad(one.bias, (0, padded - width)) for one in finishes),
+            tuple(one.cap for one in finishes),
+            tuple(float(push) for push, _ in pushes),
+            tuple(None if bound is None else float(bound) for _, bound in pushes),
+            stride,
+            width,
+            padded,
+            BLOCK=_TARGET_BLOCK,
+            LANES=_LANES,
+            num_warps=_WARPS,
+        )

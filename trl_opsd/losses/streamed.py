@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, step_for, target_, top_shared_
+from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, step_for, top_shared_
+from trl_opsd.losses.target import is_sum, project_target_
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import Beside, LazyLogits, PerToken, Sampled
 
@@ -217,7 +218,8 @@ class _Fold:
         # The gradients are those of the sum of the weighted divergences, in float32.
         student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
         given = self.teacher, *(one.logits for one in self.beside)
-        others = [_Side.of(one, dtype, self.vocabulary) for one, dtype in zip(given, self.dtypes[1:], strict=True)]
+        sides = [_Side.of(one, dtype, self.vocabulary) for one, dtype in zip(given, self.dtypes[1:], strict=True)]
+        teacher, others = sides[0], list(zip(self.beside, sides[1:], strict=True))
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
         device, dtype = student.hidden_NH.device, student.weight_VH.dtype
 
@@ -225,24 +227,24 @@ class _Fold:
         in_place = dtype == torch.float32 or not any(wanted)
         stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
         anchor = next((number for number, one in enumerate(self.beside) if one.anchor), None)
-        tiles = 1 + len(others) + (anchor is not None)
+        # What is only added to the target needs no tile.
+        held = [bool(one.anchor) or not is_sum(teacher, others) for one in self.beside]
+        tiles = 2 + sum(held) + (anchor is not None)
         token_bytes = stride * (4 * tiles + (0 if in_place else _GROUP_TILES * dtype.itemsize))
         tile_tokens = max(1, min(tokens, self.chunk_tokens or tile_of(tokens, token_bytes, memory_of(device))))
         group_tokens = tile_tokens if in_place else min(tokens, tile_tokens * _GROUP_TILES)
         # Of the student, the teacher and others, and a copy of the student's, which the first comparison overwrites.
         products_TCV = torch.empty(tiles, tile_tokens, stride, device=device)[..., :vocabulary]
-        products_2CV, (student_CV, *others_CV) = products_TCV[:2], products_TCV
+        products_2CV, (student_CV, teacher_CV, *free) = products_TCV[:2], products_TCV
+        others_CV = [free.pop(0) if own else teacher_CV for own in held]
         gradient_GV = student_CV
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
 
         step = step_for(self.divergence, self.clip, device)
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
-        pushes = [(one.push, one.bound) for one in self.beside]
-        is_pushed = any(push for push, _ in pushes)
-        # What makes the target finishes the logits.
-        finish_others = [Finish(None, None) if is_pushed else one.finish for one in others]
-        finishes, objective = (student.finish, finish_others[0]), (self.divergence, self.clip)
+        finish = Finish(None, None) if any(one.push for one in self.beside) else teacher.finish
+        finishes, objective = (student.finish, finish), (self.divergence, self.clip)
         statistics_9N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
         anchored_N = torch.zeros(tokens, device=device)
         # Ranked rows are collected over several tiles: tile by tile they would be many small kernels.
@@ -261,13 +263,9 @@ class _Fold:
         for group in _spans(0, tokens, max(1, group_tokens)):
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
-                for other, other_CV in zip(others, others_CV, strict=False):
-                    other.project_(other_CV, tile)
-                if is_pushed:
-                    some_CV = [one[: tile.stop - tile.start] for one in others_CV]
-                    target_([one.finish for one in others], some_CV, pushes)
+                project_target_(teacher, others, [teacher_CV, *others_CV], tile, _block_rows(teacher_CV))
                 if anchor is not None:
-                    others_CV[-1].copy_(student_CV)
+                    products_TCV[-1].copy_(student_CV)
                 some_2KV = products_2CV[:, looked_at(tokens, tile)]
                 ranked_2KV[:, kept : kept + some_2KV.size(1)] = some_2KV
                 kept += some_2KV.size(1)
@@ -280,14 +278,14 @@ class _Fold:
                     ranked_from, kept = tile.stop, 0
                 for rows in _spans(tile.start, tile.stop, step_rows):
                     here, weights_R = _shift(rows, -tile.start), None if weights_N is None else weights_N[rows]
-                    products = student_CV[here], others_CV[0][here]
+                    products = student_CV[here], teacher_CV[here]
                     drawn = None if self.sampled is None else self.sampled.rows(rows)
                     gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
                     statistics_9N[:, rows] = step(*objective, finishes, *products, weights_R, drawn, gradient_RV)
                     if anchor is not None:
                         pair = (
-                            (student.finish, others_CV[-1][here]),
-                            (finish_others[1 + anchor], others_CV[1 + anchor][here]),
+                            (student.finish, products_TCV[-1][here]),
+                            (sides[1 + anchor].finish, others_CV[anchor][here]),
                         )
                         anchored_N[rows] = self._anchored(pair, self.beside[anchor].anchor, weights_R, gradient_RV)
             # Once per group: each product reads and writes the whole gradient of the head.
@@ -341,10 +339,10 @@ class _Side:
             ),
         )
 
-    def project_(self, out_CV: Tensor, rows: slice) -> None:
-        """Writes the product of these rows into the first rows of a tile."""
+    def project_(self, out_CV: Tensor, rows: slice, times: float = 1.0, carry: float = 0.0) -> None:
+        """Writes `times` the product of these rows into the first rows of a tile, plus `carry` times what is there."""
         tile_CV = out_CV[: rows.stop - rows.start]
-        _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain, beta=0)
+        _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain * times, beta=carry)
 
     def backproject_(
         self,

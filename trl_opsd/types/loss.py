@@ -87,7 +87,8 @@ class Beside:
     """Adds so many times the teacher's log-probabilities minus its own to those of the target, which is renormalised;
     at -1, it takes the teacher's place."""
     bound: float | None = None
-    """Soft bound of that difference in nats, `bound * tanh(difference / bound)`."""
+    """Soft bound of that difference in nats, `bound * tanh(difference / bound)`. Without one, it is at most 80 nats
+    where a head has a bias, which may exclude a token."""
     anchor: float = 0.0
     """Weight of the student's divergence from it, beside that from the target."""
 
