@@ -288,11 +288,24 @@ def test_an_anchor_has_two_more_tiles_of_logits():
     assert loss(of("1.5b"), of("7b"), 9999, load)[0] == 151936 * (164 * (16 + 8) + 41 * 8)
 
 
-def test_the_command_counts_it(planned):
+def test_what_a_contrast_adds():
+    """A tile of logits, as was measured, targets of a second context, and the time to read it."""
+    shapes, alone = (of("1.5b"), of("7b")), replace(LOAD, length=1024)
+    both = replace(alone, contrast=True)
+    assert loss(*shapes, 9999, both)[0] == 151936 * (197 * (3 * 4 + 8) + 50 * 8)
+    choice = Choice("single", "none", 8)
+    targets = [phases(*shapes, one, choice, a_gigabyte)["training"]["targets"] for one in (alone, both)]
+    assert targets == [2 * 8 * 1024 * 3584, 4 * 8 * 1024 * 3584]
+    spent = [seconds(*shapes, one, choice, Rates()) for one in (alone, both)]
+    assert spent[1]["scoring"] == 2 * spent[0]["scoring"]
+
+
+@pytest.mark.parametrize(("flag", "phase"), [("--origin", "rollout"), ("--contrast", "training")])
+def test_the_command_counts_it(planned, flag, phase):
     peaks = []
-    for flags in ((), ("--origin",)):
+    for flags in ((), (flag,)):
         answer = json.loads(planned(*_SHORT, "--json", *flags).stdout)
-        peaks.append(sum(answer["phases"]["rollout"].values()))
+        peaks.append(sum(answer["phases"][phase].values()))
     assert peaks[1] > peaks[0]
 
 

@@ -120,6 +120,9 @@ def plan(
     origin: Annotated[
         bool, typer.Option("--origin", help="Also read the student as it was passed: `anchor_weight`, `extrapolation`.")
     ] = False,
+    contrast: Annotated[
+        bool, typer.Option("--contrast", help="The teacher also reads a contrast: `contrast_weight`, `contrast_clip`.")
+    ] = False,
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
     link: Annotated[float, typer.Option(min=0.001, help="Bandwidth from host to device, in GB/s.")] = 32.0,
@@ -146,7 +149,7 @@ def plan(
     shapes = shape_of(sources[0], sizes), shape_of(sources[1], sizes)
     if images and not any(shape.images.tokens for shape in shapes):
         raise ValueError(f"`--images {images}`: neither student nor teacher has a vision tower.")
-    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin)
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast)
     for role, shape in zip(("student", "teacher"), shapes, strict=True):
         if shape.context is not None and load.row(shape) > shape.context:
             seen = f", with {shape.images.tokens} for images," if shape.images.tokens else ""

@@ -57,6 +57,8 @@ class Load:
     """Bytes of a device, which determine the tiles of the loss; 0 for a CPU."""
     origin: bool = False
     """Whether the loss also reads the student as it was passed: without an adapter a copy in float32."""
+    contrast: bool = False
+    """Whether the teacher also reads a contrast, with a bound of its push."""
 
     @property
     def itemsize(self) -> int:
@@ -119,7 +121,7 @@ def phases(
     # Autocast keeps copies of trained weights; frozen ones are cast anew, and DeepSpeed casts once.
     copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
     # `teacher_cache_device='auto'` keeps a larger batch of targets in host memory.
-    each = [teacher.width * itemsize, *([student.width * 4] if load.origin else [])]
+    each = [teacher.width * itemsize] * (1 + load.contrast) + [student.width * 4] * load.origin
     kept_rows = [load.batch if load.batch * load.length * size <= CACHE_BYTES else choice.micro for size in each]
     targets = {"targets": sum(rows * load.length * size for rows, size in zip(kept_rows, each, strict=True))}
     awake = {} if choice.sleeps or not engine else {"engine": engine}
@@ -260,8 +262,10 @@ def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> int:
 
 
 def _tiles(load: Load) -> int:
-    """Tiles of logits: of student and teacher, and with an anchor of its origin, and a copy of the student's."""
-    return 4 if load.origin else 2
+    """Tiles of logits: of student and teacher, of a contrast, and with an anchor of its origin, and a copy of the
+    student's.
+    """
+    return 2 + load.contrast + 2 * load.origin
 
 
 def _stride(student: Shape, teacher: Shape) -> int:
@@ -354,9 +358,9 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: R
     looping = load.kernels(student) * rates.launch if choice.engine == TRANSFORMERS else 0.0
     writing = load.length * max((itemsize * student.parameters + cache) / rates.memory, looping)
     passes = (6 if load.lora is None else 4) + (2 if load.checkpointing else 0)
-    heads = 2 * rows * load.length * (3 * student.head + teacher.head)
+    heads = 2 * rows * load.length * (3 * student.head + (1 + load.contrast) * teacher.head)
     moved = itemsize * teacher.parameters if choice.teacher in ("cpu", "stream") else 0
-    reading = 2 * teacher.parameters * rows * load.row(teacher) / rates.flops
+    reading = 2 * teacher.parameters * rows * load.row(teacher) * (1 + load.contrast) / rates.flops
     if load.origin:
         heads += 2 * rows * load.length * student.head
         moved += 4 * student.parameters if _of_origin(load, choice) in ("cpu", "stream") else 0
