@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses.bytewise import _FLOOR, MOST_ESCAPE
+from trl_opsd.losses.byte_ranges import _FLOOR
+from trl_opsd.losses.bytewise import MOST_ESCAPE
 from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.bytewise import ByteTeacher

@@ -207,16 +207,17 @@ class ByteVocabulary:
         rank_V[ids] = np.arange(len(ids))
         length_V = np.array([1 if text is None else len(text) for text in self.texts])
         first = np.searchsorted(parents[by_node], np.arange(len(lows) + 1))
-        table = ByteTable(
-            order=torch.tensor(ids),
-            rank=torch.from_numpy(rank_V),
-            first=torch.from_numpy(first),
-            outcome=torch.from_numpy(bytes_[by_node]),
-            low=torch.from_numpy(low[by_node]),
-            high=torch.from_numpy(high[by_node]),
-            length=torch.from_numpy(length_V),
-            whole=torch.tensor(wholes),
-        )
+        values: dict[str, Any] = {
+            "order": ids,
+            "rank": rank_V,
+            "first": first,
+            "outcome": bytes_[by_node],
+            "low": low[by_node],
+            "high": high[by_node],
+            "length": length_V,
+            "whole": wholes,
+        }
+        table = ByteTable(**{name: torch.from_numpy(np.asarray(one, np.int32)) for name, one in values.items()})
         return table, children
 
     def reads(self, texts: Sequence[bytes | None]) -> tuple[Tensor, Tensor]:

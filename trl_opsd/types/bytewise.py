@@ -32,21 +32,21 @@ class ByteTable:
     """A vocabulary, sorted by bytes, so that the tokens that begin with given bytes are one range of it."""
 
     order: Tensor
-    """[T], int64: token ids by their bytes, special tokens last. Ids that are no tokens are left out."""
+    """[T], int32: token ids by their bytes, special tokens last. Ids that are no tokens are left out."""
     rank: Tensor
-    """[V], int64: the place of each id in `order`; 0 for those that are left out."""
+    """[V], int32: the place of each id in `order`; 0 for those that are left out."""
     first: Tensor
-    """[D + 1], int64: each node's first edge."""
+    """[D + 1], int32: each node's first edge."""
     outcome: Tensor
-    """[E], int64: the byte of an edge, or [`END`]."""
+    """[E], int32: the byte of an edge, or [`END`]."""
     low: Tensor
-    """[E], int64: first place of the tokens that begin with the node's bytes and this one."""
+    """[E], int32: first place of the tokens that begin with the node's bytes and this one."""
     high: Tensor
-    """[E], int64: the place after the last of them."""
+    """[E], int32: the place after the last of them."""
     length: Tensor
-    """[V], int64: the byte positions of each id, 1 for a special token."""
+    """[V], int32: the byte positions of each id, 1 for a special token."""
     whole: Tensor
-    """[D, 2], int64: first place, and the one after the last, of the tokens that are just a node's bytes."""
+    """[D, 2], int32: first place, and the one after the last, of the tokens that are just a node's bytes."""
     _copies: dict[torch.device, ByteTable] = field(default_factory=dict, init=False, repr=False)
 
     def to(self, device: torch.device) -> ByteTable:
