@@ -61,7 +61,7 @@ def byte_logarithms(
         table ([`~types.bytewise.ByteTable`]):
             Its vocabulary.
         ids (`torch.Tensor`):
-            [N], these tokens.
+            [N], these tokens, in host memory.
         token (`torch.Tensor`):
             [P], in host memory: the number of each byte position's token.
         reads (`torch.Tensor`):
@@ -72,8 +72,8 @@ def byte_logarithms(
     Returns:
         `tuple`: [P, 257], float32, logarithms of probabilities; and [P], the share that is missed at least.
     """
-    plan = Plan.of(model, chunk_tokens, table, token, reads)
-    side, own_N = _sorted_side(model, plan.table), plan.table.rank[ids.to(plan.token_P.device)]
+    plan = Plan.of(model, chunk_tokens, table, token, reads, ids)
+    side, own_N = _sorted_side(model, plan.table), plan.table.rank[plan.more[0]]
     logs_PO = torch.empty(len(token), OUTCOMES, device=own_N.device)
     escape_P = torch.empty(len(token), dtype=torch.float64, device=own_N.device)
     tile_SV = plan.memory()
