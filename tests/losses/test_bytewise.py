@@ -214,8 +214,7 @@ class BetweenDevices(TorchDispatchMode):
 def test_indices_are_copied_to_a_device_once_for_all_tiles_and_nothing_waits(monkeypatch, chunk_tokens):
     """A device without numbers raises where the host needs one."""
     monkeypatch.setattr(byte_ranges, "has_streams", lambda device: False)
-    for module in (byte_ranges, bytewise):  # there is no autocast on it
-        monkeypatch.setattr(module, "_product_dtype", lambda side: torch.float32)
+    monkeypatch.setattr(byte_ranges, "_product_dtype", lambda side: torch.float32)  # there is no autocast on it
     vocabulary, device = small_vocabulary(), torch.device("meta")
     vocabulary.table.to(device)
     ids = torch.randint(1, len(vocabulary.texts) - 1, (64,), generator=torch.Generator().manual_seed(0))

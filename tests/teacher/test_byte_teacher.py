@@ -438,12 +438,15 @@ def test_rows_that_are_read_together_are_as_each_alone():
     together = teacher._read(rows, sizes, [None] * len(rows))
     for ids, size, found in zip(rows, sizes, together, strict=True):
         (alone,) = teacher._read([ids], [size], [None])
-        assert (found.ids, found.texts) == (alone.ids, alone.texts)
+        assert (found.ids, found.positions) == (alone.ids, alone.positions)
         assert torch.equal(found.token_P, alone.token_P)
         assert torch.equal(found.reads, alone.reads)
         assert len(found.reads) >= len(found.token_P)
-    reads = yours.reads([text for one in together for text in one.texts], _starts([len(one.ids) for one in together]))
-    apart = [yours.reads(one.texts) for one in together]
+    ids, apart = (
+        [token for one in together for token in one.ids],
+        [yours.reads(yours.spelled(one.ids)) for one in together],
+    )
+    reads = yours.reads(yours.spelled(ids), _starts([len(one.ids) for one in together]))
     starts = _starts([len(token) for token, _ in apart]), _starts([len(one.ids) for one in together])
     expected = [
         read + torch.tensor([at, start, 0, 0], dtype=torch.int32)
@@ -467,7 +470,7 @@ class Random(Teacher):
 
 def test_besides_targets_the_memory_is_that_of_a_few_rows(monkeypatch):
     rows = 64
-    monkeypatch.setattr(bytewise, "_TOKENS", 40)
+    monkeypatch.setattr(bytewise, "_ROWS", 1)
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     teacher = ByteTeacher(Random(OutputHead(torch.randn(len(YOURS), 4))), mine, yours, lambda: 1.0)
     teacher._is_unproved = False

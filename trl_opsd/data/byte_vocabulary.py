@@ -151,7 +151,7 @@ class ByteVocabulary:
         Where the tokenizer changes the text, they spell it up to there.
         """
         best: list[list[int]] = [[] for _ in texts]
-        agreed, left = [-1] * len(texts), [*range(len(texts))]
+        agreed, left = [-1] * len(texts), [number for number, text in enumerate(texts) if text]
         for anchor in ("", *_ANCHORS):
             # All at once, which tokenizers do in several threads.
             each, missed = self._read([anchor + texts[number] for number in left]) if left else [], list[int]()

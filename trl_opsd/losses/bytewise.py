@@ -15,14 +15,14 @@ S states of a tile · V vocabulary size · T tokens with a meaning · N tokens i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.byte_ranges import Plan, Positions, SortedTile, Tile
+from trl_opsd.losses.byte_ranges import ByteTile, Plan, Tile
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.streamed import _GROUP_TILES, _addmm_, _product_dtype, _Side, _Streamed
+from trl_opsd.losses.streamed import _GROUP_TILES, _addmm_, _Side, _Streamed
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 from trl_opsd.types.bytewise import OUTCOMES, ByteTable, Spelled
 
@@ -30,23 +30,6 @@ MOST_ESCAPE = 0.03
 """Largest share of sequences that end a token where the model's own goes on, and that the sums miss."""
 _COLUMNS = 256
 """Columns of the head's gradient that are put back in the order of ids at a time."""
-
-
-def _sorted_side(model: LazyLogits, table: ByteTable) -> _Side:
-    """A model whose logits are those of the sorted tokens."""
-    side = _Side.of(model, _product_dtype(model), None)
-    bias = side.finish.bias
-    finish = replace(side.finish, bias=None if bias is None else bias.index_select(0, table.order))
-    return replace(side, weight_VH=side.weight_VH.index_select(0, table.order), finish=finish)
-
-
-def _tile_logits(side: _Side, states: slice, tile_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits of some states, in memory of a tile: of the sorted tokens alone, and with all columns."""
-    all_SV = tile_SV[: states.stop - states.start]
-    logits_ST = all_SV[:, : len(side.weight_VH)]
-    side.project_(logits_ST, states)
-    side.finish(logits_ST)
-    return logits_ST, all_SV
 
 
 @torch.no_grad()
@@ -61,7 +44,7 @@ def byte_logarithms(
         table ([`~types.bytewise.ByteTable`]):
             Its vocabulary.
         ids (`torch.Tensor`):
-            [N], these tokens, in host memory.
+            [N], these tokens.
         token (`torch.Tensor`):
             [P], in host memory: the number of each byte position's token.
         reads (`torch.Tensor`):
@@ -72,16 +55,11 @@ def byte_logarithms(
     Returns:
         `tuple`: [P, 257], float32, logarithms of probabilities; and [P], the share that is missed at least.
     """
-    plan = Plan.of(model, chunk_tokens, table, token, reads, ids)
-    side, own_N = _sorted_side(model, plan.table), plan.table.rank[plan.more[0]]
-    logs_PO = torch.empty(len(token), OUTCOMES, device=own_N.device)
-    escape_P = torch.empty(len(token), dtype=torch.float64, device=own_N.device)
-    tile_SV = plan.memory()
+    plan = Plan.of(model, chunk_tokens, table, ids, token, reads)
+    logs_PO = torch.empty(len(token), OUTCOMES, device=plan.own_N.device)
+    escape_P = torch.empty(len(token), dtype=torch.float64, device=plan.own_N.device)
     for tile in plan.tiles:
-        _, logits_SV = _tile_logits(side, tile.states, tile_SV)
-        states, positions = SortedTile(logits_SV, len(table.order), own_N[tile.states]), Positions(plan, tile)
-        found = positions.logarithms(states.probabilities(*positions.ranges), states.own_S)
-        logs_PO[tile.positions], escape_P[tile.positions] = found
+        logs_PO[tile.positions], escape_P[tile.positions] = ByteTile(plan, tile).logarithms()
     return logs_PO, escape_P
 
 
@@ -153,39 +131,32 @@ class _Fold:
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`."""
-        spelled = self.spelled
-        plan = Plan.of(self.student, self.chunk_tokens, self.table, spelled.token, spelled.reads, spelled.held)
-        side, device = _sorted_side(self.student, plan.table), plan.token_P.device
-        (tokens, width), rows, known = side.hidden_NH.shape, len(self.student.head.weight), len(side.weight_VH)
+        given = self.spelled.token, self.spelled.reads, self.spelled.held
+        plan = Plan.of(self.student, self.chunk_tokens, self.table, self.sampled.ids, *given)
+        memory_SV, device, dtype = plan.memory_SV, plan.own_N.device, plan.side.weight_VH.dtype
+        (tokens, width), rows = plan.side.hidden_NH.shape, len(self.student.head.weight)
         shapes = ((tokens, width), (rows, width), (rows,))
         gradients = [
             torch.zeros(one, device=device) if want else None for one, want in zip(shapes, wanted, strict=True)
         ]
-        of_known = [gradients[0], *(None if one is None else one[:known] for one in gradients[1:])]
         found_8N = torch.zeros(8, tokens, device=device)
         weights_N = torch.ones(tokens, device=device) if weights_N is None else weights_N
-        own_N, dtype, tile_SV = plan.table.rank[self.sampled.ids], side.weight_VH.dtype, plan.memory()
         # As of other losses: products in lower precision take the gradients of several tiles at once.
         in_place = dtype == torch.float32 or not any(wanted)
         size = 1 if in_place else _GROUP_TILES
-        group_SV = tile_SV if in_place else tile_SV.new_empty(size * len(tile_SV), tile_SV.size(1), dtype=dtype)
+        group_SV = memory_SV if in_place else memory_SV.new_empty(size * len(memory_SV), memory_SV.size(1), dtype=dtype)
         for tiles in (plan.tiles[at : at + size] for at in range(0, len(plan.tiles), size)):
             group = slice(tiles[0].states.start, tiles[-1].states.stop)
             for tile in tiles:
-                logits_ST, logits_SV = _tile_logits(side, tile.states, tile_SV)
-                slope_ST = side.finish.slope(logits_ST) if any(wanted) else None
-                states, positions = SortedTile(logits_SV, known, own_N[tile.states]), Positions(plan, tile)
-                leaves = states.probabilities(*positions.ranges), states.own_S
+                part = ByteTile(plan, tile)
+                leaves = part.found_Q, part.own_S
                 with torch.enable_grad():
                     for leaf in leaves:
                         leaf.requires_grad_(any(wanted))
-                    logarithms = positions.logarithms(*leaves)
-                    value, found_8N[:, tile.tokens] = self._compared(plan, tile, logarithms, states.own_S, weights_N)
+                    value, found_8N[:, tile.tokens] = self._compared(plan, tile, part, weights_N)
                 if not any(wanted):
                     continue
-                gradient_SV = states.gradient_(*torch.autograd.grad(value, leaves, materialize_grads=True))
-                if slope_ST is not None:
-                    gradient_SV[:, :known].mul_(slope_ST)
+                gradient_SV = part.gradient_(*torch.autograd.grad(value, leaves, materialize_grads=True))
                 if not in_place:
                     # The tile before has begun with the states that both read.
                     begun = tile.tokens.start - tile.states.start if tile is not tiles[0] else 0
@@ -193,16 +164,14 @@ class _Fold:
                     given_SV[:begun].add_(gradient_SV[:begun])
                     given_SV[begun:].copy_(gradient_SV[begun:])
             if any(wanted):
-                self._add(side, group_SV[: group.stop - group.start, :known], group, of_known)
+                self._add(plan.side, group_SV[: group.stop - group.start, : len(self.table.order)], group, gradients)
         _by_id(gradients[1:], plan.table)
         return tuple(found_8N), tuple(gradients)
 
-    def _compared(
-        self, plan: Plan, tile: Tile, by_byte: tuple[Tensor, Tensor], own_S: Tensor, weights_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _compared(self, plan: Plan, tile: Tile, part: ByteTile, weights_N: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted loss of the tokens of a tile, and their statistics, [8, tokens]."""
-        device, here, tokens = own_S.device, tile.positions, tile.tokens.stop - tile.tokens.start
-        weights_N, (logarithms_PO, escape_P), (held_P,) = weights_N[tile.tokens], by_byte, plan.more
+        here, tokens, (held_P,) = tile.positions, tile.tokens.stop - tile.tokens.start, plan.more
+        device, weights_N, (logarithms_PO, escape_P) = part.own_S.device, weights_N[tile.tokens], part.logarithms()
         token_P = plan.token_P[here] - tile.tokens.start
         held_P = held_P[here].bool() & (escape_P <= MOST_ESCAPE)
         logs = logarithms_PO, self.teacher.hidden[here].to(device).double()
@@ -216,7 +185,7 @@ class _Fold:
         value = value_P.sum()
         pulled_N = torch.zeros(tokens, device=device)
         if self.sampled.pull is not None:
-            pulled_N = -own_S[-tokens:] * self.sampled.pull[tile.tokens] * weights_N
+            pulled_N = -part.own_S[-tokens:] * self.sampled.pull[tile.tokens] * weights_N
             value = value + pulled_N.sum()
         counts_N = weights_N != 0  # others are read for those that count
         outcomes_N = plan.table.length[self.sampled.ids[tile.tokens]].float() * counts_N
@@ -236,15 +205,15 @@ class _Fold:
         return value, torch.stack([one.float() for one in found])
 
     def _add(self, side: _Side, given_ST: Tensor, states: slice, gradients: list[Tensor | None]) -> None:
-        """Adds what the gradient of some logits is for hidden states, weight and bias, where wanted."""
-        hidden_NH, weight_TH, bias_T = gradients
+        """Adds what the gradient of some logits is for hidden states, and the first rows of weight and bias."""
+        hidden_NH, weight_VH, bias_V = gradients
         slope = side.gain * (1.0 if side.finish.cap is None else side.finish.cap)
         if hidden_NH is not None:
             _addmm_(hidden_NH[states], given_ST, side.weight_VH, alpha=slope, beta=1)
-        if weight_TH is not None:
-            _addmm_(weight_TH, given_ST.T, side.hidden_NH[states], alpha=slope, beta=1)
-        if bias_T is not None:
-            bias_T.add_(given_ST.sum(0, dtype=torch.float32), alpha=slope)
+        if weight_VH is not None:
+            _addmm_(weight_VH[: given_ST.size(1)], given_ST.T, side.hidden_NH[states], alpha=slope, beta=1)
+        if bias_V is not None:
+            bias_V[: given_ST.size(1)].add_(given_ST.sum(0, dtype=torch.float32), alpha=slope)
 
 
 def _by_id(gradients: list[Tensor | None], table: ByteTable) -> None:

@@ -5,8 +5,8 @@ P byte positions of a row · n tokens of the teacher in it
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -24,8 +24,8 @@ from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.bytewise import OUTCOMES, ByteTargets, byte_head
 from trl_opsd.types.targets import fetch, has_streams, kept_by_row, targets_device
 
-_TOKENS = 8192
-"""Tokens of whole rows whose states and distributions are on the device at a time, at least one row's."""
+_ROWS = 8
+"""Rows whose states and distributions are on the device at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class _Reading:
 
     ids: list[int]
     """The teacher's tokens."""
-    texts: list[bytes | None]
-    """What these spell."""
+    positions: int
+    """Byte positions of these."""
     token_P: Tensor
     """The number of the student's token of each byte position that both have."""
     reads: Tensor
@@ -101,24 +101,20 @@ class ByteTeacher(Teacher):
             prove_alignment(partial(scored, self.teacher), theirs, found, name)
             self._is_unproved = False
         rows = kept_by_row(found, theirs.weights).rows or ()
-        positions, at, escapes = [_outcomes(one.texts) for one in readings], 0, list[Tensor]()
+        positions, escapes = [one.positions for one in readings], list[Tensor]()
         with gathered_head(head := self.teacher.head):
-            device = head.weight.device
-            shape = sum(positions), OUTCOMES
-            kept = targets_device(self._cache_device, shape[0] * shape[1] * 4, device)
+            device, shape = head.weight.device, (sum(positions), OUTCOMES)
+            kept = targets_device(self._cache_device, 4 * shape[0] * shape[1], device)
             logs_PO = torch.empty(shape, device=kept, pin_memory=kept.type == "cpu" and has_streams(device))
-            for some in _spans([len(one.ids) for one in readings]):
-                texts, ids = (
-                    [*chain.from_iterable(each)]
-                    for each in zip(*((one.texts, one.ids) for one in readings[some]), strict=True)
-                )
-                token, reads = self._its.reads(texts, _starts([len(one.ids) for one in readings[some]]))
+            at = 0
+            for some in (slice(row, row + _ROWS) for row in range(0, len(rows), _ROWS)):
+                ids = [token for one in readings[some] for token in one.ids]
+                read = self._its.reads(self._its.spelled(ids), _starts(len(one.ids) for one in readings[some]))
                 states_NH = fetch([row.hidden for row in rows[some]], device).wait()
-                model = LazyLogits(states_NH, head, self._temperature())
-                given = self._its.table, torch.tensor(ids, dtype=torch.long), token, reads, self._chunk_tokens
-                some_PO, escape_P = byte_logarithms(model, *given)
-                logs_PO[at : at + len(token)].copy_(some_PO, non_blocking=True)
-                escapes, at = [*escapes, escape_P], at + len(token)
+                given = self._its.table, torch.tensor(ids, dtype=torch.long), *read, self._chunk_tokens
+                some_PO, escape_P = byte_logarithms(LazyLogits(states_NH, head, self._temperature()), *given)
+                logs_PO[at : (at := at + len(some_PO))].copy_(some_PO, non_blocking=True)
+                escapes.append(escape_P)
         # This waits for the device, so the distributions have arrived too.
         held_P = torch.cat(escapes).cpu() <= MOST_ESCAPE
         each = zip(readings, logs_PO.split(positions), held_P.split(positions), strict=True)
@@ -137,35 +133,26 @@ class ByteTeacher(Teacher):
         """
         texts = [self._student.spelled(ids) for ids in rows]
         parts = [[(one, *valid_text(one)) for one in _between(each)] for each in texts]
-        known = iter(self._its.ids_of_each([text for each in parts for _, text, _ in each if text]))
-        theirs = []
-        for ids, each, spelled, room in zip(rows, parts, texts, rooms, strict=True):
-            more = [(one, valid, next(known) if text else []) for one, text, valid in each]
-            theirs.append(
-                self._aligned(more, [one for one, text in zip(ids, spelled, strict=True) if text is None], room)
-            )
-        read = [each[:some] for each, some in zip(texts, needed, strict=True)]
-        starts, positions = _starts([*map(len, read)]), [*map(_outcomes, read)]
+        known = iter(self._its.ids_of_each([text for each in parts for _, text, _ in each]))
+        starts = _starts(map(len, read := [each[:some] for each, some in zip(texts, needed, strict=True)]))
         token_P, reads_R4 = self._student.reads([*chain.from_iterable(read)], starts)
+        place_R = reads_R4[:, 0].contiguous()
+        ends = torch.searchsorted(token_P, torch.tensor([*starts, sum(map(len, read))])).tolist()
         found = []
-        for (ids, agreed), start, before, count in zip(theirs, starts, _starts(positions), positions, strict=True):
-            its = self._its.spelled(ids)
-            ends = [*accumulate(len(one or b"-") for one in its)]
-            count = min(agreed, count, ends[-1] if ends else 0)
-            ids = ids[: bisect_right(ends, count - 1) + 1 if count else 0]
-            reads = slice(
-                *torch.searchsorted(reads_R4[:, 0].contiguous(), torch.tensor([before, before + count])).tolist()
-            )
-            mine = (
-                token_P[before : before + count] - start,
-                reads_R4[reads] - reads_R4.new_tensor([before, start, 0, 0]),
-            )
-            found.append(_Reading(ids, its[: len(ids)], *mine))
+        for ids, each, some, room, *at in zip(rows, parts, texts, rooms, starts, ends, ends[1:], strict=False):
+            specials = [one for one, text in zip(ids, some, strict=True) if text is None]
+            theirs, agreed = self._aligned([(one, valid, next(known)) for one, _, valid in each], specials)
+            theirs = theirs if room is None else theirs[: max(room, 0)]
+            sums = [0, *accumulate(len(one or b"-") for one in self._its.spelled(theirs))]
+            start, place, end = at
+            count = min(agreed, end - place, sums[-1])
+            tokens = bisect_left(sums, count)
+            mine = slice(*torch.searchsorted(place_R, torch.tensor([place, place + count])).tolist())
+            reads = reads_R4[mine] - reads_R4.new_tensor([place, start, 0, 0])
+            found.append(_Reading(theirs[:tokens], sums[tokens], token_P[place : place + count] - start, reads))
         return found
 
-    def _aligned(
-        self, parts: list[tuple[bytes, int, list[int]]], specials: list[int], room: int | None
-    ) -> tuple[list[int], int]:
+    def _aligned(self, parts: list[tuple[bytes, int, list[int]]], specials: list[int]) -> tuple[list[int], int]:
         """The teacher's tokens of one completion, and how many byte positions of them are the student's.
 
         Of the text between its special tokens, `parts` has bytes, how many of them are valid, and the teacher's tokens.
@@ -183,27 +170,11 @@ class ByteTeacher(Teacher):
             theirs.append(0 if known is None else known)  # read by nothing that is compared, if it is unknown
             if known is None:
                 break
-        return theirs if room is None else theirs[: max(room, 0)], agreed
+        return theirs, agreed
 
 
-def _starts(sizes: list[int]) -> list[int]:
+def _starts(sizes: Iterable[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
-
-
-def _spans(sizes: list[int]) -> Iterator[slice]:
-    """Rows of [`_TOKENS`] together, as far as they fit."""
-    start, tokens = 0, 0
-    for row, size in enumerate(sizes):
-        if row > start and tokens + size > _TOKENS:
-            yield slice(start, row)
-            start, tokens = row, 0
-        tokens += size
-    yield slice(start, len(sizes))
-
-
-def _outcomes(texts: Sequence[bytes | None]) -> int:
-    """Byte positions of tokens."""
-    return sum(len(one or b"-") for one in texts)
 
 
 def _between(texts: list[bytes | None]) -> Iterator[bytes]:
