@@ -61,11 +61,12 @@ class Plan:
     def of(cls, model: LazyLogits, chunk_tokens: int | None, table: ByteTable, ids: Tensor, *given: Tensor) -> Plan:
         """`given` are the token of each position, its reads [R, 4], and what else is copied, in host memory."""
         tokens, device, host = len(model.hidden), model.head.weight.device, table.to(torch.device("cpu"))
-        side, (token, reads, *_) = _Side.of(model, dtype := _product_dtype(model), None), given
+        side, (token, reads, *_) = _Side.of(model, _product_dtype(model), None), given
         columns = -(-len(table.order) // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
         node_R, position_R = reads[:, 3], reads[:, 0].contiguous()
         ranges_R = (host.first[node_R + 1] - host.first[node_R]).cumsum(0)
-        token_bytes = columns * (4 + 4 * (side.finish.cap is not None) + _GROUP_TILES * dtype.itemsize)
+        group = 0 if (dtype := side.weight_VH.dtype) == torch.float32 else _GROUP_TILES * dtype.itemsize
+        token_bytes = columns * (4 + 4 * (side.finish.cap is not None) + group)
         token_bytes += (_RANGE_BYTES * int(ranges_R[-1:].sum()) + _POSITION_BYTES * len(token)) // max(1, tokens)
         size = max(1, min(tokens, chunk_tokens or tile_of(max(1, tokens), token_bytes, memory_of(device))))
         token_C = torch.tensor([*range(0, tokens, size), tokens])

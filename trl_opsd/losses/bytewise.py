@@ -28,7 +28,7 @@ from trl_opsd.types.bytewise import OUTCOMES, ByteTable, Spelled
 
 MOST_ESCAPE = 0.03
 """Largest share of sequences that end a token where the model's own goes on, and that the sums miss."""
-_COLUMNS = 256
+_COLUMNS = 64
 """Columns of the head's gradient that are put back in the order of ids at a time."""
 
 
