@@ -81,6 +81,12 @@ def test_ranges_of_many_blocks_are_as_exact_however_small_their_probability(chun
     assert_equals_dense(vocabulary, ids, student, ReverseKL(), chunk_tokens, pulls=True)
 
 
+def test_borders_reach_back_three_tokens():
+    """The longest token, `abcab`, began four tokens before its last byte."""
+    _, reads = small_vocabulary().reads([b"a", b"b", b"c", b"a", b"b"])
+    assert [reads[reads[:, 0] == place][:, 2].tolist() for place in (3, 4)] == [[3, 2, 1, 0], [2, 1, 0]]
+
+
 def assert_equals_dense(vocabulary, ids, student, divergence, chunk_tokens, pulls):
     token, reads = vocabulary.reads(vocabulary.spelled(ids.tolist()))
     generator = torch.Generator().manual_seed(2)
