@@ -45,7 +45,8 @@ class ByTokens(OPSDTrainer):
             parts = super().compare(student, rollout, targets, num_items)
         teacher = self.teacher
         prompts, completions = rollout.prompt_lists(), rollout.completion_lists()
-        theirs = [teacher._read(ids, None).ids for ids in completions]
+        sizes, rooms = [len(ids) for ids in completions], [None] * len(completions)
+        theirs = [one.ids for one in teacher._read(completions, sizes, rooms)]
         before = self.readers.tokenizers["teacher"](self.processing_class.batch_decode(prompts))["input_ids"]
         mine = self._forward(student, prompts, completions, teacher._student)
         with torch.no_grad():

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +40,14 @@ def small_vocabulary() -> ByteVocabulary:
     """A vocabulary with two special tokens, and tokens that begin like others."""
     texts = (None, *WORDS, None)
     return ByteVocabulary(SimpleNamespace(), texts, frozenset({0, len(texts) - 1}))  # type: ignore[arg-type]
+
+
+def wide_vocabulary() -> ByteVocabulary:
+    """A vocabulary of 171 tokens in no order, whose ranges are up to 85 long."""
+    texts = [bytes(one) for length in (1, 2, 3, 4) for one in product(b"abc", repeat=length)]
+    texts += [b"\xff" + one for one in texts[:50]]
+    random.Random(0).shuffle(texts)
+    return ByteVocabulary(SimpleNamespace(), (None, *texts), frozenset({0}))  # type: ignore[arg-type]
 
 
 def byte_pairs(merges: int, *, start: int = 0, special: tuple[str, ...] = ("<|im_end|>",)) -> PreTrainedTokenizerFast:

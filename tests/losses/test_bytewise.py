@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
-from byte_languages import Language, byte_pairs, small_vocabulary
+from byte_languages import Language, byte_pairs, small_vocabulary, wide_vocabulary
 from test_cost import counted_flops
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.losses.bytewise import _FLOOR, MOST_ESCAPE, byte_logarithms, bytewise_divergence
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL, byte_ranges, bytewise, streamed
+from trl_opsd.losses.byte_ranges import _FLOOR
+from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms, bytewise_divergence
 from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.types import LazyLogits, OutputHead, Sampled
-from trl_opsd.types.bytewise import Spelled, byte_head
+from trl_opsd.types.bytewise import OUTCOMES, Spelled, byte_head
 
 
-def drawn(vocabulary, tokens, seed=0, bias=False, softcap=None, width=7):
+def drawn(vocabulary, tokens, seed=0, bias=False, softcap=None, width=7, spread=1.0):
     generator = torch.Generator().manual_seed(seed)
     rows = len(vocabulary.texts) + 3  # padded, as heads are
     ids = torch.randint(0, len(vocabulary.texts), (tokens,), generator=generator)
     weight = torch.randn(rows, width, generator=generator, dtype=torch.float64)
-    hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    hidden = spread * torch.randn(tokens, width, generator=generator, dtype=torch.float64)
     offset = torch.randn(rows, generator=generator, dtype=torch.float64) if bias else None
     return ids, LazyLogits(hidden, OutputHead(weight, offset, 0.8, softcap), 1.3)
 
@@ -64,6 +68,26 @@ def dense_of(student, teacher_logs, vocabulary, ids, divergence, weights, held, 
 def test_values_and_gradients_equal_the_dense_ones(divergence, chunk_tokens, bias, softcap, pulls):
     vocabulary = small_vocabulary()
     ids, student = drawn(vocabulary, 14, 1, bias, softcap)
+    assert_equals_dense(vocabulary, ids, student, divergence, chunk_tokens, pulls)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 3])
+@pytest.mark.parametrize("spread", [1.0, 12.0])
+def test_ranges_of_many_blocks_are_as_exact_however_small_their_probability(chunk_tokens, spread):
+    vocabulary = wide_vocabulary()
+    ids, student = drawn(vocabulary, 10, 10, spread=spread)
+    least = logits_of(student)[:, : len(vocabulary.texts)].log_softmax(-1).gather(1, ids[:, None]).min()
+    assert (least < -40) == (spread > 1)
+    assert_equals_dense(vocabulary, ids, student, ReverseKL(), chunk_tokens, pulls=True)
+
+
+def test_borders_reach_back_three_tokens():
+    """The longest token, `abcab`, began four tokens before its last byte."""
+    _, reads = small_vocabulary().reads([b"a", b"b", b"c", b"a", b"b"])
+    assert [reads[reads[:, 0] == place][:, 2].tolist() for place in (3, 4)] == [[3, 2, 1, 0], [2, 1, 0]]
+
+
+def assert_equals_dense(vocabulary, ids, student, divergence, chunk_tokens, pulls):
     token, reads = vocabulary.reads(vocabulary.spelled(ids.tolist()))
     generator = torch.Generator().manual_seed(2)
     teacher_logs = torch.randn(len(token), 257, generator=generator, dtype=torch.float64).log_softmax(-1)
@@ -175,3 +199,56 @@ def test_a_step_costs_three_products_with_the_students_head_and_one_with_the_tea
         given = ReverseKL(), vocabulary.table, spelled, Sampled(ids), None, chunk_tokens
         bytewise_divergence(*pair, *given).divergence.sum().backward()
     assert counter.get_total_flops() == 3 * product * again
+
+
+class BetweenDevices(TorchDispatchMode):
+    """Counts operations on tensors of two devices, by whether the host would wait for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor) and one.dim()]
+        if len({one.device for one in tensors}) > 1:
+            self.found[func._schema.name, bool((kwargs or {}).get("non_blocking"))] += 1
+        return out
+
+
+@pytest.mark.parametrize("chunk_tokens", [20, 64])
+def test_indices_are_copied_to_a_device_once_for_all_tiles_and_nothing_waits(monkeypatch, chunk_tokens):
+    """A device without numbers raises where the host needs one."""
+    monkeypatch.setattr(byte_ranges, "has_streams", lambda device: False)
+    monkeypatch.setattr(byte_ranges, "_product_dtype", lambda side: torch.float32)  # there is no autocast on it
+    vocabulary, device = small_vocabulary(), torch.device("meta")
+    vocabulary.table.to(device)
+    ids = torch.randint(1, len(vocabulary.texts) - 1, (64,), generator=torch.Generator().manual_seed(0))
+    token, reads = vocabulary.reads(vocabulary.spelled(ids.tolist()))
+    spelled = Spelled(token, token > 0, reads, torch.arange(len(token)), torch.arange(64))
+    with device:
+        student = LazyLogits(torch.ones(64, 5, requires_grad=True), OutputHead(torch.ones(40, 5, requires_grad=True)))
+        teacher = LazyLogits(torch.ones(len(token), OUTCOMES), byte_head(device))
+        sampled, weights = Sampled(torch.ones(64, dtype=torch.long), torch.ones(64)), torch.ones(64)
+    with BetweenDevices() as watch:
+        given = ReverseKL(), vocabulary.table, spelled, sampled, weights, chunk_tokens
+        bytewise_divergence(student, teacher, *given).divergence.sum().backward()
+    assert watch.found == {("aten::_to_copy", True): 1}
+
+
+def test_gradients_of_several_tiles_are_multiplied_into_the_heads_at_once(monkeypatch):
+    """As where products of low precision end in float32: here both are float64, which no rounding hides behind."""
+    products = []
+
+    def addmm(total, a, b, *, alpha, beta):
+        products.append(total.shape)
+        total.copy_(beta * total.double() + alpha * a @ b)
+
+    monkeypatch.setattr(streamed, "_operand", lambda tensor, dtype: tensor.detach().double())
+    monkeypatch.setattr(streamed, "_addmm_", addmm)
+    monkeypatch.setattr(bytewise, "_addmm_", addmm)
+    vocabulary = wide_vocabulary()
+    ids, student = drawn(vocabulary, 10, 5)
+    assert_equals_dense(vocabulary, ids, student, ReverseKL(), 1, pulls=True)
+    assert products.count((len(vocabulary.texts), 7)) == 3
+    assert len(products) == 10 + 2 * 3

@@ -12,16 +12,18 @@ from byte_languages import byte_pairs
 from peft import LoraConfig
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses.bytewise import _FLOOR, MOST_ESCAPE
+from trl_opsd.losses.byte_ranges import _FLOOR
+from trl_opsd.losses.bytewise import MOST_ESCAPE
 from trl_opsd.losses.dense import dense_byte_logarithms
-from trl_opsd.teacher import FrozenTeacher, Teacher
-from trl_opsd.teacher.bytewise import ByteTeacher
+from trl_opsd.teacher import FrozenTeacher, Teacher, bytewise
+from trl_opsd.teacher.bytewise import ByteTeacher, _starts
 from trl_opsd.teacher.frozen import Resident
-from trl_opsd.types import TeacherTargets
+from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets, Spelled
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
@@ -310,7 +312,7 @@ def byte_teacher(mine, yours):
 )
 def test_completions_of_all_kinds(ids, compared, lost):
     mine, yours = ByteVocabulary.of(MINE, "mine"), ByteVocabulary.of(byte_pairs(200, special=("<|end|>",)), "yours")
-    reading = byte_teacher(mine, yours)._read(ids, len(ids), None)
+    (reading,) = byte_teacher(mine, yours)._read([ids], [len(ids)], [None])
     assert len(reading.token_P) == compared
     spelled = mine.spelled(ids)
     text = b"".join(one or b"" for one in spelled)
@@ -325,7 +327,7 @@ def test_a_context_that_is_full_loses_what_does_not_fit():
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     ids = MINE("the teacher reads all of it, or only some")["input_ids"]
     teacher = byte_teacher(mine, yours)
-    whole, some, none = (teacher._read(ids, len(ids), room) for room in (None, 5, -3))
+    whole, some, none = teacher._read([ids] * 3, [len(ids)] * 3, [None, 5, -3])
     assert len(some.ids) == 5
     assert 0 < len(some.token_P) < len(whole.token_P)
     assert len(none.token_P) == 0
@@ -423,9 +425,68 @@ def test_what_began_before_a_token_that_does_not_count_is_read():
 def test_a_special_token_that_both_have_is_read_by_both():
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     ids = [*MINE("so")["input_ids"], MINE.eos_token_id, *MINE("after an end")["input_ids"]]
-    reading = byte_teacher(mine, yours)._read(ids, len(ids), None)
+    (reading,) = byte_teacher(mine, yours)._read([ids], [len(ids)], [None])
     assert len(reading.token_P) == 2 + 1 + 12
     assert reading.ids.count(YOURS.eos_token_id) == 1
+
+
+def test_rows_that_are_read_together_are_as_each_alone():
+    mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
+    middle = [*MINE("so")["input_ids"], MINE.eos_token_id, *MINE("after")["input_ids"]]
+    rows = [*MINE(ANSWERS)["input_ids"], [], middle, MINE("ab\N{GRINNING FACE}")["input_ids"][:-1], [len(MINE) + 2]]
+    teacher, sizes = byte_teacher(mine, yours), [max(0, len(ids) - 1) for ids in rows]
+    together = teacher._read(rows, sizes, [None] * len(rows))
+    for ids, size, found in zip(rows, sizes, together, strict=True):
+        (alone,) = teacher._read([ids], [size], [None])
+        assert (found.ids, found.positions) == (alone.ids, alone.positions)
+        assert torch.equal(found.token_P, alone.token_P)
+        assert torch.equal(found.reads, alone.reads)
+        assert len(found.reads) >= len(found.token_P)
+    ids, apart = (
+        [token for one in together for token in one.ids],
+        [yours.reads(yours.spelled(one.ids)) for one in together],
+    )
+    reads = yours.reads(yours.spelled(ids), _starts([len(one.ids) for one in together]))
+    starts = _starts([len(token) for token, _ in apart]), _starts([len(one.ids) for one in together])
+    expected = [
+        read + torch.tensor([at, start, 0, 0], dtype=torch.int32)
+        for (_, read), at, start in zip(apart, *starts, strict=True)
+    ]
+    assert torch.equal(reads[1], torch.cat(expected))
+
+
+class Random(Teacher):
+    """Knows nothing, and keeps no more than its states."""
+
+    def __init__(self, head):
+        self._head = head
+
+    head = property(lambda self: self._head)
+    context = None
+
+    def targets(self, rollout):
+        return TeacherTargets(hidden=torch.randn(*rollout.completion_ids.shape, self.head.weight.size(1)))
+
+
+def test_besides_targets_the_memory_is_that_of_a_few_rows(monkeypatch):
+    rows = 64
+    monkeypatch.setattr(bytewise, "_ROWS", 1)
+    mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
+    teacher = ByteTeacher(Random(OutputHead(torch.randn(len(YOURS), 4))), mine, yours, lambda: 1.0)
+    teacher._is_unproved = False
+    ids = MINE("a text of which there are several copies, and nothing else in it")["input_ids"]
+    rollout = Rollout.of([[3]] * rows, [ids] * rows, torch.device("cpu"))
+    assert mine.table.order.nbytes + yours.table.order.nbytes < 10_000  # made before what is measured
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        targets = teacher.targets(rollout)
+    now = peak = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    kept = sum(row.hidden.nbytes for row in targets.rows)
+    assert kept > 4_000_000
+    assert peak < 2.5 * kept
 
 
 class Ahead(Teacher):

@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import sha256
 from os.path import commonprefix
 from typing import Any, TypeAlias
@@ -23,8 +23,6 @@ from transformers import PreTrainedTokenizerBase
 from trl_opsd.types.bytewise import BACK, END, ROOT, ByteTable
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Live: TypeAlias = tuple[tuple[int, int], ...]
-"""Tokens that a longer one may have begun at: how many tokens back, and the node of the bytes since."""
 _ANCHORS = ("\n", "a", ".", " ", "0", ";")
 """Texts before another one, which a tokenizer may not begin as the start of a text, with a space of its own."""
 _TEXTS = (
@@ -132,37 +130,51 @@ class ByteVocabulary:
 
     def special_of(self, token: str) -> int | None:
         """The id of the special token of this name, if there is one."""
+        return self._specials.get(token)
+
+    @cached_property
+    def _specials(self) -> dict[str, int]:
         added = self.tokenizer.added_tokens_decoder
-        return next((one for one in self.special if one in added and str(added[one]) == token), None)
+        return {str(added[one]): one for one in self.special if one in added}
 
     def changed(self, text: str) -> bool:
         """Whether the tokens of a text do not spell it."""
         return b"".join(one or b"" for one in self.spelled(self.ids_of(text))) != text.encode()
 
     def ids_of(self, text: str) -> list[int]:
-        """The tokens of a text that continues another, without a space or a start token before it.
+        """The tokens of a text, as [`~ByteVocabulary.ids_of_each`] reads it."""
+        return self.ids_of_each([text])[0]
+
+    def ids_of_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, which continues another, without a space or a start token before it.
 
         Where the tokenizer changes the text, they spell it up to there.
         """
-        best: list[int] = []
-        agreed = -1
+        best: list[list[int]] = [[] for _ in texts]
+        agreed, left = [-1] * len(texts), [number for number, text in enumerate(texts) if text]
         for anchor in ("", *_ANCHORS):
-            ids = self._read(anchor + text)
-            if anchor:
-                before = _without(self.spelled(ids), anchor.encode())
+            # All at once, which tokenizers do in several threads.
+            each, missed = self._read([anchor + texts[number] for number in left]) if left else [], list[int]()
+            for number, ids in zip(left, each, strict=True):
+                text, before = texts[number].encode(), _without(self.spelled(ids), anchor.encode()) if anchor else 0
                 if before is None:
+                    missed.append(number)
                     continue
                 ids = ids[before:]
-            spelled = b"".join(one or b"\0" for one in self.spelled(ids))
-            if spelled == text.encode():
-                return ids
-            if (same := len(commonprefix([spelled, text.encode()]))) > agreed:  # noqa: RUF071 (bytes are meant)
-                best, agreed = ids, same
+                spelled = b"".join(one or b"\0" for one in self.spelled(ids))
+                if spelled == text:
+                    best[number] = ids
+                    continue
+                missed.append(number)
+                if (same := len(commonprefix([spelled, text]))) > agreed[number]:  # noqa: RUF071 (bytes are meant)
+                    best[number], agreed[number] = ids, same
+            left = missed
         return best
 
-    def _read(self, text: str) -> list[int]:
+    def _read(self, texts: list[str]) -> list[list[int]]:
         # what looks like a special token in a text is text
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        given = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False)
+        ids: list[list[int]] = given["input_ids"]
         return ids
 
     @cached_property
@@ -171,8 +183,8 @@ class ByteVocabulary:
         return self._nodes[0]
 
     @cached_property
-    def _nodes(self) -> tuple[ByteTable, dict[tuple[int, int], int]]:
-        """The table, and the node that a byte leads to from another one."""
+    def _nodes(self) -> tuple[ByteTable, tuple[Numbers, Numbers]]:
+        """The table; and for each `256 * node + byte`, ascending, the node that it leads to."""
         order = sorted((text, number) for number, text in enumerate(self.texts) if text)
         children: dict[tuple[int, int], int] = {}
         lows, highs, last = [0], [len(order)], b""
@@ -198,6 +210,10 @@ class ByteVocabulary:
         specials = sorted(self.special)
         parents, bytes_, nodes = np.array([(*pair, node) for pair, node in children.items()], np.int64).T
         low, high = np.array(lows)[nodes], np.array(highs)[nodes]
+        keys = parents << 8 | bytes_
+        by_key = keys.argsort()
+        # The last key is none, so that a search for any finds one.
+        steps = np.append(keys[by_key], np.iinfo(np.int64).max), np.append(nodes[by_key], ROOT)
         if specials:
             parents, bytes_ = np.append(parents, ROOT), np.append(bytes_, END)
             low, high = np.append(low, len(order)), np.append(high, len(order) + len(specials))
@@ -207,60 +223,56 @@ class ByteVocabulary:
         rank_V[ids] = np.arange(len(ids))
         length_V = np.array([1 if text is None else len(text) for text in self.texts])
         first = np.searchsorted(parents[by_node], np.arange(len(lows) + 1))
-        table = ByteTable(
-            order=torch.tensor(ids),
-            rank=torch.from_numpy(rank_V),
-            first=torch.from_numpy(first),
-            outcome=torch.from_numpy(bytes_[by_node]),
-            low=torch.from_numpy(low[by_node]),
-            high=torch.from_numpy(high[by_node]),
-            length=torch.from_numpy(length_V),
-            whole=torch.tensor(wholes),
-        )
-        return table, children
+        values: dict[str, Any] = {
+            "order": ids,
+            "rank": rank_V,
+            "first": first,
+            "outcome": bytes_[by_node],
+            "low": low[by_node],
+            "high": high[by_node],
+            "length": length_V,
+            "whole": wholes,
+        }
+        table = ByteTable(**{name: torch.from_numpy(np.asarray(one, np.int32)) for name, one in values.items()})
+        return table, steps
 
-    def reads(self, texts: Sequence[bytes | None]) -> tuple[Tensor, Tensor]:
+    def reads(self, texts: Sequence[bytes | None], starts: Sequence[int] = (0,)) -> tuple[Tensor, Tensor]:
         """The byte positions of consecutive tokens, and what their distributions are summed from.
 
-        A special token has one position; before it nothing is read for what follows it.
+        A special token has one position; before it nothing is read for what follows it. `starts` are the numbers of
+        tokens, ascending, before which nothing is read for them and those that follow: the first ones of rows.
 
         Returns:
             `tuple`: [P], int64, the number of each position's token; and [R, 4], int32, as [`~types.ByteTargets`] has.
         """
-        step, found = self._step, list[Numbers]()
-        live: Live = ()
-        for text in texts:
-            each, live = step(live, text)
-            found.append(each)
-        sizes = [len(one or b"-") for one in texts]
-        counts = [len(one) for one in found]
-        joined = np.concatenate([np.zeros((0, 3), np.int32), *found])
-        number_R = np.repeat(np.arange(len(texts), dtype=np.int32), counts)
-        starts = np.cumsum([0, *sizes])[:-1].astype(np.int32)
-        columns = (joined[:, 0] + starts[number_R], number_R - joined[:, 1], joined[:, 1], joined[:, 2])
-        token_P = np.repeat(np.arange(len(texts)), sizes)
-        return torch.from_numpy(token_P), torch.from_numpy(np.stack(columns, 1))
-
-    @cached_property
-    def _step(self) -> Callable[[Live, bytes | None], tuple[Numbers, Live]]:
-        """What is read for the bytes of one token, [n, 3]: the number of the byte, tokens back, and the node.
-
-        It depends on the nodes that the tokens before it have left, which are mostly the same few, so it is kept.
-        """
-        children, first = self._nodes[1], self.table.first.tolist()
-
-        @lru_cache(1 << 16)
-        def step(live: Live, text: bytes | None) -> tuple[Numbers, Live]:
-            live = (*((back + 1, node) for back, node in live if back < BACK), (0, ROOT))
-            found: list[tuple[int, int, int]] = []
-            for number, byte in enumerate(text or (END,)):
-                # a node without edges adds nothing, but at the token's own border
-                found += [(number, back, node) for back, node in live if not back or first[node + 1] > first[node]]
-                after = ((back, children.get((node, byte))) for back, node in live)
-                live = tuple((back, node) for back, node in after if node is not None)
-            return np.array(found, np.int32), live
-
-        return step
+        keys, nodes = self._nodes[1]
+        first = self.table.first.numpy()
+        byte_P = np.frombuffer(b"".join(one or b"\0" for one in texts), np.uint8)
+        size_N = np.array([len(one or b"-") for one in texts], np.int64)
+        token_P, at_N = np.repeat(np.arange(len(texts)), size_N), size_N.cumsum() - size_N
+        # Of each position, whether what was read up to it goes on after it, into a token of the same row.
+        last_N = np.isin(np.arange(1, len(texts) + 1), [*starts, len(texts)]) | np.array(
+            [one is None for one in texts], bool
+        )
+        goes_on_P = np.ones(len(byte_P), bool)
+        goes_on_P[(at_N + size_N - 1)[last_N]] = False
+        found = list[Numbers]()
+        # From the border before each token one byte further at a time, as long as tokens begin with these bytes.
+        token_A, place_A, node_A = np.arange(len(texts)), at_N, np.zeros(len(texts), np.int64)
+        while len(token_A):
+            back_A = token_P[place_A] - token_A
+            # a node without edges adds nothing, but at the token's own border
+            adds_A = (back_A == 0) | (first[node_A + 1] > first[node_A])
+            found.append(np.stack([place_A, token_A, back_A, node_A])[:, adds_A])
+            key_A = node_A << 8 | byte_P[place_A]
+            edge_A = keys.searchsorted(key_A)
+            alive_A = (keys[edge_A] == key_A) & goes_on_P[place_A]
+            token_A, place_A, node_A = token_A[alive_A], place_A[alive_A] + 1, nodes[edge_A[alive_A]]
+            near_A = token_P[place_A] - token_A <= BACK
+            token_A, place_A, node_A = token_A[near_A], place_A[near_A], node_A[near_A]
+        read_4R = np.concatenate([np.zeros((4, 0), np.int64), *found], 1).astype(np.int32)
+        by_place_R = np.lexsort((read_4R[1], read_4R[0]))  # those further back first
+        return torch.from_numpy(token_P), torch.from_numpy(read_4R[:, by_place_R].T)
 
 
 def _without(texts: Sequence[bytes | None], anchor: bytes) -> int | None:

@@ -5,10 +5,11 @@ P byte positions of a row · n tokens of the teacher in it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import final
 
 import torch
@@ -20,8 +21,11 @@ from trl_opsd.models.backbone import gathered_head, shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.teachers import check_depends_on_input, prove_alignment, scored
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets, byte_head
-from trl_opsd.types.targets import kept_by_row, targets_device
+from trl_opsd.types.bytewise import OUTCOMES, ByteTargets, byte_head
+from trl_opsd.types.targets import fetch, has_streams, kept_by_row, targets_device
+
+_ROWS = 8
+"""Rows whose states and distributions are on the device at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,12 @@ class _Reading:
 
     ids: list[int]
     """The teacher's tokens."""
+    positions: int
+    """Byte positions of these."""
     token_P: Tensor
     """The number of the student's token of each byte position that both have."""
     reads: Tensor
     """Of the student, as [`~types.bytewise.ByteTargets.reads`]."""
-    its_token_P: Tensor
-    its_reads: Tensor
 
 
 @final
@@ -88,9 +92,7 @@ class ByteTeacher(Teacher):
     def targets(self, rollout: Rollout) -> TeacherTargets:
         ended, context = rollout.ended(), self.context
         rooms = [None if context is None else context - length.prompt for length in ended.measured()]
-        needed = map(len, ended.completion_lists())
-        each_row = zip(rollout.completion_lists(), needed, rooms, strict=True)
-        readings = [self._read(ids, some, room) for ids, some, room in each_row]
+        readings = self._read(rollout.completion_lists(), [*map(len, ended.completion_lists())], rooms)
         theirs = _as_its_own(rollout, [one.ids for one in readings])
         found = scored(self.teacher, theirs)
         check_depends_on_input(theirs, found, type(self.teacher).__name__)
@@ -99,20 +101,23 @@ class ByteTeacher(Teacher):
             prove_alignment(partial(scored, self.teacher), theirs, found, name)
             self._is_unproved = False
         rows = kept_by_row(found, theirs.weights).rows or ()
-        # Of all rows at once: what is read for a byte stays within its row.
-        tokens, positions = (
-            [len(one) for one in each] for each in zip(*((one.ids, one.its_token_P) for one in readings), strict=True)
-        )
-        moved = [torch.tensor([at, start, 0, 0]) for at, start in zip(_starts(positions), _starts(tokens), strict=True)]
-        token_P = torch.cat([one.its_token_P + move[1] for one, move in zip(readings, moved, strict=True)])
-        reads = torch.cat([one.its_reads.long() + move for one, move in zip(readings, moved, strict=True)])
+        positions, escapes = [one.positions for one in readings], list[Tensor]()
         with gathered_head(head := self.teacher.head):
-            device = head.weight.device
-            model = LazyLogits(torch.cat([row.hidden for row in rows]).to(device), head, self._temperature())
-            ids = torch.tensor([token for one in readings for token in one.ids], dtype=torch.long, device=device)
-            logs_PO, escape_P = byte_logarithms(model, self._its.table, ids, token_P, reads, self._chunk_tokens)
-        logs_PO = logs_PO.to(targets_device(self._cache_device, logs_PO.nbytes, logs_PO.device))
-        each = zip(readings, logs_PO.split(positions), (escape_P.cpu() <= MOST_ESCAPE).split(positions), strict=True)
+            device, shape = head.weight.device, (sum(positions), OUTCOMES)
+            kept = targets_device(self._cache_device, 4 * shape[0] * shape[1], device)
+            logs_PO = torch.empty(shape, device=kept, pin_memory=kept.type == "cpu" and has_streams(device))
+            at = 0
+            for some in (slice(row, row + _ROWS) for row in range(0, len(rows), _ROWS)):
+                ids = [token for one in readings[some] for token in one.ids]
+                read = self._its.reads(self._its.spelled(ids), _starts(len(one.ids) for one in readings[some]))
+                states_NH = fetch([row.hidden for row in rows[some]], device).wait()
+                given = self._its.table, torch.tensor(ids, dtype=torch.long), *read, self._chunk_tokens
+                some_PO, escape_P = byte_logarithms(LazyLogits(states_NH, head, self._temperature()), *given)
+                logs_PO[at : (at := at + len(some_PO))].copy_(some_PO, non_blocking=True)
+                escapes.append(escape_P)
+        # This waits for the device, so the distributions have arrived too.
+        held_P = torch.cat(escapes).cpu() <= MOST_ESCAPE
+        each = zip(readings, logs_PO.split(positions), held_P.split(positions), strict=True)
         targets = [
             ByteTargets(
                 hidden=logs[: len(one.token_P)], places=one.token_P, held=held[: len(one.token_P)], reads=one.reads
@@ -121,45 +126,69 @@ class ByteTeacher(Teacher):
         ]
         return TeacherTargets.by_row(targets, rollout.completion_ids.size(1))
 
-    def _read(self, ids: list[int], needed: int, room: int | None) -> _Reading:
-        """Both models' byte positions in a completion, up to the first byte that they do not read alike.
+    def _read(self, rows: list[list[int]], needed: list[int], rooms: list[int | None]) -> list[_Reading]:
+        """Both models' byte positions in completions, up to the first byte that they do not read alike.
 
         After the first `needed` tokens there are none, but the teacher's tokens are those of the whole text.
         """
-        texts = self._student.spelled(ids)
+        texts = [self._student.spelled(ids) for ids in rows]
+        parts = [[(one, *valid_text(one)) for one in _between(each)] for each in texts]
+        known = iter(self._its.ids_of_each([text for each in parts for _, text, _ in each]))
+        starts = _starts(map(len, read := [each[:some] for each, some in zip(texts, needed, strict=True)]))
+        token_P, reads_R4 = self._student.reads([*chain.from_iterable(read)], starts)
+        place_R = reads_R4[:, 0].contiguous()
+        ends = torch.searchsorted(token_P, torch.tensor([*starts, sum(map(len, read))])).tolist()
+        found = []
+        for ids, each, some, room, *at in zip(rows, parts, texts, rooms, starts, ends, ends[1:], strict=False):
+            specials = [one for one, text in zip(ids, some, strict=True) if text is None]
+            theirs, agreed = self._aligned([(one, valid, next(known)) for one, _, valid in each], specials)
+            theirs = theirs if room is None else theirs[: max(room, 0)]
+            sums = [0, *accumulate(len(one or b"-") for one in self._its.spelled(theirs))]
+            start, place, end = at
+            count = min(agreed, end - place, sums[-1])
+            tokens = bisect_left(sums, count)
+            mine = slice(*torch.searchsorted(place_R, torch.tensor([place, place + count])).tolist())
+            reads = reads_R4[mine] - reads_R4.new_tensor([place, start, 0, 0])
+            found.append(_Reading(theirs[:tokens], sums[tokens], token_P[place : place + count] - start, reads))
+        return found
+
+    def _aligned(self, parts: list[tuple[bytes, int, list[int]]], specials: list[int]) -> tuple[list[int], int]:
+        """The teacher's tokens of one completion, and how many byte positions of them are the student's.
+
+        Of the text between its special tokens, `parts` has bytes, how many of them are valid, and the teacher's tokens.
+        """
         theirs: list[int] = []
-        agreed, number = 0, 0  # byte positions so far, and the token that follows
-        while number < len(texts):
-            end = next((at for at in range(number, len(texts)) if texts[at] is None), len(texts))
-            spelled = b"".join(one or b"" for one in texts[number:end])
-            text, valid = valid_text(spelled)
-            more = self._its.ids_of(text) if text else []
+        agreed = 0
+        for number, (spelled, valid, more) in enumerate(parts):
             same = _common(b"".join(one or b"\0" for one in self._its.spelled(more)), spelled[:valid])
             theirs, agreed = theirs + more, agreed + same
-            if same < len(spelled) or end == len(texts):
+            if same < len(spelled) or number == len(specials):
                 break
             # A special token: both models say whether the text ends here, whatever they call its end.
-            agreed, number = agreed + 1, end + 1
-            known = self._its.special_of(self._student.tokenizer.convert_ids_to_tokens(ids[end]))
+            agreed += 1
+            known = self._its.special_of(self._student.tokenizer.convert_ids_to_tokens(specials[number]))
             theirs.append(0 if known is None else known)  # read by nothing that is compared, if it is unknown
             if known is None:
                 break
-        if room is not None:
-            theirs = theirs[: max(room, 0)]
-        token_P, reads = self._student.reads(texts[:needed])
-        its_token_P, its_reads = self._its.reads(self._its.spelled(theirs))
-        count = min(agreed, len(token_P), len(its_token_P))
-        theirs = theirs[: int(its_token_P[count - 1]) + 1 if count else 0]
-        its_token_P, its_reads = self._its.reads(self._its.spelled(theirs))
-        return _Reading(theirs, token_P[:count], reads[reads[:, 0] < count], its_token_P, its_reads)
+        return theirs, agreed
 
 
-def _starts(sizes: list[int]) -> list[int]:
+def _starts(sizes: Iterable[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
+
+
+def _between(texts: list[bytes | None]) -> Iterator[bytes]:
+    """The bytes before, between and after special tokens."""
+    start = 0
+    for end in [*(at for at, one in enumerate(texts) if one is None), len(texts)]:
+        yield b"".join(one or b"" for one in texts[start:end])
+        start = end + 1
 
 
 def _common(one: bytes, other: bytes) -> int:
     """How many bytes are the same at the beginning."""
+    if one == other:
+        return len(one)
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -32,21 +32,21 @@ class ByteTable:
     """A vocabulary, sorted by bytes, so that the tokens that begin with given bytes are one range of it."""
 
     order: Tensor
-    """[T], int64: token ids by their bytes, special tokens last. Ids that are no tokens are left out."""
+    """[T], int32: token ids by their bytes, special tokens last. Ids that are no tokens are left out."""
     rank: Tensor
-    """[V], int64: the place of each id in `order`; 0 for those that are left out."""
+    """[V], int32: the place of each id in `order`; 0 for those that are left out."""
     first: Tensor
-    """[D + 1], int64: each node's first edge."""
+    """[D + 1], int32: each node's first edge."""
     outcome: Tensor
-    """[E], int64: the byte of an edge, or [`END`]."""
+    """[E], int32: the byte of an edge, or [`END`]."""
     low: Tensor
-    """[E], int64: first place of the tokens that begin with the node's bytes and this one."""
+    """[E], int32: first place of the tokens that begin with the node's bytes and this one."""
     high: Tensor
-    """[E], int64: the place after the last of them."""
+    """[E], int32: the place after the last of them."""
     length: Tensor
-    """[V], int64: the byte positions of each id, 1 for a special token."""
+    """[V], int32: the byte positions of each id, 1 for a special token."""
     whole: Tensor
-    """[D, 2], int64: first place, and the one after the last, of the tokens that are just a node's bytes."""
+    """[D, 2], int32: first place, and the one after the last, of the tokens that are just a node's bytes."""
     _copies: dict[torch.device, ByteTable] = field(default_factory=dict, init=False, repr=False)
 
     def to(self, device: torch.device) -> ByteTable:
@@ -96,7 +96,7 @@ class Spelled:
     held: Tensor
     """[P], bool: as [`~ByteTargets.held`]."""
     reads: Tensor
-    """[R, 4], int64: as [`~ByteTargets.reads`], with the index of the token among the N."""
+    """[R, 4], int32: as [`~ByteTargets.reads`], with the index of the token among the N."""
     kept: Tensor
     """[P], int64: indices of these positions among all of the targets."""
     places: Tensor
@@ -107,28 +107,30 @@ class Spelled:
         """The positions of the tokens at these places, ascending, where each row begins at its start."""
         if not rows or not len(places_K):
             none = torch.zeros(0, dtype=torch.long)
-            return cls(none, none.bool(), none.reshape(0, 4), none, places_K)
+            return cls(none, none.bool(), none.int().reshape(0, 4), none, places_K)
         at_M = torch.cat([one.places + start for one, start in zip(rows, starts, strict=True)])
-        counts_M = torch.isin(at_M, places_K)
+        is_read = torch.zeros(1 + int(torch.cat([at_M, places_K]).max()), dtype=torch.bool)
+        is_read[places_K] = True
+        counts_M = is_read[at_M]
         sizes = accumulate((len(one.places) for one in rows), initial=0)
         reads_R4 = torch.cat(
             [
-                one.reads.long() + torch.tensor([before, start, 0, 0])
+                one.reads + one.reads.new_tensor([before, start, 0, 0])
                 for one, start, before in zip(rows, starts, sizes, strict=False)
             ]
         )
         position_R, state_R, back_R, node_R = reads_R4[counts_M[reads_R4[:, 0]]].T.contiguous()
         # A read further back takes the probabilities of all tokens in between, whether or not these count.
-        between = [state_R + back_R.clamp(max=some) for some in range(BACK + 1)]
-        places_N = torch.cat([places_K, *between]).unique()
-        index_R = torch.searchsorted(places_N, state_R)
+        for some in range(BACK + 1):
+            is_read[state_R + back_R.clamp(max=some)] = True
+        index, number_M = is_read.cumsum(0) - 1, counts_M.cumsum(0, dtype=torch.int32) - 1
         held_M = torch.cat([one.held for one in rows])
         return cls(
-            token=torch.searchsorted(places_N, at_M[counts_M]),
+            token=index[at_M[counts_M]],
             held=held_M[counts_M],
-            reads=torch.stack([counts_M.cumsum(0)[position_R] - 1, index_R, back_R, node_R], 1),
+            reads=torch.stack([number_M[position_R], index[state_R].int(), back_R, node_R], 1),
             kept=counts_M.nonzero().squeeze(1),
-            places=places_N,
+            places=is_read.nonzero().squeeze(1),
         )
 
 

@@ -143,8 +143,8 @@ def share_by_bytes(pair: Pair) -> tuple[int, int]:
     for ids, row, hidden_nH in zip(completions, teacher.targets(its).rows or (), states, strict=True):
         assert isinstance(row, ByteTargets), "its targets are by byte"
         token, reads = mine.reads(mine.spelled(ids))
-        model, after = LazyLogits(hidden_nH, OutputHead.of(pair.student.model)), torch.tensor(ids, device=pair.device)
-        _, escape = byte_logarithms(model, mine.table, after, token, reads)
+        model = LazyLogits(hidden_nH, OutputHead.of(pair.student.model))
+        _, escape = byte_logarithms(model, mine.table, torch.tensor(ids), token, reads)
         held += int((row.held & (escape[: len(row.held)].cpu() <= MOST_ESCAPE)).sum())
         outcomes += len(token)
     return held, outcomes
