@@ -123,6 +123,9 @@ def plan(
     contrast: Annotated[
         bool, typer.Option("--contrast", help="The teacher also reads a contrast: `contrast_weight`, `contrast_clip`.")
     ] = False,
+    by_bytes: Annotated[
+        bool, typer.Option("--bytes", help="The teacher has a tokenizer of its own: `cross_tokenizer='bytes'`.")
+    ] = False,
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
     link: Annotated[float, typer.Option(min=0.001, help="Bandwidth from host to device, in GB/s.")] = 32.0,
@@ -144,12 +147,18 @@ def plan(
     size = fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", image_size or "")
     if bool(images) != bool(size):
         raise ValueError("`--images N` and `--image-size HxW` (such as 1080x1920) belong together.")
+    if by_bytes and (origin or contrast or teacher is None):
+        raise ValueError(
+            "`--bytes` needs a teacher with a tokenizer of its own, and excludes `--origin` and `--contrast`."
+        )
     sizes = [(int(size[1]), int(size[2]))] * images if size else []
     sources = student, student if teacher is None else teacher
     shapes = shape_of(sources[0], sizes), shape_of(sources[1], sizes)
     if images and not any(shape.images.tokens for shape in shapes):
         raise ValueError(f"`--images {images}`: neither student nor teacher has a vision tower.")
-    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast)
+    load = Load(
+        gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast, by_bytes
+    )
     for role, shape in zip(("student", "teacher"), shapes, strict=True):
         if shape.context is not None and load.row(shape) > shape.context:
             seen = f", with {shape.images.tokens} for images," if shape.images.tokens else ""

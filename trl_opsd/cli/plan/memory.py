@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
+from trl_opsd.losses.byte_ranges import _POSITION_BYTES, _RANGE_BYTES
 from trl_opsd.losses.elementwise import EVERY
 from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, tile_of
+from trl_opsd.teacher.bytewise import _ROWS
 from trl_opsd.teacher.frozen import PASS_BYTES
+from trl_opsd.types.bytewise import BACK, OUTCOMES
 from trl_opsd.types.targets import CACHE_BYTES
 
 BUCKETS = "gradient buckets"
@@ -24,6 +27,8 @@ _SENT = 256_000_000
 """Bytes of weights that are gathered at once to be sent to it."""
 _PROBED = 2 * 80
 """Tokens that a student reads to prove that they arrived."""
+_RANGES, _BYTES = 310, 4.4
+"""Ranges of a sorted vocabulary, and bytes of text, of a token of Qwen2.5 on average."""
 
 Parts = dict[str, int]
 """Bytes by part."""
@@ -59,6 +64,8 @@ class Load:
     """Whether the loss also reads the student as it was passed: without an adapter a copy in float32."""
     contrast: bool = False
     """Whether the teacher also reads a contrast, with a bound of its push."""
+    by_bytes: bool = False
+    """Whether the teacher has a tokenizer of its own."""
 
     @property
     def itemsize(self) -> int:
@@ -121,7 +128,8 @@ def phases(
     # Autocast keeps copies of trained weights; frozen ones are cast anew, and DeepSpeed casts once.
     copies = student.parameters * 2 if load.half and whole and load.lora is None else 0
     # `teacher_cache_device='auto'` keeps a larger batch of targets in host memory.
-    each = [teacher.width * itemsize] * (1 + load.contrast) + [student.width * 4] * load.origin
+    of_token = int(_BYTES * 4 * OUTCOMES) if load.by_bytes else teacher.width * itemsize
+    each = [of_token] * (1 + load.contrast) + [student.width * 4] * load.origin
     kept_rows = [load.batch if load.batch * load.length * size <= CACHE_BYTES else choice.micro for size in each]
     targets = {"targets": sum(rows * load.length * size for rows, size in zip(kept_rows, each, strict=True))}
     awake = {} if choice.sleeps or not engine else {"engine": engine}
@@ -143,6 +151,9 @@ def phases(
         **passes(teacher, load),
         **targets,
     }
+    if load.by_bytes:
+        tokens = min(load.batch, _ROWS) * load.length
+        teach["byte ranges"] = byte_ranges(teacher, tokens, load)[1] + tokens * teacher.width * itemsize
     products = ("autocast" if copies else "bfloat16") if load.half else "float32"
     tile, head = loss(student, teacher, choice.micro * load.length, load)
     learn = {
@@ -248,14 +259,28 @@ def seen(shape: Shape, rows: int, load: Load, checkpointing: bool | None = None)
 def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
     """Bytes of logit tiles and of float32 gradients of head and hidden states, for `tokens` in a micro-batch."""
     itemsize, learns_head = load.itemsize, load.lora is None
+    if load.by_bytes:
+        of_head = (4 * student.head + 256 * student.vocabulary) * learns_head
+        return byte_ranges(student, tokens, load)[1], of_head + 8 * tokens * student.width
     tile, stride = loss_tile(student, teacher, tokens, load), _stride(student, teacher)
     group = min(tokens, tile * _GROUP_TILES) * stride * itemsize if itemsize < 4 else 0
     ranked = -(-min(tokens, tile * _GROUP_TILES) // EVERY) * stride * 8
     return tile * stride * 4 * _tiles(load) + group + ranked, 4 * (student.head * learns_head + tokens * student.width)
 
 
+def byte_ranges(shape: Shape, tokens: int, load: Load) -> tuple[int, int]:
+    """Tokens of a tile of distributions over bytes, and its bytes with the sorted head."""
+    stride = -(-shape.vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+    group = _GROUP_TILES * load.itemsize if load.itemsize < 4 else 0
+    of_token = stride * (4 + group) + int(_RANGES * _RANGE_BYTES + _BYTES * _POSITION_BYTES)
+    tile = tile_of(tokens, of_token, load.memory)
+    return tile, (tile + BACK) * of_token + load.itemsize * shape.head
+
+
 def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> int:
     """Tokens whose logits the loss forms at once, of `tokens` in a micro-batch."""
+    if load.by_bytes:
+        return byte_ranges(student, tokens, load)[0]
     group = _GROUP_TILES * load.itemsize if load.itemsize < 4 else 0
     of_token = _stride(student, teacher) * (4 * _tiles(load) + group)
     return tile_of(tokens, of_token, load.memory)

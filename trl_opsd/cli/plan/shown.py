@@ -53,6 +53,8 @@ def options(plan: Plan, asked: Asked) -> dict[str, Any]:
         CHECKPOINTING: load.checkpointing,
         "bf16": load.half,
     }
+    if load.by_bytes:
+        found["cross_tokenizer"] = "bytes"
     if choice.engine != TRANSFORMERS:
         found |= {"use_vllm": True, "vllm_max_model_length": load.row(asked.shapes[0])}
         of_server = {"vllm_mode": "server"}
