@@ -18,6 +18,7 @@ from trl_opsd.models import backbone
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.padding import PADDED, Reading, prove_reading
 from trl_opsd.models.probes import PADDING, Probed
+from trl_opsd.teacher.frozen import FrozenTeacher, Resident
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
@@ -237,10 +238,18 @@ class TestPacking:
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
 
     def test_a_kernel_for_packed_rows_gets_all_of_them_at_once(self, passes, monkeypatch):
-        monkeypatch.setattr(backbone, "has_packed_kernel", lambda model: True)
+        monkeypatch.setattr(backbone, "has_varlen", lambda model: True)
         with torch.no_grad():
             assert largest_gap(tiny.qwen2(), PACKED) < 1e-5
         assert passes[:2] == [(66, True)] * 2
+
+    @pytest.mark.parametrize("costs", [False, True])
+    def test_a_teacher_whose_passes_copy_its_weights_pads_rows_instead_of_reading_them_in_small_blocks(self, costs):
+        class Placed(Resident):
+            passes_cost = costs
+
+        teacher = FrozenTeacher(Placed(tiny.qwen2(), CPU), padding_free=True)
+        assert teacher.reading.packed is not costs
 
     def test_a_training_compares_no_more_tokens_than_that_and_has_the_losses_of_padded_rows(self, passes, make_trainer):
         losses = []

@@ -32,7 +32,7 @@ BLOCK_TOKENS = 1024
 """Tokens of packed rows in a pass where attention compares all of them with each other; a longer row has its own."""
 
 
-def has_packed_kernel(model: CausalLM) -> bool:
+def has_varlen(model: CausalLM) -> bool:
     """Whether attention skips pairs of tokens of different packed rows, as FlashAttention and FlexAttention do."""
     return model.config.get_text_config()._attn_implementation not in ("eager", "sdpa")
 
@@ -58,7 +58,7 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     check_no_holes(lengths)
     totals, is_split = [one.total for one in lengths], is_split_model(model)
     if reading.packed:
-        within = math.inf if is_split or has_packed_kernel(model) else BLOCK_TOKENS
+        within = math.inf if is_split or has_varlen(model) else BLOCK_TOKENS
         if sum(totals) <= within:
             return _completion_hidden_packed(model, rollout, lengths)
         groups, read = fewest_groups(totals, lambda tokens, _: tokens <= within, packed=True), _completion_hidden_packed

@@ -19,15 +19,7 @@ from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.models.backbone import (
-    Run,
-    call,
-    completion_hidden,
-    context_of,
-    has_packed_kernel,
-    model_shape,
-    preserved_mode,
-)
+from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, has_varlen, model_shape, preserved_mode
 from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
@@ -250,7 +242,7 @@ class FrozenTeacher(Teacher):
             probes = [HEAD, PADDING, *([PACKING] if padding_free else [])]
             found = Probed(self.model, "teacher", run).prove(*probes)
         # Small blocks would copy or gather the weights again; passes of rows of similar lengths have little padding.
-        packed = padding_free and (has_packed_kernel(self.model) or not placement.passes_cost)
+        packed = padding_free and (has_varlen(self.model) or not placement.passes_cost)
         self.reading = replace(found.reading, packed=packed, multiple_of=pad_to_multiple_of or 1)
 
     def prove_images(self, prompts: Sequence[PromptIds]) -> None:
