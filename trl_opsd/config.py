@@ -258,8 +258,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Number of tokens whose logits exist at once in the loss; the result does not depend on it. When `None`, as many
     as take 0.6 GB, or 0.015 of the accelerator's memory if that is more."""
     padding_free: Annotated[bool, Option(also="use_remove_padding packing_samples")] = False
-    """Whether the rows of a micro-batch are read as one sequence without padding: in a variable-length call of
-    FlashAttention, elsewhere with a block-diagonal mask."""
+    """Whether the rows of a micro-batch are read as one sequence without padding, in a variable-length call of
+    FlashAttention; with SDPA, whose time grows with the square of the sequence, as several of about 1,024 tokens."""
     max_tokens_per_microbatch: Annotated[int | None, Option(integer(1) | None, also="token_budget", read=LIVE)] = None
     """Most tokens of a micro-batch in training, padding included; a longer row gets one of its own. The gradient does
     not depend on it. When `None`, a micro-batch has `per_device_train_batch_size` rows."""

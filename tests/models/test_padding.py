@@ -14,13 +14,16 @@ from transformers import BartConfig, Phi3Config
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
+from trl_opsd.models import backbone
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.padding import PADDED, Reading, prove_reading
 from trl_opsd.models.probes import PADDING, Probed
+from trl_opsd.teacher.frozen import FrozenTeacher, Resident
 from trl_opsd.types import Rollout
 
 CPU = torch.device("cpu")
 BY_LENGTH, ALONE = Reading(0), Reading(0, batches_equal_lengths=False)
+PACKED = Reading(packed=True)
 TABLE = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -199,6 +202,65 @@ class TestReading:
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
         assert len(gradients[0]) > 10
         assert math.isfinite(sum(float(one.norm()) for one in gradients[0]))
+
+
+class TestPacking:
+    """Rows of 24, 6, 24 and 12 tokens, in one sequence or in blocks of at most 30."""
+
+    @pytest.fixture
+    def passes(self, monkeypatch):
+        """The tokens of each call of attention, and whether it has a mask."""
+        calls, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+        def spy(query, *given, attn_mask=None, **more):
+            calls.append((query.size(2), attn_mask is not None))
+            return attend(query, *given, attn_mask=attn_mask, **more)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+        monkeypatch.setattr(backbone, "BLOCK_TOKENS", 30)
+        return calls
+
+    def test_without_a_kernel_for_it_a_pass_has_few_tokens_and_its_states_and_gradients_are_those_of_rows_alone(
+        self, passes
+    ):
+        model, gradients = tiny.qwen2(), []
+        weights = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            assert largest_gap(model, PACKED) < 1e-5
+        for reading in (PACKED, ALONE):
+            model.zero_grad()
+            passes.clear()
+            hidden = completion_hidden(model, ragged(), reading)
+            (hidden * weights * ragged().completion_mask[..., None]).sum().backward()
+            gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+            if reading is PACKED:
+                assert passes == [(30, True)] * 2 + [(24, False)] * 2 + [(12, False)] * 2, "two layers each"
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+    def test_a_kernel_for_packed_rows_gets_all_of_them_at_once(self, passes, monkeypatch):
+        monkeypatch.setattr(backbone, "has_varlen", lambda model: True)
+        with torch.no_grad():
+            assert largest_gap(tiny.qwen2(), PACKED) < 1e-5
+        assert passes[:2] == [(66, True)] * 2
+
+    @pytest.mark.parametrize("costs", [False, True])
+    def test_a_teacher_whose_passes_copy_its_weights_pads_rows_instead_of_reading_them_in_small_blocks(self, costs):
+        class Placed(Resident):
+            passes_cost = costs
+
+        teacher = FrozenTeacher(Placed(tiny.qwen2(), CPU), padding_free=True)
+        assert teacher.reading.packed is not costs
+
+    def test_a_training_compares_no_more_tokens_than_that_and_has_the_losses_of_padded_rows(self, passes, make_trainer):
+        losses = []
+        for packed in (True, False):
+            trainer = make_trainer(padding_free=packed, max_steps=2, per_device_train_batch_size=8)
+            passes.clear()
+            trainer.train()
+            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+            assert not packed or max(tokens for tokens, is_masked in passes if is_masked) <= 30
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert len(losses[0]) == 2
 
 
 @pytest.mark.parametrize(("make", "reading"), [(bart, BY_LENGTH), (longrope, Reading(16)), (tiny.qwen2, PADDED)])

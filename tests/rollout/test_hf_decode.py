@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn import functional
 from transformers import (
     CompileConfig,
     GenerationConfig,
@@ -121,6 +122,24 @@ class TestGreedy:
         model = tiny.qwen2().eval()
         config = options(prefill_chunk_size=4)
         assert ragged(model, prompts(), config) == plain(model, prompts(), options())
+
+
+@pytest.mark.parametrize("config", [options, compiling])
+def test_a_token_under_a_mask_reads_each_key_once_for_all_heads_that_share_it(monkeypatch, config):
+    model, shapes, attend = (
+        tiny.qwen2(num_attention_heads=4, num_key_value_heads=2),
+        [],
+        functional.scaled_dot_product_attention,
+    )
+
+    def spy(query, key, *given, attn_mask=None, **more):
+        shapes.append((attn_mask is not None, query.shape[1:3], key.size(1)))
+        return attend(query, key, *given, attn_mask=attn_mask, **more)
+
+    expected = plain(model, prompts(), options())
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    assert ragged(model, prompts(), config()) == expected
+    assert set(shapes) == {(True, (4, 9), 4), (True, (2, 2), 2)}, "prefill, and tokens after it"
 
 
 class TestSampled:

@@ -40,7 +40,7 @@ class ForwardKL(Entrywise):
 
     def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
         gap_RV = log_teacher_RV.sub_(log_student_RV)
-        return Terms(kl_terms(gap_RV, teacher_RV, student_RV, log_student_RV), student_RV - teacher_RV, drift=1.0)
+        return Terms(kl_terms(gap_RV, teacher_RV, student_RV), student_RV - teacher_RV, drift=1.0)
 
     def value_and_gradient(
         self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
@@ -62,7 +62,7 @@ class ReverseKL(Entrywise):
 
     def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
         gap_RV = log_student_RV.sub_(log_teacher_RV)
-        values_RV = kl_terms(gap_RV, student_RV, teacher_RV, log_teacher_RV)
+        values_RV = kl_terms(gap_RV, student_RV, teacher_RV)
         return Terms(values_RV, gap_RV.mul_(student_RV), drift=-1.0)
 
 
@@ -108,13 +108,13 @@ def log_mixture(log_p_RV: Tensor, log_q_RV: Tensor, share: float) -> Tensor:
     return torch.logaddexp(log_p_RV + rest, log_q_RV + part)
 
 
-def kl_terms(gap_RV: Tensor, p_RV: Tensor, q_RV: Tensor, spare_RV: Tensor) -> Tensor:
+def kl_terms(gap_RV: Tensor, p_RV: Tensor, q_RV: Tensor) -> Tensor:
     """The terms of `KL(p || q)` from the gap `log p - log q`: `p gap + q - p`, none of which is below 0."""
     # Near agreement the rounding of a normaliser, which shifts a row of gaps alike, is larger than the divergence. The
-    # sum of `q - p` is 0, and as `p expm1(-gap)` it contains the same shift, which cancels.
-    surplus_RV = torch.neg(gap_RV, out=spare_RV).expm1_().mul_(p_RV)
-    surplus_RV = torch.where(gap_RV > -FAR, surplus_RV, q_RV)  # below, p contributes nothing, and the exponential ends
-    return surplus_RV.addcmul_(gap_RV, p_RV)
+    # sum of `q - p` is 0, and as `-(p + q) tanh(gap / 2)` it contains the same shift, which cancels. On a CPU `tanh`
+    # takes an eighth of the time of `expm1`, and it is right where either model excludes a token.
+    surplus_RV = torch.mul(gap_RV, -0.5).tanh_().mul_(p_RV + q_RV)
+    return surplus_RV.addcmul_(gap_RV, p_RV).clamp_(min=0.0)
 
 
 @final
@@ -207,8 +207,8 @@ class _BothKL(Entrywise):
         forward, reverse = self.factors(student_RV, teacher_RV)
         # One gap, negated in place, serves both directions.
         gap_RV = log_teacher_RV.sub_(log_student_RV)
-        forward_RV = kl_terms(gap_RV, teacher_RV, student_RV, log_student_RV)
-        reverse_RV = kl_terms(gap_RV.neg_(), student_RV, teacher_RV, log_student_RV)
+        forward_RV = kl_terms(gap_RV, teacher_RV, student_RV)
+        reverse_RV = kl_terms(gap_RV.neg_(), student_RV, teacher_RV)
         values_RV = reverse_RV.mul_(reverse).add_(forward_RV.mul_(forward))
         slopes_RV = gap_RV.mul_(student_RV).mul_(reverse).add_((student_RV - teacher_RV).mul_(forward))
         return Terms(values_RV, slopes_RV, drift=forward - reverse)

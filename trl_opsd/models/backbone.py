@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,12 +19,22 @@ from torch.nn.functional import pad
 
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.sharding import in_zero3, is_split_model, unsharded, whole_shape
+from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Length, OutputHead, Rollout
 from trl_opsd.types.rollout import RowImages, together
 
 Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, also where the weights are sharded or offloaded."""
+
+
+BLOCK_TOKENS = 1024
+"""Tokens of packed rows in a pass where attention compares all of them with each other; a longer row has its own."""
+
+
+def has_varlen(model: CausalLM) -> bool:
+    """Whether attention skips pairs of tokens of different packed rows, as FlashAttention and FlexAttention do."""
+    return model.config.get_text_config()._attn_implementation not in ("eager", "sdpa")
 
 
 def call(model: CausalLM, function: Run, *args: Any) -> Any:
@@ -42,17 +53,19 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     # The padding between prompt and completion, and before shorter prompts, is left out: a pass is as wide as its
     # longest row or, packed, as long as its rows together.
     lengths = rollout.measured()
-    if reading.packed:
-        check_no_holes(lengths)
-        return _completion_hidden_packed(model, rollout, lengths)
-    if reading.padded_up_to == math.inf:
+    if reading.padded_up_to == math.inf and not reading.packed:
         return _completion_hidden(model, rollout, lengths, reading)
     check_no_holes(lengths)
-    groups = reading.groups([one.total for one in lengths], is_split_model(model))
-    parts = [
-        _completion_hidden(model, rollout.select(rows), [lengths[row] for row in rows], replace(reading, multiple_of=1))
-        for rows in groups
-    ]
+    totals, is_split = [one.total for one in lengths], is_split_model(model)
+    if reading.packed:
+        within = math.inf if is_split or has_varlen(model) else BLOCK_TOKENS
+        if sum(totals) <= within:
+            return _completion_hidden_packed(model, rollout, lengths)
+        groups, read = fewest_groups(totals, lambda tokens, _: tokens <= within, packed=True), _completion_hidden_packed
+    else:
+        groups = reading.groups(totals, is_split)
+        read = partial(_completion_hidden, reading=replace(reading, multiple_of=1))
+    parts = [read(model, rollout.select(rows), [lengths[row] for row in rows]) for rows in groups]
     # Rows come back in their original order.
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
     return torch.cat(parts)[order.argsort()]

@@ -35,6 +35,7 @@ from transformers import (
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.versions import CACHE
 from trl_opsd.errors import NonFiniteError
+from trl_opsd.rollout.grouped_heads import keys_read_once
 from trl_opsd.rollout.static_caches import StaticCaches, with_one_dtype
 
 _NEEDS_PLAIN_GENERATE = {
@@ -221,7 +222,8 @@ class RaggedDecoding:
                     inputs = model.prepare_inputs_for_generation(
                         batch.ids, next_sequence_length=1, **batch.model_kwargs
                     )
-                    outputs = forward(**inputs, return_dict=True)
+                    with keys_read_once():
+                        outputs = forward(**inputs, return_dict=True)
                 batch.model_kwargs = model._update_model_kwargs_for_generation(outputs, batch.model_kwargs)
                 # A copy: the logits of a whole prompt must not stay, and a CUDA graph writes over its own outputs.
                 logits_nV = outputs.logits[:, -1].to(device=device, dtype=torch.float32, copy=True)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, model_shape, preserved_mode
+from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, has_varlen, model_shape, preserved_mode
 from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
@@ -241,7 +241,9 @@ class FrozenTeacher(Teacher):
         with placement.reading(passes=8 if padding_free else 4) as run:
             probes = [HEAD, PADDING, *([PACKING] if padding_free else [])]
             found = Probed(self.model, "teacher", run).prove(*probes)
-        self.reading = replace(found.reading, packed=padding_free, multiple_of=pad_to_multiple_of or 1)
+        # Small blocks would copy or gather the weights again; passes of rows of similar lengths have little padding.
+        packed = padding_free and (has_varlen(self.model) or not placement.passes_cost)
+        self.reading = replace(found.reading, packed=packed, multiple_of=pad_to_multiple_of or 1)
 
     def prove_images(self, prompts: Sequence[PromptIds]) -> None:
         """Verifies how it reads images, of which these are [`~data.images.probe_prompts`]. Collective if it is sharded.
