@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.images import IMAGE_COLUMNS
+from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import COLUMNS, Request
 from trl_opsd.environments.environments import EMPTY_PROMPT
 from trl_opsd.loop.checkpoints import Checkpoints
@@ -33,6 +35,7 @@ from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
+from trl_opsd.loop.next_rows import NextRows
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
@@ -47,6 +50,7 @@ from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import BUILD, START, ReadOnce
 from trl_opsd.parallel.failure import Watchdog, set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
+from trl_opsd.parallel.prefetch import call_in_threads
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.loss import check_parts, columns
@@ -150,6 +154,9 @@ class TrainerHooks(TrainerMembers):
         self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self.explain_memory))
         self._generation, self._scorer = Generation(self), Scorer(self)
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
+        self._next = NextRows(self, self._drop_ahead)
+        pins = self.args.dataloader_pin_memory and self.accelerator.device.type == "cuda"
+        self.pictures, self._tasks = Pictures(pins), deque[Callable[[], None]]()
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap
 
@@ -157,7 +164,7 @@ class TrainerHooks(TrainerMembers):
         elif self.args.overlap == "ahead":
             from trl_opsd.loop.ahead import Ahead
 
-            self._ahead = Ahead(self, self._generation)
+            self._ahead = Ahead(self, self._generation, self._next)
         self._generation.overlap = self._overlap or self._ahead
         self._read_once = ReadOnce(self.args, BUILD)
         self._read_at_start = ReadOnce(self.args, START)
@@ -232,8 +239,15 @@ class TrainerHooks(TrainerMembers):
                 raise
             finally:
                 self.args.logging_nan_inf_filter = filters
-                if self._ahead is not None:
-                    self._ahead.cancel()
+                self._drop_ahead()
+                self._next.forget()
+
+    def _drop_ahead(self) -> None:
+        """Drops what was made for a step that never comes."""
+        self._tasks.clear()
+        self.pictures.clear()
+        if self._ahead is not None:
+            self._ahead.cancel()
 
     # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
@@ -268,10 +282,10 @@ class TrainerHooks(TrainerMembers):
 
     # By transformers before each optimizer step: the rows of its micro-steps.
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
+        """As transformers'; with `overlap='ahead'` or images it also reads the rows of the next step."""
         fetch = super().get_batch_samples
-        if self._ahead is not None:
-            fetch = partial(self._ahead.batch, fetch)
+        if self._ahead is not None or self.reads_images is not False:  # processes of one stream read alike
+            fetch = partial(self._next.batch, fetch)
         return fetch(epoch_iterator, num_batches, device)
 
     # By transformers, for each micro-step; the optimizer step follows the last of `gradient_accumulation_steps`.
@@ -340,8 +354,14 @@ class TrainerHooks(TrainerMembers):
         if self.accelerator.num_processes > 1:
             set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
+        self.pictures.begin(self.model.training)
         told = self.turns.begin(inputs, self.teaching.batch_name, self._stats.now.batches)
         rows: list[Request] = self.teaching.read_rows(told)
+        if self.reads_images is not False:
+            later = self._next.rows if self.model.training else []
+            readings = self.teaching.readings_of
+            self._tasks = deque([*readings(rows, ahead=False), *readings(later, ahead=True)])
+            call_in_threads("trl_opsd images", self._tasks)
         self._generation.mark(rows)
         if self.visits is not None and self.model.training:
             self.visits.weigh(rows)
@@ -597,6 +617,7 @@ class TrainerHooks(TrainerMembers):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+        self.pictures.begin(is_training=False)  # drops those of the last batch
         output.metrics.update(metrics)
         return output
 
