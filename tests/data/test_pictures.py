@@ -18,6 +18,7 @@ import tiny
 import torch
 import vision_language
 from datasets import Dataset
+from datasets import Image as ImageFeature
 from transformers import TrainerCallback
 from vision_language import answer, picture
 
@@ -118,6 +119,26 @@ def test_what_is_read_ahead_changes_no_number(make_trainer):
     for name in ("loss", "eval_loss"):
         assert tiny.logged(ahead, name) == tiny.logged(plain, name)
     assert len(set(tiny.logged(ahead, "loss"))) == 6
+
+
+def test_a_row_is_decoded_once_for_all_calls_and_completions_of_a_step(make_trainer):
+    data, decode, decoded = vision_language.rows([1, 2] * 4), ImageFeature.decode_example, []
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 2}
+    trainer = make_trainer(train_dataset=data, **vision_language.arguments("qwen2_5_vl"), **given)
+    count = {"side_effect": lambda *args, **given: decoded.append(1) or decode(*args, **given), "autospec": True}
+    with patch.object(ImageFeature, "decode_example", **count):
+        once = list(data), len(decoded)
+        batches = list(trainer.get_train_dataloader())
+    assert [len(rows) for rows in batches] == [8] * 4
+    assert len(decoded) == 2 * once[1]
+    for rows in batches:
+        assert [row["prompt"] for row in rows[::2]] == [row["prompt"] for row in rows[1::2]]
+        for row in rows:
+            (expected,) = [one for one in once[0] if one["prompt"] == row["prompt"]]
+            assert row.keys() == expected.keys()
+            assert row["images"] == expected["images"]
+    batches[0][0]["images"] = None
+    assert batches[0][1]["images"], "rows are apart"
 
 
 @pytest.mark.refusal
