@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +24,6 @@ from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.data.images import read_with_images
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.loop import hooks
-from trl_opsd.parallel.prefetch import call_in_threads
 
 
 class Answering(FixedRollout):
@@ -53,9 +50,15 @@ def noted(processor: Any) -> Iterator[list[tuple[int, tuple[Any, ...]]]]:
         yield calls
 
 
-def at_once(name: str, tasks: deque[Any]) -> None:
-    while tasks:
-        tasks.popleft()()
+class AtOnce:
+    """In place of threads."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def submit(self, task: Any) -> None:
+        task()
+
+    def shutdown(self, **_: Any) -> None: ...
 
 
 class Counted(TrainerCallback):
@@ -98,7 +101,7 @@ def test_a_picture_is_processed_once_and_before_its_step(make_trainer, unit):
     """For both rows of its prompt, and a teacher that reads more; for one with other settings once more."""
     theirs = vision_language.processor("qwen2_5_vl", unit)
     given = {"teacher_model": vision_language.model("qwen2_5_vl", 48, 1, sees=True, unit=unit)}
-    with noted(theirs) as calls, patch.object(hooks, "call_in_threads", at_once):
+    with noted(theirs) as calls, patch.object(hooks, "ThreadPoolExecutor", AtOnce):
         counted = Counted(calls)
         trained(make_trainer, [counted], teacher_processing_class=theirs, **given)
     assert counted.most == 1
@@ -111,7 +114,7 @@ def test_what_is_read_ahead_changes_no_number(make_trainer):
     """Over epochs, evaluations and accumulation; against a trainer that reads each row when it is needed, each time."""
     ahead = trained(make_trainer)
     with (
-        patch.object(hooks, "call_in_threads"),
+        patch.object(hooks.Teaching, "readings_of", return_value=[]),
         patch.object(hooks.NextRows, "batch", lambda self, fetch, *given: fetch(*given)),
         patch.object(Pictures, "made", lambda self, key, make, ahead=False: make()),
     ):
@@ -199,26 +202,3 @@ def test_a_picture_that_is_gone_is_not_taken_for_another():
         expected = read_with_images(reader, messages).images.values["pixel_values"]
         assert torch.equal(read_with_images(reader, messages, pictures).images.values["pixel_values"], expected)
         del messages
-
-
-def test_tasks_are_called_in_threads_unless_they_are_removed():
-    begun, may_end, called = threading.Semaphore(0), threading.Event(), []
-
-    def task(number: int) -> None:
-        begun.release()
-        may_end.wait()
-        called.append((number, threading.current_thread() is threading.main_thread()))
-        raise OSError("stored elsewhere")
-
-    tasks = deque(partial(task, number) for number in range(40))
-    call_in_threads("test", tasks)
-    assert begun.acquire(timeout=10)
-    left = len(tasks)
-    tasks.clear()
-    may_end.set()
-    end = time.monotonic() + 10
-    while len(called) < 1 and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.05)
-    assert 1 <= len(called) <= 40 - left + 4
-    assert not any(by_main for _, by_main in called)

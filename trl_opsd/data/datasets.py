@@ -124,9 +124,6 @@ class Decoded(TorchRows):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return self.__getitems__([number])[0]
-
     def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
         """Rows by their numbers."""
         known = {number: self._last[number] for number in numbers if number in self._last}

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from copy import copy
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
 from torch import Tensor
-
-
-@dataclass(slots=True)
-class _Made:
-    """What was made, or is being made."""
-
-    batch: int
-    """The latest batch that needs it."""
-    value: Future[Any] = field(default_factory=Future)
 
 
 class Pictures:
@@ -31,14 +21,15 @@ class Pictures:
 
     def __init__(self, pins: bool = False) -> None:
         self.pins, self._batch, self._lock = pins, 0, Lock()
-        self._made: dict[Hashable, _Made] = {}
+        self._made: dict[Hashable, tuple[int, Future[Any]]] = {}
+        """The latest batch that needs it, and what was made or is being made."""
         self.options: dict[str, dict[str, Any]] = {}
         """With which a processor calls its image processor, by the settings of the latter."""
 
     def begin(self, is_training: bool) -> None:
         """Begins a batch, and drops what was not made ahead for it."""
         with self._lock:
-            self._made = {key: one for key, one in self._made.items() if one.batch > self._batch}
+            self._made = {key: one for key, one in self._made.items() if one[0] > self._batch}
             self._batch += is_training
 
     def clear(self) -> None:
@@ -50,14 +41,14 @@ class Pictures:
         """What `make` returns, or raises; called once for a key, and waited for if another thread does."""
         with self._lock:
             is_new = key not in self._made
-            one = self._made.setdefault(key, _Made(0))
-            one.batch = max(one.batch, self._batch + ahead)
+            batch, value = self._made.get(key, (0, Future[Any]()))
+            self._made[key] = max(batch, self._batch + ahead), value
         if is_new:
             try:
-                one.value.set_result(make())
+                value.set_result(make())
             except BaseException as error:
-                one.value.set_exception(error)
-        return one.value.result()
+                value.set_exception(error)
+        return value.result()
 
 
 class Processing:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers import ProcessorMixin, Trainer
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
+from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
@@ -50,7 +51,6 @@ from trl_opsd.options.rules import TRAINING, refuse
 from trl_opsd.options.table import BUILD, START, ReadOnce
 from trl_opsd.parallel.failure import Watchdog, set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
-from trl_opsd.parallel.prefetch import call_in_threads
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.loss import check_parts, columns
@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from trl_opsd.loop.visits import Visits
 
 logger = get_logger(__name__)
+
+_THREADS = min(4, os.cpu_count() or 1)
+"""Threads that read pictures, which mostly releases the interpreter's lock."""
 
 
 class TrainerHooks(TrainerMembers):
@@ -87,6 +90,8 @@ class TrainerHooks(TrainerMembers):
     visits: Visits | None = None
     """Only with `skip_prompts` or a `prompt_weight_fn`."""
     teaching: Teaching
+    _threads: ThreadPoolExecutor | None
+    """What reads the pictures of this step and the next."""
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
     reading: Reading = PADDED
@@ -156,7 +161,7 @@ class TrainerHooks(TrainerMembers):
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
         self._next = NextRows(self, self._drop_ahead)
         pins = self.args.dataloader_pin_memory and self.accelerator.device.type == "cuda"
-        self.pictures, self._tasks = Pictures(pins), deque[Callable[[], None]]()
+        self.pictures, self._threads = Pictures(pins), None
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap
 
@@ -244,7 +249,8 @@ class TrainerHooks(TrainerMembers):
 
     def _drop_ahead(self) -> None:
         """Drops what was made for a step that never comes."""
-        self._tasks.clear()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
         self.pictures.clear()
         if self._ahead is not None:
             self._ahead.cancel()
@@ -360,8 +366,10 @@ class TrainerHooks(TrainerMembers):
         if self.reads_images is not False:
             later = self._next.rows if self.model.training else []
             readings = self.teaching.readings_of
-            self._tasks = deque([*readings(rows, ahead=False), *readings(later, ahead=True)])
-            call_in_threads("trl_opsd images", self._tasks)
+            self._threads = ThreadPoolExecutor(_THREADS, "trl_opsd images", device_setter())
+            for task in (*readings(rows, ahead=False), *readings(later, ahead=True)):
+                self._threads.submit(task)
+            self._threads.shutdown(wait=False)  # once these are done
         self._generation.mark(rows)
         if self.visits is not None and self.model.training:
             self.visits.weigh(rows)

@@ -1,11 +1,7 @@
-"""Prefetches from an iterator in a thread, so that items that have come can be taken without waiting for others, and
-calls functions in threads.
-"""
+"""Prefetches from an iterator in a thread, so that items that have come can be taken without waiting for others."""
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -16,24 +12,6 @@ from typing import Generic, TypeVar
 from trl_opsd._compat.threads import start_thread
 
 T = TypeVar("T")
-
-
-_THREADS = min(4, os.cpu_count() or 1)
-"""Enough for work that mostly releases the interpreter's lock."""
-
-
-def call_in_threads(name: str, tasks: deque[Callable[[], None]]) -> None:
-    """Calls tasks in a few threads, unless they are removed before that; each has to store its own error."""
-
-    def work() -> None:
-        with suppress(IndexError):
-            while True:
-                task = tasks.popleft()
-                with suppress(Exception):
-                    task()
-
-    for _ in range(min(_THREADS, len(tasks))):
-        start_thread(name, work)
 
 
 class Closable(Iterator[T]):
