@@ -148,6 +148,7 @@ OWNERS = (
             "_load_optimizer_and_scheduler": "our own state is read after it",
             "_move_model_to_device": "for an evaluation that wraps nothing",
             "_push_from_checkpoint": "waits until the checkpoint has its name",
+            "_remove_unused_columns": "before rows are wrapped so that each is decoded once",
             "_save": "saves the processor too",
             "_save_checkpoint": "into a folder aside",
             "_save_optimizer_and_scheduler": "our own state is written after it",

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import wraps
+from unittest.mock import patch
+
 import pytest
 import tiny
 import torch
+import vision_language
 from peft import LoraConfig, get_peft_model
 from transformers import CohereConfig, GraniteConfig
 
-from trl_opsd.models.backbone import completion_hidden, positions
+from trl_opsd.data.images import read_with_images
+from trl_opsd.models.backbone import backbone_of, completion_hidden, positions
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.probes import HEAD, Probed
 from trl_opsd.types import OutputHead, Rollout
+from trl_opsd.types.rollout import PromptIds
 
 FAMILIES = [tiny.qwen2, tiny.llama, tiny.gemma2, tiny.gpt2]
+OF_AXES = ["qwen2_vl", "qwen3_vl", "qwen3_5"]
 
 
 def rollout(padding: int = 0) -> Rollout:
@@ -81,6 +89,45 @@ def test_a_masked_token_between_others_is_refused_where_rows_are_read_without_pa
         completion_hidden(tiny.qwen2().eval(), rollout(3), reading)
         with pytest.raises(ValueError, match=r"masked tokens between others.*set their weights to 0, in `weigh`"):
             completion_hidden(tiny.qwen2().eval(), holed, reading)
+
+
+def rows_with_images(family: str) -> Rollout:
+    """Four rows, of one, two, no and one image, and completions of 3, 1, 5 and 2 tokens."""
+    reader = vision_language.processor(family)
+
+    def prompt(number: int) -> PromptIds:
+        content = [{"type": "image", "image": vision_language.picture(seed, 40 + 16 * seed)} for seed in range(number)]
+        content.append({"type": "text", "text": "?" * number})
+        return read_with_images(reader, [{"role": "user", "content": content}])
+
+    prompts = [prompt(1), prompt(2), PromptIds([7, 8, 9]), prompt(1)]
+    return Rollout.of(prompts, [[5, 6, 7], [8], [9, 5, 6, 7, 8], [6, 6]], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(one, marks=pytest.mark.long) for one in OF_AXES)])
+def test_positions_of_three_axes_are_computed_on_the_host(family):
+    """By the model's own method, which waits for the device some ten times a row, for tensors that are there."""
+    model, rows = vision_language.model(family, 32, 0, sees=True).eval(), rows_with_images(family)
+    backbone, ids = backbone_of(model), []
+    by_itself, of_rows = backbone.compute_3d_position_ids, backbone.get_rope_index
+
+    @wraps(of_rows)
+    def noted(input_ids, **given):
+        ids.append(input_ids)
+        return of_rows(input_ids, **given)
+
+    with torch.no_grad(), patch.object(backbone, "get_rope_index", noted):
+        with patch.object(backbone, "compute_3d_position_ids", side_effect=AssertionError("on the device")):
+            hidden = completion_hidden(model, rows)
+        assert len(ids) == 1
+        assert not ids[0].any(), "they do not depend on tokens, which are on the device"
+    holed = replace(rows, completion_mask=rows.completion_mask * torch.tensor([[1, 0, 1, 1, 1], *[[1] * 5] * 3]))
+    with torch.no_grad(), patch.object(backbone, "compute_3d_position_ids", side_effect=by_itself) as asked:
+        completion_hidden(model, holed)
+    assert asked.called, "where a token inside is masked, the model decides"
+    with torch.no_grad(), patch("trl_opsd.models.backbone.of_three_axes", return_value=None):
+        expected = completion_hidden(model, rows)
+    assert torch.equal(hidden[rows.counts], expected[rows.counts])
 
 
 @pytest.mark.parametrize("make", FAMILIES)

@@ -24,6 +24,7 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from datasets import Dataset, Features, Image, IterableDataset, LargeList, List
 from datasets.fingerprint import Hasher
+from torch.utils.data import Dataset as TorchRows
 from torch.utils.data import IterableDataset as TorchStream
 from tqdm.auto import tqdm
 
@@ -107,6 +108,35 @@ class WholeStream(TorchStream):
             yield row
         if not self.rows:
             raise ValueError(self._if_empty)
+
+
+@final
+class Decoded(TorchRows):
+    """The rows of a dataset, of which a row that repeats, in a batch or in the next, is decoded once.
+
+    TRL's loader reads the rows of a step again for each call in it, and a row for each of its completions.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._last: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+        """Rows by their numbers."""
+        known = {number: self._last[number] for number in numbers if number in self._last}
+        missing = [number for number in dict.fromkeys(numbers) if number not in known]
+        self._last = known | dict(zip(missing, self._dataset.__getitems__(missing) if missing else (), strict=True))
+        return [{**self._last[number]} for number in numbers]
+
+
+def has_encoded_images(dataset: Any) -> bool:
+    """Whether images are decoded when rows are read, other than by a transform, which may draw at random."""
+    return (
+        isinstance(dataset, Dataset) and not has_transform(dataset) and _undecoded(dataset.features) != dataset.features
+    )
 
 
 def comparable(value: Any) -> Any:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from transformers import ProcessorMixin
 
+from trl_opsd.data.pictures import Pictures, Processing
 from trl_opsd.types.rollout import PromptIds, RowImages
 
 IMAGE_COLUMNS = ("image", "images")
@@ -152,10 +153,11 @@ def _undecoded(image: Any) -> Any:
     if isinstance(image, str | Path) and not os.path.isfile(image):
         raise FileNotFoundError(f"there is no file {str(image)[:80]!r}")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            if isinstance(image, str | Path | bytes):
-                image = Image.open(BytesIO(image) if isinstance(image, bytes) else image)
+        if isinstance(image, str | Path | bytes):
+            image = Image.open(BytesIO(image) if isinstance(image, bytes) else image)
+            # Pillow only warns up to twice its limit, and in threads nobody can turn a warning into an error.
+            if (pixels := image.width * image.height) > (most := Image.MAX_IMAGE_PIXELS or pixels):
+                raise Image.DecompressionBombError(f"Image size ({pixels} pixels) exceeds limit of {most} pixels.")
     except UnidentifiedImageError as error:
         raise ValueError("it is no image file") from error
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
@@ -200,16 +202,33 @@ def typed_placeholder(messages: Sequence[Mapping[str, Any]], marks: Collection[s
     return next((mark for mark in marks if any(mark in text for text in texts)), None)
 
 
-def read_with_images(processor: ProcessorMixin, messages: list[dict[str, Any]], **template: Any) -> PromptIds:
+def _opened_once(image: Any, pictures: Pictures, ahead: bool = False) -> Any:
+    """An image as [`opened`], once for each object, path or file in memory."""
+    stored = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
+    key = stored if isinstance(stored, str | bytes | Path) else id(image)
+    return pictures.made(key, lambda: (image, opened(image)), ahead)[1]
+
+
+def begin_reading(processor: ProcessorMixin, images: Sequence[Any], pictures: Pictures, ahead: bool) -> None:
+    """Opens the images of a row and has them processed, so that [`read_with_images`] finds them done."""
+    found = [_opened_once(one, pictures, ahead) for one in images]
+    Processing(processor.image_processor, pictures, ahead).begin(found)
+
+
+def read_with_images(
+    processor: ProcessorMixin, messages: list[dict[str, Any]], pictures: Pictures | None = None, **template: Any
+) -> PromptIds:
     """The token ids of messages with images, as the processor makes them for this row alone.
 
     Raises:
         ValueError: The processor or the decoder refuses an image, or the ids.
     """
-    originals = []
+    pictures, originals = pictures or Pictures(), []
     for number, part in enumerate(places(messages)):
         with naming(number):
-            originals.append(opened(part["image"]))
+            originals.append(_opened_once(part["image"], pictures))
+    processor = copy(processor)
+    processor.image_processor = Processing(processor.image_processor, pictures)
     images = iter(originals)
     messages = [
         {**one, "content": [{**part, "image": next(images)} if part["type"] == "image" else part for part in content]}

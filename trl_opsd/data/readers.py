@@ -224,7 +224,7 @@ class Reader:
         found: list[list[int]] = []
         for prompt in prompts:
             if prompt.has_images:  # one row at a time, and once for the rows of a group
-                found.append(found[-1] if _are_same(last, prompt) else self._of_images(prompt, template))
+                found.append(found[-1] if are_same(last, prompt) else self._of_images(prompt, template))
             else:
                 found.append(next(of_text))
             last = prompt if prompt.has_images else None
@@ -282,7 +282,7 @@ class Reader:
             )
 
 
-def _are_same(last: Prompt | None, prompt: Prompt) -> bool:
+def are_same(last: Prompt | None, prompt: Prompt) -> bool:
     """Whether two prompts of different rows are known to be the same."""
     try:
         return last is not None and last == replace(prompt, where=last.where)

@@ -7,9 +7,7 @@ N tokens · V vocabulary size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.next_rows import NextRows
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode, whole_head
 from trl_opsd.models.padding import Reading
@@ -33,28 +32,13 @@ PROBED = 32
 class Ahead:
     """Generates the rows of a step while the trainer trains on those of the step before."""
 
-    def __init__(self, host: TrainerHost, generation: Generation) -> None:
-        self._host, self._generation = host, generation
-        self._next_batch: tuple[Iterator[Any], Any] | None = None
-        """The epoch iterator, and the batch of the next step that it returned."""
+    def __init__(self, host: TrainerHost, generation: Generation, next_rows: NextRows) -> None:
+        self._host, self._generation, self._next = host, generation, next_rows
         self._coming: tuple[list[list[int]], Prefetcher[tuple[int, list[int]]]] | None = None
         """Prompts of the next step, and their completions as they are generated."""
         self._came: dict[int, list[int]] = {}
         self.before_step: tuple[Rollout, Tensor] | None = None
         """A row of this step, and the student's log-probabilities for it before this step, [N, V], in host memory."""
-
-    def batch(self, fetch: Callable[..., Any], epoch_iterator: Iterator[Any], number: int, device: torch.device) -> Any:
-        """The `number` micro-steps of a step that `fetch` takes from an iterator; also takes those of the next step."""
-        known, self._next_batch = self._next_batch, None
-        if known is not None and known[0] is epoch_iterator:
-            found = known[1]
-        else:
-            self.cancel()  # an epoch ended early: what was read belongs to an iterator that is gone
-            found = fetch(epoch_iterator, number, device)
-        if self._host.state.global_step + 1 < self._host.state.max_steps:  # the last step has no next one
-            calls = self._host.args.gradient_accumulation_steps
-            self._next_batch = epoch_iterator, fetch(epoch_iterator, calls, device)
-        return found
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """The completions generated ahead for these prompts, while generation of the next step starts. Collective."""
@@ -78,7 +62,7 @@ class Ahead:
         """Cancels rows generated for a step that never comes."""
         if self._coming is not None:
             self._coming[1].close()
-        self._coming = self._next_batch = self.before_step = None
+        self._coming = self.before_step = None
 
     def _taken(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
         """The completions generated ahead; `None` if there are none or the weights have moved too far. Collective."""
@@ -108,12 +92,12 @@ class Ahead:
 
     def _begin(self) -> None:
         """Starts to generate the rows of the next step with the weights of this one."""
-        if self._next_batch is None or not self._next_batch[1][0]:
+        if not self._next.rows:
             return
         teaching = self._host.teaching
         teaching.steps_ahead = 1
         try:
-            prompt_ids = self._host.prompt_ids_of(teaching.read_rows(self._next_batch[1][0][0]))
+            prompt_ids = self._host.prompt_ids_of(teaching.read_rows(self._next.rows))
         finally:
             teaching.steps_ahead = 0
         self._coming, self._came = (prompt_ids, Prefetcher(self._generation.stream(prompt_ids))), {}

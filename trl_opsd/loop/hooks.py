@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,12 @@ from transformers import ProcessorMixin, Trainer
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
+from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.atomic_save import UNFINISHED
 from trl_opsd.data.completions import solutions_as_context, with_prompts
+from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import COLUMNS
 from trl_opsd.environments.environments import EMPTY_PROMPT
 from trl_opsd.loop.batch import Batches
@@ -33,6 +36,7 @@ from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
+from trl_opsd.loop.next_rows import NextRows
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.rows import BatchRow
@@ -58,6 +62,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_THREADS = min(4, os.cpu_count() or 1)
+"""Threads that read pictures, which mostly releases the interpreter's lock."""
+
 
 class TrainerHooks(TrainerMembers):
     """TRL's trainer with every method overridden that calls one of the verbs: `complete`, `teach`, `weigh`, `compare`.
@@ -78,6 +85,8 @@ class TrainerHooks(TrainerMembers):
     visits: Visits | None = None
     """Only with `skip_prompts` or a `prompt_weight_fn`."""
     teaching: Teaching
+    _threads: ThreadPoolExecutor | None
+    """What reads the pictures of this step and the next."""
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
     reading: Reading = PADDED
@@ -150,6 +159,9 @@ class TrainerHooks(TrainerMembers):
             metrics=self._metrics,
             texts=self._logs,
         )
+        self._next = NextRows(self, self._drop_ahead)
+        pins = self.args.dataloader_pin_memory and self.accelerator.device.type == "cuda"
+        self.pictures, self._threads = Pictures(pins), None
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap
 
@@ -157,7 +169,7 @@ class TrainerHooks(TrainerMembers):
         elif self.args.overlap == "ahead":
             from trl_opsd.loop.ahead import Ahead
 
-            self._ahead = Ahead(self, self._generation)
+            self._ahead = Ahead(self, self._generation, self._next)
         self._generation.overlap = self._overlap or self._ahead
         self._read_once = ReadOnce(self.args, BUILD)
         self._read_at_start = ReadOnce(self.args, START)
@@ -232,8 +244,16 @@ class TrainerHooks(TrainerMembers):
                 raise
             finally:
                 self.args.logging_nan_inf_filter = filters
-                if self._ahead is not None:
-                    self._ahead.cancel()
+                self._drop_ahead()
+                self._next.forget()
+
+    def _drop_ahead(self) -> None:
+        """Drops what was made for a step that never comes."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self.pictures.clear()
+        if self._ahead is not None:
+            self._ahead.cancel()
 
     # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
@@ -268,10 +288,10 @@ class TrainerHooks(TrainerMembers):
 
     # By transformers before each optimizer step: the rows of its micro-steps.
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """As transformers'; with `overlap='ahead'` it also reads the rows of the next step."""
+        """As transformers'; with `overlap='ahead'` or images it also reads the rows of the next step."""
         fetch = super().get_batch_samples
-        if self._ahead is not None:
-            fetch = partial(self._ahead.batch, fetch)
+        if self._ahead is not None or self.reads_images is not False:  # processes of one stream read alike
+            fetch = partial(self._next.batch, fetch)
         return fetch(epoch_iterator, num_batches, device)
 
     # By transformers, for each micro-step; the optimizer step follows the last of `gradient_accumulation_steps`.
@@ -327,8 +347,16 @@ class TrainerHooks(TrainerMembers):
         if self.accelerator.num_processes > 1:
             set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
+        self.pictures.begin(self.model.training)
         told = self.turns.begin(inputs, self.teaching.batch_name, self._stats.now.batches)
         rows: list[BatchRow] = self.teaching.read_rows(told)
+        if self.reads_images is not False:
+            later = self._next.rows if self.model.training else []
+            readings = self.teaching.readings_of
+            self._threads = ThreadPoolExecutor(_THREADS, "trl_opsd images", device_setter())
+            for task in (*readings([row.request for row in rows], ahead=False), *readings(later, ahead=True)):
+                self._threads.submit(task)
+            self._threads.shutdown(wait=False)  # once these are done
         self._generation.mark(rows)
         if self.visits is not None and self.model.training:
             self.visits.weigh(rows)
@@ -537,6 +565,7 @@ class TrainerHooks(TrainerMembers):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+        self.pictures.begin(is_training=False)  # drops those of the last batch
         output.metrics.update(metrics)
         return output
 

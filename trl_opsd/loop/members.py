@@ -290,6 +290,7 @@ class TrainerMembers(UpstreamFixes):
         return read_with_images(
             processor,
             prompt.value,
+            self.pictures,
             tools=self.tools or None,
             chat_template=self.chat_template,
             **{**self.chat_template_kwargs, **chat_template_kwargs},

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -28,9 +29,9 @@ from trl_opsd.arguments.checks import (
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest
-from trl_opsd.data.images import settings_of
+from trl_opsd.data.images import begin_reading, places, settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
-from trl_opsd.data.readers import PromptLimits, Reader, Readers
+from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.rows import BatchRow
@@ -297,6 +298,20 @@ class Teaching:
             look_at(host.processing_class, batch, requests, host.args, host.tools)
             self._prompts_are_seen = True
         return list(map(BatchRow, requests))
+
+    def readings_of(self, rows: Sequence[Row], ahead: bool) -> list[Callable[[], None]]:
+        """Tasks that read the images of rows, or those of the next step; errors are raised when rows are read."""
+        host, found = self._host, list[Callable[[], None]]()
+        with suppress(TypeError, ValueError):
+            requests = self.readers.intake.read_batch(rows, self.batch_name)
+            for name in ("student", "of_teacher", "contrast"):
+                prompts = [one for one in (getattr(row, name) for row in requests) if one and one.has_images]
+                for last, prompt in pairwise([None, *prompts]):
+                    processor = host.processors.get(prompt.processor)
+                    if processor is not None and not are_same(last, prompt):
+                        images = [part["image"] for part in places(prompt.value)]
+                        found.append(partial(begin_reading, processor, images, host.pictures, ahead))
+        return found
 
     def rows_of(self, batch: Mapping[str, Any], rollout: Rollout) -> list[BatchRow]:
         """The rows of a batch that was built elsewhere; raises where a prompt alone does not make one."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import Prompt, Row
 from trl_opsd.host import Host
 from trl_opsd.loop.rows import BatchRow
@@ -42,6 +43,7 @@ class TrainerHost(Host, Protocol):
     teaching: Teaching
     visits: Visits | None
     turns: Turns
+    pictures: Pictures
     max_tool_calling_iterations: int
     log_completions: bool
     reads_solutions: bool

@@ -29,7 +29,7 @@ from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
 from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.datasets import WholeStream
+from trl_opsd.data.datasets import Decoded, WholeStream, has_encoded_images
 from trl_opsd.loop.overrides import of_package
 from trl_opsd.models.checks import check_optimizer, check_trainable
 from trl_opsd.options.rules import batch_in_words
@@ -232,6 +232,8 @@ class UpstreamFixes(DistillationTrainer):
             if number > 1:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
                 order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
                 dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
+        elif has_encoded_images(dataset):
+            dataset = Decoded(self._remove_unused_columns(dataset, description=description))
         self._streams = {**self._streams, "train" if is_training else "eval": stream}
         before = {name: getattr(args, name) for name in options}
         args.__dict__.update(options)  # what transformers builds the loader with

@@ -112,8 +112,12 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
             )
         )
         images = [*images, reading.beside.images]
-    arguments = together(images, [0] * len(images), ids_BW.size(1))
-    hidden_BWH = hidden_states(model, ids_BW, mask_BW, images=arguments)
+    arguments = together(images, [0] * len(images), ids_BW.size(1), ids_BW.device)
+    axes_3BW = None
+    if arguments and not any(one.masked for one in lengths):
+        totals = [*places.totals, *(len(reading.beside or ()) for _ in ids_BW[len(lengths) :])]
+        axes_3BW = of_three_axes(backbone_of(model), arguments, totals, ids_BW)
+    hidden_BWH = hidden_states(model, ids_BW, mask_BW, axes_3BW, images=arguments)
     if len(hidden_BWH) > len(lengths):
         # Its gradient is zero, but there is one: reducing gradients is collective, too.
         hidden_BWH = hidden_BWH[:-1] + 0 * hidden_BWH[-1].sum()
@@ -175,6 +179,21 @@ def positions(mask_BL: Tensor) -> Tensor:
     return places_BL.minimum(last_B1).clamp(min=0)
 
 
+def of_three_axes(backbone: Any, images: Mapping[str, Tensor], totals: Sequence[int], ids_BL: Tensor) -> Tensor | None:
+    """[3, B, L], on the device: positions of rows with images from the first column on, without waiting for the device.
+
+    By the model's own method, from what is in host memory; `None` where it has none, or one that reads token ids.
+    """
+    method = getattr(backbone, "get_rope_index", None)
+    taken = {} if method is None else inspect.signature(method).parameters
+    if method is None or "mm_token_type_ids" not in images.keys() & taken.keys():
+        return None
+    given = {name: one for name, one in images.items() if name in taken}
+    mask_BL = torch.arange(ids_BL.size(1)) < torch.tensor(totals).unsqueeze(1)
+    places_3BL: Tensor = method(torch.zeros_like(mask_BL, dtype=torch.long), attention_mask=mask_BL.long(), **given)[0]
+    return places_3BL.to(ids_BL.device, non_blocking=True)
+
+
 def seen(images: Mapping[str, Tensor], taken: Collection[str], device: torch.device) -> dict[str, Tensor]:
     """What a model takes of the arguments of its images, on its device."""
     return {name: value.to(device, non_blocking=True) for name, value in images.items() if name in taken}
@@ -188,7 +207,7 @@ def hidden_states(
     images: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The last hidden state, [B, L, H], of right- or left-padded rows, of packed rows with positions and no mask, or of
-    rows from the first column on with neither.
+    rows from the first column on with neither. Positions are [B, L], or [3, B, L] of three axes.
     """
     backbone = backbone_of(model)
     inputs: dict[str, Any] = {"input_ids": input_ids_BL, "use_cache": False}
@@ -196,10 +215,10 @@ def hidden_states(
         inputs["attention_mask"] = attention_mask_BL
     taken = inspect.signature(backbone.forward).parameters
     inputs.update(seen(images or {}, taken, input_ids_BL.device))
-    # Positions of three axes follow from the images and the mask; others would replace them.
-    if "position_ids" in taken and not (images and hasattr(backbone, "get_rope_index")):
-        # By default a model counts padding too, which shifts learned positions.
-        if position_ids_BL is None and attention_mask_BL is not None:
+    if "position_ids" in taken:
+        # By default a model counts padding too, which shifts learned positions. Those of three axes are its own.
+        of_axes = images and hasattr(backbone, "get_rope_index")
+        if position_ids_BL is None and attention_mask_BL is not None and not of_axes:
             position_ids_BL = positions(attention_mask_BL)
         if position_ids_BL is not None:
             inputs["position_ids"] = position_ids_BL

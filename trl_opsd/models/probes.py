@@ -419,7 +419,7 @@ def _own_logits_of_images(model: CausalLM, prompt: PromptIds, device: torch.devi
     """[V], float32 or less precise: after a prompt with images, from the model's own forward pass."""
     ids_1L = torch.tensor([prompt], device=device)
     taken = inspect.signature(without_peft(model).forward).parameters
-    given = seen(together([prompt.images], [0], len(prompt)), taken, device)
+    given = seen(together([prompt.images], [0], len(prompt), device), taken, device)
     logits_V: Tensor = model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=False, **given).logits[
         0, -1
     ]

@@ -246,9 +246,10 @@ class HFRollout(RolloutBackend):
         if batching.together != PADDED:
             longest = max(map(len, prompt_ids))  # `pad_to_multiple_of` may have added more
             inputs = {name: tensor[:, -longest:] for name, tensor in inputs.items()}
-        columns, taken = inputs["input_ids"].size(1), inspect.signature(without_peft(student).forward).parameters
-        images = together(images_of(prompt_ids), [columns - len(ids) for ids in prompt_ids], columns)
-        return {**inputs, **seen(images, taken, inputs["input_ids"].device)}
+        ids_BP, taken = inputs["input_ids"], inspect.signature(without_peft(student).forward).parameters
+        starts = [ids_BP.size(1) - len(ids) for ids in prompt_ids]
+        images = together(images_of(prompt_ids), starts, ids_BP.size(1), ids_BP.device)
+        return {**inputs, **seen(images, taken, ids_BP.device)}
 
     def _warn_of_plain(self, reason: str) -> None:
         """Warns once per reason that the decoding loop is not used."""

@@ -1,0 +1,204 @@
+"""A picture is read once a step for all that need it, ahead of its step, and never instead of another."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import tiny
+import torch
+import vision_language
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from transformers import TrainerCallback
+from vision_language import answer, picture
+
+from trl_opsd import FixedRollout, OPSDTrainer
+from trl_opsd.data.images import read_with_images
+from trl_opsd.data.pictures import Pictures
+from trl_opsd.loop import hooks
+
+
+class Answering(FixedRollout):
+    """Completes each prompt with its [`answer`]."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return [answer(ids) for ids in prompt_ids]
+
+
+@contextmanager
+def noted(processor: Any) -> Iterator[list[tuple[int, tuple[Any, ...]]]]:
+    """Patch size and first pixels of what image processors of this class are given."""
+    kind, calls = type(processor.image_processor), []
+    original = kind.__call__
+
+    def called(inner: Any, images: Any, **options: Any) -> Any:
+        calls.append((inner.patch_size, tuple(image.getpixel((0, 0)) for image in images[0])))
+        return original(inner, images, **options)
+
+    with patch.object(kind, "__call__", called):
+        yield calls
+
+
+class AtOnce:
+    """In place of threads."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def submit(self, task: Any) -> None:
+        task()
+
+    def shutdown(self, **_: Any) -> None: ...
+
+
+class Counted(TrainerCallback):
+    """How often an image processor was called in each step and each evaluation, and for one picture at most."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls, self.numbers, self.most = calls, [], 0
+
+    def on_step_begin(self, *args: Any, **given: Any) -> None:
+        self.calls.clear()
+
+    def on_step_end(self, *args: Any, **given: Any) -> None:
+        self.numbers.append(len(self.calls))
+        self.most = max(self.most, *Counter(self.calls).values(), 0, 0)
+        self.calls.clear()
+
+    on_evaluate = on_step_end
+
+
+def written(image: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def trained(make_trainer, callbacks: Any = (), **given: Any) -> OPSDTrainer:
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_generations": 2}
+    options |= {"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "steps", "eval_steps": 1, "optim": "sgd"}
+    data = vision_language.rows([1, 2] * 4)
+    data = data.add_column("privileged_context", [f"It is {row}." for row in range(len(data))])
+    data = {"train_dataset": data.select(range(6)), "eval_dataset": data.select([6, 7]), "rollout": Answering()}
+    models = vision_language.arguments("qwen2_5_vl")
+    trainer = make_trainer(**{**models, **data, **options, "learning_rate": 1e-2, **given}, callbacks=[*callbacks])
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("unit", [16, pytest.param(32, marks=pytest.mark.long)])
+def test_a_picture_is_processed_once_and_before_its_step(make_trainer, unit):
+    """For both rows of its prompt, and a teacher that reads more; for one with other settings once more."""
+    theirs = vision_language.processor("qwen2_5_vl", unit)
+    given = {"teacher_model": vision_language.model("qwen2_5_vl", 48, 1, sees=True, unit=unit)}
+    with noted(theirs) as calls, patch.object(hooks, "ThreadPoolExecutor", AtOnce):
+        counted = Counted(calls)
+        trained(make_trainer, [counted], teacher_processing_class=theirs, **given)
+    assert counted.most == 1
+    # The first step of an epoch reads its own two prompts and the next two; its last, none. An evaluation has two.
+    assert counted.numbers == [number * (unit // 16) for number in (4, 2, 2, 2, 0, 2) * 2]
+
+
+@pytest.mark.long
+def test_what_is_read_ahead_changes_no_number(make_trainer):
+    """Over epochs, evaluations and accumulation; against a trainer that reads each row when it is needed, each time."""
+    ahead = trained(make_trainer)
+    with (
+        patch.object(hooks.Teaching, "readings_of", return_value=[]),
+        patch.object(hooks.NextRows, "batch", lambda self, fetch, *given: fetch(*given)),
+        patch.object(Pictures, "made", lambda self, key, make, ahead=False: make()),
+    ):
+        plain = trained(make_trainer)
+    for name in ("loss", "eval_loss"):
+        assert tiny.logged(ahead, name) == tiny.logged(plain, name)
+    assert len(set(tiny.logged(ahead, "loss"))) == 6
+
+
+def test_a_row_is_decoded_once_for_all_calls_and_completions_of_a_step(make_trainer):
+    data, decode, decoded = vision_language.rows([1, 2] * 4), ImageFeature.decode_example, []
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 2}
+    trainer = make_trainer(train_dataset=data, **vision_language.arguments("qwen2_5_vl"), **given)
+    count = {"side_effect": lambda *args, **given: decoded.append(1) or decode(*args, **given), "autospec": True}
+    with patch.object(ImageFeature, "decode_example", **count):
+        once = list(data), len(decoded)
+        batches = list(trainer.get_train_dataloader())
+    assert [len(rows) for rows in batches] == [8] * 4
+    assert len(decoded) == 2 * once[1]
+    for rows in batches:
+        assert [row["prompt"] for row in rows[::2]] == [row["prompt"] for row in rows[1::2]]
+        for row in rows:
+            (expected,) = [one for one in once[0] if one["prompt"] == row["prompt"]]
+            assert row.keys() == expected.keys()
+            assert row["images"] == expected["images"]
+    batches[0][0]["images"] = None
+    assert batches[0][1]["images"], "rows are apart"
+
+
+@pytest.mark.refusal
+def test_a_broken_image_is_an_error_of_its_own_step(make_trainer):
+    files = [written(picture(seed)) for seed in range(3)]
+    data = [{"prompt": [{"role": "user", "content": "?"}], "image": one} for one in (*files[:2], files[2][:3000])]
+    options = {"max_steps": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    given = {**vision_language.arguments("qwen2_5_vl"), **options, "shuffle_dataset": False, "rollout": Answering()}
+    trainer = make_trainer(train_dataset=Dataset.from_list(data), **given)
+    with pytest.raises(
+        ValueError, match=r"in row 0 of the batch of step 3: image 0 cannot be read: image file is trunc"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+# ---- What is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_threads_wait_for_what_another_makes_and_get_its_error():
+    pictures, begun, calls = Pictures(), threading.Event(), []
+
+    def make() -> int:
+        calls.append(begun.set())
+        threading.Event().wait(0.05)
+        raise OSError("broken")
+
+    with ThreadPoolExecutor() as pool:
+        found = [pool.submit(pictures.made, "one", make) for _ in range(4)]
+        assert [str(one.exception()) for one in found] == ["broken"] * 4
+    assert len(calls) == 1
+
+
+def test_what_was_made_ahead_outlives_an_evaluation_and_one_step():
+    pictures, made = Pictures(), []
+
+    def make(key: str) -> int:
+        return pictures.made(key, lambda: len(made.append(key) or made), ahead=key == "next")
+
+    pictures.begin(is_training=True)
+    assert (make("now"), make("next"), make("now")) == (1, 2, 1)
+    for _ in range(2):
+        pictures.begin(is_training=False)
+        make("evaluated")
+    pictures.begin(is_training=True)
+    assert pictures.made("next", lambda: 0) == 2
+    assert pictures.made("now", lambda: 0) == 0
+    pictures.begin(is_training=True)
+    assert pictures.made("next", lambda: 0) == 0
+    assert made == ["now", "next", "evaluated", "evaluated"]
+
+
+def test_a_picture_that_is_gone_is_not_taken_for_another():
+    """To which it may have given its id."""
+    reader, pictures = vision_language.processor("qwen2_5_vl"), Pictures()
+    for seed in range(6):
+        messages = [{"role": "user", "content": [{"type": "image", "image": picture(seed)}]}]
+        expected = read_with_images(reader, messages).images.values["pixel_values"]
+        assert torch.equal(read_with_images(reader, messages, pictures).images.values["pixel_values"], expected)
+        del messages
