@@ -190,6 +190,16 @@ class TestReading:
             assert largest_gap(model, reading) < 1e-5
             assert largest_gap(model, ALONE) < 1e-5
 
+    @pytest.mark.parametrize(("make", "looks"), [(tiny.gpt2, True), (tiny.qwen2, False)])
+    def test_a_model_that_looks_for_padding_where_there_is_no_mask_gets_one(self, make, looks, caplog):
+        model = make()
+        model.config.pad_token_id = 0
+        reading = Probed(model, "student").prove(PADDING).reading
+        assert reading.needs_mask is looks
+        with torch.no_grad():
+            completion_hidden(model, ragged(), reading)
+        assert "attention_mask" not in caplog.text
+
     def test_gradients_flow_through_rows_that_are_read_apart(self):
         model = bart().eval()
         rows = ragged()

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Generic, Literal, TypeVar
@@ -310,6 +310,10 @@ def _padding(one: Probed) -> str:
     takes_positions = "position_ids" in inspect.signature(backbone_of(one.model).forward).parameters
     borders = _borders(one.model) if takes_positions else set()
     one.reading = _read_with(one, partial(prove_reading, borders=borders, called=one.called))
+    # Without a mask some look at the ids in each pass, for which the host would wait, and warn of padding.
+    forward = inspect.unwrap(type(backbone_of(one.model)).forward)
+    looks = "warn_if_padding_and_no_attention_mask" in forward.__code__.co_names
+    one.reading = replace(one.reading, needs_mask=one.reading.needs_mask or looks)
     whole = one.reading.padded_up_to == math.inf
     return "Rows share a batch." if whole else "Rows are batched by length, without padding."
 
