@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import training_args
 
 NAME = "simulated"
 DEVICE = torch.device("privateuseone", 0)
@@ -133,13 +134,19 @@ def _is_here(value: Any) -> bool:
     return isinstance(value, OnDevice)
 
 
+def _raw(value: Any) -> Any:
+    """The same in host memory."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == NAME else value
+    return value.raw if _is_here(value) else value
+
+
 def _run(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation with a tensor of the device, or that makes one."""
     name, given = function._schema.name.removeprefix("aten::"), tree_leaves((args, kwargs))
-    to = kwargs.get("device")
-    makes = (to is None and any(map(_is_here, given))) or (to is not None and torch.device(to).type == NAME)
-    raw_args, raw_kwargs = tree_map(lambda one: one.raw if _is_here(one) else one, (args, kwargs))
-    raw_kwargs |= {} if to is None else {"device": torch.device("cpu") if makes else to}
+    to = next((one for one in given if isinstance(one, torch.device)), None)
+    makes = any(map(_is_here, given)) if to is None else to.type == NAME
+    raw_args, raw_kwargs = tree_map(_raw, (args, kwargs))
     if name == "copy_":
         return _copied(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
     if name == "_to_copy" and not makes:
@@ -191,7 +198,7 @@ def _check(name: str, args: Any, given: list[Any]) -> None:
         raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but {shapes} are on the CPU")
 
 
-# ---- Autocast -------------------------------------------------------------------------------------------------------
+# ---- Autocast and attention -----------------------------------------------------------------------------------------
 
 
 def _autocast(function: Any, *args: Any, half: bool, **kwargs: Any) -> Any:
@@ -202,6 +209,22 @@ def _autocast(function: Any, *args: Any, half: bool, **kwargs: Any) -> Any:
 
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
         return function(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The CPU's fused kernel, which torch does not look for on another device."""
+    if enable_gqa:
+        key, value = (one.repeat_interleave(query.size(-3) // one.size(-3), -3) for one in (key, value))
+    if dropout or query.dim() != 4 or query.size(-1) != value.size(-1):
+        attend = torch.ops.aten._scaled_dot_product_attention_math
+        return attend(query, key, value, mask, dropout, causal, scale=scale)[0]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
 
 
 # ---- What torch asks of a device ------------------------------------------------------------------------------------
@@ -276,13 +299,18 @@ def install() -> None:
     everything, each = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _LIBRARIES[:] = everything, each
     torch.serialization.add_safe_globals([OnDevice])
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a module that is moved keeps its parameters
+    torch.utils._device._device_constructors()  # known before they are replaced
     everything.fallback(_run, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for name in ("copy_", "_local_scalar_dense"):  # `torch.tensor` calls them below the subclass
+    # `torch.tensor` calls these below the subclass and its modes, where a fallback is not looked for.
+    for name in ("copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided"):
         each.impl(name, partial(_run, _named(name)), "PrivateUse1")
     for half, names in ((True, IN_HALF), (False, IN_FLOAT)):
         for name in names:
             each.impl(name, partial(_autocast, _named(name), half=half), "AutocastPrivateUse1")
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        each.impl("scaled_dot_product_attention", _attention, key)
     torch.Stream = Stream  # type: ignore[misc, assignment]
     torch.empty = partial(_empty, torch.empty)
     torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[assignment]
@@ -290,6 +318,7 @@ def install() -> None:
     torch.Tensor.is_pinned = lambda tensor, *_: (  # type: ignore[method-assign]
         not _is_here(tensor) and tensor.untyped_storage().data_ptr() in _pinned
     )
+    training_args.is_torch_bf16_gpu_available = lambda: True
     accelerator = torch.accelerator
     accelerator.current_stream = lambda device=None: Stream()
     accelerator.synchronize = Module.synchronize

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from trl_opsd import OPSDTrainer, trainer
 
-TEXTS: dict[str, Callable[[], dict[str, Any]]] = {
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "text": dict,
     "images": lambda: images("qwen2_5_vl"),
     "bytes": by_bytes,
@@ -72,25 +72,24 @@ def part(name: str) -> Any:
         yield
 
 
-def counted(folder: Path) -> dict[str, dict[str, Waited]]:
+def counted(folder: Path, names: tuple[str, ...]) -> dict[str, dict[str, Waited]]:
     """Results that are read and copies that block, and their lines, by case and part. For a process of its own."""
     simulated_device.install()
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simulated_device.NAME}:0"
     warnings.simplefilter("ignore")
-    options, hidden, found = tiny.options, trainer.completion_hidden, dict[str, Any]()
+    given, hidden, found = tiny.options, trainer.completion_hidden, dict[str, Any]()
 
     def student(*args: Any) -> Any:
         with part("student"):
             return hidden(*args)
 
     with (
-        patch.object(tiny, "options", lambda folder, **given: options(folder, use_cpu=False, **given)),
+        patch.object(tiny, "options", lambda folder, **more: given(folder, use_cpu=False, **more)),
         patch.object(trainer, "completion_hidden", student),
     ):
-        for name, given in TEXTS.items():
-            one = build(
-                folder / name, {**given(), "gradient_accumulation_steps": MICRO_BATCHES, "max_steps": 2}, Counted
-            )
+        for name in names:
+            options = {**KINDS[name](), "gradient_accumulation_steps": MICRO_BATCHES, "max_steps": 2}
+            one = build(folder / name, options, Counted)
             one.add_callback(Last())
             backward = one.accelerator.backward
 
