@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -300,6 +301,7 @@ def install() -> None:
     _LIBRARIES[:] = everything, each
     torch.serialization.add_safe_globals([OnDevice])
     torch.__future__.set_swap_module_params_on_conversion(True)  # a module that is moved keeps its parameters
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: ())  # it stays, whoever refers to it
     torch.utils._device._device_constructors()  # known before they are replaced
     everything.fallback(_run, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

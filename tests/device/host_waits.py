@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -72,8 +73,8 @@ def part(name: str) -> Any:
         yield
 
 
-def counted(folder: Path, names: tuple[str, ...]) -> dict[str, dict[str, Waited]]:
-    """Results that are read and copies that block, and their lines, by case and part. For a process of its own."""
+def counted(folder: Path, names: tuple[str, ...]) -> dict[str, dict[str, Waited] | str]:
+    """The waits of each case, by part, or its error. For a process of its own."""
     simulated_device.install()
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simulated_device.NAME}:0"
     warnings.simplefilter("ignore")
@@ -88,21 +89,28 @@ def counted(folder: Path, names: tuple[str, ...]) -> dict[str, dict[str, Waited]
         patch.object(trainer, "completion_hidden", student),
     ):
         for name in names:
-            options = {**KINDS[name](), "gradient_accumulation_steps": MICRO_BATCHES, "max_steps": 2}
-            one = build(folder / name, options, Counted)
-            one.add_callback(Last())
-            backward = one.accelerator.backward
-
-            def of_loss(*args: Any, backward: Any = backward, **more: Any) -> None:
-                with part("loss"):
-                    backward(*args, **more)
-
-            one.accelerator.backward = of_loss
-            waits.reads.clear()
-            waits.copies.clear()
-            one.train()
-            found[name] = {each: _of(each) for each in PARTS}
+            try:
+                found[name] = _waited(folder / name, KINDS[name]())
+            except Exception:
+                found[name] = traceback.format_exc()
     return found
+
+
+def _waited(folder: Path, options: dict[str, Any]) -> dict[str, Waited]:
+    sizes = {"gradient_accumulation_steps": MICRO_BATCHES, "max_steps": 2}
+    one = build(folder, {**options, **sizes}, Counted)
+    one.add_callback(Last())
+    backward = one.accelerator.backward
+
+    def of_loss(*args: Any, **more: Any) -> None:
+        with part("loss"):
+            backward(*args, **more)
+
+    one.accelerator.backward = of_loss
+    waits.reads.clear()
+    waits.copies.clear()
+    one.train()
+    return {each: _of(each) for each in PARTS}
 
 
 def _of(part: str) -> Waited:
