@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import training_args
 
 NAME = "simulated"
@@ -296,6 +295,8 @@ _LIBRARIES: list[torch.library.Library] = []
 
 def install() -> None:
     """Makes it the accelerator of this process, until it ends."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     everything, each = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _LIBRARIES[:] = everything, each
