@@ -113,11 +113,11 @@ def products(program: Program, student: LazyLogits, teacher: LazyLogits) -> str:
 def peak_bytes(program: Program, student: LazyLogits, teacher: LazyLogits) -> int:
     """Peak of the bytes allocated during a step, without those of the head's gradient."""
     gc.collect()
-    if student.hidden.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if student.hidden.device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
         step(program, student, teacher)
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = torch.accelerator.max_memory_allocated() - before
     else:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step(program, student, teacher)

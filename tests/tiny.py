@@ -160,8 +160,8 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 
 def weights(trainer: Any) -> torch.Tensor:
-    """A copy of the student's weights, in one piece."""
-    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+    """A copy of the student's weights, in one piece, in host memory."""
+    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()]).cpu()
 
 
 def config(folder: Any, **overrides: Any) -> OPSDConfig:

@@ -19,14 +19,19 @@ class Findings:
         path (`Path`):
             The file.
         device (`str`):
-            `"cuda:0"`, or `"cpu"` for toy sizes, where limits on speed do not hold.
+            `"cuda:0"`, or `"cpu"`.
+        toy (`bool`, *optional*):
+            Toy sizes, as always on a CPU, where limits on speed do not hold.
     """
 
-    def __init__(self, path: Path, device: str) -> None:
+    def __init__(self, path: Path, device: str, toy: bool = False) -> None:
         self._path, self.device = path, device
+        self.full = not toy and self.on_gpu
+        """Whether sizes and limits are those of a GPU."""
 
     @property
     def on_gpu(self) -> bool:
+        """Whether there is an accelerator, of any size."""
         return self.device != "cpu"
 
     def at_most(self, what: str, measured: float, limit: float, unit: str = "", only_gpu: bool = False) -> None:
@@ -51,7 +56,7 @@ class Findings:
         self._append(DONE)
 
     def _limited(self, what: str, measured: float, holds: bool, limit: str, unit: str, only_gpu: bool) -> None:
-        if only_gpu and not self.on_gpu:
+        if only_gpu and not self.full:
             self._write(what, NOTE, measured, f"{limit} on a GPU", unit)
         else:
             self._write(what, PASS if holds else FAIL, measured, limit, unit)

@@ -15,7 +15,7 @@ from trl_opsd import HFRollout, OPSDTrainer
 
 
 def precision(found: Findings) -> None:
-    width, layers, vocab, rows, tokens = (576, 6, 49152, 4, 128) if found.on_gpu else (64, 1, 320, 2, 4)
+    width, layers, vocab, rows, tokens = (576, 6, 49152, 4, 128) if found.full else (64, 1, 320, 2, 4)
     shape = {"width": width, "layers": layers, "vocab": vocab, "rows": rows, "tokens": tokens, "prompt_tokens": 16}
     measured = bf16.measure(argparse.Namespace(**shape, repeats=3, float32=False, device=found.device))
     for phase in ("teach", "student", "loss", "backward"):

@@ -23,9 +23,9 @@ def rollouts(found: Findings) -> None:
     _greedy(found)
     shape: dict[str, Any] = {"width": 1536, "layers": 28, "heads": 12, "key_value_heads": 2, "vocab": 151936}
     batches = (8, 1)
-    if not found.on_gpu:
+    if not found.full:
         shape, batches = {"width": 64, "layers": 1, "heads": 2, "key_value_heads": 1, "vocab": 128}, (2, 1)
-    args = _arguments(found, **shape, dtype=torch.bfloat16, tokens=64 if found.on_gpu else 16)
+    args = _arguments(found, **shape, dtype=torch.bfloat16, tokens=64 if found.full else 16)
     engines = dict(benchmark.engines(benchmark.make_model(args), args))
     for batch in batches:  # the largest first: smaller ones take its cache
         prompt_ids, wanted = benchmark.make_prompts(args, batch, "even")
@@ -44,14 +44,14 @@ def rollouts(found: Findings) -> None:
                 found.at_least(case, ratio, FASTER, "x", only_gpu=True)
             elif name == "ours":
                 found.note(case, ratio, "x")
-    if not found.on_gpu:
+    if not found.full:
         found.skip("compiled", "compiling takes minutes on a CPU; tests/rollout/test_hf_decode.py has its tokens")
 
 
 def _greedy(found: Findings) -> None:
     """Two layers in float32, where no rounding decides between two tokens; rows leave one after the other."""
     shape = {"width": 1536, "layers": 2, "heads": 12, "key_value_heads": 2, "vocab": 32000}
-    if not found.on_gpu:
+    if not found.full:
         shape = {"width": 64, "layers": 1, "heads": 2, "key_value_heads": 1, "vocab": 128}
     args = _arguments(found, **shape, dtype=torch.float32, tokens=48)
     prompt_ids, _ = benchmark.make_prompts(args, 4, "ragged")
@@ -66,7 +66,7 @@ def _greedy(found: Findings) -> None:
 
 def _arguments(found: Findings, **given: Any) -> argparse.Namespace:
     """Arguments of `benchmarks/rollout.py`."""
-    return argparse.Namespace(device=found.device, compiled=found.on_gpu, vllm=False, prompt_tokens=32, **given)
+    return argparse.Namespace(device=found.device, compiled=found.full, vllm=False, prompt_tokens=32, **given)
 
 
 @contextmanager

@@ -8,10 +8,16 @@ import os
 import subprocess
 import sys
 import time
+import traceback
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import forks
 import pytest
+import simulated_device
 
+DEVICE = f"{simulated_device.NAME}:0"
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -106,24 +112,68 @@ def test_script_writes_results_and_skips_checks_beyond_its_budget(gpu, tmp_path)
     assert (none.returncode, none.stdout.count("SKIP  all: the budget of")) == (0, len(gpu.CHECKS))
 
 
-TOYS = [
-    "losses:losses",
-    "losses:loss_speed",
-    "precision:precision",
-    pytest.param("placements:teacher", marks=pytest.mark.long),
-    "training:resume",
-]
+QUICK = ("ceilings", "losses", "attention", "contrast", "bytes")
+TOYS = (*QUICK, "loss_speed", "precision", "resume", "teacher", "steps", "pictures", "rollouts")
 
 
-@pytest.mark.parametrize("place", TOYS)
-def test_a_check_at_toy_size_passes(gpu, tmp_path, place):
-    from gpu_checks import findings
+def findings_of(name: str, path: Path, device: str) -> list[dict[str, Any]]:
+    from gpu_checks import CHECKS, LATER, findings
 
-    module, _, function = place.partition(":")
-    found = findings.Findings(tmp_path / "findings", "cpu")
-    getattr(importlib.import_module(f"gpu_checks.{module}"), function)(found)
-    seen, _ = findings.read(tmp_path / "findings")
-    assert len(seen) > 3
+    module, _, function = {**CHECKS, **LATER}[name].place.partition(":")
+    getattr(importlib.import_module(module), function)(findings.Findings(path, device, toy=True))
+    return findings.read(path)[0]
+
+
+def test_all_limits_are_within_the_budget(gpu):
+    assert sum(check.limit for check in gpu.CHECKS.values()) <= gpu.BUDGET
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[pytest.mark.long] * (one in ("teacher", "steps", "pictures", "rollouts")))
+        for one in TOYS
+    ],
+)
+def test_a_check_at_toy_size_passes(gpu, tmp_path, name):
+    seen = findings_of(name, tmp_path / "findings", "cpu")
+    assert len(seen) > 2
+    assert not [one for one in seen if one["verdict"] == "FAIL"]
+
+
+def on_device(folder: Path, names: tuple[str, ...]) -> dict[str, list[dict[str, Any]] | str]:
+    """The findings of checks on the simulated device, or the error of one. For a process of its own."""
+    sys.path.insert(0, str(FOLDER))
+    simulated_device.install()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = findings_of(name, folder / name, DEVICE)
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """What a check found on the simulated device; the quick ones share a process, and all others another."""
+
+    @cache
+    def found(is_quick):
+        names = tuple(name for name in TOYS if (name in QUICK) is is_quick)
+        return forks.results("alone", on_device, tmp_path_factory.mktemp("findings"), names)[0]
+
+    return lambda name: found(name in QUICK)[name]
+
+
+@pytest.mark.timeout(forks.SECONDS + 60)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.long] * (one not in QUICK)) for one in TOYS])
+def test_a_check_passes_on_an_accelerator(simulated, name):
+    """Else its first run on a GPU would end where it breaks."""
+    seen = simulated(name)
+    assert not isinstance(seen, str), seen
+    assert len(seen) > 2
     assert not [one for one in seen if one["verdict"] == "FAIL"]
 
 

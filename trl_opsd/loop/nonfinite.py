@@ -193,7 +193,7 @@ class NonfiniteGuard:
         accelerator = self._trainer.accelerator
         is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         scales_loss = accelerator.mixed_precision == "fp16"
-        number = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm or 0.0)
+        number = float(norm.full_tensor() if hasattr(norm, "full_tensor") else 0.0 if norm is None else norm)
         broken = not (math.isfinite(number) and number >= 0)  # DeepSpeed reports a norm of -1 for NaN
         if is_deepspeed:
             broken = broken or accelerator.optimizer_step_was_skipped

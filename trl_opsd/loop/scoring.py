@@ -173,7 +173,7 @@ def _digest(batch: Mapping[str, Any]) -> Tensor:
     values_BN = torch.cat([batch[name].long() for name in names if batch.get(name) is not None], dim=1) + 1
     # Fixed random factors, so that a swap of two tokens changes the sum.
     factors_N = torch.randint(-(2**63), 2**63 - 1, (values_BN.size(1),), generator=torch.Generator().manual_seed(0))
-    return (values_BN * factors_N.to(values_BN.device)).sum(1)  # wraps around
+    return (values_BN * factors_N.to(values_BN.device, non_blocking=True)).sum(1)  # wraps around
 
 
 def by_turn(weights_BC: Tensor, spoken_BC: Tensor) -> Tensor:

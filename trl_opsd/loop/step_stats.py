@@ -385,11 +385,12 @@ def _add_to(tables: Mapping[str, Tensor], batch: Mapping[str, Any], rows: Tensor
     # Rows that no dataset gave have neither a place nor a mark.
     places = [row.place for row in known]
     if "prompts" in tables and places and None not in places:
-        tables["prompts"].index_add_(0, torch.tensor(places, device=rows.device), columns(rows, *_BY_PROMPT))
+        places_B = torch.tensor(places).to(rows.device, non_blocking=True)
+        tables["prompts"].index_add_(0, places_B, columns(rows, *_BY_PROMPT))
     marks = [row.is_off_policy for row in known]
     if "sources" in tables and marks and None not in marks:
         values_B3 = torch.stack([counted_B, weight_B, divergence_B], dim=1)
-        tables["sources"].index_add_(0, torch.tensor(marks, device=rows.device).long(), values_B3)
+        tables["sources"].index_add_(0, torch.tensor(marks).long().to(rows.device, non_blocking=True), values_B3)
     if "selection" in tables and (candidates_B := batch.get(CANDIDATES)) is not None:
         sums_2 = torch.stack([tokens_B, candidates_B.to(rows)]).mul(counted_B).sum(1)
         tables["selection"].add_(torch.cat([sums_2, rows.new_zeros(2) if scored is None else scored.to(rows)]))

@@ -234,7 +234,7 @@ def compared(
         scored_2 = None
         if criterion is not None:
             scores_N = scores(share, criterion)
-            scored_2 = torch.stack([scores_N.new_tensor(len(scores_N)), scores_N.sum()])
+            scored_2 = torch.stack([scores_N.new_full((), len(scores_N)), scores_N.sum()])
             share = best(share, scores_N)
         per_token = of(share, share.of_tokens(rollout, device))
         places_N = None if share.spelled is None else share.places_N

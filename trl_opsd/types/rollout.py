@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +217,9 @@ class Rollout:
         """The given rows, in the given order."""
         lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
         images = None if self.images is None else tuple(self.images[row] for row in rows)
-        return replace(self._each(itemgetter(list(rows))), lengths=lengths, images=images)
+        rows_R = torch.tensor(rows, dtype=torch.long)  # copied without a wait, unlike an index that is a list
+        chosen = self._each(lambda one: one.index_select(0, rows_R.to(one.device, non_blocking=True)))
+        return replace(chosen, lengths=lengths, images=images)
 
     def after(self, prompts: Mapping[str, Tensor], images: tuple[RowImages | None, ...] | None = None) -> Rollout:
         """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P], and images."""

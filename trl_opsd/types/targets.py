@@ -109,7 +109,8 @@ class TeacherTargets:
             return self.hidden[row].index_select(0, places_n.to(self.hidden.device))
         # Kept places are ascending, so a binary search finds the indices.
         kept = self.rows[row]
-        return kept.hidden.index_select(0, torch.searchsorted(kept.places, places_n).to(kept.hidden.device))
+        at_n = torch.searchsorted(kept.places, places_n)
+        return kept.hidden.index_select(0, at_n.to(kept.hidden.device, non_blocking=True))
 
     def beside_of(self, row: int, places_n: Tensor) -> dict[str, Tensor]:
         """[n, H_t] each: the states beside, at these positions of a row, as of [`~TeacherTargets.of`]."""
