@@ -290,6 +290,7 @@ def test_table_says_which_options_are_read_at_construction_only(make_trainer, tm
     proved = {"padding_free", "pad_to_multiple_of"}  # read for each pass, as the models were examined with them
     proved |= {"overlap", "deterministic"}  # read in each step, as other options and methods were checked with them
     proved |= {"num_generations_eval"}  # read for each evaluation
+    proved |= {"use_vllm", "sglang_server_url"}  # whose engine bounds the rows of each evaluation
     assert reads & kept <= {*fingerprint.OPTIONS, "report_to", "report", *proved}
 
 

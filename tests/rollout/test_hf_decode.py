@@ -124,7 +124,7 @@ class TestGreedy:
         assert ragged(model, prompts(), config) == plain(model, prompts(), options())
 
 
-@pytest.mark.parametrize("config", [options, compiling])
+@pytest.mark.parametrize("config", [options, pytest.param(compiling, marks=pytest.mark.long)])
 def test_a_token_under_a_mask_reads_each_key_once_for_all_heads_that_share_it(monkeypatch, config):
     model, shapes, attend = (
         tiny.qwen2(num_attention_heads=4, num_key_value_heads=2),

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.vllm
 KINDS = [
     pytest.param(kind, tied, id=f"{kind or 'everything'}-{'tied' if tied else 'untied'}", marks=marks)
     for marks, *kinds in (
-        ([], (None, False), ("adapter", False)),
-        ([pytest.mark.long], (None, True), ("adapter", True), ("full", False), ("full", True)),
+        ([], (None, False)),
+        ([pytest.mark.long], (None, True), ("adapter", False), ("adapter", True), ("full", False), ("full", True)),
     )
     for kind, tied in kinds
 ]

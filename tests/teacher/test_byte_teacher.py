@@ -271,11 +271,9 @@ def test_options_that_change_rows_work_together(make):
     trainer.train()
     assert len(tiny.logged(trainer, "eval_loss")) == 3
     assert all(0 < one < 2 for one in tiny.logged(trainer, "eval_cross/divergence"))
-    assert "hint" in trainer.teaching.readers.tokenizers["teacher"].decode(
-        trainer.readers.teacher_prompt_ids(
-            trainer.teaching.read_rows([trainer.train_dataset[0]]), [[1]], [[2]], MINE.batch_decode
-        )[0]
-    )
+    rows = trainer.teaching.read_rows([trainer.train_dataset[0]])
+    read = trainer.teaching.prompts.read(Rollout.of([[1]], [[2]], torch.device("cpu")), rows).prompt_lists()[0]
+    assert "hint" in trainer.teaching.readers.tokenizers["teacher"].decode(read)
 
 
 def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(make, tmp_path):
@@ -468,6 +466,7 @@ class Random(Teacher):
         return TeacherTargets(hidden=torch.randn(*rollout.completion_ids.shape, self.head.weight.size(1)))
 
 
+@pytest.mark.long
 def test_besides_targets_the_memory_is_that_of_a_few_rows(monkeypatch):
     rows = 64
     monkeypatch.setattr(bytewise, "_ROWS", 1)

@@ -54,6 +54,7 @@ from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.loss import check_parts, columns
+from trl_opsd.types.targets import has_streams
 
 if TYPE_CHECKING:
     from trl_opsd.loop.ahead import Ahead
@@ -160,7 +161,7 @@ class TrainerHooks(TrainerMembers):
             texts=self._logs,
         )
         self._next = NextRows(self, self._drop_ahead)
-        pins = self.args.dataloader_pin_memory and self.accelerator.device.type == "cuda"
+        pins = self.args.dataloader_pin_memory and has_streams(self.accelerator.device)
         self.pictures, self._threads = Pictures(pins), None
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap

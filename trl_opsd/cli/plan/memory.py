@@ -320,8 +320,8 @@ def of_servers(student: Shape, teacher: Shape, load: Load, choice: Choice, memor
 def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> int:
     """Host memory of a machine with all devices: what its processes offload.
 
-    DeepSpeed pins each process's part of each tensor, for which torch takes a power of two of bytes. Pixels of a step and
-    the next stay there, too; models that read images alike share them, and so do the completions of a prompt.
+    DeepSpeed pins each process's part of each tensor, for which torch takes a power of two of bytes. Pixels of a step
+    and the next stay there, too; models that read images alike share them, and so do the completions of a prompt.
     """
     pixels = 2 * load.gpus * load.batch * sum(images.pixels for images in {student.images, teacher.images})
     of_teacher = _offloaded(teacher, choice.teacher, load.itemsize, load.gpus)
