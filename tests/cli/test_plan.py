@@ -531,7 +531,7 @@ def test_images_of_qwen2_5_vl_add_up_to_sums_by_hand():
     assert found["scoring"]["active teacher"] == 2 * on_device
     text = shape_of(str(SHAPES / "qwen2.5-vl-7b.json"))
     hosts = [host_bytes(student, teacher, load, Choice("single", "none", 2)) for teacher in (student, text)]
-    assert hosts == [8 * pixels, 8 * pixels], "of this step and the next; the teacher reads the same, or none"
+    assert hosts == [8 * 2**25] * 2, "of this step and the next, pinned; the teacher reads the same, or none"
 
 
 @pytest.fixture

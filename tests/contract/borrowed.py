@@ -139,6 +139,8 @@ OWNERS = (
             "_created_lr_scheduler": "whether it will make another scheduler",
             "_train_batch_size": "rows of a process, of a stream that is repeated",
             "_get_dataloader": "streams are shared out by rows",
+            "control": "whether a step is logged",
+            "_maybe_log_save_evaluate": "after each step, in all processes: where what was recorded is reduced",
             "_get_grad_norm": "called before each step: where one can still be left out",
             "_get_output_dir": "a folder aside while a checkpoint is written",
             "_get_train_sampler": "",

@@ -141,3 +141,26 @@ def test_a_batch_of_empty_completions_gives_no_loss_and_no_gradient(make_trainer
     trainer.train()
     assert not tiny.logged(trainer, "loss")
     assert all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_rows_that_a_subclass_puts_into_a_scored_batch_are_trained_on(make_trainer):
+    class Noting(OPSDTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, "rows": [{**row, "note": 1} for row in batch["rows"]]}
+
+    trainer, plain = (make_trainer(one, max_steps=2, num_generations=2) for one in (Noting, OPSDTrainer))
+    for one in (trainer, plain):
+        one.train()
+    assert tiny.logged(trainer, "loss") == tiny.logged(plain, "loss")
+
+
+def test_a_count_that_is_a_tensor_leaves_a_metric_that_is_saved(make_trainer, tmp_path):
+    class Recording(OPSDTrainer):
+        def weigh(self, rollout, rows, targets):
+            self.record("mine", rollout.weights.mean(), rollout.weights.sum())
+            return rollout.weights
+
+    trainer = make_trainer(Recording, eval_dataset=tiny.rows(4))
+    assert isinstance(trainer.evaluate()["eval_mine"], float)
+    trainer.state.save_to_json(str(tmp_path / "state.json"))

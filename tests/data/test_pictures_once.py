@@ -163,6 +163,7 @@ def test_a_broken_image_is_an_error_of_its_own_step(make_trainer):
 
 def test_threads_wait_for_what_another_makes_and_get_its_error():
     pictures, begun, calls = Pictures(), threading.Event(), []
+    pictures.begin(is_training=True)
 
     def make() -> int:
         calls.append(begun.set())
@@ -197,8 +198,41 @@ def test_what_was_made_ahead_outlives_an_evaluation_and_one_step():
 def test_a_picture_that_is_gone_is_not_taken_for_another():
     """To which it may have given its id."""
     reader, pictures = vision_language.processor("qwen2_5_vl"), Pictures()
+    pictures.begin(is_training=True)
     for seed in range(6):
         messages = [{"role": "user", "content": [{"type": "image", "image": picture(seed)}]}]
         expected = read_with_images(reader, messages).images.values["pixel_values"]
         assert torch.equal(read_with_images(reader, messages, pictures).images.values["pixel_values"], expected)
         del messages
+
+
+def test_nothing_is_kept_of_what_checks_read_nor_after_a_training(make_trainer):
+    """A dataset with a transform is read row by row when it is checked."""
+    data = vision_language.rows([1, 2] * 4).with_transform(lambda batch: batch)
+    trainer = make_trainer(
+        train_dataset=data, **vision_language.arguments("qwen2_5_vl"), rollout=Answering(), max_steps=1
+    )
+    assert trainer.pictures._made == {}
+    trainer.train()
+    assert trainer.pictures._made == {}
+    assert trainer.pictures.made("late", lambda: 1) == 1
+    assert trainer.pictures._made == {}, "a thread that was not done when the training ended"
+    assert trainer._generation.rows == ()
+
+
+def test_an_error_of_the_next_step_is_raised_in_it(make_trainer):
+    trainer = make_trainer(max_steps=3)
+    lost: list[int] = []
+    ahead, given = hooks.NextRows(trainer, lambda: lost.append(1)), [[["row"]], ValueError("broken")]
+
+    def fetch(*_: Any) -> Any:
+        found = given.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    epoch = iter(())
+    assert ahead.batch(fetch, epoch, 1, torch.device("cpu")) == [["row"]]
+    assert ahead.rows == []
+    with pytest.raises(ValueError, match="broken"):
+        ahead.batch(fetch, epoch, 1, torch.device("cpu"))

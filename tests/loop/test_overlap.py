@@ -639,3 +639,12 @@ def test_a_control_by_a_constant_trains_rows_as_they_come(make_trainer):
         one.train()
     assert tiny.logged(comes, "loss") == pytest.approx(tiny.logged(waits, "loss"), rel=1e-5)
     assert min(map(abs, tiny.logged(waits, "loss"))) > 0
+
+
+def test_completions_that_begin_with_their_prompts_are_warned_of_as_without_overlap(make_trainer, caplog):
+    class Repeating(Apart):
+        def complete(self, prompt_ids, step):
+            return [[*ids, 7, 8] for ids in prompt_ids]
+
+    fast(make_trainer, rollout=Repeating(tiny.recorded(tiny.tokenizer())), max_steps=1).train()
+    assert caplog.text.count("starts with its whole prompt") == 1

@@ -19,6 +19,8 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
@@ -140,6 +142,27 @@ def test_a_token_under_a_mask_reads_each_key_once_for_all_heads_that_share_it(mo
     monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
     assert ragged(model, prompts(), config()) == expected
     assert set(shapes) == {(True, (4, 9), 4), (True, (2, 2), 2)}, "prefill, and tokens after it"
+
+
+def test_attention_of_a_users_own_is_called_and_registered_as_elsewhere():
+    calls, model = [], tiny.qwen2(num_attention_heads=4, num_key_value_heads=2)
+
+    def own(*given, **more):
+        calls.append(1)
+        return sdpa_attention_forward(*given, **more)
+
+    try:
+        AttentionInterface.register("sdpa", own)
+        assert ragged(model, prompts(), options()) == plain(model, prompts(), options())
+        assert len(calls) > 20
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+    ragged(model, prompts(), options())
+    try:
+        AttentionInterface.register("sdpa", own)
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
 class TestSampled:

@@ -20,7 +20,7 @@ class Pictures:
     """
 
     def __init__(self, pins: bool = False) -> None:
-        self.pins, self._batch, self._lock = pins, 0, Lock()
+        self.pins, self._batch, self._lock, self._keeps = pins, 0, Lock(), False
         self._made: dict[Hashable, tuple[int, Future[Any]]] = {}
         """The latest batch that needs it, and what was made or is being made."""
         self.options: dict[str, dict[str, Any]] = {}
@@ -30,19 +30,20 @@ class Pictures:
         """Begins a batch, and drops what was not made ahead for it."""
         with self._lock:
             self._made = {key: one for key, one in self._made.items() if one[0] > self._batch}
-            self._batch += is_training
+            self._batch, self._keeps = self._batch + is_training, True
 
     def clear(self) -> None:
-        """Drops everything."""
+        """Drops everything, and keeps nothing until the next batch: not what checks of a dataset read."""
         with self._lock:
-            self._made = {}
+            self._made, self._keeps = {}, False
 
     def made(self, key: Hashable, make: Callable[[], Any], ahead: bool = False) -> Any:
         """What `make` returns, or raises; called once for a key, and waited for if another thread does."""
         with self._lock:
             is_new = key not in self._made
             batch, value = self._made.get(key, (0, Future[Any]()))
-            self._made[key] = max(batch, self._batch + ahead), value
+            if self._keeps:
+                self._made[key] = max(batch, self._batch + ahead), value
         if is_new:
             try:
                 value.set_result(make())

@@ -112,8 +112,8 @@ class BatchRewards:
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if row.by_student and not row.is_padding]
         of_student = [rows[number] for number in numbers]
-        completions, ids = self._completions_of(batch, rows)
-        completions = completions if conversations is None else list(conversations)
+        ids = Rollout.unpack(batch).completion_lists()
+        completions = self._completions_of(batch, rows) if conversations is None else conversations
         arguments = {
             **self._columns(of_student),
             "completions": [completions[number] for number in numbers],
@@ -142,8 +142,8 @@ class BatchRewards:
             columns.setdefault("solution", columns["privileged_context"])  # as the dataset may have called it
         return deepcopy({**columns, "prompts": [row["prompt"] for row in rows]})
 
-    def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[BatchRow]) -> tuple[list[Any], list[list[int]]]:
-        """The completions of a batch in the form of its prompts, text or messages, and their token ids."""
+    def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[BatchRow]) -> Sequence[Any]:
+        """The completions of a batch in the form of its prompts, text or messages."""
         rollout, processing = Rollout.unpack(batch), self._trainer.processing_class
         ids = rollout.completion_lists()
         is_text = isinstance(rows[0]["prompt"], str)
@@ -151,9 +151,9 @@ class BatchRewards:
             # An empty completion cannot be parsed, so a padding token stands for it.
             pad, prompts = [processing.pad_token_id], rollout.prompt_lists()
             parsed = [parse_response(processing, one or pad, prefix=of) for one, of in zip(ids, prompts, strict=True)]
-            return [[message] for message in parsed], ids
+            return [[message] for message in parsed]
         texts = processing.batch_decode(ids, skip_special_tokens=True)
-        return texts if is_text else [[{"role": "assistant", "content": text}] for text in texts], ids
+        return texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
 
     # ---- The log ----------------------------------------------------------------------------------------------------
 

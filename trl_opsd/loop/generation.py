@@ -222,7 +222,12 @@ class Generation:
         if self._is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)
-        padding = {host.processing_class.pad_token_id, *host.eos_token_ids}
+        self.look_at_first(prompt_ids, completions, name)
+        return completions
+
+    def look_at_first(self, prompt_ids: list[list[int]], completions: list[list[int]], name: str) -> None:
+        """Warns if the first completions contain their prompts."""
+        padding = {self._host.processing_class.pad_token_id, *self._host.eos_token_ids}
         if not self._has_completed and begin_with_prompts(completions, prompt_ids, padding):
             logger.warning(
                 f"Every completion returned by {name} starts with its whole prompt, which would be trained on: return "
@@ -230,7 +235,6 @@ class Generation:
                 "check how they end in the summary printed when training starts."
             )
         self._has_completed = True
-        return completions
 
     # ---- Off-policy completions ---------------------------------------------------------------------------------
 

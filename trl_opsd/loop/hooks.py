@@ -252,9 +252,13 @@ class TrainerHooks(TrainerMembers):
         """Drops what was made for a step that never comes."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
-        self.pictures.clear()
+        self._drop_images()
         if self._ahead is not None:
             self._ahead.cancel()
+
+    def _drop_images(self) -> None:
+        self.pictures.clear()
+        self._generation.rows = ()
 
     # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
@@ -440,6 +444,26 @@ class TrainerHooks(TrainerMembers):
 
     # ---- The log ----------------------------------------------------------------------------------------------------
 
+    # After each optimizer step, in all processes; `log` may be called in one alone.
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Any,
+        grad_norm: Any,
+        model: Any,
+        trial: Any,
+        epoch: Any,
+        ignore_keys_for_eval: Any,
+        start_time: Any,
+        learning_rate: Any = None,
+    ) -> None:
+        if self.control.should_log:
+            numbers = self._metrics["train"]
+            known = of_all_processes(numbers, weighted=False)
+            numbers.clear()
+            numbers.update({name: [value] for name, value in known.items()})
+        given = tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
+        super()._maybe_log_save_evaluate(*given)
+
     # After `logging_steps`, after an evaluation, and at the end of a training.
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # TRL takes the numbers of training or evaluation by the mode of the model, and an evaluation may have left it.
@@ -457,10 +481,6 @@ class TrainerHooks(TrainerMembers):
             if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
                 os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
             numbers = self._metrics["train" if self.model.training else "eval"]
-            if not {"learning_rate", "train_runtime"}.isdisjoint(logs):  # by transformers, in all processes
-                known = of_all_processes(numbers, weighted=False)
-                numbers.clear()
-                numbers.update({name: [value] for name, value in known.items()})
             for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
                 del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
             super().log(logs, start_time)
@@ -566,7 +586,10 @@ class TrainerHooks(TrainerMembers):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        self.pictures.begin(is_training=False)  # drops those of the last batch
+        if self.is_in_train:
+            self.pictures.begin(is_training=False)  # drops those of the last batch
+        else:
+            self._drop_images()
         output.metrics.update(metrics)
         return output
 

@@ -224,7 +224,7 @@ class TrainerMembers(UpstreamFixes):
             number = Mean(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"`record({name!r}, {value!r})`: expected one number.") from error
-        number.count = count
+        number.count = float(count)
         self._metrics["train" if self.model.training else "eval"][name].append(number)
 
     @property

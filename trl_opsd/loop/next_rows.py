@@ -23,18 +23,25 @@ class NextRows:
         known, self._next_batch = self._next_batch, None
         if known is not None and known[0] is epoch_iterator:
             found = known[1]
+            if isinstance(found, Exception):
+                raise found
         else:
             self._lost()
             found = fetch(epoch_iterator, number, device)
         if self._host.state.global_step + 1 < self._host.state.max_steps:  # the last step has no next one
             calls = self._host.args.gradient_accumulation_steps
-            self._next_batch = epoch_iterator, fetch(epoch_iterator, calls, device)
+            try:
+                following = fetch(epoch_iterator, calls, device)
+            except Exception as error:  # of its own step, after this one is saved
+                following = error
+            self._next_batch = epoch_iterator, following
         return found
 
     @property
     def rows(self) -> list[Any]:
         """The rows of this process; none after the last step of an epoch."""
-        micro_steps = [] if self._next_batch is None else self._next_batch[1][0]
+        known = None if self._next_batch is None else self._next_batch[1]
+        micro_steps = [] if known is None or isinstance(known, Exception) else known[0]
         return micro_steps[0] if micro_steps else []
 
     def forget(self) -> None:

@@ -121,7 +121,9 @@ class Overlap:
                 yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=accelerator.device)}, False
                 learned.append(perf_counter())
         # The last micro-batch trains after this: by now the denominator is known.
-        written = self._generation.turned(prompt_ids, [waiting.completions[row] for row in range(len(rows))])
+        completions = [waiting.completions[row] for row in range(len(rows))]
+        self._generation.look_at_first(prompt_ids, completions, type(self._generation.rollout).__name__)
+        written = self._generation.turned(prompt_ids, completions)
         host.turns.end(rows)
         self._batches.note(rows, written)
         torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same

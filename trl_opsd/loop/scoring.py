@@ -101,7 +101,8 @@ class Scorer:
     def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch, with targets and weights for its current tokens. Collective."""
         if not self._needs_scoring(batch):
-            return batch
+            rows = batch.get("rows")  # which a subclass may have put there
+            return batch if rows is None else {**batch, "rows": self._host.teaching.as_rows(rows)}
         # What other tokens were sampled with says nothing of these.
         batch = {name: value for name, value in batch.items() if name != "logprobs"}
         return {**batch, **self.score(batch, self._host.teaching.rows_of(batch, _generated(batch)))}

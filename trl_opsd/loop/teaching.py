@@ -28,7 +28,7 @@ from trl_opsd.arguments.checks import (
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
-from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest
+from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead
 from trl_opsd.data.images import begin_reading, places, settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
@@ -259,7 +259,7 @@ class Teaching:
             return
         for rows in surveyed(datasets, self._host.args, self.readers.intake.names).values():
             if rows.survey is not None:
-                admit(rows, self.readers.student, dropped=None)
+                admit(look_ahead(rows, self.readers.intake), self.readers.student, dropped=None)
 
     def _admit(self, rows: dict[str, Rows], reader: Reader) -> dict[str, Rows]:
         host = self._host

@@ -23,12 +23,14 @@ def keys_read_once() -> Iterator[None]:
 
     It does so wherever there is a mask: for prompts of unequal length, and with a static cache.
     """
-    attend = ALL_ATTENTION_FUNCTIONS[_SDPA]
+    if ALL_ATTENTION_FUNCTIONS[_SDPA] is not sdpa_attention_forward:  # a user's own
+        yield
+        return
     ALL_ATTENTION_FUNCTIONS[_SDPA] = attended
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[_SDPA] = attend
+        del ALL_ATTENTION_FUNCTIONS[_SDPA]  # what is registered from now on counts
 
 
 def attended(

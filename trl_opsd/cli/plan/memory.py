@@ -321,9 +321,10 @@ def host_bytes(student: Shape, teacher: Shape, load: Load, choice: Choice) -> in
     """Host memory of a machine with all devices: what its processes offload.
 
     DeepSpeed pins each process's part of each tensor, for which torch takes a power of two of bytes. Pixels of a step
-    and the next stay there, too; models that read images alike share them, and so do the completions of a prompt.
+    and the next are pinned there, too; models that read images alike share them, and so do the completions of a prompt.
     """
-    pixels = 2 * load.gpus * load.batch * sum(images.pixels for images in {student.images, teacher.images})
+    each = (images.pixels for images in {student.images, teacher.images} if images.pixels)
+    pixels = 2 * load.gpus * load.batch * sum(1 << (one - 1).bit_length() for one in each)
     of_teacher = _offloaded(teacher, choice.teacher, load.itemsize, load.gpus)
     if load.origin:
         of_teacher += _offloaded(student, _of_origin(load, choice), 4, load.gpus)
