@@ -112,8 +112,9 @@ class BatchRewards:
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if row.by_student and not row.is_padding]
         of_student = [rows[number] for number in numbers]
-        ids = Rollout.unpack(batch).completion_lists()
-        completions = self._completions_of(batch, rows) if conversations is None else conversations
+        rollout = Rollout.unpack(batch)
+        ids = rollout.completion_lists()
+        completions = self._completions_of(rollout, ids, rows) if conversations is None else conversations
         arguments = {
             **self._columns(of_student),
             "completions": [completions[number] for number in numbers],
@@ -142,10 +143,9 @@ class BatchRewards:
             columns.setdefault("solution", columns["privileged_context"])  # as the dataset may have called it
         return deepcopy({**columns, "prompts": [row["prompt"] for row in rows]})
 
-    def _completions_of(self, batch: Mapping[str, Any], rows: Sequence[BatchRow]) -> Sequence[Any]:
-        """The completions of a batch in the form of its prompts, text or messages."""
-        rollout, processing = Rollout.unpack(batch), self._trainer.processing_class
-        ids = rollout.completion_lists()
+    def _completions_of(self, rollout: Rollout, ids: list[list[int]], rows: Sequence[BatchRow]) -> Sequence[Any]:
+        """The completions `ids` of a rollout in the form of its prompts, text or messages."""
+        processing = self._trainer.processing_class
         is_text = isinstance(rows[0]["prompt"], str)
         if not is_text and any(getattr(processing, f"response_{name}", None) for name in ("template", "schema")):
             # An empty completion cannot be parsed, so a padding token stands for it.
