@@ -221,8 +221,8 @@ def test_nothing_is_kept_of_what_checks_read_nor_after_a_training(make_trainer):
 
 
 def test_an_error_of_the_next_step_is_raised_in_it(make_trainer):
-    trainer = make_trainer(max_steps=3)
-    lost: list[int] = []
+    trainer = make_trainer()
+    trainer.state.max_steps, lost = 3, list[int]()
     ahead, given = hooks.NextRows(trainer, lambda: lost.append(1)), [[["row"]], ValueError("broken")]
 
     def fetch(*_: Any) -> Any:
@@ -233,6 +233,7 @@ def test_an_error_of_the_next_step_is_raised_in_it(make_trainer):
 
     epoch = iter(())
     assert ahead.batch(fetch, epoch, 1, torch.device("cpu")) == [["row"]]
+    assert given == [], "the next step was read"
     assert ahead.rows == []
     with pytest.raises(ValueError, match="broken"):
         ahead.batch(fetch, epoch, 1, torch.device("cpu"))
