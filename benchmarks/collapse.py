@@ -31,9 +31,8 @@ from transformers import PrinterCallback, ProgressCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.banner import Banner
-from trl_opsd.loop.collapse import SMALL
 from trl_opsd.losses import Divergence
-from trl_opsd.options.table import COMPARED_STEPS
+from trl_opsd.methods.collapse import COMPARED_STEPS, SMALL
 
 ROWS = 16
 """Completions of a step."""
@@ -103,7 +102,7 @@ class Said(logging.Handler):
 def watched(task: str, seed: int, steps: int, options: dict[str, Any]) -> tuple[list[float], list[str]]:
     """Trains once; the divergence of each step, and what the guard has said."""
     said = Said()
-    guard = logging.getLogger("trl_opsd.loop.collapse")
+    guard = logging.getLogger("trl_opsd.methods.collapse")
     guard.addHandler(said)
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ import pytest
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.monitor.metrics import METRICS
+from trl_opsd.methods import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

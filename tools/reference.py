@@ -22,7 +22,7 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.loop.members import FIXED
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
-from trl_opsd.monitor.metrics import METRICS
+from trl_opsd.methods import METRICS
 from trl_opsd.options.table import Option, Read, Values, table
 from trl_opsd.rollout import chosen_rollout
 from trl_opsd.teacher.checks import check_teachers
@@ -186,9 +186,11 @@ def document() -> str:
 
 
 def new_fields() -> list[dataclasses.Field]:
-    """Fields of [`OPSDConfig`] that TRL's config lacks."""
+    """Fields of [`OPSDConfig`] that TRL's config lacks: its own, and then those of each method."""
     theirs = {one.name for one in dataclasses.fields(DistillationConfig)}
-    return [one for one in dataclasses.fields(OPSDConfig) if one.name not in theirs]
+    known = {one.name: one for one in dataclasses.fields(OPSDConfig)}
+    names = [name for one in OPSDConfig.__mro__ for name in vars(one).get("__annotations__", ())]
+    return [known[name] for name in dict.fromkeys(names) if name in known.keys() - theirs]
 
 
 def changed_fields() -> list[tuple[dataclasses.Field, dataclasses.Field]]:

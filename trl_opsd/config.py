@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -19,10 +18,9 @@ from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.entrywise import NoDivergence
-from trl_opsd.losses.objective import Objective
-from trl_opsd.losses.registry import DIVERGENCES, Settings, divergence_of
-from trl_opsd.losses.token_selection import EARLY, LATE, Selection
+from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.validation import check_clip
+from trl_opsd.methods import MethodOptions, rules
 from trl_opsd.options.foreign_names import StrictNames, without_meaning
 from trl_opsd.options.normalize import (
     check_json,
@@ -32,42 +30,22 @@ from trl_opsd.options.normalize import (
     settle_sampling,
     with_help,
 )
-from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
+from trl_opsd.options.rules import AFTER, LAUNCH, Launch, Stage, refuse
 from trl_opsd.options.table import (
-    ANCHOR,
-    ANCHORS,
     ASSIGN,
     CONTEXT,
-    CONTRASTS,
-    CONTROLS,
     EMA,
     ENGINE,
     ENVIRONMENTS,
-    EXTRAPOLATES,
-    FRACTION,
-    GATE,
-    GROWS,
     LIVE,
     LOADED,
-    LONG,
-    NAME,
     NAMES,
     NO_PROMPT_FN,
-    NO_WEIGHT_FN,
-    NUMBER,
-    NUMBERS,
-    OFF_POLICY,
     ORIGIN,
     OVERLAP_AHEAD,
     OVERLAP_STEP,
-    POSITIVES,
-    REWARD_WEIGHT,
-    REWARDS,
-    SELECTION,
     SGLANG,
-    SKIPPED,
     SKIPS,
-    SUCCESS,
     TEACHER_SERVER,
     VLLM,
     Option,
@@ -88,7 +66,7 @@ from trl_opsd.parallel.failure import share_tracebacks
 
 @with_help
 @dataclass
-class OPSDConfig(StrictNames, DistillationConfig):
+class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     """Configuration of [`OPSDTrainer`]: every field of [`~trl.DistillationConfig`], with its name, default and
     meaning, and the fields below.
 
@@ -138,119 +116,15 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Softmax temperature of the teacher in the loss. When `None`, `temperature`."""
     eval_temperature: Annotated[float | None, Option(at_least(0) | None, read=LIVE)] = None
     """Sampling temperature in evaluations and predictions; 0 is greedy decoding. When `None`, `temperature`."""
-    contrast_weight: Annotated[
-        float,
-        Option(at_least(0), resumed=True, words="moved {:g} times away from a contrast", also="contrast_alpha"),
-    ] = 0.0
-    """How far the target moves from the teacher's distribution away from the one in the context of the column
-    `contrast_context` or `contrast_prompt`: log-probabilities plus so many times their difference."""
-    contrast_clip: Annotated[float | None, Option(above(0) | None, (CONTRASTS,), resumed=CONTRASTS)] = None
-    """Soft bound of that difference in nats, `c * tanh(difference / c)`. When `None`, none."""
-    extrapolation: Annotated[
-        float,
-        Option(
-            at_least(0),
-            resumed=True,
-            words="extrapolated {:g} times from the student as it was passed",
-            also="lambda_vals",
-        ),
-    ] = 1.0
-    """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
-    which the target adds it; above 1 beyond the teacher."""
-    extrapolation_reference: Annotated[
-        str | None,
-        Option(NAME | None, (EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student"),
-    ] = None
-    """The name of one of several teachers that stands in place of the student as it was passed: in G-OPD, the model
-    that the teacher was trained from. Rows name another as their teacher."""
-    anchor_weight: Annotated[
-        float,
-        Option(
-            at_least(0),
-            resumed=True,
-            words="plus {:g} times the divergence from the student as it was passed",
-            also="ref_kl_coef kl_coef",
-        ),
-    ] = 0.0
-    """Weight of the divergence of the student from itself as it was passed, which is added to that from the teacher."""
-    anchor_divergence: Annotated[str, Option(one_of(*ANCHORS), (ANCHOR,), resumed=ANCHOR)] = "reverse_kl"
-    """That divergence."""
-    position_discount: Annotated[
-        float, Option(above(0), resumed=True, words="each token counted {:g} times the one before")
-    ] = 1.0
-    """In training, the weight of each completion token relative to the one before it; above 1, later tokens count
-    more."""
-    position_weights: Annotated[
-        list[float] | None, Option(POSITIVES | None, resumed=True, words="weighted along the completion by {}")
-    ] = None
-    """In training, weights at equally spaced places of a completion, from its first token to its last, between which
-    they are interpolated. When `None`, all are 1."""
-    equal_turns: Annotated[
-        bool, Option(resumed=True, words="each turn alike, a completion without tools being one")
-    ] = False
-    """In training, whether each turn of a completion weighs as much as any other, however long it is; a completion
-    without tools is one turn. Otherwise each token does."""
-    token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), (FRACTION,), resumed=True)] = None
-    """In training, which tokens of each row count in the loss: the first, random ones, or those with the highest
-    entropy or divergence; see `docs/objectives.md`. When `None`, all."""
-    token_fraction: Annotated[float, Option(share(), (SELECTION,), resumed=True)] = 1.0
-    """Share of the tokens of a row that `token_selection` keeps, rounded up to whole tokens."""
     # who generates completions, and how many
     num_generations: Annotated[int, Option(integer(1), resumed=True, also="rollout_n num_return_sequences")] = 1
     """Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion."""
     num_generations_eval: Annotated[int | None, Option(integer(1) | None)] = None
     """The same in evaluations, and in `predict`. When `None`, `num_generations`."""
-    completion_length_start: Annotated[
-        int | None, Option(integer(1) | None, resumed=True, words="completions of at most {} tokens at first")
-    ] = None
-    """Most tokens of a completion in the first step of a training, from where the limit rises to
-    `max_completion_length`. When `None`, it is the same in all steps."""
-    completion_length_steps: Annotated[int, Option(integer(1), (GROWS,), resumed=GROWS)] = 100
-    """Optimizer steps until it has risen."""
-    skip_prompts: Annotated[
-        float | str | None,
-        Option(SKIPPED | None, (NO_WEIGHT_FN,), resumed=True, words="prompts skipped by their last visit ({})"),
-    ] = None
-    """In training, which prompts nothing is generated for when they come again: `"flat_groups"`, those whose
-    completions all had the same reward; a number, those whose divergence from the teacher was below it, in nats per
-    token. The visit after that is a whole one. When `None`, none."""
     lmbda: Annotated[float, Option(from_to(0, 1), resumed=True)] = 1.0
     """Share of rows that the student completes, as in TRL's `GKDConfig`; the others have a column `completion`."""
     seq_kd: Annotated[bool, Option(resumed=True, also="generate_from_teacher")] = False
     """Whether the teacher generates the completions of these other rows, as in TRL's `GKDConfig`."""
-    sft_weight: Annotated[
-        float,
-        Option(
-            at_least(0),
-            (OFF_POLICY,),
-            resumed=True,
-            words="plus {:g} times -log p of the dataset's completions",
-            also="sft_alpha sft_coef",
-        ),
-    ] = 0.0
-    """Weight of `-log p` of the student beside the divergence, for completions that it has not generated."""
-    # rewards
-    reward_weight: Annotated[
-        float,
-        Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards", also="reward_coef"),
-    ] = 0.0
-    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0 they are only logged."""
-    reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, (REWARDS,), resumed=REWARD_WEIGHT)] = None
-    """Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1."""
-    scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT)] = (
-        "group"
-    )
-    """Standard deviation that rewards are divided by, as there: `"group"` or `True`, of those of a prompt; `"batch"`,
-    of the step; `"none"` or `False`, none."""
-    multi_objective_aggregation: Annotated[
-        str, Option(one_of("sum_then_normalize", "normalize_then_sum"), (REWARD_WEIGHT,), resumed=REWARD_WEIGHT)
-    ] = "sum_then_normalize"
-    """Whether several rewards are scaled after they are added, or each before, as there."""
-    reward_gate: Annotated[
-        float | str | None, Option(GATE | None, (REWARDS,), resumed=True, words="rows gated by their reward ({})")
-    ] = None
-    """In training, which completions of the student count in the loss: those with a reward of at least this number, or
-    all, weighted by `"reward"` or by `"advantage"` where these are above 0. When `None`, all alike."""
     # rows and memory
     overlong_prompts: Annotated[str, Option(one_of("error", "drop"))] = "error"
     """Whether a prompt that leaves no room for a completion is an error, or is dropped and counted."""
@@ -288,28 +162,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Weight of the student in each update of the `"ema"` teacher."""
     teacher_sync_steps: Annotated[int, Option(integer(1), (EMA,), resumed=EMA, also="ref_model_sync_steps")] = 1
     """Optimizer steps between updates of the `"ema"` teacher."""
-    teacher_context: Annotated[
-        str | None, Option(one_of(None, "group_success"), (REWARDS, NO_PROMPT_FN), resumed=True)
-    ] = None
-    """What the teacher reads beside the columns: `"group_success"`, another completion of the same prompt whose reward
-    is high enough; a row without one, and without context in the columns, does not count in the loss."""
-    feedback_template: Annotated[
-        str, Option(partial(check_template, names=("feedback",)), (ENVIRONMENTS,), resumed=ENVIRONMENTS)
-    ] = "Feedback on an earlier attempt:\n\n{feedback}"
-    """How the teacher is told what an environment's `get_feedback` returns."""
     environment_timeout: Annotated[float | None, Option(above(0) | None, (ENVIRONMENTS,))] = None
     """Seconds that `reset` of an environment, its calls in one turn, `get_reward` and `get_feedback` may take each.
     After that the episode ends, without a reward; a `reset` ends the run. When `None`, as long as they need."""
-    success_threshold: Annotated[
-        float, Option(NUMBER, (SUCCESS,), resumed=SUCCESS, also="success_reward_threshold")
-    ] = 1.0
-    """Least reward of that completion."""
-    teacher_control: Annotated[
-        str | None,
-        Option(one_of(None, *CONTROLS), resumed=True, words="control: {} teacher"),
-    ] = None
-    """A control for studies: `"shuffled"`, the teacher reads what belongs to another prompt; `"unprivileged"`, the
-    student's; `"constant"`, nothing is learned from it, but the least likely fifth of the tokens is pushed down."""
     teacher_prompt_template: Annotated[str | None, Option(check_template, (NO_PROMPT_FN, CONTEXT), resumed=True)] = None
     """Joins the prompt and the column `privileged_context` into the teacher's prompt; see `docs/teachers.md`."""
     teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None
@@ -334,9 +189,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
     weights are unchanged either way."""
     nonfinite_skip_limit: Annotated[int, Option(integer(1), (SKIPS,), read=LIVE)] = 10
     """Maximum consecutive skipped steps, including those while a float16 loss scale is found; one more is an error."""
-    collapse_guard: Annotated[str | None, Option(one_of(None, "warn", "stop"), (LONG,))] = "warn"
-    """Whether to warn, or to save a checkpoint and end the training, when the last 10 optimizer steps leave the bounds
-    in `docs/distributed.md`. When `None`, nothing."""
     phase_timeout: Annotated[float | None, Option(above(0) | None)] = None
     """Seconds after which a phase of training is reported, with the stacks of all threads; the run continues."""
     report: Annotated[bool, Option()] = False
@@ -368,7 +220,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
             check_builds()
         self.check_as_given()
         self._choose_for_cpu()
-        refuse(LAUNCH, Launch.of(self))
+        refuse((*LAUNCH, *rules(Stage.LAUNCH)), Launch.of(self))
         for name, alias in ALIASES.items():  # transformers would warn of TRL's own default
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, alias))
@@ -379,7 +231,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         check_values(self)
-        refuse(AFTER, self)
+        refuse((*AFTER, *rules(Stage.OPTIONS)), self)
         self.check_divergence(self.build_divergence())
         self._checked = option_values(self)
 
@@ -436,11 +288,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
         return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha, clip_max=bound, top_k=self.top_k_teacher)
 
     @property
-    def anchor(self) -> Divergence | None:
-        """The divergence from the student as it was passed; `None` without one."""
-        return DIVERGENCES[self.anchor_divergence](self.settings) if self.anchor_weight else None
-
-    @property
     def tempers_apart(self) -> bool:
         """Whether the loss has different temperatures for student and teacher."""
         student, teacher = self.student_temperature, self.teacher_temperature
@@ -449,7 +296,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     @property
     def pulls(self) -> bool:
         """Whether the loss has terms beside the divergence: a policy gradient of rewards, or `sft_weight`."""
-        return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1) or self.constant_advantage)
+        return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1) or self.teacher_control == "constant")
 
     @property
     def calls_rewards(self) -> bool:
@@ -462,50 +309,11 @@ class OPSDConfig(StrictNames, DistillationConfig):
         """Whether a student without a teacher's context has something to learn from itself."""
         return self.tempers_apart or self.pulls or self.contrast_weight > 0 or self.extrapolation != 1
 
-    @property
-    def constant_advantage(self) -> float:
-        """The advantage of every token that counts, of a control: "fixed negative" in arXiv 2608.31046."""
-        return -0.5 if self.teacher_control == "constant" else 0.0
-
-    def completion_limit(self, step: int) -> int:
-        """Most tokens of a completion that is generated in training after so many steps."""
-        most, first = self.max_completion_length, self.completion_length_start
-        if first is None:
-            return most
-        return most - int((most - first) * max(0.0, 1 - step / self.completion_length_steps))
-
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
         if self.teacher_control == "constant":
             return NoDivergence()
         return divergence_of(self.divergence, self.settings)
-
-    def objective(self, divergence: Divergence, temperatures: tuple[float, float], vocabulary: int | None) -> Objective:
-        """How student and teacher are compared with these options."""
-        return Objective(
-            divergence=divergence,
-            temperatures=temperatures,
-            chunk_tokens=self.loss_chunk_tokens,
-            vocabulary=vocabulary,
-            kl_clip=self.kl_clip,
-            contrast=(self.contrast_weight, self.contrast_clip),
-            extrapolation=self.extrapolation,
-            anchor_weight=self.anchor_weight,
-            anchor=self.anchor,
-        )
-
-    @property
-    def reads_origin(self) -> bool:
-        """Whether the loss uses the student as it was passed."""
-        return self.extrapolation != 1 or self.anchor_weight > 0
-
-    def build_selection(self) -> Selection | None:
-        """Which tokens of a row count in the loss; `None` if all do."""
-        if self.teacher_control == "constant":
-            return Selection("student_surprise", 0.2)
-        if self.token_selection is None or self.token_fraction == 1:
-            return None
-        return Selection(self.token_selection, self.token_fraction)
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for loggers and files, with a divergence object in words."""

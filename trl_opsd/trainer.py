@@ -26,13 +26,14 @@ from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods, check_verbs
-from trl_opsd.loop.scoring import selection_of
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.turns import Turns
 from trl_opsd.losses import Divergence, SampledReverseKL
+from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.registry import divergence_of
-from trl_opsd.losses.token_selection import along
 from trl_opsd.losses.validation import prove_divergence
+from trl_opsd.methods.base import Method
+from trl_opsd.methods.order import Methods
 from trl_opsd.models.backbone import completion_hidden, gathered_head, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
@@ -114,6 +115,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         prompt_weight_fn (`Callable`, *optional*):
             Takes a row and its last visit ([`~data.outcomes.Visit`], `None` at first), before anything is generated
             for it, and returns the weight of its tokens in the loss; at 0 the prompt is skipped. In training only.
+        methods (list of [`Method`], *optional*):
+            Methods of your own, which weigh tokens, change what teachers read, or keep a state: `docs/extending.md`.
 
     Attributes:
         rollout ([`RolloutBackend`]): the backend that `complete` calls.
@@ -171,6 +174,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None = None,
         reward_funcs: Any = None,
         reward_processing_classes: Any = None,
+        methods: Sequence[Method] = (),
     ) -> None:
         share_tracebacks()  # first of all, as whatever follows may fail in one process
         check_verbs(type(self), OPSDTrainer)
@@ -193,6 +197,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             prompt_weight_fn=prompt_weight_fn,
             reward_funcs=reward_funcs,
             reward_processing_classes=reward_processing_classes,
+            methods=methods,
             row_columns=self.row_columns,
             pick=chosen_rollout,
         )
@@ -211,6 +216,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             peft_config=peft_config,
             tools=given.tools,
         )
+        self.methods = Methods(self, given.methods)
+        for one in self.methods:
+            if isinstance(one, TrainerCallback):
+                self.add_callback(one)
         self.turns = Turns(self, self._generation, self._get_tool_suffix_ids, tools or (), given.environments)
         check_student(self.model, self.args)
         self._rate_tried: float | None = None
@@ -233,14 +242,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         with preserved_rng(self.accelerator.device):
             if not is_split:
                 self._generation.prove_student()
-            if given.rewards:
-                from trl_opsd.loop.batch_rewards import BatchRewards
-
-                self._batches.rewards = BatchRewards(self, given.rewards)
-            if given.prompt_weight_fn is not None or self.args.skip_prompts is not None:
-                from trl_opsd.loop.visits import Visits
-
-                self.visits = Visits(self, given.prompt_weight_fn)
+            self.methods.build()
             self.teaching = Teaching(self, given, self._generation.use_teachers)
             self.teaching.build()
         self._prove_divergence(self.divergence)
@@ -280,8 +282,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         return self.teaching.targets(rollout, rows)
 
     def weigh(self, rollout: Rollout, rows: Sequence[Row], targets: TeacherTargets) -> Tensor:
-        """The weight of each token of a generation batch in the loss; by default 1 or 0, with `position_discount` and
-        `position_weights`.
+        """The weight of each token of a generation batch in the loss: 1 or 0, and what methods make of it.
 
         Token selection and discounts belong here: the returned weights apply to the loss, its gradient, its denominator
         and the logs alike. Rewards are in `rollout.pull`.
@@ -297,10 +298,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Returns:
             `torch.Tensor`: [B, C], finite and at least 0.
         """
-        if not self.model.training:
-            return rollout.weights
-        args = self.args
-        return along(rollout.completion_mask, rollout.weights, args.position_discount, args.position_weights)
+        return self.methods.weigh(rollout, self.teaching.as_rows(rows), targets)
 
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
@@ -317,15 +315,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             num_items (`torch.Tensor` or `float`, *optional*):
                 Denominator of the loss for the whole optimizer step; `None` means the tokens of this micro-batch.
         """
-        selection = selection_of(self)
-        selection = selection if selection is not None and selection.is_late else None
-        teachers = self.teaching.teachers
-        objective = self.args.objective(self.divergence, self.temperatures, self.teaching.vocabulary)
-        spelling = self.teaching.spelling
-        objective = replace(objective, table=None if spelling is None else spelling.table)
+        teachers, objective = self.teaching.teachers, self.current_objective
         # First, as these reads wait for the device, which has no work queued yet.
         host_BC = rollout.weights_on_host()
-        mine = shares(teachers.heads, targets, rollout.weights, selection, host_BC, teachers.origin_head)
+        mine = shares(teachers.heads, targets, rollout.weights, objective.selection, host_BC, teachers.origin_head)
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (
@@ -340,7 +333,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 rollout,
                 num_items,
                 objective,
-                criterion=None if selection is None else selection.criterion,
                 origin=origin,
             )
             if self._recording is not None and rollout.begins_at is None:
@@ -357,6 +349,20 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 )
                 self._recording.note(self.state, self.model.training, rollout, sampled)
         return parts
+
+    @property
+    def current_objective(self) -> Objective:
+        """How student and teachers are compared now."""
+        spelling = self.teaching.spelling
+        objective = Objective(
+            divergence=self.divergence,
+            temperatures=self.temperatures,
+            chunk_tokens=self.args.loss_chunk_tokens,
+            vocabulary=self.teaching.vocabulary,
+            kl_clip=self.args.kl_clip,
+            table=None if spelling is None else spelling.table,
+        )
+        return self.methods.objective(objective)
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
@@ -411,9 +417,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     def limits(self) -> PromptLimits:
         """Limits on the student's prompts and completions: vocabulary and context."""
         limits = self.teaching.readers.student_limits
-        if self.args.completion_length_start is None or not (self.is_built and self.model.training):
-            return limits
-        return replace(limits, completion=self.args.completion_limit(self.state.global_step))
+        return replace(limits, completion=self.methods.limit(limits.completion)) if self.is_built else limits
 
     @property
     def reading_to_learn(self) -> Reading:

@@ -20,6 +20,7 @@ from transformers import PrinterCallback
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd.data.outcomes import Visit
+from trl_opsd.methods.visits import Visits
 
 PROMPTS = 10
 ROWS = 8
@@ -185,7 +186,9 @@ def found(trainer: Pairing, logs: list[dict[str, Any]]) -> dict[str, Any]:
         "controls": sorted(gather_object(trainer.controls), key=str),
         "logs": logs,
         "weights": weights(trainer),
-        "visits": None if trainer.visits is None else sorted(map(astuple, trainer.visits._last.values())),
+        "visits": None
+        if (visits := trainer.methods.get(Visits)) is None
+        else sorted(map(astuple, visits._last.values())),
     }
 
 

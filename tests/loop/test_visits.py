@@ -15,7 +15,8 @@ from mirror import Mirrored
 from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer, RolloutBackend
-from trl_opsd.data.outcomes import Visit, is_skipped
+from trl_opsd.data.outcomes import Visit
+from trl_opsd.methods.visits import Visits, is_skipped
 
 WORDS = tiny.tokenizer()
 WEIGHTS = dict(zip(tiny.PROMPTS, [0.0, 1.0, 2.5, 1.0, 0.0, 0.0, 0.5, 1.0], strict=True))
@@ -170,7 +171,7 @@ def test_a_step_whose_prompts_are_all_skipped_changes_nothing(make_trainer, tmp_
     assert tiny.logged(found, "prompts/skipped") == [0, 0, 1, 1, 1, 1]
     assert len(tiny.logged(found, "loss")) == len(tiny.logged(found, "grad_norm")) == 2
     written = sum(len(answer) for answer in WORDS(tiny.ANSWERS)["input_ids"])
-    assert found.visits.tokens_saved == 2 * written
+    assert found.methods.get(Visits).tokens_saved == 2 * written
     saved = json.loads((tmp_path / "checkpoint-6" / "opsd_visits.json").read_text())
     assert {counts[-1] for counts in saved["last"].values()} == {2}, "how often each was skipped"
     assert not any("completions/mean_length" in entry for entry in found.state.log_history[2:6])
@@ -197,7 +198,7 @@ def test_a_completion_of_the_dataset_is_skipped_too_and_was_no_generated_token(m
     written = {prompt for step, prompts in found.rollout.calls if step < 2 for prompt in prompts}
     assert bool(written) == bool(lmbda)
     answers = dict(zip(tiny.PROMPTS, WORDS(tiny.ANSWERS)["input_ids"], strict=True))
-    assert found.visits.tokens_saved == sum(len(answers[one]) for one in written if not WEIGHTS[one])
+    assert found.methods.get(Visits).tokens_saved == sum(len(answers[one]) for one in written if not WEIGHTS[one])
 
 
 def test_a_teacher_generates_nothing_for_a_skipped_prompt_and_what_it_would_have_is_saved(make_trainer):
@@ -214,7 +215,7 @@ def test_a_teacher_generates_nothing_for_a_skipped_prompt_and_what_it_would_have
     trainer.train()
     assert [len(one) for one in rows] == [4, 4, 3, 2]
     first = rows[0] | rows[1]
-    assert trainer.visits.tokens_saved == sum(first[one] for one in tiny.PROMPTS if not WEIGHTS[one]) > 0
+    assert trainer.methods.get(Visits).tokens_saved == sum(first[one] for one in tiny.PROMPTS if not WEIGHTS[one]) > 0
     assert not trainer.rollout.calls
 
 
@@ -362,7 +363,7 @@ def test_a_report_has_no_sample_of_a_skipped_prompt(make_trainer, tmp_path):
 def test_rows_that_differ_are_different_prompts(make_trainer):
     data = Dataset.from_dict({"prompt": ["a"] * 4, "privileged_context": ["b", "c", "b", "d"]})
     found = trained(make_trainer, prompt_weight_fn=lambda row, last: 1, train_dataset=data, max_steps=1)
-    assert len(found.visits._last) == 3
+    assert len(found.methods.get(Visits)._last) == 3
 
 
 # ---- With others -----------------------------------------------------------------------------------------------------
@@ -378,8 +379,8 @@ def test_a_resumed_run_skips_as_an_uninterrupted_one(make_trainer, tmp_path, ste
     again = trained(make_trainer, resume=str(tmp_path / f"checkpoint-{step}"), **given)
     for mine, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, other)
-    assert again.visits._last == whole.visits._last
-    assert again.visits.tokens_saved == whole.visits.tokens_saved > 0
+    assert again.methods.get(Visits)._last == whole.methods.get(Visits)._last
+    assert again.methods.get(Visits).tokens_saved == whole.methods.get(Visits).tokens_saved > 0
     for name in ("prompts/skipped", "prompts/tokens_saved_total"):
         assert tiny.logged(again, name) == tiny.logged(whole, name)
     whole.train()

@@ -20,7 +20,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
-from trl_opsd.monitor.metrics import METRICS
+from trl_opsd.methods import METRICS
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 _RECORDED = (

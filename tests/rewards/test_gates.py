@@ -121,12 +121,11 @@ def test_a_row_without_a_reward_does_not_pass_a_gate(make_trainer):
 def test_the_teacher_reads_another_success_or_its_columns_or_the_row_is_left_out(make_trainer):
     class Reading(Keeping):
         def teach(self, rollout, rows):
-            teaching, texts = self.teaching, WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
             self.outcomes = [row.outcome for row in rows]
             found = super().teach(rollout, rows)
             for row in rows:
                 row.gate = 1.0  # it is asked again below
-            self.read = [teaching.prompts.own(row, text).value for row, text in zip(rows, texts, strict=True)]
+            self.read = [one.value for one in self.teaching.prompts.own(rows, rollout.completion_lists())]
             return found
 
     given = {"teacher_context": "group_success", "success_threshold": 1.5}

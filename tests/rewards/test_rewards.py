@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from trl_opsd import HFRollout, OPSDTrainer, RolloutBackend
-from trl_opsd.loop.batch_rewards import advantages
+from trl_opsd.methods.rewards import advantages
 
 WORDS = tiny.tokenizer()
 PROMPTS = [f"{'so ' * (number % 3)}{number}=" for number in range(8)]

@@ -11,6 +11,8 @@ from typing import Any
 import faults
 import tiny
 
+from trl_opsd.methods.collapse import CollapseGuard
+
 VARIANTS = {
     f"{policy} {side}{' unclipped' if norm == 0 else ''}": {"side": side, "nonfinite": policy, "max_grad_norm": norm}
     for policy in ("raise", "skip")
@@ -35,7 +37,7 @@ def collapses(folder: Path) -> dict[str, Any]:
     options = {"learning_rate": 1.0, "max_steps": 24, "collapse_guard": "stop", "num_train_epochs": 99}
     trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), **options)
     trainer.train()
-    return {"steps": trainer.state.global_step, "course": trainer._collapse.course.state()}
+    return {"steps": trainer.state.global_step, "course": trainer.methods.get(CollapseGuard).course.state()}
 
 
 def fails(folder: Path, phase: str) -> None:

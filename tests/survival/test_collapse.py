@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from trl_opsd.loop.collapse import Course, Figures, is_repetition
-from trl_opsd.options.table import COMPARED_STEPS
+from trl_opsd.methods.collapse import COMPARED_STEPS, Course, Figures, is_repetition
 
 START = Figures(divergence=0.3, student_entropy=0.8, teacher_entropy=0.5, length=200.0, repeated=0.02)
 """A step of a run that begins."""

@@ -42,6 +42,8 @@ from trl_opsd.data.prompts import Intake
 from trl_opsd.environments import Environments, check_factory
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.losses import Divergence
+from trl_opsd.methods import METHODS, built, rules
+from trl_opsd.methods.base import Method
 from trl_opsd.models.tokenizers import (
     check_processing_class,
     check_sees,
@@ -50,7 +52,7 @@ from trl_opsd.models.tokenizers import (
     loaded_processing_class,
     text_tokenizer,
 )
-from trl_opsd.options.rules import prompts_of_step, refuse
+from trl_opsd.options.rules import Stage, prompts_of_step, refuse
 from trl_opsd.options.table import (
     Situation,
     a_divergence,
@@ -97,6 +99,8 @@ class Prepared:
     rollout: Any
     vocabularies: Mapping[str, ByteVocabulary]
     """What tokens stand for, with `cross_tokenizer`: those of the student under an empty name, and of each teacher."""
+    methods: tuple[Method, ...]
+    """In their order, those of the user last."""
     rewards: tuple[Given, ...]
     """Reward functions and models, with their names and tokenizers."""
     learned_rewards: tuple[Given, ...]
@@ -132,6 +136,7 @@ def prepared(
     rollout: Any,
     reward_funcs: Any,
     reward_processing_classes: Any,
+    methods: Sequence[Method],
     optimizers: Any,
     tools: Any,
     environment_factory: Any,
@@ -161,13 +166,17 @@ def prepared(
         environments=environments,
         objective=divergence,
         rewards=[one.name for one in rewards],
+        reward_sources=rewards,
+        needs_context=needs_privilege(model, args, teacher_prompt_fn),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         teacher_prompt_fn=teacher_prompt_fn,
         prompt_weight_fn=prompt_weight_fn,
         row_columns=tuple(row_columns),
     )
-    refuse(BUILDING if train_dataset is None else (*LEARNING, *BUILDING), now)
+    refuse((*(() if train_dataset is None else LEARNING), *BUILDING, *rules(Stage.ARGUMENTS)), now)
+    methods = built(now, methods)
+    refuse([one for method in methods for one in method.rules if type(method) not in METHODS], now)
     picked = pick(rollout, args)
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
@@ -182,7 +191,7 @@ def prepared(
     by_default = None if environments is None else EMPTY_PROMPT
     train_dataset = with_prompts(train_dataset, "train_dataset", by_default)
     eval_dataset = with_prompts(eval_dataset, "eval_dataset", by_default)
-    needs_context = needs_privilege(model, args, teacher_prompt_fn)
+    needs_context = now.needs_context
     is_told = environments is not None and environments.tells
     if needs_context and not is_told:
         train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
@@ -192,7 +201,7 @@ def prepared(
         template=args.teacher_prompt_template,
         prompt_fn=teacher_prompt_fn,
         reference=args.extrapolation_reference,
-        success=args.success_threshold if args.teacher_context else None,
+        rewrites=any(type(one).teacher_prompt is not Method.teacher_prompt for one in methods),
         contrasts=args.contrast_weight > 0,
         environments=frozenset() if environments is None else environments.names,
         is_told=is_told,
@@ -203,8 +212,8 @@ def prepared(
     check_datasets(datasets, args, intake, needs_context and not args.differs_from_itself)
     more = check_acted(datasets, environments)
     check_models(model, models, args)
-    refuse(SURPRISES, now, logger.warning)
-    tells_more = teacher_prompt_fn is not None or bool(args.teacher_template_kwargs) or is_told
+    refuse((*SURPRISES, *rules(Stage.SURPRISES)), now, logger.warning)
+    tells_more = intake.rewrites or bool(args.teacher_template_kwargs) or is_told
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))
@@ -213,7 +222,7 @@ def prepared(
     if args.lmbda < 1:
         check_completions(train_dataset, now.tools, not args.seq_kd)
         row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION)
-    are_learned = args.calls_rewards or intake.reads_outcomes or prompt_weight_fn is not None
+    are_learned = any(one.needs_rewards for one in methods)
     logs_rewards = check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned, more)
     rows = looked_through(datasets, args, intake, row_columns)
     if processing_class is None:
@@ -260,6 +269,7 @@ def prepared(
         vocabularies=_vocabularies(
             text_tokenizer(processing_class), models, teacher_processing_class, args, rows, intake
         ),
+        methods=methods,
         rewards=rewards,
         learned_rewards=rewards if are_learned else (),
         logs_rewards=logs_rewards,

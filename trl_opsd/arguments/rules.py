@@ -6,7 +6,6 @@ Conditions read a [`~options.table.Situation`].
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sized
 from importlib.util import find_spec
 
 from datasets import Image
@@ -15,10 +14,10 @@ from transformers import Trainer
 from trl_opsd._compat.sharding import launched
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import by_name
-from trl_opsd.data.outcomes import reads_outcome
 from trl_opsd.losses import SampledReverseKL
+from trl_opsd.methods import METRICS
 from trl_opsd.monitor.metrics import evaluated_names
-from trl_opsd.options.rules import Rule, prompts_of_step, together
+from trl_opsd.options.rules import Rule, together
 from trl_opsd.options.table import Situation, shown
 
 
@@ -34,13 +33,6 @@ def _unusable_optimizer(now: Situation) -> str:
         # One that needs the model says "pass a model": there will be one.
         return "" if "pass a" in str(error) else f"{given} cannot be used: {error}"
     return ""
-
-
-def _of_rewards(now: Situation) -> str:
-    """An option that needs rewards."""
-    needed = {name: getattr(now, name) for name in ("reward_weight", "reward_gate", "teacher_context", "skip_prompts")}
-    found = (shown(name, one) for name, one in needed.items() if one not in (None, 0.0))
-    return next(found, "") if now.calls_rewards else ""
 
 
 _OF_ROWS = ("teacher_prompt_fn", "prompt_weight_fn", "environments")
@@ -77,10 +69,6 @@ EVALUATING = (
 
 BUILDING = (
     Rule(
-        lambda now: not now.rewards and now.train_dataset is not None and _of_rewards(now),
-        "{1} without rewards: pass `reward_funcs` to `OPSDTrainer`, or remove it.",
-    ),
-    Rule(
         lambda now: (
             now.rewards
             and now.reward_weights is not None
@@ -114,41 +102,6 @@ BUILDING = (
         "`cross_tokenizer='bytes'` with `SampledReverseKL`, which compares tokens: pass another divergence.",
     ),
     Rule(
-        lambda now: now.teacher_control == "constant" and now.objective is not None,
-        "`teacher_control='constant'` with the argument `divergence`: the control replaces the objective: remove one "
-        "of them.",
-    ),
-    Rule(
-        lambda now: now.teacher_prompt_fn is not None and now.seq_kd,
-        "`teacher_prompt_fn` with `seq_kd=True`: the function needs a completion, but the teacher needs its prompt to "
-        "generate one: add a column 'teacher_prompt' or 'privileged_context' instead.",
-    ),
-    Rule(
-        lambda now: (
-            now.teacher_prompt_fn is not None
-            and reads_outcome(now.teacher_prompt_fn)
-            and (
-                (not now.rewards and "without `reward_funcs`")
-                or (now.overlap == "step" and "with `overlap='step'`")
-                or (now.lmbda == 0 and "with `lmbda=0`")
-            )
-        ),
-        "`teacher_prompt_fn` takes a third argument, the rewards of all completions of a prompt, {1}: take two "
-        "arguments, or change that.",
-    ),
-    Rule(
-        lambda now: (
-            now.prompt_weight_fn is not None
-            and (
-                (now.overlap is not None and shown("overlap", now.overlap))
-                or (now.teacher_control == "shuffled" and shown("teacher_control", now.teacher_control))
-                or (launched(now.args).sp_enabled and "`sp_size`")
-            )
-        ),
-        "`prompt_weight_fn` with {1}, which needs to know of all prompts that they are generated for: remove one of "
-        "them.",
-    ),
-    Rule(
         lambda now: (
             now.remove_unused_columns and next((name for name in _OF_ROWS if getattr(now, name) is not None), "")
         ),
@@ -172,7 +125,7 @@ def _metric(now: Situation) -> tuple[str, str] | None:
     """A metric that no evaluation logs by itself, and the closest; transformers fails after the first evaluation."""
     if now.metric_for_best_model is None or now.eval_strategy == "no":
         return None
-    known, beginnings = evaluated_names(now.eval_dataset, now.rewards)
+    known, beginnings = evaluated_names(METRICS, now.eval_dataset, now.rewards)
     metric = f"eval_{now.metric_for_best_model.removeprefix('eval_')}"
     if metric in known or metric.startswith(beginnings):
         return None
@@ -206,15 +159,6 @@ def _unread_images(now: Situation) -> str:
         if name not in now.row_columns and isinstance(getattr(kind, "feature", kind), Image)
     )
     return next(found, "")
-
-
-def _comes_once(now: Situation) -> bool:
-    """Whether no prompt of a dataset comes twice in a training."""
-    if not isinstance(now.train_dataset, Sized):
-        return False
-    return 0 < now.max_steps * prompts_of_step(now.args) <= len(now.train_dataset) or (
-        now.max_steps <= 0 and now.num_train_epochs <= 1
-    )
 
 
 SEEING = (
@@ -261,12 +205,6 @@ SURPRISES = (
         _metric,
         "`metric_for_best_model={0.metric_for_best_model!r}`: evaluations do not log {1[0]!r} by default, and training "
         "fails if an evaluation lacks it. Did you mean {1[1]!r}?",
-        warns=True,
-    ),
-    Rule(
-        lambda now: now.skip_prompts is not None and now.prompt_weight_fn is None and _comes_once(now),
-        "`skip_prompts={0.skip_prompts!r}` skips prompts that come again, but in this training none does: train for "
-        "more than an epoch, or remove the option.",
         warns=True,
     ),
 )

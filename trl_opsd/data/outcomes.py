@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,22 +108,3 @@ def _check_function(name: str, function: Any, arguments: str, *given: Any) -> No
         raise TypeError(f"`{name}` has another signature ({error}): {expected}.") from None
     except ValueError:  # built-in functions may have no signature
         return
-
-
-def gate(kind: float | str, reward: float, advantage: float) -> float:
-    """The weight of a completion in the loss by its reward, NaN where it has none: `OPSDConfig.reward_gate`."""
-    if math.isnan(reward):
-        return 0.0
-    if isinstance(kind, str):
-        return max(0.0, {"reward": reward, "advantage": advantage}[kind])
-    return float(reward >= kind)
-
-
-def is_skipped(kind: float | str, last: Visit | None) -> bool:
-    """Whether a prompt is skipped by its last visit: `OPSDConfig.skip_prompts`."""
-    if last is None or last.skipped:  # whether it is still so, only completions tell
-        return False
-    if isinstance(kind, str):
-        known = [one for one in last.rewards if one is not None]
-        return len(known) > 1 and len(set(known)) == 1
-    return last.gap is not None and abs(last.gap) < kind

@@ -16,7 +16,6 @@ from itertools import cycle
 from typing import Any, TypeAlias
 
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, free, images_in, places
-from trl_opsd.data.outcomes import Outcome, reads_outcome
 
 _SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
 """Code that converts a message in ShareGPT's format."""
@@ -236,8 +235,8 @@ class Intake:
     """Builds a teacher's prompt from a row and the completion's text; takes precedence over the columns."""
     reference: str | None = None
     """The teacher that is read beside that of a row, with `extrapolation_reference`."""
-    success: float | None = None
-    """The least reward of a completion that is shown to the teacher as a solution for the others of its prompt."""
+    rewrites: bool = False
+    """Whether teachers' prompts depend on completions."""
     contrasts: bool = False
     """Whether rows have the prompt of a contrast."""
     environments: frozenset[str] = frozenset()
@@ -274,7 +273,7 @@ class Intake:
                 "`AutoProcessor.from_pretrained(...)`, and a student that reads images; or remove them."
             )
         request = Request(row, where, student, teacher, self._of_teacher(row, where, teacher, student, images))
-        return replace(request, contrast=self._contrast(request, images)) if self.contrasts else request
+        return replace(request, contrast=self._contrast(request)) if self.contrasts else request
 
     def _acting(self, prompt: Prompt, row: Row) -> Prompt:
         """A prompt with the tools of its row's environment, if there are several."""
@@ -299,44 +298,10 @@ class Intake:
         """Parses the rows of a generation batch of this name."""
         return [self.read(row, f"row {number} of {batch}") for number, row in enumerate(rows)]
 
-    @property
-    def reads_outcomes(self) -> bool:
-        """Whether teachers' prompts depend on rewards."""
-        return self.success is not None or (self.prompt_fn is not None and reads_outcome(self.prompt_fn))
-
-    @property
-    def reads_completions(self) -> bool:
-        """Whether teachers' prompts depend on completions."""
-        return self.prompt_fn is not None or self.success is not None
-
-    def after(self, request: Request, completion_text: str, outcome: Outcome | None) -> Prompt | None:
-        """The teacher's prompt after this completion; `None` where there is none, so that the row does not count."""
-        if self.prompt_fn is not None:
-            return self._called(request, completion_text, outcome)
-        solution = None if self.success is None or outcome is None else outcome.success(self.success)
-        if solution is None:
-            return request.of_teacher if request.tells_more else None
-        value = self._with_context(request["prompt"], solution, request.where, SUCCESS_TEMPLATE)
-        found = Prompt.of(value, f"The teacher's prompt in {request.where}")
+    def prompt_of(self, request: Request, value: Any, where: str) -> Prompt:
+        """Text or messages as the prompt of a row's teacher, with its images."""
         images = images_in(request, IMAGE_COLUMNS, request.where)
-        return self._acting(self._seen_by(request.teacher, found, request, images), request)
-
-    def _called(self, request: Request, completion_text: str, outcome: Outcome | None) -> Prompt | None:
-        """What `prompt_fn` makes of a row and this completion."""
-        assert self.prompt_fn is not None
-        takes_outcome = reads_outcome(self.prompt_fn)
-        try:
-            prompt = self.prompt_fn(dict(request), completion_text, *([outcome] if takes_outcome else ()))
-        except Exception as error:
-            # The user's own exception goes on, with the row named.
-            columns = sorted(request)
-            error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, which has the columns {columns}.")
-            raise
-        if prompt is None and takes_outcome:
-            return None
-        found = Prompt.of(prompt, f"What `teacher_prompt_fn` returned for {request.where}")
-        images = images_in(request, IMAGE_COLUMNS, request.where)
-        return self._acting(self._seen_by(request.teacher, found, request, images), request)
+        return self._acting(self._seen_by(request.teacher, Prompt.of(value, where), request, images), request)
 
     def _teacher_of(self, row: Row, where: str) -> str:
         """The name of a row's teacher; a single teacher scores every row, whatever its column `teacher`."""
@@ -370,23 +335,21 @@ class Intake:
         if "teacher_prompt" in row:
             value, named = row["teacher_prompt"], f"The teacher_prompt in {where}"
         elif "privileged_context" in row:
-            value = self._with_context(value, row["privileged_context"], where)
+            value = self.with_context(value, row["privileged_context"], where)
         elif teacher not in self.processors and images_in(row, TEACHER_IMAGE_COLUMNS, where) is None:
             return student
         return self._acting(self._seen_by(teacher, Prompt.of(value, named), row, images), row)
 
-    def _contrast(self, request: Request, images: list[Any] | None) -> Prompt:
+    def _contrast(self, request: Request) -> Prompt:
         whole, context = CONTRAST
-        where, teacher = request.where, request.teacher
+        where = request.where
         if (whole in request) == (context in request):
             both = "both" if whole in request else "neither"
             raise ValueError(
                 f"{where} has {both} of {whole!r} and {context!r}: with `contrast_weight`, give one of them."
             )
-        value = request[whole] if whole in request else self._with_context(request["prompt"], request[context], where)
-        found = self._acting(
-            self._seen_by(teacher, Prompt.of(value, f"The contrast in {where}"), request, images), request
-        )
+        value = request[whole] if whole in request else self.with_context(request["prompt"], request[context], where)
+        found = self.prompt_of(request, value, f"The contrast in {where}")
         if not found.has_images and found.value == request.of_teacher.value:
             raise ValueError(
                 f"The contrast in {where} is the teacher's own prompt, so nothing would be subtracted: give a context "
@@ -423,7 +386,8 @@ class Intake:
             )
         return replace(other, processor=processor)
 
-    def _with_context(self, prompt: Any, context: Any, where: str, template: str | None = None) -> Any:
+    def with_context(self, prompt: Any, context: Any, where: str, template: str | None = None) -> Any:
+        """A prompt, text or messages, with context that only the teacher reads; `template` where no option is set."""
         context = _as_text(context, where)
         if not context:
             raise ValueError(

@@ -389,7 +389,7 @@ class Readers:
     def are_alike(self, columns: Iterable[str]) -> bool:
         """Whether the teacher gets the same prompts as the student."""
         reads_apart = any(self.intake.processors) or self.tokenizers  # with a processor or tokenizer of its own
-        reads_more = self.intake.reads_completions or self.intake.is_told
+        reads_more = self.intake.rewrites or self.intake.is_told
         return not (self.template or reads_more or reads_apart or tells_more(columns))
 
     def check_fits_teacher(

@@ -6,28 +6,26 @@ B rows · P prompt tokens · C completion tokens
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.rows import BatchRow, Written
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import StepStats
 from trl_opsd.loop.trainer_host import TrainerHost
-
-if TYPE_CHECKING:
-    from trl_opsd.loop.batch_rewards import BatchRewards
+from trl_opsd.methods.base import Generated
+from trl_opsd.methods.rows import BatchRow, Written
 
 
 class Batches:
     """Generation batches of trainings and evaluations, in TRL's form: a dict of row-aligned tensors and lists.
 
-    parse → weigh prompts → tokenize → generate → count and reward → exchange between processes → teach → weigh
+    parse → methods: before → tokenize → generate → count → methods: generated → exchange between processes → teach →
+    methods: weigh
     """
 
     def __init__(
@@ -37,14 +35,11 @@ class Batches:
         dealer: Dealer,
         scorer: Scorer,
         stats: StepStats,
-        collapse: CollapseGuard,
         metrics: Mapping[str, dict[str, list[float]]],
         texts: Mapping[str, Any],
     ) -> None:
         self._host, self._generation, self._dealer, self._scorer = host, generation, dealer, scorer
-        self._stats, self._collapse, self._metrics, self._texts = stats, collapse, metrics, texts
-        self.rewards: BatchRewards | None = None
-        """Only with `reward_funcs`."""
+        self._stats, self._metrics, self._texts = stats, metrics, texts
 
     def make(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """The batch of these rows. Collective."""
@@ -53,8 +48,6 @@ class Batches:
         written = self._generation.write(rows, host.prompt_ids_of(rows))
         host.turns.end(rows)
         batch = self.note(rows, written)
-        if host.model.training and host.args.teacher_control == "shuffled":
-            host.teaching.prompts.shuffle(rows, written.completions)
         # A teacher that was notified of a row reads it in the process that generated it.
         batch, rows = self._dealer.exchanged(batch, rows, self._generation.notifies_teacher)
         batch = self.scored(batch, rows)
@@ -62,17 +55,17 @@ class Batches:
         return batch
 
     def note(self, rows: Sequence[BatchRow], written: Written) -> dict[str, Tensor]:
-        """Counts and rewards what was generated for all rows of a batch; returns its tokens and masks. Collective."""
+        """Counts what was generated for all rows of a batch, shows it to methods, and returns its tokens and masks.
+
+        A row that nothing was generated for is in no count. Collective.
+        """
         host = self._host
-        counts = self._stats.completed(rows, written)
-        is_training = host.model.training
-        if host.visits is not None and is_training:
-            counts = host.visits.note_completions(counts)
-        self._collapse.note_completions(counts)
+        is_training = bool(host.model.training)
+        of_all = self._stats.completed(rows, written)
+        asked_R = of_all["asked"] > 0
+        counts = {name: column_R[asked_R] for name, column_R in of_all.items()}
         if is_training:
             host.state.num_input_tokens_seen += int((counts["prompt"] + counts["length"]).sum())
-            if host.args.completion_length_start is not None:
-                host.record("completions/limit", host.limits.completion)
         numbers = self._metrics["train" if is_training else "eval"]
         for name, value in self._stats.of_completions(counts).items():
             numbers[name].append(value)
@@ -85,15 +78,13 @@ class Batches:
         for number, row in enumerate(rows):
             if not row.prompt_weight:  # one token of its prompt is left, as a row has to have one
                 batch["prompt_mask"][number, :-1], row.images = 0, None
-        if self.rewards is not None:
-            self.rewards.note(batch, rows, written.conversations)  # before rows are exchanged
+        # Before rows are exchanged: the completions of a prompt are adjacent.
+        host.methods.generated(Generated(rows, written, batch, of_all, is_training))
         return batch
 
     def scored(self, batch: dict[str, Any], rows: Sequence[BatchRow]) -> dict[str, Any]:
-        """The batch with targets, weights and what rewards add. Collective."""
-        args = self._host.args
-        if self._host.model.training and args.pulls:
-            reward, sft, constant = args.reward_weight, args.sft_weight, args.constant_advantage
-            pulls = [constant + reward * row.advantage + sft * bool(row.is_off_policy) for row in rows]
+        """The batch with targets, weights and what is added to the divergence. Collective."""
+        if self._host.model.training and self._host.methods.pulls:
+            pulls = [row.pull for row in rows]
             batch = {**batch, "pull": torch.tensor(pulls, dtype=torch.float32, device=self._host.accelerator.device)}
         return {**batch, **self._scorer.score(batch, rows)}

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.loop.overrides import may_change_batches
-from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, Reading

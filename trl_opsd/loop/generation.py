@@ -14,8 +14,8 @@ from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.images import in_parts
 from trl_opsd.loop.overrides import of_package, overrides
-from trl_opsd.loop.rows import BatchRow, Written
 from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.probes import Probed, prove_student
 from trl_opsd.parallel.precision import autocast
@@ -188,7 +188,7 @@ class Generation:
     def _mixed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, from the dataset, the teacher or the student; empty if skipped. Collective."""
         args = self._host.args
-        if not self._host.model.training or (args.lmbda == 1 and self._host.visits is None):
+        if not self._host.model.training or (args.lmbda == 1 and not self._host.methods.may_skip):
             return self._checked(prompt_ids)
         self.be_ready()  # verifies the student, even if it generates nothing in this batch
         found: dict[int, list[int]] = {number: [] for number, row in enumerate(self.rows) if not row.prompt_weight}

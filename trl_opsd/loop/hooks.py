@@ -32,17 +32,16 @@ from trl_opsd.data.prompts import COLUMNS
 from trl_opsd.environments.environments import EMPTY_PROMPT
 from trl_opsd.loop.batch import Batches
 from trl_opsd.loop.checkpoints import Checkpoints
-from trl_opsd.loop.collapse import CollapseGuard
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.next_rows import NextRows
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.overrides import prepares_batches
-from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_processes
 from trl_opsd.loop.teaching import Teaching
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, load_renamed, sampled
@@ -59,7 +58,7 @@ from trl_opsd.types.targets import has_streams
 if TYPE_CHECKING:
     from trl_opsd.loop.ahead import Ahead
     from trl_opsd.loop.overlap import Overlap
-    from trl_opsd.loop.visits import Visits
+    from trl_opsd.methods.order import Methods
 
 logger = get_logger(__name__)
 
@@ -83,8 +82,8 @@ class TrainerHooks(TrainerMembers):
     _ahead: Ahead | None = None
     """Only with `overlap='ahead'`."""
     _reward_names: Sequence[str] = ()
-    visits: Visits | None = None
-    """Only with `skip_prompts` or a `prompt_weight_fn`."""
+    methods: Methods
+    """What is done to rows, tokens and the objective beside the four verbs."""
     teaching: Teaching
     _threads: ThreadPoolExecutor | None
     """What reads the pictures of this step and the next."""
@@ -132,8 +131,7 @@ class TrainerHooks(TrainerMembers):
         if not args.use_cache:  # which transformers has set in the config, and would save with the student
             vars(self.model.config).pop("use_cache", None)
             vars(self.model.config).update(self._use_cache)
-        self._checkpoints, self._collapse = Checkpoints(self, stops_on_sigterm), CollapseGuard(self)
-        self.add_callback(self._collapse)
+        self._checkpoints = Checkpoints(self, stops_on_sigterm)
         self._guard = NonfiniteGuard(self)
         if self.base_samples is None and is_peft(self.model):
             self._take_samples(self.model)
@@ -156,7 +154,7 @@ class TrainerHooks(TrainerMembers):
         self._generation, self._scorer = Generation(self), Scorer(self)
         self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
         self._batches = Batches(
-            *(self, self._generation, self._dealer, self._scorer, self._stats, self._collapse),
+            *(self, self._generation, self._dealer, self._scorer, self._stats),
             metrics=self._metrics,
             texts=self._logs,
         )
@@ -226,9 +224,7 @@ class TrainerHooks(TrainerMembers):
         set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._stats.clear()
-        self._collapse.begin()
-        if self.visits is not None:
-            self.visits.begin()
+        self.methods.begin()
         self.check_earlier()
         # Where such a loss is an error there is none to leave out of the log, for which the host would wait.
         filters = self.args.logging_nan_inf_filter
@@ -285,9 +281,7 @@ class TrainerHooks(TrainerMembers):
             self._checkpoints.after_optimizer_load(checkpoint)
             self.loads += self.is_deepspeed_enabled  # whose engine loads the weights, not `_load_from_checkpoint`
             self.teachers.load(checkpoint)
-            self._collapse.load(checkpoint)
-            if self.visits is not None:
-                self.visits.load(checkpoint)
+            self.methods.load(checkpoint)
 
     # ---- An optimizer step: its micro-steps -------------------------------------------------------------------------
 
@@ -363,8 +357,7 @@ class TrainerHooks(TrainerMembers):
                 self._threads.submit(task)
             self._threads.shutdown(wait=False)  # once these are done
         self._generation.mark(rows)
-        if self.visits is not None and self.model.training:
-            self.visits.weigh(rows)
+        self.methods.before(rows)
         self._stats.now.batches += 1
         return rows
 
@@ -407,7 +400,7 @@ class TrainerHooks(TrainerMembers):
         if not all(finite):
             loss = loss * math.nan  # and so the gradient in each process: every optimizer's own check skips the step
         elif self.model.training:
-            self._stats.record_step()
+            self._stats.end_step()
         return (loss, None) if return_outputs else loss
 
     # By `compute_loss`, inside the forward of the student's distributed wrapper: no collectives in it.
@@ -428,8 +421,6 @@ class TrainerHooks(TrainerMembers):
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
         if is_finite := self._guard.is_finite(named, rows):
             self._stats.now.totals.update(named)
-            if self.model.training:
-                self._collapse.sums.update(named)
         weight = named["weight"]
         self.record("entropy", named["student_entropy"] / weight if weight else 0.0, weight)
         return is_finite
@@ -473,8 +464,6 @@ class TrainerHooks(TrainerMembers):
                 logs.update(means := self._stats.means())
                 if "loss" in logs and (skipped := self._guard.skipped) is not None:
                     logs["nonfinite/skipped_steps"] = skipped
-                if "loss" in logs and self.visits is not None:
-                    logs["prompts/tokens_saved_total"] = self.visits.tokens_saved
                 if not means and self._guard.was_empty:  # no token has counted since the last log
                     logs.pop("loss", None)
                     logs.pop("grad_norm", None)
@@ -581,7 +570,7 @@ class TrainerHooks(TrainerMembers):
     ) -> Any:
         with (
             self._stats.evaluation(metric_key_prefix, self._metrics["eval"]) as metrics,
-            nullcontext() if (rewards := self._batches.rewards) is None else rewards.evaluation(metric_key_prefix),
+            self.methods.evaluation(metric_key_prefix),
         ):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -608,7 +597,7 @@ class TrainerHooks(TrainerMembers):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._stats.phase("save", "train"):
             run_dir, write = Path(self._get_output_dir(trial)), partial(super()._save_checkpoint, model, trial)
-            saved = self._checkpoints.save(run_dir, write, self._collapse.kept)
+            saved = self._checkpoints.save(run_dir, write, self.methods.kept)
             if self.args.push_to_hub:
                 self._push_from_checkpoint(str(saved))
 
@@ -631,9 +620,7 @@ class TrainerHooks(TrainerMembers):
         if self.args.should_save:
             self.teaching.write_fingerprint(output_dir)
             self.teachers.save(output_dir)
-            self._collapse.save(output_dir)
-            if self.visits is not None:
-                self.visits.save(output_dir)
+            self.methods.save(output_dir)
 
     # By `_save_checkpoint` of transformers. An upload runs in the background, so it starts when the files are in place.
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

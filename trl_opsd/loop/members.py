@@ -26,13 +26,14 @@ from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
 from trl_opsd.data.prompts import Prompt
-from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
+from trl_opsd.methods import METRICS
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
-from trl_opsd.monitor.metrics import TAKEN, Mean
+from trl_opsd.monitor.metrics import Mean, is_taken
 from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import ReadOnce, above, from_to
@@ -218,7 +219,7 @@ class TrainerMembers(UpstreamFixes):
         Raises:
             ValueError: It is not one number, or the name is taken.
         """
-        if name in TAKEN:
+        if is_taken(name, METRICS):
             raise ValueError(f"`record({name!r}, ...)`: this name is already used in the log, so choose another.")
         try:
             number = Mean(value)
@@ -226,6 +227,10 @@ class TrainerMembers(UpstreamFixes):
             raise ValueError(f"`record({name!r}, {value!r})`: expected one number.") from error
         number.count = float(count)
         self._metrics["train" if self.model.training else "eval"][name].append(number)
+
+    def record_total(self, name: str, value: float) -> None:
+        """Sets a number of the next log of a training, the same in all processes: a total, or a state."""
+        self._metrics["train"][name] = [Mean(value)]
 
     @property
     def strategy(self) -> str:

@@ -20,8 +20,8 @@ from trl_opsd._compat.deepspeed import rescaled
 from trl_opsd.loop.batch import Batches
 from trl_opsd.loop.dealing import Dealer, Parts
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout

@@ -10,37 +10,33 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import chain
+from itertools import accumulate, chain
 from time import perf_counter
 from typing import Any, TypeAlias, final
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
-from trl_opsd.loop.collapse import is_repetition
-from trl_opsd.loop.rows import BatchRow, Written
 from trl_opsd.loop.trainer_host import TrainerHost
-from trl_opsd.monitor.metrics import METRICS, evaluated_names
+from trl_opsd.methods import METRICS
+from trl_opsd.methods.base import Part
+from trl_opsd.methods.collapse import is_repetition
+from trl_opsd.methods.groups import BY_PROMPT, spread
+from trl_opsd.methods.rows import BatchRow, Written
+from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.options.rules import EVALUATION, refuse
 from trl_opsd.options.table import check_values
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts
 from trl_opsd.types.loss import columns
 
-__all__ = ["CANDIDATES", "PhaseClock", "Predictions", "StepStats", "spread"]
-
-CANDIDATES = "selected_from"
-"""Key of a batch: [B], number of tokens of each row that `token_selection` selects from."""
 NO_TOKEN = -100
 """Padding of predictions, as everywhere in transformers."""
 _BY_TEACHER = ("weight", "divergence", "teacher_entropy")
 """Statistics that are also kept by teacher, where there are several."""
-_BY_PROMPT = ("weight", "divergence", "tokens")
-"""Statistics of each row that the completions of a prompt are compared by."""
 
 logger = get_logger(__name__)
 
@@ -148,7 +144,8 @@ class StepStats:
         self._accounts = {mode: _Accounts(clock()) for mode in ("train", "eval")}
         self._waiting: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
         """Micro-batches that are not reduced yet, with `LossParts.scored`."""
-        self._tables: dict[str, np.ndarray] = {}
+        self._step: tuple[Counter[str], list[Tensor | None]] = Counter(), []
+        """Sums over the step, and what methods have tallied of it."""
         self._evaluated: list[Tensor] | None = None
         """[*, 3] each, rows of the evaluation in progress, in their order."""
         self._completed: list[dict[str, Tensor]] | None = None
@@ -170,7 +167,7 @@ class StepStats:
     def clear(self) -> None:
         """Drops what an interrupted training left."""
         self._accounts["train"].clear()
-        self._waiting, self._tables = [], {}
+        self._waiting = []
 
     def means(self) -> dict[str, float]:
         """Means over tokens of the training since its last log, and seconds of each phase; empty without tokens."""
@@ -197,23 +194,29 @@ class StepStats:
     def reduced(self) -> list[Counted]:
         """The micro-batches that were added since, summed over processes. Waits for the device; collective."""
         waiting, self._waiting = self._waiting, []
-        tables = self._empty_tables()
-        for one in waiting:
-            _add_to(tables, *one)
+        parts = [Part(batch.get("rows") or (), batch, rows, scored) for batch, rows, scored in waiting]
+        # Processes that share rows count parts of them.
+        tallied = [] if self._trainer.row_group is not None else [self._trainer.methods.tally(one) for one in parts]
+        tallies = [None if each[0] is None else torch.stack(each).sum(0) for each in zip(*tallied, strict=True)]
         # One reduction of everything that is known by now, before the backward pass that the step follows.
-        tables["sums"] = torch.stack([rows.sum(0) for _, rows, _ in waiting])
-        found = self._trainer.accelerator.reduce(torch.cat([one.flatten() for one in tables.values()]), "sum")
-        ends = np.cumsum([one.numel() for one in tables.values()])[:-1]
-        parts = np.split(np.array(found.tolist(), dtype=np.float32), ends)  # the one wait of a step
-        self._tables = {name: part.reshape(one.shape) for (name, one), part in zip(tables.items(), parts, strict=True)}
-        sums = self._tables.pop("sums").tolist()
-        return [(self._named(batch, each), rows) for (batch, rows, _), each in zip(waiting, sums, strict=True)]
+        known = [torch.stack([rows.sum(0) for _, rows, _ in waiting]), *(one for one in tallies if one is not None)]
+        found = self._trainer.accelerator.reduce(torch.cat([one.flatten() for one in known]), "sum")
+        ends = list(accumulate(one.numel() for one in known))[:-1]
+        host = torch.tensor(found.tolist(), dtype=torch.float32).tensor_split(ends)  # the one wait of a step
+        each = iter([part.view(one.shape) for part, one in zip(host, known, strict=True)])
+        sums = [self._named(batch, of) for (batch, _, _), of in zip(waiting, next(each).tolist(), strict=True)]
+        tallies = [None if one is None else next(each) for one in tallies]
+        totals: Counter[str] = Counter()
+        for named in sums:
+            totals.update(named)  # a sum of counters would drop what is below 0
+        self._step = totals, tallies or [None for _ in self._trainer.methods]
+        return [(named, rows) for named, (_, rows, _) in zip(sums, waiting, strict=True)]
 
     def evaluated(self, batch: Mapping[str, Any], rows: Tensor, distinct: Tensor) -> Counted:
         """A batch of an evaluation, by its `distinct` rows of all processes. Waits for the device."""
         self.completions = batch["completion_ids"].masked_fill(batch["completion_mask"] == 0, NO_TOKEN)
         if self._evaluated is not None and self._generations > 1 and self._trainer.row_group is None:
-            self._evaluated.append(columns(distinct, *_BY_PROMPT))
+            self._evaluated.append(columns(distinct, *BY_PROMPT))
         return self._named(batch, distinct.sum(0).tolist()), rows
 
     def _named(self, batch: Mapping[str, Any], sums: Sequence[float]) -> dict[str, float]:
@@ -233,21 +236,6 @@ class StepStats:
 
     # ---- What a step logs besides means over tokens -------------------------------------------------------------
 
-    def _empty_tables(self) -> dict[str, Tensor]:
-        """Zeros, also where this process has nothing to count, as the reduction is collective."""
-        args, sizes = self._trainer.args, dict[str, tuple[int, ...]]()
-        if self._trainer.row_group is not None:  # its processes count parts of rows
-            return {}
-        if args.num_generations > 1 or self._trainer.visits is not None:
-            rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-            sizes["prompts"] = rows * self._trainer.accelerator.num_processes, len(_BY_PROMPT)
-        if args.lmbda < 1:
-            sizes["sources"] = (2, 3)
-        if args.build_selection() is not None:
-            sizes["selection"] = (4,)
-        device = self._trainer.accelerator.device
-        return {name: torch.zeros(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
-
     def completed(self, rows: Sequence[BatchRow], written: Written) -> dict[str, Tensor]:
         """What is counted of each completion of a generation batch, [R] each. Collective."""
         trainer, table = self._trainer, list[dict[str, int]]()
@@ -262,6 +250,7 @@ class StepStats:
             marks = sum(one in trainer.placeholders for one in prompt) if images else 0
             of_row = {"prompt": len(prompt), "length": length, "generated": length * is_generated, "ids": len(ids)}
             of_row |= {"ended": ids[-1] in ends, "repeats": is_repetition(ids), "by_student": row.by_student}
+            of_row |= {"asked": row.prompt_weight > 0}
             of_row |= dict(zip(("turns", "calls", "failures"), turns[number], strict=True))
             table.append({**of_row, "images": images, "marks": marks})
         values = torch.tensor([[*of_row.values()] for of_row in table], device=trainer.accelerator.device)
@@ -274,31 +263,9 @@ class StepStats:
         self._completed.append(of)
         return {}
 
-    def record_step(self) -> None:
-        """Records how the completions of a prompt differ, on- and off-policy rows, and the selected tokens."""
-        tables, self._tables, record = self._tables, {}, self._trainer.record
-        if "prompts" in tables:
-            self._record_spread(torch.from_numpy(tables["prompts"]), self._trainer.args.num_generations)
-            if self._trainer.visits is not None:
-                self._trainer.visits.end(tables["prompts"])
-        if "sources" in tables:
-            (of_student, *student), (of_others, *others) = tables["sources"].tolist()
-            if of_student + of_others:
-                record("off_policy/share", of_others / (of_student + of_others))
-            if of_student:
-                record("on_policy/divergence", student[1] / student[0])
-            if of_others:
-                record("off_policy/divergence", others[1] / others[0])
-        if "selection" in tables:
-            selected, candidates, scored, score = tables["selection"].tolist()
-            if candidates:
-                record("selection/share", selected / candidates)
-            if scored:
-                record("selection/score", score / scored)
-
-    def _record_spread(self, sums_R3: Tensor, number: int) -> None:
-        for name, value in spread(sums_R3, number).items():
-            self._trainer.record(name, value)
+    def end_step(self) -> None:
+        """Tells methods of the step, whose loss is finite."""
+        self._trainer.methods.stepped(*self._step)
 
     # ---- Evaluations --------------------------------------------------------------------------------------------
 
@@ -327,7 +294,8 @@ class StepStats:
             finally:
                 self._evaluated = self._completed = None
         if rows:
-            self._record_spread(torch.cat(rows), self._generations)
+            for name, value in spread(torch.cat(rows), self._generations).items():
+                self._trainer.record(name, value)
         of = {name: torch.cat([one[name] for one in batches]) for name in (batches or [{}])[0]}
         weight = accounts.totals["weight"]
         if not weight:
@@ -352,7 +320,7 @@ class StepStats:
         NaN is never the best, and is not logged; transformers ends a training that lacks the metric.
         """
         best = f"eval_{(self._trainer.args.metric_for_best_model or '').removeprefix('eval_')}"
-        known, beginnings = evaluated_names(self._trainer.eval_dataset, rewards)
+        known, beginnings = evaluated_names(METRICS, self._trainer.eval_dataset, rewards)
         if best in known or best.startswith(beginnings) or any(best in log for log in self._trainer.state.log_history):
             found.setdefault(best, math.nan)
         return found
@@ -375,25 +343,6 @@ class Predictions(PredictionOutput):
         ids = [row[row != NO_TOKEN] for row in (() if output.predictions is None else output.predictions)]
         self.texts = decode(ids, skip_special_tokens=True) if ids else []
         return self
-
-
-def _add_to(tables: Mapping[str, Tensor], batch: Mapping[str, Any], rows: Tensor, scored: Tensor | None) -> None:
-    """Adds the rows of a micro-batch to the tables of its step, on its device."""
-    known = batch.get("rows") or ()
-    weight_B, divergence_B, tokens_B = columns(rows, "weight", "divergence", "tokens").unbind(1)
-    counted_B = (weight_B > 0).to(rows.dtype)  # a row repeated only to keep collectives matched has no weight
-    # Rows that no dataset gave have neither a place nor a mark.
-    places = [row.place for row in known]
-    if "prompts" in tables and places and None not in places:
-        places_B = torch.tensor(places).to(rows.device, non_blocking=True)
-        tables["prompts"].index_add_(0, places_B, columns(rows, *_BY_PROMPT))
-    marks = [row.is_off_policy for row in known]
-    if "sources" in tables and marks and None not in marks:
-        values_B3 = torch.stack([counted_B, weight_B, divergence_B], dim=1)
-        tables["sources"].index_add_(0, torch.tensor(marks).long().to(rows.device, non_blocking=True), values_B3)
-    if "selection" in tables and (candidates_B := batch.get(CANDIDATES)) is not None:
-        sums_2 = torch.stack([tokens_B, candidates_B.to(rows)]).mul(counted_B).sum(1)
-        tables["selection"].add_(torch.cat([sums_2, rows.new_zeros(2) if scored is None else scored.to(rows)]))
 
 
 def completion_metrics(of: Mapping[str, Tensor], has_tools: bool) -> dict[str, float]:
@@ -437,28 +386,3 @@ def of_all_processes(recorded: Mapping[str, Sequence[float]], weighted: bool) ->
 
 def _mean(values_R: Tensor) -> float:
     return float(values_R.float().mean())
-
-
-def spread(sums_R3: Tensor, number: int) -> dict[str, float]:
-    """Mean over prompts of the standard deviation among their completions; empty if no prompt has two that count.
-
-    `sums_R3` are the statistics `_BY_PROMPT`; completions of a prompt are adjacent.
-    """
-    # Deviations are those of TRL's GRPO for rewards: n - 1.
-    weight_Gn, divergence_Gn, tokens_Gn = sums_R3.double().view(-1, number, len(_BY_PROMPT)).unbind(-1)
-    counted_Gn = weight_Gn > 0
-    several_G = counted_Gn.sum(1) > 1
-    if not several_G.any():
-        return {}
-    mean_Gn = torch.where(counted_Gn, divergence_Gn / weight_Gn, torch.nan)
-    return {
-        "group/divergence_std": _deviation(mean_Gn[several_G]),
-        "group/length_std": _deviation(torch.where(counted_Gn, tokens_Gn, torch.nan)[several_G]),
-    }
-
-
-def _deviation(values_Gn: Tensor) -> float:
-    """Mean over prompts of the standard deviation of their values that are not NaN; each prompt has at least two."""
-    squares_Gn = (values_Gn - values_Gn.nanmean(1, keepdim=True)).square()
-    freedom_G = (~values_Gn.isnan()).sum(1) - 1
-    return float((squares_Gn.nansum(1) / freedom_G).sqrt().mean())

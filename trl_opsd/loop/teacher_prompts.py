@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object
 
-from trl_opsd.data.datasets import comparable
 from trl_opsd.data.prompts import Prompt
 from trl_opsd.data.readers import Readers
-from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import images_of
 
@@ -32,11 +30,21 @@ class TeacherPrompts:
     def _readers(self) -> Readers:
         return self._host.teaching.readers
 
-    def own(self, row: BatchRow, completion_text: str) -> Prompt:
-        """The prompt of a row's teacher after this completion."""
+    def own(self, rows: Sequence[BatchRow], completions: Sequence[list[int]]) -> list[Prompt]:
+        """The prompts of the rows' teachers after these completions, but for those of a control."""
+        if not self._readers.intake.rewrites:
+            return [row.control or row.request.of_teacher for row in rows]
+        texts = self._host.processing_class.batch_decode(completions, skip_special_tokens=True)
+        return [row.control or self._after(row, text) for row, text in zip(rows, texts, strict=True)]
+
+    def _after(self, row: BatchRow, completion_text: str) -> Prompt:
+        request = row.request
         if not row.prompt_weight:
-            return row.request.of_teacher
-        return self._or_none(row, self._readers.intake.after(row.request, completion_text, row.outcome))
+            return request.of_teacher
+        found = self._host.methods.teacher_prompt(row, completion_text, request.of_teacher)
+        if found is not None and not isinstance(found, Prompt):
+            found = self._readers.intake.prompt_of(request, found, f"The teacher's prompt in {request.where}")
+        return self._or_none(row, found)
 
     def _or_none(self, row: BatchRow, prompt: Prompt | None) -> Prompt:
         row.gate *= float(prompt is not None)
@@ -44,8 +52,9 @@ class TeacherPrompts:
 
     def read(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
         """The same completions, token by token, after the prompts of their teachers."""
-        prompts = self._of_control(self._token_ids(rollout, rows), rows)
-        return rollout if prompts is None else rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
+        prompts = self._token_ids(rollout, rows)
+        read = rollout if prompts is None else rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
+        return self._host.methods.teacher_reads(read, rollout, rows)
 
     def contrasts(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
         """The same completions after the prompts of their contrasts."""
@@ -67,14 +76,10 @@ class TeacherPrompts:
         readers, intake = self._readers, self._readers.intake
         prompt_ids = rollout.prompt_lists()
         # Where no row differs, the student's token ids are reused and nothing is tokenized again.
-        alike = not (readers.template or intake.reads_completions or readers.tokenizers)
+        alike = not (readers.template or intake.rewrites or readers.tokenizers)
         alike = alike and all((row.control or row.request.of_teacher) is row.request.student for row in rows)
         if not alike:
-            prompts = [row.control or row.request.of_teacher for row in rows]
-            if intake.reads_completions:
-                texts = self._host.processing_class.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
-                prompts = [row.control or self.own(row, text) for row, text in zip(rows, texts, strict=True)]
-            reader = readers.teacher
+            prompts, reader = self.own(rows, rollout.completion_lists()), readers.teacher
             prompts = [reader.read_by(row.request.teacher, one) for row, one in zip(rows, prompts, strict=True)]
             if reader.check_kind(prompts) == "text" and rows[0].request.student.kind == "messages":
                 logger.warning_once(
@@ -82,7 +87,7 @@ class TeacherPrompts:
                     "to the teacher's. If the teacher is a chat model, give it messages, too."
                 )
             prompt_ids = reader.token_ids(prompts)
-            if intake.success is not None or intake.is_told:
+            if self._host.methods.fall_back or intake.is_told:
                 prompt_ids = self._where_they_fit(rows, prompt_ids, rollout)
         self.check_fit(rows, prompt_ids, rollout)
         return None if alike else prompt_ids
@@ -111,48 +116,3 @@ class TeacherPrompts:
         row.request = replace(request, of_teacher=request.student)
         row.gate *= float(not intake.needs_context)
         return request.student
-
-    # ---- Controls -----------------------------------------------------------------------------------------------
-
-    def _of_control(self, prompts: list[list[int]] | None, rows: Sequence[BatchRow]) -> list[list[int]] | None:
-        """The teachers' prompts, or those that `teacher_control` puts in their place."""
-        control = self._host.args.teacher_control
-        if not self._host.model.training:  # evaluations compare with the teacher that it controls for
-            return prompts
-        if control == "shuffled" and any(row.control is None for row in rows):
-            raise ValueError(
-                "`teacher_control='shuffled'` with a batch whose rows come from no dataset: pass the result of "
-                "`trainer._generate_and_score_completions(rows)`."
-            )
-        if control != "unprivileged":
-            return prompts
-        if any(self._readers.intake.processors) or self._readers.tokenizers:
-            raise ValueError(
-                "`teacher_control='unprivileged'`: a teacher with a tokenizer or processor of its own cannot read "
-                "the student's tokens: pass one with the student's."
-            )
-        return None
-
-    def shuffle(self, rows: Sequence[BatchRow], completions: Sequence[list[int]]) -> None:
-        """Gives the teacher of each row what is read for another prompt, of all processes. Collective."""
-        host, intake, number = self._host, self._readers.intake, self._host.args.num_generations
-        own = [row.request.of_teacher for row in rows]
-        if intake.reads_completions:
-            texts = host.processing_class.batch_decode(completions, skip_special_tokens=True)
-            own = [self.own(row, text) for row, text in zip(rows, texts, strict=True)]
-        mine = [
-            (repr(comparable(row.request.student.value)), prompt, row.contrast)
-            for row, prompt in zip(rows, own, strict=True)
-        ]
-        everyone = gather_object(mine)
-        for place, row in enumerate(rows, start=host.accelerator.process_index * len(rows)):
-            # The completions of a prompt are adjacent; the same prompt may come twice.
-            others = (everyone[(place + away) % len(everyone)] for away in range(number, len(everyone), number))
-            found = next((one for one in others if one[0] != everyone[place][0]), None)
-            if found is None:
-                raise ValueError(
-                    f"`teacher_control='shuffled'`, but {host.teaching.batch_name} has one prompt alone: raise "
-                    "`per_device_train_batch_size` or `gradient_accumulation_steps`."
-                )
-            row.control = intake.as_control(row.request, found[1])
-            row.contrast = found[2] and intake.as_control(row.request, found[2])

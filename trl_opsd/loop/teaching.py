@@ -34,9 +34,9 @@ from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
-from trl_opsd.loop.rows import BatchRow
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
@@ -338,12 +338,6 @@ class Teaching:
             for number, row in enumerate(rows)
         ]
 
-    @property
-    def beside(self) -> set[str]:
-        """What the objective compares with besides the teacher."""
-        found = {"contrast": self.readers.intake.contrasts, "origin": self.teachers.origin is not None}
-        return {name for name, is_read in found.items() if is_read}
-
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
         """The teachers' targets for a generation batch, of which they do not read the rows that were skipped."""
         known = self.as_rows(rows)
@@ -356,11 +350,7 @@ class Teaching:
         return targets.among(read, len(rows))
 
     def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
-        beside = dict.fromkeys(self.beside, rollout)
-        if (name := self._host.args.extrapolation_reference) is not None:  # which reads what the student has read
-            self.prompts.check_fit(rows, rollout.prompt_lists(), rollout, name)
-        if "contrast" in beside:
-            beside["contrast"] = self.prompts.contrasts(rollout, rows)
+        beside = self._host.methods.references(rollout, rows)
         found = self.teachers.targets(*self._for_teachers(rollout, rows), beside)
         if self.spelling is not None:
             self._warn_of_little(rollout, found)

@@ -11,7 +11,7 @@ from torch import Tensor
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import Prompt, Row
 from trl_opsd.host import Host
-from trl_opsd.loop.rows import BatchRow
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.padding import Reading
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.rollout import PromptIds
@@ -19,7 +19,8 @@ from trl_opsd.types.rollout import PromptIds
 if TYPE_CHECKING:
     from trl_opsd.loop.teaching import Teaching
     from trl_opsd.loop.turns import Turns
-    from trl_opsd.loop.visits import Visits
+    from trl_opsd.losses.objective import Objective
+    from trl_opsd.methods.order import Methods
     from trl_opsd.models.shared_rows import RowGroup
 
 
@@ -41,7 +42,7 @@ class TrainerHost(Host, Protocol):
     base_samples: Any
     row_group: RowGroup | None
     teaching: Teaching
-    visits: Visits | None
+    methods: Methods
     turns: Turns
     pictures: Pictures
     max_tool_calling_iterations: int
@@ -50,6 +51,8 @@ class TrainerHost(Host, Protocol):
 
     @property
     def reading_to_learn(self) -> Reading: ...
+    @property
+    def current_objective(self) -> Objective: ...
     @property
     def temperatures(self) -> tuple[float, float]: ...
     @property

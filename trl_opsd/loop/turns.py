@@ -15,8 +15,8 @@ from trl_opsd.environments import Called, Environments
 from trl_opsd.environments.environments import Calls, Episode, answers
 from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.rows import BatchRow, Written
 from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed, preserved_rng
 from trl_opsd.rollout import RolloutBackend

@@ -15,6 +15,7 @@ from torch import Tensor
 from trl_opsd.losses.bytewise import bytewise_divergence
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.streamed import streamed_divergence
+from trl_opsd.losses.token_selection import Selection
 from trl_opsd.types import Beside, LazyLogits, OutputHead, PerToken, Sampled
 from trl_opsd.types.bytewise import ByteTable, Spelled
 
@@ -41,6 +42,8 @@ class Objective:
     anchor_weight: float = 0.0
     anchor: Divergence | None = None
     """The divergence from the origin, times that weight."""
+    selection: Selection | None = None
+    """Which tokens of each row are compared, where that depends on logits; `None` for all."""
     table: ByteTable | None = None
     """The student's vocabulary by bytes, where the teacher has another one."""
 

@@ -38,49 +38,38 @@ class Mean(float):
     count: float = 1.0
 
 
-_WEIGHTED = "weighted mean over the tokens in the loss, of all processes and micro-batches"
-_MEAN = "mean over the tokens in the loss, of all processes and micro-batches"
-_STEPS = "all processes; mean over optimizer steps"
-_ALWAYS = "always, unless the loss had no tokens"
-_TOKENS = Logs(_WEIGHTED, _ALWAYS)
-_COUNTED = Logs(_MEAN, _ALWAYS)
-_BY_BYTES = Logs(_MEAN, '`cross_tokenizer="bytes"`')
-_RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", _ALWAYS)
-_ROWS = Logs(_WEIGHTED, f"{_ALWAYS}; in training not where processes share rows")
-_PLACES = Logs(_WEIGHTED, "as `divergence/high_entropy`, if a token counts there")
-_TEACHERS = Logs(_WEIGHTED, "several teachers, of those that had a token in the loss")
-_GROUPS = Logs(
-    "all processes; mean over prompts with at least two completions in the loss, then over steps",
-    "`num_generations` above 1, in evaluations `num_generations_eval`; not where processes share rows",
-)
-_MIXED = Logs(_STEPS, "`lmbda` below 1; not where processes share rows", evaluated=False)
-_MIXED_SOME = Logs(f"{_STEPS} that had some", _MIXED.appears, evaluated=False)
+WEIGHTED = "weighted mean over the tokens in the loss, of all processes and micro-batches"
+MEAN = "mean over the tokens in the loss, of all processes and micro-batches"
+STEPS = "all processes; mean over optimizer steps"
+ALWAYS = "always, unless the loss had no tokens"
+_TOKENS = Logs(WEIGHTED, ALWAYS)
+_COUNTED = Logs(MEAN, ALWAYS)
+_BY_BYTES = Logs(MEAN, '`cross_tokenizer="bytes"`')
+_RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", ALWAYS)
+_ROWS = Logs(WEIGHTED, f"{ALWAYS}; in training not where processes share rows")
+_PLACES = Logs(WEIGHTED, "as `divergence/high_entropy`, if a token counts there")
+_TEACHERS = Logs(WEIGHTED, "several teachers, of those that had a token in the loss")
 _WITH_TOOLS = "`tools`, or an `environment_factory`"
-_BATCHES = "all processes; mean over generation batches, or over the rows of an evaluation"
-_GENERATED = Logs(_BATCHES, "where the student generated some (`lmbda`)")
-_WITH_REWARDS = "`reward_funcs`"
-_REWARDS = Logs(
-    "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps",
-    f"{_WITH_REWARDS}; where a function gave one",
-)
+BATCHES = "all processes; mean over generation batches, or over the rows of an evaluation"
+_GENERATED = Logs(BATCHES, "where the student generated some (`lmbda`)")
+WITH_REWARDS = "`reward_funcs`"
 _PHASE = "main process; mean over optimizer steps, sum over an evaluation"
-_PHASES = Logs(_PHASE, _ALWAYS)
-_OVERLAP = Logs(_STEPS, '`overlap="step"` with a rollout that generates in another process', evaluated=False)
+_PHASES = Logs(_PHASE, ALWAYS)
+_OVERLAP = Logs(STEPS, '`overlap="step"` with a rollout that generates in another process', evaluated=False)
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
 _SYNC = Logs("all processes; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
-_IMAGES = Logs(_BATCHES, "prompts with images")
+_IMAGES = Logs(BATCHES, "prompts with images")
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
-_VISITS = "`skip_prompts`, or a `prompt_weight_fn`"
 _TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
 
-METRICS: Mapping[str, Metric] = MappingProxyType(
+OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
     {
         "divergence/mean": Metric("nats", "Between teacher and student, per token.", _TOKENS, "divergence / weight"),
         "divergence/clipped": Metric(
-            "1", "Share with a clipped entry.", Logs(_MEAN, "a clip of entries"), "clipped / tokens"
+            "1", "Share with a clipped entry.", Logs(MEAN, "a clip of entries"), "clipped / tokens"
         ),
         "divergence/high_entropy": Metric(
             "nats",
@@ -140,82 +129,23 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "agreement/top_mass": Metric(
             "1", "The student's probability of those that both have.", _RANKED, "top_mass / ranked"
         ),
-        "pull/mean": Metric(
-            "nats",
-            "What rewards and completions of the dataset add to the divergence, per token.",
-            Logs(_WEIGHTED, "rows with a `pull`", evaluated=False),
-            "pulled / weight",
-        ),
-        "anchor/mean": Metric(
-            "nats",
-            "What the anchor adds to the divergence, per token.",
-            Logs(_WEIGHTED, "`anchor_weight` above 0"),
-            "anchored / weight",
-        ),
-        "gate/mean": Metric(
-            "1",
-            "Weight of a row by its reward; 0 where the teacher has no prompt of its own.",
-            Logs(_BATCHES, "`reward_gate`, `teacher_context`, or a `teacher_prompt_fn` that takes rewards"),
-        ),
-        "prompts/skipped": Metric(
-            "1", "Share of the prompts that nothing was generated for.", Logs(_STEPS, _VISITS, evaluated=False)
-        ),
-        "prompts/tokens_saved": Metric(
-            "tokens",
-            "Tokens of the completions of those prompts at their last visits.",
-            Logs(_STEPS, _VISITS, evaluated=False),
-        ),
-        "prompts/tokens_saved_total": Metric(
-            "tokens",
-            "Sum of the same.",
-            Logs("all processes; total since the run began", _VISITS, evaluated=False),
-        ),
         "importance/mean": Metric(
             "1",
             "Importance weight of a sampled token, after its bound.",
-            Logs(_MEAN, _ENGINE, evaluated=False),
+            Logs(MEAN, _ENGINE, evaluated=False),
             "importance / tokens",
-        ),
-        "group/divergence_std": Metric("nats", "Standard deviation of the divergences of a prompt's rows.", _GROUPS),
-        "group/length_std": Metric("tokens", "The same of their numbers of tokens in the loss.", _GROUPS),
-        "selection/share": Metric(
-            "1",
-            "Share of the tokens that are trained on; all other metrics of a training are of these.",
-            Logs(_STEPS, "`token_selection`; not where processes share rows", evaluated=False),
-        ),
-        "selection/score": Metric(
-            "nats",
-            "Mean over all tokens of the score they are selected by: the student's entropy, or the divergence.",
-            Logs(_STEPS, "`token_selection` by one of these", evaluated=False),
-        ),
-        "completions/length_drift": Metric(
-            "1",
-            "Mean length of the student's completions, divided by that of the first 10 optimizer steps.",
-            Logs(_STEPS, f"{_ALWAYS}, or no completion of the student", evaluated=False),
         ),
         "completions/repeated_ratio": Metric(
             "1",
             "Share of the student's completions of whose last 32 tokens at most half of the 4-grams differ.",
             _GENERATED,
         ),
-        "off_policy/share": Metric("1", "Share of rows in the loss that the student did not generate.", _MIXED),
-        "off_policy/divergence": Metric("nats", "`divergence/mean` of those rows.", _MIXED_SOME),
-        "on_policy/divergence": Metric("nats", "`divergence/mean` of the others.", _MIXED_SOME),
-        "rewards/<name>/mean": Metric("of the function", "Without rows for which it returned `None`.", _REWARDS),
-        "rewards/<name>/std": Metric("of the function", "Standard deviation of the same rewards.", _REWARDS),
-        "reward": Metric("of the functions", "Sum of a completion's rewards times `reward_weights`.", _REWARDS),
-        "reward_std": Metric("of the functions", "Standard deviation of the same sums.", _REWARDS),
-        "frac_reward_zero_std": Metric(
-            "1",
-            "Share of completions whose rewards have the standard deviation 0 in their prompt, or step.",
-            Logs(_STEPS, "`reward_weight` above 0", evaluated=False),
-        ),
         "time/complete": Metric("seconds", "Generating, without `time/sync`; with `overlap`, waiting for it.", _PHASES),
         "time/sync": Metric("seconds", "Sending weights to vLLM, and verifying them.", Logs(_PHASE, _WITH_SYNC)),
-        "time/reward": Metric("seconds", "Calling reward functions and models.", Logs(_PHASE, _WITH_REWARDS)),
+        "time/reward": Metric("seconds", "Calling reward functions and models.", Logs(_PHASE, WITH_REWARDS)),
         "time/act": Metric("seconds", "Waiting for tools and environments.", Logs(_PHASE, _WITH_TOOLS)),
         "turns/mean": Metric(
-            "1", "Turns of a completion: one more than those that called tools.", Logs(_BATCHES, _WITH_TOOLS)
+            "1", "Turns of a completion: one more than those that called tools.", Logs(BATCHES, _WITH_TOOLS)
         ),
         "time/teach": Metric("seconds", "The teacher's forward passes, or waiting for its server.", _PHASES),
         "time/compare": Metric(
@@ -227,7 +157,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "tokens_per_second": Metric(
             "tokens per second",
             "Tokens in the loss, divided by the seconds of all phases but `save`.",
-            Logs("tokens of all processes, seconds of the main process", _ALWAYS),
+            Logs("tokens of all processes, seconds of the main process", ALWAYS),
         ),
         "overlap/first_backward": Metric("seconds", "From a step's start until its first micro-batch ended.", _OVERLAP),
         "overlap/last_row": Metric("seconds", "From a step's start until its last row was generated.", _OVERLAP),
@@ -235,12 +165,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "overlap/staleness": Metric(
             "1",
             "Share of steps that trained on rows generated before the previous step.",
-            Logs(_STEPS, _AHEAD, evaluated=False),
+            Logs(STEPS, _AHEAD, evaluated=False),
         ),
         "overlap/divergence": Metric(
             "nats per token",
             "How far the previous step has moved the student, from its distribution before that step.",
-            Logs(_STEPS, f"{_AHEAD}, where rows were generated before that step", evaluated=False),
+            Logs(STEPS, f"{_AHEAD}, where rows were generated before that step", evaluated=False),
         ),
         "sync/seconds": Metric("seconds", "Sending the weights to vLLM, without the verification.", _SYNC),
         "sync/bytes": Metric("bytes", "Size of the tensors sent to the process's own engine, or the server.", _SYNC),
@@ -255,24 +185,21 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "Steps skipped because of a loss or gradient that is NaN or infinite.",
             Logs("the same in all processes; total since `train` was called", _SKIPS, evaluated=False),
         ),
-        "completions/limit": Metric(
-            "tokens",
-            "Most tokens of a completion in this step.",
-            Logs(_STEPS, "`completion_length_start`", evaluated=False),
-        ),
         "images/mean": Metric("images", "Images per prompt.", _IMAGES),
         "images/tokens": Metric("tokens", "Prompt tokens that stand for images, per prompt.", _IMAGES),
     }
 )
-"""By their names in the training log."""
+"""By their names in the training log, those that are of no method."""
 
 
-def evaluated_names(datasets: Any, rewards: Collection[str]) -> tuple[list[str], tuple[str, ...]]:
+def evaluated_names(
+    metrics: Mapping[str, Metric], datasets: Any, rewards: Collection[str]
+) -> tuple[list[str], tuple[str, ...]]:
     """Names that evaluations log whenever there is a value, and prefixes of others; several `datasets` are named."""
     starts = [f"eval_{name}_" for name in datasets] if isinstance(datasets, Mapping) else ["eval_"]
     of_rewards = [f"rewards/{name}/{what}" for name in rewards for what in ("mean", "std")]
     logged = (
-        name for name, one in METRICS.items() if one.logs.evaluated and (rewards or not name.startswith("reward"))
+        name for name, one in metrics.items() if one.logs.evaluated and (rewards or not name.startswith("reward"))
     )
     names = ("loss", "entropy", *of_rewards, *logged)
     of_any_name = ("completions/", "divergence/teacher/", "entropy/teacher/")
@@ -280,9 +207,10 @@ def evaluated_names(datasets: Any, rewards: Collection[str]) -> tuple[list[str],
     return known, tuple(start + one for start in starts for one in of_any_name)
 
 
-_OF_LOSS = ("divergence/", "entropy/", "agreement/", "pull/", "anchor/", "importance/", "time/", "tokens")
-TAKEN = {
-    *("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"),
-    *(name for name in METRICS if name.startswith(_OF_LOSS)),
-}
+TAKEN = {*("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"), "tokens_per_second"}
 """Names that are logged elsewhere, which would overwrite a recorded number or be overwritten."""
+
+
+def is_taken(name: str, metrics: Mapping[str, Metric]) -> bool:
+    """Whether a number may not be recorded under a name, as sums or seconds are logged under it."""
+    return name in TAKEN or (name in metrics and (bool(metrics[name].mean_of) or name.startswith("time/")))

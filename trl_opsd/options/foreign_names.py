@@ -142,7 +142,7 @@ _FAMILIES = {
 TRAINER_ARGUMENTS = (
     *("model", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks", "optimizers"),
     *("quantization_config", "peft_config", "tools", "rollout", "reward_funcs", "reward_processing_classes"),
-    *("teacher_processing_class", "teacher_prompt_fn", "prompt_weight_fn", "environment_factory"),
+    *("teacher_processing_class", "teacher_prompt_fn", "prompt_weight_fn", "environment_factory", "methods"),
 )
 """Arguments of `OPSDTrainer` that are no options as well."""
 

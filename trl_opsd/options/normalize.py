@@ -279,13 +279,20 @@ def _shown(name: str, value: Any) -> str:
 _Class = TypeVar("_Class", bound=type[Any])
 
 
+_LISTED: dict[type, list[str]] = {}
+"""What the docstrings of decorated classes list."""
+
+
 def with_help(described: _Class) -> _Class:
-    """Decorates a dataclass: the text under a field is its `help`, and the docstring lists the annotated fields."""
+    """Decorates a dataclass: the text under a field is its `help`, and the docstring lists the annotated fields.
+
+    Those that it inherits from decorated ones follow its own.
+    """
     try:
         source = ast.parse(dedent(getsource(described)))
     except OSError:  # an installation without sources
         return described
-    known, listed = {one.name: one for one in fields(described)}, ["Parameters:"]
+    known, listed = {one.name: one for one in fields(described)}, []
     for declared, under in pairwise(source.body[0].body):  # type: ignore[attr-defined]
         match declared, under:
             case ast.AnnAssign(ast.Name(name), annotation), ast.Expr(ast.Constant(str(text))):
@@ -296,5 +303,7 @@ def with_help(described: _Class) -> _Class:
                     kind = ast.unparse(annotation.slice.elts[0]).removesuffix(" | None")
                     default = "" if one.default is None else f", defaults to `{one.default!r}`"
                     listed += [f"    {name} (`{kind}`, *optional*{default}):", f"        {meaning}"]
-    described.__doc__ = "\n".join([cleandoc(described.__doc__ or ""), "", *listed])
+    listed += [line for base in described.__bases__ for line in _LISTED.get(base, ())]
+    _LISTED[described] = listed
+    described.__doc__ = "\n".join([cleandoc(described.__doc__ or ""), "", "Parameters:", *listed])
     return described

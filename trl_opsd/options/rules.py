@@ -1,16 +1,16 @@
 """Conflicts between options, as data: each rule is a condition and its message.
 
 A message is a format: `{0.lmbda}` is an option, `{1}` is what the condition has returned. Values of single options are
-in `table.py`; conflicts with the trainer's arguments are in `arguments/rules.py`.
+in `table.py`; rules of a method are in its file, those of the trainer's arguments in `arguments/rules.py`.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,16 @@ from trl_opsd.losses import Divergence, GeneralizedJSD
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import BETAS
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.losses.token_selection import LATE
-from trl_opsd.options.table import LARGEST_WEIGHT, Values, above, below, one_of, shown
+from trl_opsd.options.table import SET, Values, above, below, one_of, shown
+
+
+class Stage(Enum):
+    """When a rule is checked, in this order; each has more to look at than the one before."""
+
+    LAUNCH = "before accelerate is started: a `Launch`"
+    OPTIONS = "when transformers has read the options: these"
+    ARGUMENTS = "when a trainer is built: a `Situation`, before anything is loaded"
+    SURPRISES = "after the models and datasets were looked at: a `Situation`, for warnings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +42,10 @@ class Rule:
     """A combination that is refused, or warned of."""
 
     broken: Callable[[Any], Any]
-    """Anything true if the options, or a [`Situation`], break the rule."""
+    """Anything true if what its stage looks at breaks the rule."""
     message: str
     warns: bool = False
+    at: Stage = Stage.OPTIONS
 
 
 def together(why: str, *, warns: bool = False, **when: Any) -> Rule:
@@ -56,9 +65,6 @@ def each(why: str, of: Mapping[str, Any], **when: Any) -> Iterator[Rule]:
     return (together(why, **{name: value}, **when) for name, value in of.items())
 
 
-SET = Values("not None", lambda value: value is not None)
-
-
 def unless(default: Any) -> Values:
     """Any value but the default."""
     return Values(f"not {default!r}", lambda value: value != default)
@@ -72,6 +78,62 @@ def refuse(rules: Iterable[Rule], now: Any, warn: Callable[[str], object] | None
             if not rule.warns:
                 raise ValueError(message)
             (warn or partial(warnings.warn, stacklevel=4))(message)  # where the config is made
+
+
+# ---- Rules that several methods have ---------------------------------------------------------------------------------
+
+
+def not_by_bytes(option: str, fits: Any, why: str) -> Rule:
+    """Against `cross_tokenizer`."""
+    return together(f", {why}: remove one of them.", **{option: fits}, cross_tokenizer=SET)
+
+
+def with_functions(option: str, fits: Values) -> Rule:
+    """Of an option that needs rewards, in a training."""
+    return Rule(
+        lambda now: (
+            not now.rewards
+            and now.train_dataset is not None
+            and fits.fits(value := getattr(now, option))
+            and shown(option, value)
+        ),
+        "{1} without rewards: pass `reward_funcs` to `OPSDTrainer`, or remove it.",
+        at=Stage.ARGUMENTS,
+    )
+
+
+def compared_in_groups(option: str, fits: Any) -> Rule:
+    """Of an option that compares the completions of a prompt."""
+    return together(
+        ": rewards are compared among the completions of a prompt, and there is only one: set `num_generations` to 2 "
+        "or more (TRL's GRPO uses 8).",
+        **{option: fits},
+        num_generations=1,
+    )
+
+
+def of_student(option: str, fits: Any) -> Rule:
+    """Of an option that needs rewards of the student's completions."""
+    return together(
+        ": rewards are of completions of the student, but it generates none: set a higher `lmbda`, or remove it.",
+        **{option: fits},
+        lmbda=0,
+    )
+
+
+def whole_batch(option: str, fits: Any) -> Rule:
+    """Of an option that needs all completions of a step before the first is trained on."""
+    return together(
+        ": a row is trained on before the other completions of its step, which it needs, are complete: remove "
+        "`overlap`, or set `overlap='ahead'`.",
+        **{option: fits},
+        overlap="step",
+    )
+
+
+def undivided(broken: Callable[[Any], Any], message: str = "") -> Rule:
+    """Of options that need whole rows in a process, where `sp_size` would divide them; `broken` names the option."""
+    return _with_sequences(lambda at: broken(at.args), message or "with {1} is not supported: remove one of them.")
 
 
 # ---- The rows of a step ---------------------------------------------------------------------------------------------
@@ -136,6 +198,7 @@ def _with_sequences(broken: Callable[[Launch], Any], message: str) -> Rule:
     return Rule(
         lambda at: at.sizes.sp_enabled and broken(at),
         f"`parallelism_config`: `sp_size={{0.sizes.sp_size}}` {message}",
+        at=Stage.LAUNCH,
     )
 
 
@@ -145,12 +208,7 @@ def _of_whole_rows(at: Launch) -> str:
         "padding_free": [False],
         "pad_to_multiple_of": [None, "auto"],
         "torch_compile": [False],
-        "contrast_weight": [0.0],
-        "extrapolation": [1.0],
-        "anchor_weight": [0.0],
-        "teacher_control": [None, "shuffled", "unprivileged"],
         "cross_tokenizer": [None],
-        "skip_prompts": [None],
     }
     values = {name: getattr(at.args, name) for name in fine}
     return next((shown(name, value) for name, value in values.items() if value not in fine[name]), "")
@@ -189,11 +247,6 @@ LAUNCH = (
     _with_sequences(
         lambda at: not at.sizes.sp_handler.sp_seq_length_is_variable,
         "with `sp_seq_length`: completions differ in length: remove it.",
-    ),
-    _with_sequences(
-        lambda at: at.args.token_selection in LATE,
-        "with `token_selection={0.args.token_selection!r}`: the tokens of a row are split over processes, and none has "
-        "all scores: set 'prefix' or 'random', or remove `sp_size`.",
     ),
     _with_sequences(_of_whole_rows, "with {1} is not supported: remove one of them."),
     Rule(
@@ -336,26 +389,15 @@ AFTER = (
     ),
     # the teacher
     *(
-        rule
+        not_by_bytes(name, value, why)
         for name, value, why in (
             ("top_k_teacher", SET, "whose buckets are tokens, where bytes have 257 outcomes"),
             ("kl_clip", SET, "which bounds the entries of a vocabulary of tokens"),
             ("divergence", _SAMPLED, "which needs the teacher's probability of each token of the student"),
-            ("token_selection", one_of(*LATE), "which ranks tokens by distributions over tokens"),
-            (
-                "contrast_weight",
-                above(0),
-                "but only two distributions are compared by bytes, and a contrast is a third",
-            ),
-            ("extrapolation", unless(1.0), "but only two models are compared by bytes, and the initial one is a third"),
-            ("anchor_weight", above(0), "but only two models are compared by bytes, and the initial one is a third"),
             ("seq_kd", True, "but the teacher would generate tokens that the student does not have"),
             ("teacher_server_url", SET, "but a server sends states without the head and the vocabulary to sum them"),
             ("teacher_model_kind", SET, "but a student that teaches itself has the tokenizer of the student"),
-            ("teacher_control", one_of("constant"), "which selects tokens by the student's probability of tokens"),
-            ("teacher_control", one_of("unprivileged"), "with which the teacher reads the token ids of the student"),
         )
-        for rule in each(f", {why}: remove one of them.", {name: value}, cross_tokenizer=SET)
     ),
     Rule(
         _unmovable,
@@ -477,85 +519,15 @@ AFTER = (
         "`num_generations={0.num_generations}`: a generation batch has {1} rows, which must be whole groups of "
         "completions of one prompt: set a divisor of {1}, or change the batch size.",
     ),
-    Rule(
-        lambda args: (args.completion_length_start or 0) > args.max_completion_length,
-        "`completion_length_start={0.completion_length_start}` is above "
-        "`max_completion_length={0.max_completion_length}`, to which the limit rises: lower it.",
-    ),
     _several_alike("num_generations"),
     _several_alike("num_generations_eval"),
     *EVALUATION,
     # rewards
-    *each(
-        ": rewards are compared among the completions of a prompt, and there is only one: set `num_generations` to 2 "
-        "or more (TRL's GRPO uses 8).",
-        {
-            "reward_weight": above(0),
-            "reward_gate": one_of("advantage"),
-            "teacher_context": SET,
-            "skip_prompts": one_of("flat_groups"),
-        },
-        num_generations=1,
-    ),
-    *each(
-        ": rewards are of completions of the student, but it generates none: set a higher `lmbda`, or remove it.",
-        {
-            "reward_weight": above(0),
-            "reward_gate": SET,
-            "teacher_context": SET,
-            "skip_prompts": one_of("flat_groups"),
-        },
-        lmbda=0,
-    ),
     Rule(
         lambda args: args.beta == 0 and args.divergence is None and args.calls_rewards,
         "`beta={0.beta:g}` is the forward KL from the teacher, as in TRL's `DistillationConfig`; GRPO's penalty, which "
         "0 turns off there, is `anchor_weight` here. Set `divergence='forward_kl'` if you mean it.",
         warns=True,
-    ),
-    *each(
-        ": the teacher would generate completions with the context that the control takes away: remove one of them.",
-        {"teacher_control": one_of("shuffled", "unprivileged")},
-        seq_kd=True,
-    ),
-    *each(
-        ": a row is trained on before the other completions of its step, which it needs, are complete: remove "
-        "`overlap`, or set `overlap='ahead'`.",
-        {
-            "reward_weight": above(0),
-            "reward_gate": SET,
-            "teacher_context": SET,
-            "teacher_control": one_of("shuffled"),
-        },
-        overlap="step",
-    ),
-    together(
-        ": which prompts are skipped is known when the step before has ended: remove one of them.",
-        skip_prompts=SET,
-        overlap=SET,
-    ),
-    together(
-        ": a step that skips prompts may have one alone: remove one of them.",
-        skip_prompts=SET,
-        teacher_control="shuffled",
-    ),
-    *each(
-        ": the control replaces the objective, and its tokens: remove one of them.",
-        {"divergence": SET, "token_selection": SET, "top_k_teacher": SET, "kl_clip": SET, "skip_prompts": above(0)},
-        teacher_control="constant",
-    ),
-    together(
-        ": an anchor is the student as it was passed, and there is one reference alone: remove one of them.",
-        extrapolation_reference=SET,
-        anchor_weight=above(0),
-    ),
-    together(
-        ": the teacher's context is not read: remove one of them.", teacher_control="unprivileged", teacher_context=SET
-    ),
-    Rule(
-        lambda args: math.log(args.position_discount) * args.max_completion_length > math.log(LARGEST_WEIGHT),
-        "`position_discount={0.position_discount}` to the power of `max_completion_length={0.max_completion_length}` "
-        "is too large for a weight: set it nearer to 1, or use `position_weights`.",
     ),
 )
 """Of options as they are read."""

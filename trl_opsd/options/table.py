@@ -1,7 +1,8 @@
 """Options as data: values, when each is read, what it needs to have an effect, whether a resume compares it.
 
-To add an option, add a field with an [`Option`] and a description to `OPSDConfig`, and use it. Conflicts between
-options are in `rules.py`. Options of transformers without a line here are checked by transformers alone.
+To add an option, add a field with an [`Option`] and a description to `OPSDConfig`, or to the options of a method.
+Conflicts between options are in `rules.py`. Options of transformers without a line here are checked by transformers
+alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -94,13 +95,6 @@ NUMBERS = Values(
     lambda value: isinstance(value, list | tuple) and all(is_number(one) and math.isfinite(one) for one in value),
 )
 NUMBER = _number("a finite number", math.isfinite)
-GATE = Values(
-    "a finite number, 'reward' or 'advantage'", lambda value: value in ("reward", "advantage") or NUMBER.fits(value)
-)
-SKIPPED = Values(
-    "'flat_groups', or a finite number above 0", lambda value: value == "flat_groups" or above(0).fits(value)
-)
-CONTROLS = ("shuffled", "unprivileged", "constant")
 LARGEST_WEIGHT = 1e20
 """Of a token in the loss: sums of weighted nats are float32, whose maximum is 3e38."""
 POSITIVES = Values(
@@ -112,6 +106,7 @@ POSITIVES = Values(
         and any(value)
     ),
 )
+SET = Values("not None", lambda value: value is not None)
 NAME = Values("the name of a teacher", lambda value: isinstance(value, str) and bool(value))
 NAMES = Values("a list of names", lambda value: isinstance(value, list))
 ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
@@ -158,12 +153,16 @@ class Situation:
     """The divergence that was passed, which overrides that of the options."""
     rewards: Sequence[str] = ()
     """Names of the reward functions."""
+    reward_sources: Sequence[Any] = ()
+    """These, with what gives the rewards."""
     train_dataset: Any = None
     eval_dataset: Any = None
     teacher_prompt_fn: Any = None
     prompt_weight_fn: Any = None
     row_columns: Collection[str] = ()
     """Columns that are read."""
+    needs_context: bool = False
+    """Whether a row counts only where the teacher reads something that the student does not."""
     has_context: bool = True
     """Whether a dataset may have a column `privileged_context`."""
     rollout: Any = None
@@ -208,25 +207,15 @@ def _of_engine(lacking: str, met: Callable[[Any], Any]) -> Need:
     return Need(lacking, lambda now: now.own_rollout or met(now))
 
 
-SELECTION = Need("`token_selection` is not set", lambda now: now.token_selection is not None)
-FRACTION = Need("`token_fraction` is 1", lambda now: now.token_fraction != 1)
 REWARDS = Need("there are no `reward_funcs`", lambda now: now.rewards)
-REWARD_WEIGHT = Need("`reward_weight` is 0", lambda now: now.reward_weight)
 OFF_POLICY = Need("`lmbda` is 1, so the student generates all completions", lambda now: now.lmbda < 1)
 EMA = Need("`teacher_model_kind` is not 'ema'", lambda now: now.teacher_model_kind == "ema")
 OTHER_TEACHER = Need("the student is its own teacher", lambda now: now.teacher_model_kind is None)
 LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(path, str) for path in now.teachers))
 TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda now: now.teacher_server_url is not None)
 NO_PROMPT_FN = Need("`teacher_prompt_fn` makes the teacher's prompts", lambda now: now.teacher_prompt_fn is None)
-NO_WEIGHT_FN = Need("`prompt_weight_fn` decides", lambda now: now.prompt_weight_fn is None)
 CONTEXT = Need("no dataset has a column 'privileged_context'", lambda now: now.has_context or now.teacher_context)
-EXTRAPOLATES = Need("`extrapolation` is 1", lambda now: now.extrapolation != 1)
-CONTRASTS = Need("`contrast_weight` is 0", lambda now: now.contrast_weight)
-GROWS = Need("`completion_length_start` is not set", lambda now: now.completion_length_start is not None)
-SUCCESS = Need("`teacher_context` is not 'group_success'", lambda now: now.teacher_context is not None)
 ANCHOR = Need("`anchor_weight` is 0", lambda now: now.anchor_weight)
-ANCHORS = tuple(name for name in DIVERGENCES if name != "sampled_reverse_kl")
-"""Divergences of whole distributions."""
 VLLM = _of_engine("`use_vllm` is False", lambda now: now.use_vllm)
 ENGINE = _of_engine("`use_vllm` is False", lambda now: now.has_engine)
 NO_ENGINE = _of_engine("an engine generates the completions", lambda now: not now.has_engine)
@@ -239,12 +228,6 @@ NO_BASE_URL = _of_engine(
 )
 SGLANG = _of_engine("`sglang_server_url` is not set", lambda now: now.sglang_server_url is not None)
 SKIPS = Need("`nonfinite` is 'raise'", lambda now: now.nonfinite == "skip" or now.mixed_precision == "fp16")
-COMPARED_STEPS = 10
-"""Optimizer steps at the start, and at the end, that `collapse_guard` compares; both have to be complete."""
-LONG = Need(
-    f"`max_steps` is below {2 * COMPARED_STEPS}, and comparisons start after {2 * COMPARED_STEPS} steps",
-    lambda now: now.collapse_guard != "stop" or not 0 < now.max_steps < 2 * COMPARED_STEPS,
-)
 OVERLAP_STEP = Need("`overlap` is not 'step'", lambda now: now.overlap == "step")
 OVERLAP_AHEAD = Need("`overlap` is not 'ahead'", lambda now: now.overlap == "ahead")
 OPTIMIZER = Need("an optimizer was passed", lambda now: now.optimizers[0] is None)
@@ -404,7 +387,7 @@ def _table(config: Any) -> Mapping[str, Option]:
     hints = get_type_hints(config, include_extras=True)
     declared = {name: get_args(hints[name]) for name in config.__annotations__}
     own = {name: one for name, parts in declared.items() for one in parts if isinstance(one, Option)}
-    bases = [_table(base) for base in config.__bases__ if issubclass(base, DistillationConfig)]
+    bases = [table(base) for base in config.__bases__ if is_dataclass(base)]
     inherited = {name: one for base in bases for name, one in base.items()}
     return {**own, **inherited, **own}  # in this order
 

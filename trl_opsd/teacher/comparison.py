@@ -188,10 +188,9 @@ def compared(
     rollout: Rollout,
     num_items: Tensor | float | None,
     objective: Objective,
-    criterion: str | None = None,
     origin: OutputHead | None = None,
 ) -> LossParts:
-    """The loss of a micro-batch, without waiting for a device; `criterion` is one of `token_selection.LATE`.
+    """The loss of a micro-batch, without waiting for a device.
 
     `origin` is the head of the student as it was passed, if targets have its states.
     """
@@ -232,8 +231,8 @@ def compared(
     parts: LossParts | None = None
     for share in shares:
         scored_2 = None
-        if criterion is not None:
-            scores_N = scores(share, criterion)
+        if objective.selection is not None:
+            scores_N = scores(share, objective.selection.criterion)
             scored_2 = torch.stack([scores_N.new_full((), len(scores_N)), scores_N.sum()])
             share = best(share, scores_N)
         per_token = of(share, share.of_tokens(rollout, device))

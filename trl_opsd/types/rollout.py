@@ -190,6 +190,12 @@ class Rollout:
         """[B, C], whether the token's weight in the loss is not 0."""
         return self.weights != 0
 
+    @property
+    def generated(self) -> Tensor:
+        """[B, C], whether the student generated the token: neither padding nor the output of a tool."""
+        mask = self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
+        return mask != 0
+
     def weights_on_host(self) -> Tensor:
         """[B, C], `weights` in host memory; waits for the device unless they are as they were dealt."""
         known = self.on_host

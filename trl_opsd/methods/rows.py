@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl_opsd.data.outcomes import Outcome
@@ -44,16 +44,22 @@ class BatchRow(Mapping[str, Any]):
     """Of the student's prompt, once it is tokenized."""
     logprobs: tuple[list[int], list[float]] | None = None
     """A completion, and the log-probabilities that its tokens were sampled with."""
+    reward: float | None = None
+    """The weighted sum of the completion's rewards; `None` where no function gave one."""
     advantage: float = 0.0
     """Of the completion within its group, once there are rewards."""
     outcome: Outcome | None = None
     """Once there are rewards, and a teacher's prompt depends on them."""
     gate: float = 1.0
     """Weight of the row in the loss: by its reward, and 0 where the teacher has no prompt."""
+    pull: float = 0.0
+    """What is added to the divergence of each token, times its `-log p` under the student."""
     control: Prompt | None = None
     """What the teacher reads in place of its own prompt, of another row."""
     contrast: Prompt | None = None
     """The teacher's prompt that its target moves away from; with a control, of that other row."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What methods of a user keep of the row."""
 
     def __post_init__(self) -> None:
         self.contrast = self.request.contrast

@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, ClassVar, final
 
 import torch
 from accelerate.utils import gather_object
@@ -19,110 +20,165 @@ from pandas import DataFrame
 from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
-from trl_opsd.data.outcomes import Outcome, gate, texts_of
-from trl_opsd.loop.rows import BatchRow
-from trl_opsd.loop.trainer_host import TrainerHost
+from trl_opsd.data.outcomes import Outcome, texts_of
+from trl_opsd.methods.base import Generated, Method
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.checks import whole_checkpoint
+from trl_opsd.monitor.metrics import STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
+from trl_opsd.options.normalize import with_help
+from trl_opsd.options.rules import compared_in_groups, of_student, whole_batch, with_functions
+from trl_opsd.options.table import NUMBERS, REWARDS, Need, Option, above, at_least, one_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import NOT_PASSED, Given
 from trl_opsd.types import Rollout
 
-__all__ = ["BatchRewards", "advantages"]
-
 _EPSILON = 1e-4
 """Added to each standard deviation before a division, as in TRL."""
+_WEIGHT = Need("`reward_weight` is 0", lambda now: now.reward_weight)
+_REWARDS = Logs(
+    "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps",
+    f"{WITH_REWARDS}; where a function gave one",
+)
+
+
+@with_help
+@dataclass
+class RewardOptions:
+    reward_weight: Annotated[
+        float,
+        Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards", also="reward_coef"),
+    ] = 0.0
+    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0 they are only logged."""
+    reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, (REWARDS,), resumed=_WEIGHT)] = None
+    """Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1."""
+    scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), (_WEIGHT,), resumed=_WEIGHT)] = "group"
+    """Standard deviation that rewards are divided by, as there: `"group"` or `True`, of those of a prompt; `"batch"`,
+    of the step; `"none"` or `False`, none."""
+    multi_objective_aggregation: Annotated[
+        str, Option(one_of("sum_then_normalize", "normalize_then_sum"), (_WEIGHT,), resumed=_WEIGHT)
+    ] = "sum_then_normalize"
+    """Whether several rewards are scaled after they are added, or each before, as there."""
 
 
 @final
-class BatchRewards:
+class BatchRewards(Method):
     """Calls reward functions; where training does not depend on rewards, it logs them, and nothing else changes."""
 
-    def __init__(self, trainer: TrainerHost, rewards: Sequence[Given]) -> None:
-        self._trainer, self._rewards = trainer, _built(rewards, trainer)
+    rules = (
+        with_functions("reward_weight", above(0)),
+        compared_in_groups("reward_weight", above(0)),
+        of_student("reward_weight", above(0)),
+        whole_batch("reward_weight", above(0)),
+    )
+    metrics: ClassVar = {
+        "rewards/<name>/mean": Metric("of the function", "Without rows for which it returned `None`.", _REWARDS),
+        "rewards/<name>/std": Metric("of the function", "Standard deviation of the same rewards.", _REWARDS),
+        "reward": Metric("of the functions", "Sum of a completion's rewards times `reward_weights`.", _REWARDS),
+        "reward_std": Metric("of the functions", "Standard deviation of the same sums.", _REWARDS),
+        "frac_reward_zero_std": Metric(
+            "1",
+            "Share of completions whose rewards have the standard deviation 0 in their prompt, or step.",
+            Logs(STEPS, "`reward_weight` above 0", evaluated=False),
+        ),
+        "pull/mean": Metric(
+            "nats",
+            "What rewards and completions of the dataset add to the divergence, per token.",
+            Logs(WEIGHTED, "rows with a `pull`", evaluated=False),
+            "pulled / weight",
+        ),
+    }
+
+    def __init__(self, rewards: Sequence[Given], needs_rewards: bool) -> None:
+        self._given, self.needs_rewards = rewards, needs_rewards
+        self._rewards: Rewards
         self._evaluated: list[Tensor] | None = None
         """[*, F] each, rewards of the evaluation in progress: each row once, in the order of generation."""
         self._texts: dict[str, list[str]] = {}
         """Prompts and completions of these rows, for `log_completions` only."""
 
-    def note(self, batch: Mapping[str, Any], rows: Sequence[BatchRow], conversations: Sequence[Any] | None) -> None:
-        """Rewards the completions of a generation batch, and sets the advantages of its rows. Collective.
+    @classmethod
+    def of(cls, now: Any) -> BatchRewards | None:
+        return cls(now.reward_sources, now.reward_weight > 0) if now.reward_sources else None
 
-        To be called before rows are exchanged between processes: the completions of a prompt have to be adjacent.
-        `conversations` are the completions with the tools' results, as messages.
-        """
-        trainer, tells = self._trainer, self._trainer.teaching.readers.intake.reads_outcomes
-        is_trained = trainer.model.training and bool(trainer.teaching.learned_rewards)
-        is_logged = trainer.model.training and trainer.teaching.logs_rewards
+    def build(self) -> None:
+        self._rewards = _built(self._given, self.host)
+
+    def generated(self, batch: Generated) -> None:
+        host, tells = self.host, self.host.methods.reads_outcomes
+        is_trained = batch.is_training and host.methods.needs_rewards
+        is_logged = batch.is_training and host.teaching.logs_rewards
         if not (is_trained or is_logged or self._evaluated is not None or tells):
             return
         # A function that draws random numbers must not change a training that only logs its rewards.
-        apart = nullcontext() if is_trained or tells else preserved_rng(trainer.accelerator.device)
-        with trainer.phase("reward"), apart:
-            rewards_BF = self._rewards_of(batch, rows, conversations)
-            if tells:
-                self._set_outcomes(batch, trainer.accelerator.gather(rewards_BF).cpu(), rows)
+        apart = nullcontext() if is_trained or tells else preserved_rng(host.accelerator.device)
+        with host.phase("reward"), apart:
+            rewards_BF = self._rewards_of(batch)
+            if is_trained or is_logged or tells:
+                # From the rewards of all processes, as the completions of a prompt may be in several.
+                rewards_RF = host.accelerator.gather(rewards_BF).cpu()
+                self._set_rewards(rewards_RF, batch)
             if is_trained:
-                self._set_advantages(trainer.accelerator.gather(rewards_BF).cpu(), rows)
+                self._set_advantages(rewards_RF, batch)
             elif self._evaluated is not None:
-                self._evaluated.append(trainer.gather_distinct_rows(rewards_BF).cpu())
-                if trainer.log_completions:
-                    self._keep_texts(batch, len(self._evaluated[-1]))
-            elif is_logged:
-                self._record(trainer.accelerator.gather(rewards_BF).cpu())
+                self._evaluated.append(host.gather_distinct_rows(rewards_BF).cpu())
+                if host.log_completions:
+                    self._keep_texts(batch.tokens, len(self._evaluated[-1]))
+            if is_trained or is_logged:
+                self._record(rewards_RF)
 
-    def _set_advantages(self, rewards_RF: Tensor, rows: Sequence[BatchRow]) -> None:
-        args, weights_F = self._trainer.args, self._rewards.weights
-        # From the rewards of all processes, as the completions of a prompt may be in several.
-        values_R, is_flat_R = advantages(
-            rewards_RF, weights_F, args.num_generations, args.scale_rewards, args.multi_objective_aggregation
-        )
-        first = self._trainer.accelerator.process_index * len(rows)
-        mine = slice(first, first + len(rows))
-        totals = _total(rewards_RF, weights_F).tolist()
-        for row, value, total in zip(rows, values_R[mine].tolist(), totals[mine], strict=True):
-            row.advantage = value
-            if args.reward_gate is not None and row.by_student:
-                row.gate *= gate(args.reward_gate, total, value)
-        if (visits := self._trainer.visits) is not None:
-            visits.rewards = [None if math.isnan(one) else one for one in totals]
-            is_flat_R = is_flat_R[torch.tensor(visits.generated)]
-        self._record(rewards_RF)
-        self._trainer.record("frac_reward_zero_std", float(is_flat_R.float().mean()))
-
-    def _set_outcomes(self, batch: Mapping[str, Any], rewards_RF: Tensor, rows: Sequence[BatchRow]) -> None:
-        """Tells each row the completions of its prompt and their rewards. Collective."""
-        trainer, args = self._trainer, self._trainer.args
-        number = args.num_generations if trainer.model.training else args.num_generations_eval or args.num_generations
-        texts = texts_of(trainer.processing_class, Rollout.unpack(batch).completion_lists())
-        totals = [None if math.isnan(one) else one for one in _total(rewards_RF, self._rewards.weights).tolist()]
-        everyone = list(zip(gather_object(texts), totals, strict=True))
-        first = trainer.accelerator.process_index * len(rows)
-        for place, row in enumerate(rows, start=first):
+    def _set_rewards(self, rewards_RF: Tensor, batch: Generated) -> None:
+        """Gives each row its reward and, where teachers read them, the completions of its prompt with theirs."""
+        host, args = self.host, self.host.args
+        totals = _total(rewards_RF, self._rewards.weights).tolist()
+        batch.rewards = [None if math.isnan(one) else one for one in totals]
+        first = host.accelerator.process_index * len(batch.rows)
+        for place, row in enumerate(batch.rows, start=first):
+            row.reward = batch.rewards[place]
+        if not host.methods.reads_outcomes:
+            return
+        number = args.num_generations if batch.is_training else args.num_generations_eval or args.num_generations
+        texts = texts_of(host.processing_class, Rollout.unpack(batch.tokens).completion_lists())
+        everyone = list(zip(gather_object(texts), batch.rewards, strict=True))
+        for place, row in enumerate(batch.rows, start=first):
             start = place - place % number
             group = tuple(everyone[start : start + number])
             row.outcome = Outcome(group[place - start][1], place - start, group)
 
+    def _set_advantages(self, rewards_RF: Tensor, batch: Generated) -> None:
+        args, rows = self.host.args, batch.rows
+        values_R, is_flat_R = advantages(
+            rewards_RF,
+            self._rewards.weights,
+            args.num_generations,
+            args.scale_rewards,
+            args.multi_objective_aggregation,
+        )
+        first = self.host.accelerator.process_index * len(rows)
+        for row, value in zip(rows, values_R[first : first + len(rows)].tolist(), strict=True):
+            row.advantage = value
+            row.pull += args.reward_weight * value
+        self.host.record("frac_reward_zero_std", float(is_flat_R[batch.counts["asked"] > 0].float().mean()))
+
     # ---- Calling the functions --------------------------------------------------------------------------------------
 
-    def _rewards_of(
-        self, batch: Mapping[str, Any], rows: Sequence[BatchRow], conversations: Sequence[Any] | None
-    ) -> Tensor:
+    def _rewards_of(self, batch: Generated) -> Tensor:
         """[B, F], on the accelerator's device; NaN for rows that are not the student's, skipped, or padding."""
+        rows, conversations = batch.rows, batch.written.conversations
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if row.by_student and not row.is_padding]
         of_student = [rows[number] for number in numbers]
-        rollout = Rollout.unpack(batch)
+        rollout = Rollout.unpack(batch.tokens)
         ids = rollout.completion_lists()
         completions = self._completions_of(rollout, ids, rows) if conversations is None else conversations
         arguments = {
             **self._columns(of_student),
             "completions": [completions[number] for number in numbers],
             "completion_ids": [ids[number] for number in numbers],
-            "trainer_state": self._trainer.state,
+            "trainer_state": self.host.state,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }
-        if (environments := self._trainer.turns.environments) is not None:
+        if (environments := self.host.turns.environments) is not None:
             arguments["environments"] = [environments.current[number] for number in numbers]
         found = torch.full((len(rows), len(self._rewards.functions)), torch.nan)
         found[numbers] = self._rewards.of(arguments, [row.request.where for row in of_student])
@@ -130,22 +186,22 @@ class BatchRewards:
         everyone = gather_object([dict(metrics)])
         for name in sorted({name for theirs in everyone for name in theirs}):
             values = [value for theirs in everyone for value in theirs.get(name, ())]
-            self._trainer.record(name, sum(values) / len(values), len(values))
-        return found.to(self._trainer.accelerator.device)
+            self.host.record(name, sum(values) / len(values), len(values))
+        return found.to(self.host.accelerator.device)
 
     def _columns(self, rows: Sequence[BatchRow]) -> dict[str, list[Any]]:
         """Columns of the dataset as arguments; copies, since functions may change them."""
         # What environments tell is the teacher's, and not of all rows.
-        hidden = {"privileged_context"} if self._trainer.teaching.readers.intake.is_told else set()
+        hidden = {"privileged_context"} if self.host.teaching.readers.intake.is_told else set()
         names = [name for name in (rows[0] if rows else ()) if name not in {*NOT_PASSED, *hidden}]
         columns = {name: [row.get(name) for row in rows] for name in names}
-        if self._trainer.reads_solutions and "privileged_context" in columns:
+        if self.host.reads_solutions and "privileged_context" in columns:
             columns.setdefault("solution", columns["privileged_context"])  # as the dataset may have called it
         return deepcopy({**columns, "prompts": [row["prompt"] for row in rows]})
 
     def _completions_of(self, rollout: Rollout, ids: list[list[int]], rows: Sequence[BatchRow]) -> Sequence[Any]:
         """The completions `ids` of a rollout in the form of its prompts, text or messages."""
-        processing = self._trainer.processing_class
+        processing = self.host.processing_class
         is_text = isinstance(rows[0]["prompt"], str)
         if not is_text and any(getattr(processing, f"response_{name}", None) for name in ("template", "schema")):
             # An empty completion cannot be parsed, so a padding token stands for it.
@@ -169,19 +225,19 @@ class BatchRewards:
         if evaluated:
             rewards_RF = torch.cat(evaluated)
             self._record(rewards_RF)
-            if self._trainer.log_completions and self._trainer.accelerator.is_main_process:
+            if self.host.log_completions and self.host.accelerator.is_main_process:
                 self._save_table(rewards_RF, prefix)
 
-    def _keep_texts(self, batch: Mapping[str, Any], number: int) -> None:
+    def _keep_texts(self, tokens: Mapping[str, Any], number: int) -> None:
         """Keeps the texts of a batch with so many distinct rows. Collective."""
-        rollout, decode = Rollout.unpack(batch), self._trainer.processing_class.batch_decode
+        rollout, decode = Rollout.unpack(tokens), self.host.processing_class.batch_decode
         for name, ids in {"prompt": rollout.prompt_lists(), "completion": rollout.completion_lists()}.items():
             texts = gather_object(decode(ids, skip_special_tokens=True))
             self._texts[name] += texts[:number]  # the others pad the last batch
 
     def _save_table(self, rewards_RF: Tensor, prefix: str) -> None:
         """Writes a table of an evaluation, one line per row, next to those that TRL writes of trainings."""
-        folder, step = Path(self._trainer.args.output_dir or "") / "completions", self._trainer.state.global_step
+        folder, step = Path(self.host.args.output_dir or "") / "completions", self.host.state.global_step
         folder.mkdir(parents=True, exist_ok=True)
         columns = dict(zip(self._rewards.functions, rewards_RF.T.tolist(), strict=True))
         DataFrame({"step": step, **self._texts, **columns}).to_parquet(folder / f"{prefix}_{step:05d}.parquet")
@@ -189,13 +245,13 @@ class BatchRewards:
     def _record(self, rewards_RF: Tensor) -> None:
         totals_R = _total(rewards_RF, self._rewards.weights)
         for name, values_R in zip(self._rewards.functions, rewards_RF.T, strict=True):
-            self._trainer.record(f"rewards/{name}/mean", float(values_R.nanmean()))
-            self._trainer.record(f"rewards/{name}/std", float(nanstd(values_R)))
-        self._trainer.record("reward", float(totals_R.nanmean()))
-        self._trainer.record("reward_std", float(nanstd(totals_R)))
+            self.host.record(f"rewards/{name}/mean", float(values_R.nanmean()))
+            self.host.record(f"rewards/{name}/std", float(nanstd(values_R)))
+        self.host.record("reward", float(totals_R.nanmean()))
+        self.host.record("reward_std", float(nanstd(totals_R)))
 
 
-def _built(rewards: Sequence[Given], trainer: TrainerHost) -> Rewards:
+def _built(rewards: Sequence[Given], trainer: Any) -> Rewards:
     """The functions of all rewards, with their models loaded."""
     args, functions = trainer.args, {}
     for number, one in enumerate(rewards):

@@ -2,47 +2,69 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, final
+from typing import Annotated, Any, ClassVar, final
 
 from accelerate.logging import get_logger
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.checkpoints.resume import best_evaluated
-from trl_opsd.loop.trainer_host import TrainerHost
-from trl_opsd.options.table import COMPARED_STEPS
+from trl_opsd.methods.base import Generated, Method
+from trl_opsd.monitor.metrics import ALWAYS, STEPS, Logs, Metric
+from trl_opsd.options.normalize import with_help
+from trl_opsd.options.table import Need, Option, one_of
 
-__all__ = ["CollapseGuard"]
-
-FILE = "opsd_course.json"
-"""File of a checkpoint with the figures of the first and the last steps."""
+COMPARED_STEPS = 10
+"""Optimizer steps at the start, and at the end, that `collapse_guard` compares; both have to be complete."""
+_LONG = Need(
+    f"`max_steps` is below {2 * COMPARED_STEPS}, and comparisons start after {2 * COMPARED_STEPS} steps",
+    lambda now: now.collapse_guard != "stop" or not 0 < now.max_steps < 2 * COMPARED_STEPS,
+)
 
 logger = get_logger(__name__)
 
 
+@with_help
+@dataclass
+class CollapseOptions:
+    collapse_guard: Annotated[str | None, Option(one_of(None, "warn", "stop"), (_LONG,))] = "warn"
+    """Whether to warn, or to save a checkpoint and end the training, when the last 10 optimizer steps leave the bounds
+    in `docs/distributed.md`. When `None`, nothing."""
+
+
 @final
-class CollapseGuard(TrainerCallback):
+class CollapseGuard(Method, TrainerCallback):
     """Warns once of each sign of a collapse, or stops and saves; a resumed training goes on with its course.
 
     Every process has the same figures, so all stop at the same step.
     """
 
-    def __init__(self, trainer: TrainerHost) -> None:
-        self._trainer = trainer
-        self._watches, self._stops = trainer.args.collapse_guard is not None, trainer.args.collapse_guard == "stop"
+    name = "course"
+    metrics: ClassVar = {
+        "completions/length_drift": Metric(
+            "1",
+            "Mean length of the student's completions, divided by that of the first 10 optimizer steps.",
+            Logs(STEPS, f"{ALWAYS}, or no completion of the student", evaluated=False),
+        ),
+    }
+
+    def __init__(self, kind: str | None) -> None:
+        self._watches, self._stops = kind is not None, kind == "stop"
         self.begin()
 
+    @classmethod
+    def of(cls, now: Any) -> CollapseGuard:
+        return cls(now.collapse_guard)
+
     def begin(self) -> None:
-        """Begins a course, for a new training; before a checkpoint is loaded."""
         self.course = Course()
-        self.sums: Counter[str] = Counter()
-        """Sums of the step so far, over all processes, by the names in [`LossParts.ROW_NAMES`]."""
+        self._sums: Mapping[str, float] = {}
+        """Sums of the step, over all processes, by the names in [`LossParts.ROW_NAMES`]."""
         self._texts: tuple[float, float] | None = None
         """Mean length and share of repetitions of the step's completions."""
         self._warned: set[str] = set()
@@ -50,13 +72,16 @@ class CollapseGuard(TrainerCallback):
 
     # ---- A step -----------------------------------------------------------------------------------------------------
 
-    def note_completions(self, of: Mapping[str, Tensor]) -> None:
-        """Notes mean length and share of repetitions of those that the student generated, in all processes."""
-        count, tokens, repeated = (
-            int((of[name] * of["by_student"]).sum()) for name in ("by_student", "ids", "repeats")
-        )
-        if self._trainer.model.training:
+    def generated(self, batch: Generated) -> None:
+        of = batch.counts
+        if batch.is_training:
+            count, tokens, repeated = (
+                int((of[name] * of["by_student"]).sum()) for name in ("by_student", "ids", "repeats")
+            )
             self._texts = (tokens / count, repeated / count) if count else None
+
+    def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
+        self._sums = sums
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         signs = self._end_step()
@@ -79,39 +104,35 @@ class CollapseGuard(TrainerCallback):
 
     def _end_step(self) -> dict[str, str]:
         """The signs of a collapse by name, after the step was added to the course."""
-        sums, self.sums = self.sums, Counter()
-        if not sums["weight"] or self._texts is None:  # skipped, or no completion of the student's
+        sums, self._sums = self._sums, {}
+        if not sums.get("weight") or self._texts is None:  # skipped, or no completion of the student's
             return {}
         length, repeated = self._texts
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         self.course.add(Figures(**means, length=length, repeated=repeated))
-        self._trainer.record("completions/length_drift", self.course.drift)
-        return self.course.signs(clipped=self._trainer.args.kl_clip is not None) if self._watches else {}
+        self.host.record("completions/length_drift", self.course.drift)
+        return self.course.signs(clipped=self.host.args.kl_clip is not None) if self._watches else {}
 
     # ---- Checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str) -> None:
-        """Writes the course into a checkpoint; called by one process."""
-        (Path(folder) / FILE).write_text(json.dumps(self.course.state(), allow_nan=False), encoding="utf-8")
+    def state(self) -> Mapping[str, Any]:
+        return self.course.state()
 
-    def load(self, folder: str) -> None:
-        """Continues the course of a checkpoint, if it has one."""
-        if (path := Path(folder) / FILE).exists():
-            self.course = Course.of(json.loads(path.read_text(encoding="utf-8")))
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.course = Course.of(state)
 
     def kept(self, run_dir: Path) -> Collection[Path]:
-        """Checkpoints that `save_total_limit` does not delete: the best; after a collapse, all."""
         if self._has_stopped:
             return list(run_dir.glob("checkpoint-*"))  # which of them is still sound is not known
-        best = self._best() if self._watches else self._trainer.state.best_model_checkpoint
-        return [] if best is None else [Path(best)]
+        best = self._best() if self._watches else None
+        return [] if best is None else [best]
 
     def _best(self) -> Path | None:
         """The best checkpoint by `metric_for_best_model`, or else by the mean loss of the evaluations."""
-        state = self._trainer.state
+        state = self.host.state
         if state.best_model_checkpoint:
             return Path(state.best_model_checkpoint)
-        return best_evaluated(Path(self._trainer.args.output_dir), state.log_history)
+        return best_evaluated(Path(self.host.args.output_dir), state.log_history)
 
 
 # ---- The course of a run --------------------------------------------------------------------------------------------

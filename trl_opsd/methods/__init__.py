@@ -1,0 +1,105 @@
+"""Methods: parts of a training that can be left out, each whole in a file, in the order in which a step asks them.
+
+To add one, write its file, and add its class and its options here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+from trl_opsd._compat.sharding import launched
+from trl_opsd.methods.base import Method
+from trl_opsd.methods.collapse import CollapseGuard, CollapseOptions
+from trl_opsd.methods.context import ContextOptions, GroupSuccess, PromptFunction
+from trl_opsd.methods.contrast import Contrast, ContrastOptions
+from trl_opsd.methods.control import ControlOptions, TeacherControl
+from trl_opsd.methods.discounts import DiscountOptions, Discounts
+from trl_opsd.methods.gates import GateOptions, Gates
+from trl_opsd.methods.groups import Groups
+from trl_opsd.methods.growth import CompletionGrowth, GrowthOptions
+from trl_opsd.methods.off_policy import OffPolicy, OffPolicyOptions
+from trl_opsd.methods.origin import Origin, OriginOptions
+from trl_opsd.methods.rewards import BatchRewards, RewardOptions
+from trl_opsd.methods.selection import SelectionOptions, TokenSelection
+from trl_opsd.methods.visits import VisitOptions, Visits
+from trl_opsd.monitor.metrics import OF_TRAINER, Metric
+from trl_opsd.options.normalize import with_help
+from trl_opsd.options.rules import Rule, Stage
+
+
+@with_help
+@dataclass
+class MethodOptions(
+    GrowthOptions,
+    VisitOptions,
+    OffPolicyOptions,
+    RewardOptions,
+    GateOptions,
+    ContextOptions,
+    ControlOptions,
+    ContrastOptions,
+    OriginOptions,
+    SelectionOptions,
+    DiscountOptions,
+    CollapseOptions,
+):
+    """The options of all methods, which are fields of [`OPSDConfig`]."""
+
+
+METHODS: tuple[type[Method], ...] = (
+    CompletionGrowth,
+    OffPolicy,
+    BatchRewards,
+    Gates,
+    Visits,
+    PromptFunction,
+    GroupSuccess,
+    TeacherControl,
+    Contrast,
+    Origin,
+    TokenSelection,
+    Discounts,
+    Groups,
+    CollapseGuard,
+)
+"""Those of the package: what comes later sees what earlier ones have set."""
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {**OF_TRAINER, **{name: metric for one in METHODS for name, metric in one.metrics.items()}}
+)
+"""All metrics by their names in the training log."""
+
+
+def rules(stage: Stage) -> list[Rule]:
+    """The rules of all methods that are checked at a stage."""
+    return [one for one in chain.from_iterable(method.rules for method in METHODS) if one.at is stage]
+
+
+def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
+    """The methods of a trainer in a [`Situation`], and then those of the user."""
+    found = [one for method in METHODS if (one := method.of(now)) is not None]
+    for one in given:
+        if not isinstance(one, Method):
+            what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+            raise TypeError(f"`methods` contains {what}: expected instances of subclasses of `trl_opsd.Method`.")
+        hooks = [name for name in ("generated",) if getattr(type(one), name) is not getattr(Method, name)]
+        if hooks and now.overlap == "step":
+            raise ValueError(
+                f"`overlap='step'` with `{type(one).__name__}.{hooks[0]}`, which needs all completions of a step, but "
+                "rows are trained on before the last is generated: remove `overlap`, or set `overlap='ahead'`."
+            )
+        if launched(now.args).sp_enabled:
+            raise ValueError(
+                "`parallelism_config`: `sp_size` with `methods`, which read whole rows: remove one of them."
+            )
+        found.append(one)
+    names = [one.name or type(one).__name__ for one in found]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(
+            f"`methods` contains two of the name {repeated!r}, whose states would be one file: rename one."
+        )
+    return tuple(found)

@@ -1,0 +1,205 @@
+"""The seam: what a method may do in an optimizer step, hook by hook in the order in which a step asks.
+
+Methods do not know each other: they meet in the columns of a [`BatchRow`] and in the weights of tokens. Everything that
+they have in common is decided once, where they are asked (`order.py`).
+
+B rows of this process · R rows of all processes · C completion tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from trl_opsd.losses.objective import Objective
+from trl_opsd.methods.rows import BatchRow, Written
+from trl_opsd.monitor.metrics import Metric
+from trl_opsd.options.rules import Rule
+from trl_opsd.types import Rollout, TeacherTargets
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+
+
+class MethodHost(Protocol):
+    """The trainer, as a method sees it."""
+
+    args: Any
+    """The options."""
+    model: PreTrainedModel
+    """The student, in training mode but for evaluations."""
+    accelerator: Accelerator
+    """Processes and devices of the launch."""
+    state: TrainerState
+    """State of the training; `global_step` counts optimizer steps."""
+    processing_class: PreTrainedTokenizerBase
+    """The student's tokenizer."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Adds the time spent inside to `time/<name>` in the log."""
+
+    def record(self, name: str, value: float, count: float = 1) -> None:
+        """Adds a value to the next log, which has the mean of all processes; in an evaluation weighted by `count`."""
+
+    def record_total(self, name: str, value: float) -> None:
+        """Sets a number of the next log of a training, which stands there as it is: a total, or a state."""
+
+    def gather_distinct_rows(self, rows: Tensor) -> Tensor:
+        """Values of the rows of all processes, [R, ...], without those that only fill a batch. Collective."""
+
+
+@dataclass(slots=True)
+class Generated:
+    """A generation batch once its completions are known."""
+
+    rows: Sequence[BatchRow]
+    """B of them."""
+    written: Written
+    """Their prompts and completions as token ids."""
+    tokens: Mapping[str, Tensor]
+    """The same, padded: TRL's keys."""
+    counts: Mapping[str, Tensor]
+    """[R] each, what was counted of all completions: `"length"`, `"generated"` and others of `StepStats.completed`."""
+    is_training: bool
+    rewards: Sequence[float | None] = ()
+    """R values, the `BatchRow.reward` of the rows of all processes; empty without rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A micro-batch after its loss."""
+
+    rows: Sequence[BatchRow]
+    """B of them; empty in a batch that was built elsewhere."""
+    batch: Mapping[str, Any]
+    """What the loss read, without the teacher's targets."""
+    sums: Tensor
+    """[B, columns], statistics of each row: `LossParts.rows`, read with [`~types.loss.columns`]."""
+    scored: Tensor | None
+    """[2], tokens that a late selection scored, and the sum of their scores; `None` without one."""
+
+
+class Method:
+    """A part of a training that can be left out: its options, rules, metrics, state and code stand in it alone.
+
+    Subclass it, override the hooks that are needed, and pass an instance: `OPSDTrainer(methods=[Mine()])`. A step asks
+    all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`, `weigh`,
+    `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A hook is asked in all
+    processes, so it may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as
+    one.
+
+    Attributes:
+        host ([`MethodHost`]): the trainer, set before the first hook is asked.
+        name (`str`): names the state in checkpoints, and the method in a fingerprint; by default that of its class.
+        rules (`Sequence[Rule]`): combinations of options that are refused.
+        metrics (`Mapping[str, Metric]`): what it logs.
+        needs_rewards (`bool`): whether training depends on the rewards of rows, which are then never only logged.
+        reads_outcomes (`bool`): whether it reads `BatchRow.outcome`.
+        reads (`Sequence[str]`): keys of what `references` returns.
+        pulls (`bool`): whether it sets `BatchRow.pull`.
+        skips (`bool`): whether it sets `BatchRow.prompt_weight`.
+        falls_back (`bool`): whether a teacher for whose context its prompt is too long reads the columns instead; when
+            `False` that is an error.
+    """
+
+    name: str = ""
+    rules: ClassVar[Sequence[Rule]] = ()
+    metrics: ClassVar[Mapping[str, Metric]] = {}
+    needs_rewards: bool = False
+    reads_outcomes: bool = False
+    reads: Sequence[str] = ()
+    pulls: bool = False
+    skips: bool = False
+    falls_back: bool = False
+    host: Any
+
+    @classmethod
+    def of(cls, now: Any) -> Method | None:
+        """The method in a [`Situation`], `None` where it is not asked for; only those of the package are looked for."""
+        return None
+
+    def build(self) -> None:
+        """Builds what needs the trainer, once it is there."""
+
+    def begin(self) -> None:
+        """A training begins: forgets what an earlier one left. A checkpoint is restored after this."""
+
+    # ---- A generation batch -----------------------------------------------------------------------------------------
+
+    def before(self, rows: Sequence[BatchRow]) -> None:
+        """Before anything is generated: may set `prompt_weight` of rows (0: nothing is generated) and their `pull`."""
+
+    def generated(self, batch: Generated) -> None:
+        """All completions of a batch are known: may set `reward`, `advantage`, `gate`, `pull`, `outcome`, `control`."""
+
+    def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
+        """What the teacher reads before a completion, text or messages, in place of `prompt`, which is parsed.
+
+        Returned as it is, it stays; `None` where there is nothing to read, so that the row does not count.
+        """
+        return prompt
+
+    def teacher_reads(self, read: Rollout, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
+        """What teachers read in place of `read`; the student has read `rollout`, with the same completions."""
+        return read
+
+    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
+        """What else is read of the completions, by what it is for: `"contrast"`, `"origin"`."""
+        return {}
+
+    # ---- The weights of tokens --------------------------------------------------------------------------------------
+
+    def select(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
+        """[B, C], the weights with 0 for tokens that the teacher need not score."""
+        return weights
+
+    def weigh(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
+        """[B, C], the weights of tokens in the loss; a weight of 0 has to stay. A subclass's `weigh` comes after it."""
+        return weights
+
+    def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
+        """[B, C], the weights whose sum is the denominator of the loss, after gates and weights of prompts."""
+        return weights
+
+    # ---- The loss ---------------------------------------------------------------------------------------------------
+
+    def objective(self, objective: Objective) -> Objective:
+        """How student and teacher are compared. For each micro-batch, and no collectives in it."""
+        return objective
+
+    def tally(self, part: Part) -> Tensor | None:
+        """Sums of a micro-batch, always of one shape, which are added over those of a step and over processes.
+
+        No collectives in it; `None` with the same options in all processes.
+        """
+        return None
+
+    def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
+        """A step has its gradient: sums over its tokens by [`~types.LossParts`], and what `tally` adds up to."""
+
+    def limit(self, tokens: int) -> int:
+        """Most tokens of a completion that is generated in training now, of so many. No collectives in it."""
+        return tokens
+
+    # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
+
+    def evaluation(self, prefix: str) -> AbstractContextManager[None]:
+        """Surrounds the evaluation of a dataset, whose metrics get this prefix."""
+        return nullcontext()
+
+    def state(self) -> Mapping[str, Any] | None:
+        """What a checkpoint keeps, as JSON, the same in all processes; `None` for nothing."""
+        return None
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what a checkpoint has kept."""
+
+    def kept(self, run_dir: Path) -> Collection[Path]:
+        """Checkpoints that `save_total_limit` does not delete."""
+        return ()

@@ -1,0 +1,176 @@
+"""Asks the methods of a trainer for each hook, in their order, and decides once what all of them have in common.
+
+B rows · C completion tokens
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from trl_opsd.data.prompts import Prompt
+from trl_opsd.losses.objective import Objective
+from trl_opsd.methods.base import Generated, Method, Part
+from trl_opsd.methods.rows import BatchRow
+from trl_opsd.types import Rollout, TeacherTargets
+
+M = TypeVar("M", bound=Method)
+
+
+class Methods:
+    """The methods of a trainer.
+
+    What does not count is decided here: nothing is generated for a row whose prompt has the weight 0, and it is in no
+    metric; the weight of each token is multiplied by those of its prompt and by the gate of its row.
+    """
+
+    def __init__(self, host: Any, methods: Sequence[Method] = ()) -> None:
+        self._host, self._methods = host, methods
+        for one in methods:
+            one.host = host
+
+    def __iter__(self) -> Iterator[Method]:
+        return iter(self._methods)
+
+    def get(self, kind: type[M]) -> M | None:
+        """The method of a kind; `None` where it is not asked for."""
+        return next((one for one in self if isinstance(one, kind)), None)
+
+    @property
+    def _is_training(self) -> bool:
+        return bool(self._host.model.training)
+
+    # ---- What they say of themselves --------------------------------------------------------------------------------
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether training depends on rewards."""
+        return any(one.needs_rewards for one in self)
+
+    @property
+    def reads_outcomes(self) -> bool:
+        """Whether rows are told the completions of their prompt and their rewards."""
+        return any(one.reads_outcomes for one in self)
+
+    @property
+    def reads(self) -> set[str]:
+        """What targets are made of beside the teacher."""
+        return {name for one in self for name in one.reads}
+
+    @property
+    def pulls(self) -> bool:
+        """Whether rows may have a `pull`."""
+        return self._host.args.pulls or any(one.pulls for one in self)
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether prompts may have the weight 0, for which nothing is generated."""
+        return any(one.skips for one in self)
+
+    @property
+    def fall_back(self) -> bool:
+        """Whether a prompt that is too long for its teacher has another in its place."""
+        return any(one.falls_back for one in self)
+
+    # ---- The hooks --------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        for one in self:
+            one.build()
+
+    def begin(self) -> None:
+        for one in self:
+            one.begin()
+
+    def before(self, rows: Sequence[BatchRow]) -> None:
+        for one in self if self._is_training else ():
+            one.before(rows)
+
+    def generated(self, batch: Generated) -> None:
+        for one in self:
+            one.generated(batch)
+
+    def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Prompt) -> Any:
+        found: Any = prompt
+        for one in self:
+            if found is not None:
+                found = one.teacher_prompt(row, completion_text, found)
+        return found
+
+    def teacher_reads(self, read: Rollout, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
+        for one in self:
+            read = one.teacher_reads(read, rollout, rows)
+        return read
+
+    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> dict[str, Rollout]:
+        return {name: found for one in self for name, found in one.references(rollout, rows).items()}
+
+    def select(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
+        for one in self if self._is_training else ():
+            weights_BC = one.select(weights_BC, rollout, rows)
+        return weights_BC
+
+    def weigh(self, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
+        weights_BC = rollout.weights
+        for one in self if self._is_training else ():
+            weights_BC = one.weigh(weights_BC, rollout, rows, targets)
+        return weights_BC
+
+    def weighed(self, weights_BC: Tensor, rows: Sequence[BatchRow]) -> Tensor:
+        for column in ("prompt_weight", "gate"):
+            weights_BC = weights_BC * weights_BC.new_tensor([getattr(row, column) for row in rows]).unsqueeze(1)
+        for one in self:
+            weights_BC = one.weighed(weights_BC, rows)
+        return weights_BC
+
+    def objective(self, objective: Objective) -> Objective:
+        for one in self:
+            objective = one.objective(objective)
+        return objective
+
+    def tally(self, part: Part) -> list[Tensor | None]:
+        return [one.tally(part) for one in self]
+
+    def stepped(self, sums: Mapping[str, float], tallies: Sequence[Tensor | None]) -> None:
+        for one, tally in zip(self, tallies, strict=True):
+            one.stepped(sums, tally)
+
+    def limit(self, tokens: int) -> int:
+        for one in self if self._is_training else ():
+            tokens = one.limit(tokens)
+        return tokens
+
+    @contextmanager
+    def evaluation(self, prefix: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in self:
+                stack.enter_context(one.evaluation(prefix))
+            yield
+
+    # ---- Checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes what each keeps into a checkpoint; called by one process."""
+        for one in self:
+            if (state := one.state()) is not None:
+                _file(folder, one).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+
+    def load(self, folder: str) -> None:
+        """Has each go on with what a checkpoint has kept of it, if it has."""
+        for one in self:
+            if (path := _file(folder, one)).exists():
+                one.restore(json.loads(path.read_text(encoding="utf-8")))
+
+    def kept(self, run_dir: Path) -> Collection[Path]:
+        """Checkpoints that `save_total_limit` does not delete: the best, and those that a method needs."""
+        best = self._host.state.best_model_checkpoint
+        return {*([] if best is None else [Path(best)]), *(path for one in self for path in one.kept(run_dir))}
+
+
+def _file(folder: str, method: Method) -> Path:
+    return Path(folder) / f"opsd_{method.name or type(method).__name__}.json"

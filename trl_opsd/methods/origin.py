@@ -1,0 +1,112 @@
+"""Compares the student with what it was before training: a target beyond the teacher, or an anchor.
+
+B rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, final
+
+from trl_opsd.losses import DIVERGENCES, Divergence
+from trl_opsd.losses.objective import Objective
+from trl_opsd.losses.registry import divergence_of
+from trl_opsd.methods.base import Method
+from trl_opsd.methods.rows import BatchRow
+from trl_opsd.monitor.metrics import WEIGHTED, Logs, Metric
+from trl_opsd.options.normalize import with_help
+from trl_opsd.options.rules import not_by_bytes, together, undivided, unless
+from trl_opsd.options.table import ANCHOR, NAME, SET, Need, Option, above, at_least, one_of, shown
+from trl_opsd.types import Rollout
+
+ANCHORS = tuple(name for name in DIVERGENCES if name != "sampled_reverse_kl")
+"""Divergences of whole distributions."""
+_EXTRAPOLATES = Need("`extrapolation` is 1", lambda now: now.extrapolation != 1)
+_A_THIRD = "but only two models are compared by bytes, and the initial one is a third"
+
+
+@with_help
+@dataclass
+class OriginOptions:
+    extrapolation: Annotated[
+        float,
+        Option(
+            at_least(0),
+            resumed=True,
+            words="extrapolated {:g} times from the student as it was passed",
+            also="lambda_vals",
+        ),
+    ] = 1.0
+    """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
+    which the target adds it; above 1 beyond the teacher."""
+    extrapolation_reference: Annotated[
+        str | None,
+        Option(NAME | None, (_EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student"),
+    ] = None
+    """The name of one of several teachers that stands in place of the student as it was passed: in G-OPD, the model
+    that the teacher was trained from. Rows name another as their teacher."""
+    anchor_weight: Annotated[
+        float,
+        Option(
+            at_least(0),
+            resumed=True,
+            words="plus {:g} times the divergence from the student as it was passed",
+            also="ref_kl_coef kl_coef",
+        ),
+    ] = 0.0
+    """Weight of the divergence of the student from itself as it was passed, which is added to that from the teacher."""
+    anchor_divergence: Annotated[str, Option(one_of(*ANCHORS), (ANCHOR,), resumed=ANCHOR)] = "reverse_kl"
+    """Which divergence that is, by name."""
+
+    @property
+    def reads_origin(self) -> bool:
+        """Whether the loss uses the student as it was passed."""
+        return self.extrapolation != 1 or self.anchor_weight > 0
+
+    @property
+    def anchor(self) -> Divergence | None:
+        """The divergence from the student as it was passed; `None` without one."""
+        settings = self.settings  # type: ignore[attr-defined]  # of the config that has these options
+        return divergence_of(self.anchor_divergence, settings) if self.anchor_weight else None
+
+
+@final
+class Origin(Method):
+    """Has the student as it was passed, or the teacher that stands in its place, read what the student has read."""
+
+    reads = ("origin",)
+    rules = (
+        undivided(lambda args: args.extrapolation != 1 and shown("extrapolation", args.extrapolation)),
+        undivided(lambda args: args.anchor_weight and shown("anchor_weight", args.anchor_weight)),
+        not_by_bytes("extrapolation", unless(1.0), _A_THIRD),
+        not_by_bytes("anchor_weight", above(0), _A_THIRD),
+        together(
+            ": an anchor is the student as it was passed, and there is one reference alone: remove one of them.",
+            extrapolation_reference=SET,
+            anchor_weight=above(0),
+        ),
+    )
+    metrics: ClassVar = {
+        "anchor/mean": Metric(
+            "nats",
+            "What the anchor adds to the divergence, per token.",
+            Logs(WEIGHTED, "`anchor_weight` above 0"),
+            "anchored / weight",
+        ),
+    }
+
+    @classmethod
+    def of(cls, now: Any) -> Origin | None:
+        return cls() if now.args.reads_origin else None
+
+    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
+        if (name := self.host.args.extrapolation_reference) is not None:
+            self.host.teaching.prompts.check_fit(rows, rollout.prompt_lists(), rollout, name)
+        return {"origin": rollout}
+
+    def objective(self, objective: Objective) -> Objective:
+        args = self.host.args
+        return replace(
+            objective, extrapolation=args.extrapolation, anchor_weight=args.anchor_weight, anchor=args.anchor
+        )
