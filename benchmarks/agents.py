@@ -21,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import tiny
 import torch
 from environments.test_apart import Server
 from environments.worlds import END, Adder, call, given, rows
+from support import tiny
 
 from trl_opsd import OPSDTrainer
 

@@ -25,9 +25,8 @@ from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import fsdp_on_cpu
-import tiny
-from products import PHASES, WatchedTrainer
+from support import fsdp_on_cpu, tiny
+from support.product_dtypes import PHASES, WatchedTrainer
 
 Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 

@@ -164,7 +164,7 @@ def make_tokenizer(args: argparse.Namespace) -> Any:
 
         return AutoTokenizer.from_pretrained(args.student)
     sys.path.insert(0, str(ROOT / "tests"))
-    import tiny
+    from support import tiny
 
     return tiny.tokenizer()
 

@@ -17,8 +17,8 @@ from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import tiny
 import torch
+from support import tiny
 from timing import once
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer

@@ -30,9 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import tiny
 import torch
 from datasets import Dataset
+from support import tiny
 from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer, Teacher

@@ -27,11 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rollout"))
 
 import pytest
 import server_lab
-import serving
 import tcp_transfer
-import tiny
 import torch
 from datasets import Dataset
+from support import serving, tiny
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_opsd import OPSDTrainer

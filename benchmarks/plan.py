@@ -41,7 +41,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "n
 def saved(folder: Path, **changes: int) -> list[str]:
     """Saves a random student and a random teacher, and returns their folders."""
     sys.path.append(str(CLI.parent))
-    import tiny
+    from support import tiny
 
     folders = []
     for role in ("student", "teacher"):

@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from lone_host import LoneHost
+from support.lone_host import LoneHost
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList, Qwen2Config
 from transformers.utils import logging
 

@@ -24,10 +24,9 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import serving
-import tiny
 import torch
-from pretended import pretended
+from support import serving, tiny
+from support.failing_server import pretended
 from transformers import AutoModelForCausalLM, PrinterCallback
 
 from trl_opsd import FixedRollout, OPSDError, OPSDTrainer

@@ -20,9 +20,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import serving
-import tiny
 import torch
+from support import serving, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
 
 from trl_opsd import FixedRollout, OPSDTrainer

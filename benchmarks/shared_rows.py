@@ -19,11 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import forks
-import tiny
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from support import forks, tiny
 from torch import Tensor
 
 from trl_opsd import FixedRollout, OPSDTrainer

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from accelerate import Accelerator
-from lone_host import LoneHost
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.lone_host import LoneHost
 from timing import median
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config

@@ -25,9 +25,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import tiny
 import torch
 from peft import LoraConfig
+from support import tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_opsd import OPSDTrainer

@@ -22,8 +22,8 @@ from typing import Any
 
 import accelerate.utils.imports
 import pytest
-import tiny
 import torch
+from support import tiny
 from transformers import PreTrainedModel
 
 from trl_opsd import FixedRollout, OPSDTrainer
@@ -50,8 +50,8 @@ def pytest_collection_finish() -> None:
     Forks the server of pairs of processes, where a test has imported it.
     """
     gc.freeze()
-    if "forks" in sys.modules:
-        sys.modules["forks"].serve()
+    if "support.forks" in sys.modules:
+        sys.modules["support.forks"].serve()
 
 
 @pytest.fixture(autouse=True)

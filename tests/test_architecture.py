@@ -173,6 +173,22 @@ def test_the_drawing_in_the_design_shows_the_imports():
 TESTS = Path(__file__).resolve().parent
 SLOW = {"benchmarks", "distributed"}
 """Folders of tests too slow for `make quick`: each starts engines or several processes."""
+ACROSS = {"bad_input", "benchmarks", "contract", "device", "distributed", "equivalence", "examples"}
+"""Folders of tests that hold for several rooms, or for what lies beside the package."""
+HOUSE = {"architecture", "docs", "package", "readme", "reference", "security"}
+"""Files of tests that hold for the whole house."""
+
+
+def test_tests_of_a_room_lie_where_its_name_says():
+    folders = {file.relative_to(TESTS).parts[0] for file in TESTS.glob("*/**/*.py")}
+    assert folders - FLOORS.keys() == ACROSS | {"support"}
+    files = {file.stem.removeprefix("test_") for file in TESTS.glob("*.py")}
+    assert files - FLOORS.keys() == HOUSE | {"conftest"}
+
+
+def test_no_two_files_of_tests_share_a_name():
+    names = [file.stem for file in TESTS.rglob("*.py") if file.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_every_folder_of_tests_has_a_quick_test():

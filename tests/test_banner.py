@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
-import vision_language
 from datasets import Dataset, IterableDataset
 from environments.worlds import END, Adder, Told, given, once
 from peft import LoraConfig
+from support import tiny, vision_language
 from transformers import BitsAndBytesConfig
 from trl.chat_template_utils import qwen3_chat_template
 

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from accelerate import ParallelismConfig
+from support import tiny
 from transformers import HfArgumentParser, Qwen2ForCausalLM, TrainingArguments
 from trl import DistillationConfig
 

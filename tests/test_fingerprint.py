@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from support import tiny
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.checkpoints.atomic_save import MANIFEST

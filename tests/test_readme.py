@@ -10,8 +10,8 @@ from typing import Any
 
 import datasets
 import pytest
-import tiny
-from pretended import pretended
+from support import tiny
+from support.failing_server import pretended
 from transformers import AutoModelForCausalLM
 
 import trl_opsd

@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 import trl_opsd
 from trl_opsd import HFRollout

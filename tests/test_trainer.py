@@ -8,10 +8,10 @@ import re
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
+from support import tiny
 from transformers import AutoModelForCausalLM, BambaConfig, MixtralConfig
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer, RolloutBackend

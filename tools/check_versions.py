@@ -36,9 +36,9 @@ TESTS = (
     "tests/parallel/test_precision.py",
     "tests/test_readme.py",
     "tests/test_trainer.py",
-    "tests/test_versions.py",
+    "tests/_compat/test_versions.py",
 )
-ENGINE_TESTS = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/test_versions.py")
+ENGINE_TESTS = ("tests/contract", "tests/rollout", "tests/test_trainer.py", "tests/_compat/test_versions.py")
 FOR_TESTS = ("hypothesis", "jmespath", "ninja", "pillow", "pytest", "pytest-timeout", "pytest-xdist", "requests")
 BESIDE = ("tests", "benchmarks", "examples", "docs", "requirements", "tools", "README.md", "setup.cfg")
 """Files that tests read. The package is not among them, so that tests import the wheel."""

@@ -43,7 +43,8 @@ WITH_VLLM = "import trl_opsd._compat.vllm.engine"
 README = """
 import datasets, importlib.metadata, importlib.util, pathlib, re, sys
 sys.path.append(sys.argv[1] + "/tests")
-import tiny, trl_opsd
+import trl_opsd
+from support import tiny
 for name, width in {"0.5B": 32, "1.5B": 48}.items():
     tiny.qwen2(width).save_pretrained(f"Qwen/Qwen2.5-{name}-Instruct")
     tiny.tokenizer().save_pretrained(f"Qwen/Qwen2.5-{name}-Instruct")

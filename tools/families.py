@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-import vision_language
+from support import vision_language
 
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer

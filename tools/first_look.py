@@ -21,7 +21,7 @@ from families import VOCABULARY, isolated, make_tokenizer
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-import vision_language
+from support import vision_language
 
 TRIALS = {
     "doctor": ["--json"],

@@ -81,7 +81,7 @@ def narrative(source: str) -> int:
 
 def toy(trainer_class: Callable[..., Any]) -> tuple[Any, float]:
     """A trainer of toys with a fixed rollout, and the processor seconds that it took to build."""
-    import tiny
+    from support import tiny
 
     from trl_opsd import FixedRollout
 

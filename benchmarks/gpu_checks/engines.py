@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 from peft import LoraConfig
+from support import tiny
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from gpu_checks.findings import Findings

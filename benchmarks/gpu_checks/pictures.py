@@ -7,9 +7,8 @@ import tempfile
 import time
 from unittest.mock import patch
 
-import tiny
 import torch
-import vision_language
+from support import tiny, vision_language
 
 from gpu_checks.findings import Findings
 from trl_opsd import FixedRollout, OPSDTrainer

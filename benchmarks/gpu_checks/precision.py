@@ -6,9 +6,8 @@ import argparse
 import tempfile
 
 import bf16
-import tiny
 import torch
-import waits
+from support import device_waits, tiny
 
 from gpu_checks.findings import Findings
 from trl_opsd import HFRollout, OPSDTrainer
@@ -27,7 +26,7 @@ def precision(found: Findings) -> None:
 
 def _waits(found: Findings) -> None:
     device = torch.device(found.device)
-    watch, number = waits.watch_on(device), torch.ones(1, device=device)
+    watch, number = device_waits.watch_on(device), torch.ones(1, device=device)
     with watch.active():
         watch.start()
         number.item()
@@ -42,7 +41,7 @@ def _waits(found: Findings) -> None:
             processing_class=tiny.tokenizer(),
             rollout=HFRollout(),
         )
-        each = waits.of_each_micro_batch(trainer)
+        each = device_waits.of_each_micro_batch(trainer)
     found.equal("micro-batches watched for waits", len(each), 6)
     for waited in each[2:]:  # the first step compiles the kernel and looks at the first gradient
         found.at_most(f"waits between forward and backward: {', '.join(waited) or 'none'}", len(waited), 1)

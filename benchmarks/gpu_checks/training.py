@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import teacher as benchmark
-import tiny
 import torch
 from datasets import Dataset
+from support import tiny
 from transformers import TrainerCallback
 from trl import DistillationConfig, DistillationTrainer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 from cases import Case, Lab, MustNotLoad, untouched
 from peft import LoraConfig, get_peft_model
+from support import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_schedule
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer

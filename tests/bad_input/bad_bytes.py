@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import tiny
-from byte_languages import byte_pairs
 from cases import Case, Lab, option, untouched
+from support import tiny
+from support.byte_languages import byte_pairs
 from tokenizers import normalizers
 
 BYTES = {"cross_tokenizer": "bytes"}

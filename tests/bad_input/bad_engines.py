@@ -7,8 +7,8 @@ import importlib.util
 import sys
 from typing import Any
 
-import tiny
 from cases import Case, Lab, option
+from support import tiny
 
 URL = {"sglang_server_url": "http://127.0.0.1:30000"}
 OURS = ("trl_opsd._compat.vllm", "trl_opsd.rollout.vllm", "trl_opsd.rollout.vllm_sampling")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import tiny
-import vision_language
 from cases import Case, Lab
 from datasets import Dataset
+from support import tiny, vision_language
 
 from trl_opsd import FixedRollout
 from trl_opsd.arguments.rules import GENERATING_SEEN, SEEING

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tiny
 import torch
 import transformers
 from cases import Case, Lab, MustNotLoad, untouched
 from peft import LoraConfig, get_peft_model
+from support import tiny
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trl import DistillationConfig

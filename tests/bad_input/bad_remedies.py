@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import tiny
 from bad_rows import trained_on
 from cases import Case, Lab, option, untouched
 from datasets import Dataset
 from peft import LoraConfig
+from support import tiny
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.types import TeacherTargets

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tiny
 from cases import Case, Lab
 from peft import LoraConfig
+from support import tiny
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.checkpoints.atomic_save import MANIFEST

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import tiny
 from cases import Case, Lab, untouched
 from datasets import Dataset, DatasetDict, IterableDataset
+from support import tiny
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 

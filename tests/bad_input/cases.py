@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import vision_language
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from PIL import Image as PILImage
-from vision_language import answer, picture
+from support import vision_language
+from support.vision_language import answer, picture
 
 from trl_opsd import FixedRollout
 from trl_opsd.data.datasets import WholeStream

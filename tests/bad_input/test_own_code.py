@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+from support import tiny
 from transformers import GPT2LMHeadModel
 
 MODULE = """

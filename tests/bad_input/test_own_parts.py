@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import tiny
 import torch
 from accelerate import PartialState
 from peft import LoraConfig
+from support import tiny
 
 from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
 from trl_opsd.losses import Divergence, ForwardKL, ReverseKL

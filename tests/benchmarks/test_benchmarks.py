@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import datasets
-import processes
 import pytest
 import torch
+from support import processes
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 

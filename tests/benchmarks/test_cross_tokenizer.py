@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from byte_languages import Language, byte_pairs
+from support.byte_languages import Language, byte_pairs
 
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 

@@ -13,9 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
-import simulated_device
+from support import forks, simulated_device
 
 DEVICE = f"{simulated_device.NAME}:0"
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-import vision_language
-from byte_languages import byte_pairs
+from support import tiny, vision_language
+from support.byte_languages import byte_pairs
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner

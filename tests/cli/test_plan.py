@@ -14,11 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-import vision_language
 import yaml
 from PIL import Image
+from support import tiny, vision_language
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner

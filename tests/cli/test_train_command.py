@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import yaml
 from datasets import Dataset
+from support import tiny
 from typer.testing import CliRunner
 
 import trl_opsd

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import fsdp_on_cpu
-import tiny
 from datasets import Dataset
+from support import fsdp_on_cpu, tiny
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 

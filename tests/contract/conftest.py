@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
+from support import tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
-from test_parity import Replaying, largest_gaps
+from support import tiny
+from support.parity import TOLERANCE, Replaying, largest_gaps
 from trl import DistillationConfig
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
-
-TOLERANCE = 1e-5
 
 
 def hole(batch):

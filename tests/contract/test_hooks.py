@@ -7,8 +7,8 @@ import inspect
 import operator
 
 import pytest
-import tiny
 import torch
+from support import tiny
 from trl import DistillationTrainer
 
 from trl_opsd import FixedRollout, OPSDTrainer

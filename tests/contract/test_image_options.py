@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
 import torch
-import vision_language
 from datasets import Dataset
-from test_tools import CALL, CallsOnce
+from support import tiny, vision_language
+from support.tool_calls import CALL, CallsOnce
+from support.vision_language import answer, rows
 from trl.chat_template_utils import add_response_schema, qwen3_vl_chat_template
-from vision_language import answer, rows
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import tiny
 import torch
-import vision_language
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
+from support import tiny, vision_language
+from support.vision_language import answer, rows
 from torch import Tensor
 from transformers import GenerationConfig
 from trl import DistillationConfig, DistillationTrainer
-from vision_language import answer, rows
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end

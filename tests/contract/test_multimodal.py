@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny
 import torch
-import vision_language
 from datasets import Dataset
 from peft import LoraConfig
+from support import tiny, vision_language
 from transformers import (
     AutoProcessor,
     Gemma3Config,

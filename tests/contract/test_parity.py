@@ -5,21 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from peft import LoraConfig
+from support import tiny
+from support.parity import TOLERANCE, Replaying, largest_gaps, losses
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-
-TOLERANCE = 1e-5
-
-
-class Replaying(DistillationTrainer):
-    """TRL's trainer with recorded completions instead of generated ones."""
-
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
-        return FixedRollout(tiny.recorded(self.processing_class)).complete(prompt_ids, 0)
 
 
 def trained(cls: type, config: Any, lora: bool, **kwargs: Any) -> DistillationTrainer:
@@ -34,20 +26,6 @@ def trained(cls: type, config: Any, lora: bool, **kwargs: Any) -> DistillationTr
     )
     trainer.train()
     return trainer
-
-
-def losses(trainer: DistillationTrainer) -> torch.Tensor:
-    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-
-
-def largest_gaps(one: DistillationTrainer, other: DistillationTrainer) -> tuple[float, float]:
-    """The largest difference of a logged loss, and of a parameter."""
-    assert len(losses(one)) == 3
-    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
-    return (
-        (losses(one) - losses(other)).abs().max().item(),
-        max((mine - theirs).abs().max().item() for mine, theirs in pairs),
-    )
 
 
 @pytest.mark.parametrize(

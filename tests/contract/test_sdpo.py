@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
+from support import tiny
 from transformers import TrainerCallback
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 

@@ -6,10 +6,10 @@ import warnings
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from support import tiny
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer
 

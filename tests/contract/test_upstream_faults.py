@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from test_parity import Replaying
+from support import tiny
+from support.parity import Replaying
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
+from support import tiny
 from torch.nn.functional import kl_div
 
 from trl_opsd import OPSDTrainer

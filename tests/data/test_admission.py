@@ -8,9 +8,8 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-import tiny
-import vision_language
 from datasets import Dataset
+from support import tiny, vision_language
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.data import images

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 from datasets import Dataset, IterableDataset
+from support import tiny
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 

@@ -12,13 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import tiny
 import torch
-import vision_language
 from datasets import Dataset
 from datasets import Image as ImageFeature
+from support import tiny, vision_language
+from support.vision_language import answer, picture
 from transformers import TrainerCallback
-from vision_language import answer, picture
 
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.data.images import read_with_images

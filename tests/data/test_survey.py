@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import tiny
 from datasets import Dataset, Features, Json, List, Value, concatenate_datasets
+from support import tiny
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

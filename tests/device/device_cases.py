@@ -13,16 +13,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import simulated_device
 import test_pairs
-import tiny
 import torch
 import variants
-import vision_language
 import worlds
-from byte_languages import byte_pairs
 from datasets import Dataset
 from peft import LoraConfig
+from support import simulated_device, tiny, vision_language
+from support.byte_languages import byte_pairs
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.losses.registry import DIVERGENCES

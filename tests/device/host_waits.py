@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import simulated_device
-import tiny
 from device_cases import GROUPS, build, by_bytes, contrast, images
-from simulated_device import waits
+from support import simulated_device, tiny
+from support.simulated_device import waits
 from transformers import TrainerCallback
 
 from trl_opsd import OPSDTrainer, trainer

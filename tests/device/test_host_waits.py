@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import cache
 
-import forks
 import pytest
 from host_waits import KINDS, PARTS, counted
+from support import forks
 
 pytestmark = pytest.mark.timeout(forks.SECONDS + 60)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import forks
 import pytest
 import torch
+from support import forks
 
 
 def seen() -> dict[str, object]:
-    import simulated_device
-    from simulated_device import DEVICE, OnDevice, waits
+    from support import simulated_device
+    from support.simulated_device import DEVICE, OnDevice, waits
 
     simulated_device.install()
     found, here, cpu = dict[str, object](), torch.arange(6.0, device=DEVICE), torch.ones(6)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import cache
 
-import forks
 import numpy as np
 import pytest
 from device_cases import CASES, outcomes
+from support import forks
 
 pytestmark = pytest.mark.timeout(forks.SECONDS + 60)
 SHORT = ("contrast, host memory", "bytes, rewards, host memory", "resumed")

@@ -17,12 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import forks
-import fsdp_on_cpu
-import tiny
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
+from support import forks, fsdp_on_cpu, tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import PrinterCallback
 

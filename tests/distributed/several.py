@@ -11,11 +11,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import fsdp_on_cpu
 import pandas
-import tiny
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from support import fsdp_on_cpu, tiny
 from transformers import PrinterCallback
 
 from trl_opsd import OPSDTrainer, RolloutBackend

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from processes import CONFIGS
 from safetensors.torch import load_file
+from support import tiny
+from support.processes import CONFIGS
 
 ROOT = CONFIGS.parent.parent
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import forks
 import pytest
 import train_parallel
 import variants
+from support import forks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import forks
 import pytest
 import row_counts
-import tiny
 from row_counts import EPOCHS, KINDS, ROWS, SHARED, SHORT, STEPS, Variant
+from support import forks, tiny
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 each_variant = pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 import several
 import torch
 from datasets import Dataset
 from several import EVALUATIONS, PROMPTS, REWARDED, ROWS, SHUFFLED, STEPS, TRAININGS, WEIGHED, number_of, value_of
+from support import forks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-import forks
 import pytest
-import tiny
 import torch
 import train_sharded
 import variants
-from products import PHASES
+from support import forks, tiny
+from support.product_dtypes import PHASES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 

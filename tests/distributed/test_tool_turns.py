@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-import forks
 import pytest
 import tool_turns
+from support import forks
 from tool_turns import ANSWER, CALL, CALLS, LAUNCHES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]

@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsdp_on_cpu
-import tiny
 from accelerate.utils import gather_object
+from support import fsdp_on_cpu, tiny
 from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import HFRollout, OPSDTrainer

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fsdp_on_cpu
-import tiny
 import torch
 import variants
-import vision_language
 from accelerate.utils import gather_object
 from datasets import Dataset
 from deepspeed.utils import safe_get_full_fp32_param
-from products import WatchedTrainer
+from support import fsdp_on_cpu, tiny, vision_language
+from support.product_dtypes import WatchedTrainer
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 

@@ -7,17 +7,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import fsdp_on_cpu
-import tiny
-import vision_language
-from apart import Apart
-from byte_languages import byte_pairs
 from datasets import IterableDataset
 from peft import LoraConfig
-from pretended import pretended
+from support import fsdp_on_cpu, tiny, vision_language
+from support.byte_languages import byte_pairs
+from support.failing_server import pretended
+from support.streamed_rollout import Apart
+from support.vision_language import answer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrOCRConfig
-from vision_language import answer
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd._compat.deepspeed import loading

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
-import tiny
 import torch
 from environments.worlds import END, Adder, Drawn, Scripted, Told, call, figures, flat, given, once, rows, tasks, words
 from peft import LoraConfig
+from support import forks, tiny
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_opsd.types import Rollout

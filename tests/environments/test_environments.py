@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from environments.worlds import END, Adder, Drawn, Told, call, flat, given, once, rows, tasks
+from support import tiny
 
 from trl_opsd.types import Rollout
 

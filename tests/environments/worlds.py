@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import numpy
-import tiny
 import torch
 from datasets import Dataset
+from support import tiny
 from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import OPSDTrainer, RolloutBackend

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
-import tiny
 import torch
 from accelerate.utils import gather_object
-from byte_languages import byte_pairs
 from datasets import Dataset
 from oracle import GATE, TEMPLATE, THRESHOLD, Oracle, worth
+from support import forks, tiny
+from support.byte_languages import byte_pairs
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.witnessed_run import EPOCHS, Watched, Witness, rows, trainer
 from transformers import TrainerCallback
-from watched import EPOCHS, Watched, Witness, rows, trainer
 
 STEPS = 4
 EVERY_STEP = range(1, EPOCHS * STEPS + 1)

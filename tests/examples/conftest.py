@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny
 from datasets import Dataset, DatasetDict
+from support import tiny
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

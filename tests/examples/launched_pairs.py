@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import forks
-import tiny
 from datasets import Dataset, load_dataset
+from support import forks, tiny
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trl_opsd import OPSDConfig, OPSDTrainer

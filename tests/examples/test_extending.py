@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-import forks
 import launched_pairs
 import pytest
 import score
 from peft import AutoPeftModelForCausalLM
-from printed import DEADLINE
+from support import forks
+from support.one_traceback import DEADLINE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 

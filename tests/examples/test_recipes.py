@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import train
 import yaml
 from datasets import Dataset
+from support import tiny
 
 from trl_opsd.teacher.teachers import Teachers
 

@@ -12,13 +12,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import json
 
 import pytest
-import tiny
 import torch
-from byte_languages import byte_pairs
 from datasets import Dataset
 from peft import LoraConfig
 from real_model import distil
 from real_model.questions import questions
+from support import tiny
+from support.byte_languages import byte_pairs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer
 

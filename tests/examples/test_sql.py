@@ -5,10 +5,10 @@ from __future__ import annotations
 import sqlite3
 
 import pytest
-import tiny
 from environments.worlds import END, Scripted, call, words
 from sql import train
 from sql.world import QUESTIONS, Database, rows
+from support import tiny
 
 
 def begun(seed, tables=3):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import score
-import tiny
 import torch
 import train
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from peft import PeftModel
+from support import tiny
 from transformers import AutoModelForCausalLM
 
 import trl_opsd

@@ -7,13 +7,13 @@ import re
 from dataclasses import fields
 
 import pytest
-import tiny
 import torch
 import train
 import yaml
 from accelerate import PartialState
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from support import tiny
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
 from trl.rewards import accuracy_reward

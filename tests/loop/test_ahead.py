@@ -9,11 +9,11 @@ import time
 from typing import Any, ClassVar
 
 import pytest
-import tiny
 import torch
-from apart import Apart
 from datasets import IterableDataset
 from environments import worlds
+from support import tiny
+from support.streamed_rollout import Apart
 from test_overlap import recorded
 from transformers import TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template

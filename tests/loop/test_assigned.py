@@ -6,11 +6,11 @@ import ast
 import inspect
 
 import pytest
-import tiny
 import torch
 import transformers
 import trl
 from datasets import Dataset
+from support import tiny
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.loop.members import FIXED

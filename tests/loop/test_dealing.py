@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support import tiny
 from transformers import GPTNeoConfig, Llama4TextConfig, MambaConfig
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-import tiny
+from support import tiny
 from transformers import ProgressCallback, TrainerCallback
 
 from trl_opsd import FixedRollout, OPSDTrainer

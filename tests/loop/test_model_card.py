@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
+from support import tiny
 
 from trl_opsd import FrozenTeacher, HFRollout, Teacher
 

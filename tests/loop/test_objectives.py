@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
-from apart import Apart
+from support import tiny
+from support.streamed_rollout import Apart
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.losses import (

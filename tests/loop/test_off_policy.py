@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
+from support import tiny
 from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer

@@ -9,11 +9,11 @@ import time
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from apart import Apart
 from datasets import Dataset
 from peft import LoraConfig
+from support import tiny
+from support.streamed_rollout import Apart
 from test_dealing import ragged
 from transformers import TrainerCallback
 

@@ -7,10 +7,10 @@ import itertools
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support import tiny
 from torch import Tensor
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from peft import LoraConfig
+from support import tiny
 from test_off_policy import OPTIONS, Recording
 
 from trl_opsd import HFRollout, Teacher

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import peft
 import pytest
-import tiny
 import torch
 import transformers
 from packaging.version import Version
 from peft import LoraConfig
+from support import tiny
 from transformers import get_constant_schedule
 from transformers.integrations.peft import MIN_PEFT_VERSION
 

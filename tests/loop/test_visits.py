@@ -7,11 +7,10 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-import tiny
 import torch
-import vision_language
 from datasets import Dataset
-from mirror import Mirrored
+from support import tiny, vision_language
+from support.mirror_engine import Mirrored
 from trl.chat_template_utils import qwen3_chat_template
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer, RolloutBackend

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest.mock import patch
 
-import tiny
 import torch
-import waits
 from datasets import Dataset
+from support import device_waits, tiny
 
 from trl_opsd import HFRollout, OPSDTrainer
 
@@ -29,7 +28,7 @@ def test_the_host_waits_once_per_step_between_forward_and_backward(make_trainer)
         token_selection="teacher_divergence",  # whose path is the longest
         token_fraction=0.5,
     )
-    assert waits.of_each_micro_batch(trainer) == [[], ["tolist"]] * 2
+    assert device_waits.of_each_micro_batch(trainer) == [[], ["tolist"]] * 2
 
 
 def test_weights_are_copied_to_the_host_once_per_step_unless_changed(make_trainer):

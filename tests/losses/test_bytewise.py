@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from byte_languages import Language, byte_pairs, small_vocabulary, wide_vocabulary
+from support.byte_languages import Language, byte_pairs, small_vocabulary, wide_vocabulary
 from test_cost import counted_flops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

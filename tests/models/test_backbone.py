@@ -7,10 +7,9 @@ from functools import wraps
 from unittest.mock import patch
 
 import pytest
-import tiny
 import torch
-import vision_language
 from peft import LoraConfig, get_peft_model
+from support import tiny, vision_language
 from transformers import CohereConfig, GraniteConfig
 
 from trl_opsd.data.images import read_with_images

@@ -6,8 +6,8 @@ import itertools
 import random
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 from trl_opsd.models.grouping import cheapest_groups, equal_groups, even_groups, fewest_groups
 from trl_opsd.teacher.frozen import pass_groups

@@ -6,9 +6,9 @@ import copy
 import math
 
 import pytest
-import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from support import tiny
 from torch import Tensor
 from transformers import BartConfig, Phi3Config
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
+from support import tiny
 from transformers import Gemma3TextConfig, MistralConfig
 
 from trl_opsd.loop.dealing import _unpadded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny
+from support import tiny
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import HFRollout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from peft import LoraConfig
+from support import tiny
 
 
 def test_a_student_that_fails_only_in_training_mode_is_refused(make_trainer):

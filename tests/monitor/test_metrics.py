@@ -6,16 +6,14 @@ import math
 import re
 from pathlib import Path
 
-import forks
 import pytest
-import tiny
 import torch
-import vision_language
-from apart import Apart
 from datasets import Dataset
 from environments import worlds
-from mirror import BYTES, Mirrored
 from peft import LoraConfig
+from support import forks, tiny, vision_language
+from support.mirror_engine import BYTES, Mirrored
+from support.streamed_rollout import Apart
 from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd

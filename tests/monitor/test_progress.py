@@ -6,7 +6,7 @@ import io
 import re
 
 import pytest
-import tiny
+from support import tiny
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 
 from trl_opsd.monitor import progress

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 from accelerate.utils import DistributedType
 from peft import LNTuningConfig, LoraConfig, get_peft_model
-from products import PHASES, WatchedTrainer
+from support import tiny
+from support.product_dtypes import PHASES, WatchedTrainer
 from torch._dynamo.backends.common import aot_autograd
 from transformers import CompileConfig, get_linear_schedule_with_warmup
 from transformers.utils.import_utils import enable_tf32

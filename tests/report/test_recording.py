@@ -8,13 +8,12 @@ from io import BytesIO
 from zlib import crc32
 
 import pytest
-import tiny
 import torch
-import vision_language
 from datasets import Dataset, Features, List
 from datasets import Image as ImageFeature
 from environments.worlds import END, call, given, rows
 from PIL import Image, ImageColor
+from support import tiny, vision_language
 from transformers import TrainerState
 
 from trl_opsd import FixedRollout, HFRollout

@@ -9,9 +9,9 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 from datasets import Dataset
 from environments.worlds import call, given, once, rows
+from support import tiny
 
 from trl_opsd.report.recording import recorded_in
 

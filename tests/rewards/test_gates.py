@@ -6,9 +6,9 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
+from support import tiny
 from tokenizers import AddedToken
 
 from trl_opsd import OPSDTrainer, RolloutBackend

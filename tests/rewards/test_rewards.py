@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pandas
 import pytest
-import tiny
 import torch
 from datasets import Dataset
+from support import tiny
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, Qwen2Config
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-import forks
 import pytest
-import tiny
 import torch
 from served import main
 from server_lab import CONTEXT
+from support import forks, tiny
 from test_vllm_sync import Watch
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 

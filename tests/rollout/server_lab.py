@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import serving
-import tiny
-from serving import free_port
+from support import serving, tiny
+from support.serving import free_port
 from trl.scripts.vllm_serve import ScriptArguments, build_command
 from vllm_lab import student
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-import serving
-import tiny
 import vllm_lab
 from server_lab import CONTEXT
+from support import serving, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 

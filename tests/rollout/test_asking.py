@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 pytest.importorskip("vllm")
 

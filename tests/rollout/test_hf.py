@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import tiny
 import torch
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
+from support import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 

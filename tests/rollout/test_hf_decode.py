@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from support import tiny
 from torch.nn import functional
 from transformers import (
     CompileConfig,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
+from support import tiny
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd.rollout.returned import checked_stream

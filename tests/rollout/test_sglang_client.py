@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from support import tiny
 from torch import distributed
 
 from trl_opsd.errors import ServerError

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import requests
-import tiny
 import torch
+from support import tiny
 
 pytest.importorskip("vllm")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import tiny
 import torch
-from lone_host import LoneHost
+from support import tiny
+from support.lone_host import LoneHost
 
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.errors import SyncError

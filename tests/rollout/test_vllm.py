@@ -10,12 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 pytest.importorskip("vllm")
 
-from processes import run
+from support.processes import run
 from transformers.utils.import_utils import enable_tf32
 from vllm import SamplingParams
 from vllm.config import VllmConfig

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 from datasets import Dataset
+from support import tiny
 from trl.chat_template_utils import qwen3_chat_template
 
 pytest.importorskip("vllm")

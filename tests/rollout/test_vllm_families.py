@@ -6,9 +6,8 @@ import sys
 from contextlib import nullcontext
 
 import pytest
-import tiny
 import torch
-import vision_language
+from support import tiny, vision_language
 
 pytest.importorskip("vllm")
 

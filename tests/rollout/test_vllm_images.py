@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import vision_language
+from support import vision_language
 
 pytest.importorskip("vllm")
 

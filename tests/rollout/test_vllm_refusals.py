@@ -7,9 +7,9 @@ import os
 import weakref
 
 import pytest
-import tiny
 import torch
-from lone_host import LoneHost
+from support import tiny
+from support.lone_host import LoneHost
 
 pytest.importorskip("vllm")
 

@@ -6,8 +6,8 @@ import socket
 from dataclasses import replace
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 pytest.importorskip("vllm")
 

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
-import tiny
-from printed import check_one_traceback
-from processes import launch
+from support import forks, tiny
+from support.one_traceback import check_one_traceback
+from support.processes import launch
 
 pytest.importorskip("vllm")
 

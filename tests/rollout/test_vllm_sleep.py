@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
+from support import tiny
 from transformers import TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 pytest.importorskip("vllm")
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from peft import LoraConfig
+from support import tiny
 from transformers import (
     AutoModelForCausalLM,
     GPTBigCodeConfig,

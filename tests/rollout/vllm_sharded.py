@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsdp_on_cpu
-import tiny
 import torch
 from peft import LoraConfig
+from support import fsdp_on_cpu, tiny
 from vllm import SamplingParams
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 

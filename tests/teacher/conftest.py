@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import serving
 import torch
 from served_lab import CPU
+from support import serving
 from transformers import AutoModelForCausalLM
 
 from trl_opsd.teacher.served import ServedTeacher

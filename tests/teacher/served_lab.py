@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import tiny
 import torch
+from support import tiny
 
 from trl_opsd.teacher import FrozenTeacher, Resident
 from trl_opsd.teacher.served import ServedTeacher

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pretended import pretended
+from support.failing_server import pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig

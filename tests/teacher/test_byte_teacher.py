@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from byte_languages import byte_pairs
 from peft import LoraConfig
+from support import tiny
+from support.byte_languages import byte_pairs
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from torch.profiler import ProfilerActivity, profile

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import serving
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from support import serving, tiny
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
+from support import tiny
 
 from trl_opsd import FixedRollout, OPSDTrainer
 

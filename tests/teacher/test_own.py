@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
 from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
+from support import tiny
 from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from accelerate import dispatch_model, init_empty_weights
 from peft import LoraConfig
+from support import tiny
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config

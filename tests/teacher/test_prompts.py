@@ -6,9 +6,9 @@ import logging
 from functools import partial
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset, IterableDataset
+from support import tiny
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.banner import Banner

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
+from support import tiny
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 NAMES = ["math", "prose", "prose", "math", "prose", "math", "math", "prose"]

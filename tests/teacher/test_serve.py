@@ -7,9 +7,9 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny
 import torch
 from serve_lab import STATES, Gated, running, served, wait_for
+from support import tiny
 from transformers import BartConfig, MambaConfig, Phi3Config
 
 from trl_opsd.models.backbone import backbone_of

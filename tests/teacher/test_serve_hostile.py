@@ -9,9 +9,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny
 import torch
 from serve_lab import STATES, Gated, running, wait_for
+from support import tiny
 
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher.serve.reader import Asked, Full, Waiting

@@ -12,9 +12,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny
 import torch
 from serve_lab import STATES, Running
+from support import tiny
 
 from trl_opsd.http.urls import TEACHER_TOKEN as TOKEN
 from trl_opsd.teacher.serve.__main__ import PROG, bound, commit, main

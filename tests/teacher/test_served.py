@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import serving
-import tiny
 import torch
+from support import serving, tiny
 from transformers import AutoModelForCausalLM
 
 from trl_opsd.errors import ServerError

@@ -9,11 +9,10 @@ import time
 from typing import Any
 
 import pytest
-import serving
-import tiny
 import torch
-from pretended import after, hang_up, pretended, to_bytes
 from served_lab import check_equal, rows
+from support import serving, tiny
+from support.failing_server import after, hang_up, pretended, to_bytes
 
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher import replicas

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-import serving
-import tiny
-from pretended import pretended
+from support import serving, tiny
+from support.failing_server import pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig

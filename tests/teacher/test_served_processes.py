@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import forks
 import pytest
-import serving
 from served_processes import reach_each
+from support import forks, serving
 
 
 @pytest.mark.distributed

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from weakref import WeakSet
 
 import pytest
-from pretended import after, hang_up, pretended
 from served_lab import check_equal, rows
+from support.failing_server import after, hang_up, pretended
 
 from trl_opsd import OPSDConfig
 from trl_opsd.errors import ServerError

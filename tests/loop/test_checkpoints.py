@@ -1,0 +1,244 @@
+"""Checkpoints that a trainer writes to its output folder and resumes from."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support import tiny
+from transformers import TrainerState
+
+from trl_opsd import ServerError
+from trl_opsd.checkpoints.atomic_save import MANIFEST, UNFINISHED, problems
+from trl_opsd.checkpoints.resume import checkpoint_to_resume
+from trl_opsd.loop import checkpoints
+
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"README.md"}
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_checkpoints_of_a_training_are_complete(make_trainer, tmp_path):
+    make_trainer(**EACH_STEP).train()
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    for step in (1, 2, 3):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert problems(folder) == []
+        assert set(json.loads((folder / MANIFEST).read_text())["files"]) == names(folder) - {MANIFEST}
+
+
+@pytest.mark.parametrize("handed_in", [True, False, None])
+def test_use_cache_of_given_student_is_saved(make_trainer, tmp_path, handed_in):
+    student = tiny.qwen2()
+    if handed_in is None:
+        vars(student.config).pop("use_cache", None)
+    else:
+        student.config.use_cache = handed_in
+    expected = student.config.to_dict().get("use_cache")
+    trainer = make_trainer(model=student, gradient_checkpointing=True, max_steps=1, **EACH_STEP)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    for folder in ("saved", "checkpoint-1"):
+        assert json.loads((tmp_path / folder / "config.json").read_text()).get("use_cache") is expected
+
+
+@pytest.mark.refusal
+@pytest.mark.quick
+def test_damaged_checkpoint_is_refused_by_path_and_skipped_otherwise(make_trainer, tmp_path, caplog):
+    whole = make_trainer(**EACH_STEP)
+    whole.train()
+    os.truncate(tmp_path / "checkpoint-3" / "optimizer.pt", 100)
+
+    resumed = make_trainer()
+    with pytest.raises(ValueError, match=r"checkpoint-3 is not complete: optimizer.pt has 100 bytes instead of \d+"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.loads == 0
+
+    resumed.train(resume_from_checkpoint=True)
+    assert f"Resuming from {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert f"{tmp_path / 'checkpoint-3'} is not complete: optimizer.pt has 100 bytes" in caplog.text
+    for name, tensor in weights(whole.model).items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+def test_resume_from_checkpoint_false_starts_afresh(make_trainer, tmp_path):
+    make_trainer(**EACH_STEP).train()
+    trainer = make_trainer()
+    trainer.train(resume_from_checkpoint=False)
+    assert trainer.loads == 0
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {2, 3}), (1, {3})])
+def test_save_total_limit_decides_which_checkpoints_stay(make_trainer, tmp_path, limit, left):
+    make_trainer(**EACH_STEP, save_total_limit=limit).train()
+    assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
+
+
+def test_leftovers_of_a_killed_run_do_not_stop_a_new_one(make_trainer, tmp_path):
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / UNFINISHED).mkdir()
+    (tmp_path / UNFINISHED / "mine.txt").write_text("keep me")
+    make_trainer(**BEST, save_total_limit=2, eval_dataset=tiny.rows(4)).train()
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-8", UNFINISHED}
+    assert names(tmp_path / UNFINISHED) == {"mine.txt"}
+    resumed = make_trainer(max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+
+
+BEST = {
+    **EACH_STEP,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "load_best_model_at_end": True,
+    "learning_rate": 1e-2,
+    "greater_is_better": True,  # so that the best is the first
+}
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {1, 3}), (1, {1})])
+def test_best_model_is_loaded_at_end(make_trainer, tmp_path, limit, left):
+    trainer = make_trainer(**BEST, save_total_limit=limit, eval_dataset=make_trainer().train_dataset)
+    trainer.train()
+    best = tmp_path / "checkpoint-1"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
+    saved = load_file(best / "model.safetensors")
+    for name, tensor in weights(trainer.model).items():
+        assert torch.equal(tensor, saved[name]), name
+    for step in left:
+        state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(best), "not the path it was written to"
+
+
+@pytest.mark.refusal
+def test_damaged_best_checkpoint_is_not_loaded_and_others_are_kept(make_trainer, tmp_path):
+    class Tear(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                os.truncate(tmp_path / "checkpoint-1" / "scheduler.pt", 10)
+
+    trainer = make_trainer(**BEST, save_total_limit=2, eval_dataset=make_trainer().train_dataset, callbacks=[Tear()])
+    with pytest.raises(ValueError, match=r"checkpoint-1 is not complete: scheduler\.pt has 10 bytes"):
+        trainer.train()
+    assert problems(tmp_path / "checkpoint-3") == []
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS])
+def test_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path, monkeypatch, fault):
+    trainer = make_trainer(**EACH_STEP, max_steps=1)
+    trainer.train()
+    trainer.state.global_step = 2
+    files = ["model.safetensors", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+    for file in [*files, "trainer_state.json", MANIFEST]:
+
+        def refusing(real, path_at, file=file):
+            def write(*args, **kwargs):
+                if Path(args[path_at]).name == file:
+                    with open(args[path_at], "wb") as half:
+                        half.write(b"half")
+                    raise OSError(fault, os.strerror(fault))
+                return real(*args, **kwargs)
+
+            return write
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "save", refusing(torch.save, 1))
+            patched.setattr(transformers.modeling_utils, "safe_save_file", refusing(save_file, 1))
+            patched.setattr(transformers.TrainerState, "save_to_json", refusing(TrainerState.save_to_json, 1))
+            patched.setattr(Path, "open", refusing(Path.open, 0))
+            with pytest.raises(OSError, match=os.strerror(fault)) as raised:
+                trainer._save_checkpoint(trainer.model, None)
+        assert raised.value.__notes__ == [
+            f"{tmp_path / 'checkpoint-2'} is incomplete; earlier checkpoints are unchanged."
+        ]
+        assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
+        assert names(tmp_path) == {"checkpoint-1", UNFINISHED}
+    trainer._save_checkpoint(trainer.model, None)
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-2", []), "once there is room again"
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
+
+
+@pytest.mark.parametrize(("steps", "left"), [(1, None), (2, "checkpoint-2"), (4, "")])
+def test_error_ends_with_checkpoint_to_resume_from(make_trainer, tmp_path, steps, left):
+    class Failing(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == (0 if left is None else 3):
+                raise ServerError("gone")
+
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "checkpoint-9" / MANIFEST).write_text("{}")  # of a longer run before
+    trainer = make_trainer(callbacks=[Failing()], max_steps=5, save_strategy="steps", save_steps=steps)
+    with pytest.raises(ServerError, match="gone") as raised:
+        trainer.train()
+    notes = getattr(raised.value, "__notes__", [])
+    if left is None:
+        assert notes == [], "nothing was learned"
+    elif left:
+        assert notes[-1].startswith(f"To resume from {tmp_path / left}, the newest checkpoint")
+    else:
+        assert notes[-1].startswith(f"{tmp_path} has no checkpoint of this run")
+
+
+@pytest.mark.parametrize("others", [("checkpoint-1", ""), ("", "checkpoint-2 is not complete")])
+def test_all_machines_resume_from_a_checkpoint_that_each_has(make_trainer, tmp_path, monkeypatch, others):
+    trainer = make_trainer(**EACH_STEP, max_steps=2)
+    trainer.train()
+    folder, refusal = others
+    answers = iter([(folder and str(tmp_path / folder), refusal)])
+    monkeypatch.setattr(checkpoints, "gather_object", lambda mine: [*mine, *[next(answers, mine[0])]])
+    if refusal:
+        with pytest.raises(ValueError, match=refusal):
+            trainer._checkpoints.whole(True)
+    else:
+        assert trainer._checkpoints.whole(True) == str(tmp_path / "checkpoint-1")
+
+
+def test_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_path, monkeypatch):
+    trainer = make_trainer(**EACH_STEP, max_steps=1)
+    trainer.train()
+    trainer.state.global_step = 2
+
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", read_only)
+        with pytest.raises(OSError, match="Read-only"):
+            trainer._save_checkpoint(trainer.model, None)
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
+    assert names(tmp_path) == {"checkpoint-1"}
+
+
+def test_only_complete_checkpoints_are_uploaded(make_trainer, tmp_path, monkeypatch):
+    pushed = []
+
+    def push(self, folder):
+        pushed.append((folder, problems(Path(folder))))
+
+    monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", push)
+    trainer = make_trainer(**EACH_STEP, max_steps=2)
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda *args, **kwargs: None)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert pushed == [(str(tmp_path / "checkpoint-1"), []), (str(tmp_path / "checkpoint-2"), [])]
+
+
+def test_save_state_of_transformers_still_works(make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=1, save_strategy="no")
+    trainer.train()
+    trainer.save_state()
+    assert TrainerState.load_from_json(str(tmp_path / "trainer_state.json")).global_step == 1

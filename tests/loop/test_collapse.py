@@ -1,0 +1,200 @@
+"""Runs that collapse are warned of or stopped, with the reason; healthy ones are not."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import tiny
+
+from trl_opsd.methods.collapse import COMPARED_STEPS, Course, Figures, is_repetition
+
+START = Figures(divergence=0.3, student_entropy=0.8, teacher_entropy=0.5, length=200.0, repeated=0.02)
+"""A step of a run that begins."""
+
+
+def followed(*later: Figures, first: Figures = START) -> Course:
+    """A course with twice the same later steps, so that each is the median of the last ones."""
+    course = Course()
+    for step in [first] * COMPARED_STEPS + list(later) * COMPARED_STEPS:
+        course.add(step)
+    return course
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("now", "sign", "said"),
+    [
+        (
+            {"divergence": 1.9},
+            "divergence",
+            "is 1.9 nats per token (first step: 0.3, first 10: 0.3)",
+        ),
+        ({"divergence": -1.9}, "divergence", "is -1.9 nats per token"),
+        ({"student_entropy": 0.04}, "entropy", "is 0.04 nats, down from 0.8, while the teacher's is 0.5"),
+        ({"length": 1.1, "divergence": 0.25}, "length", "have 1.1 tokens, down from 200"),
+        ({"repeated": 0.6, "length": 512.0}, "repetition", "60% of the completions end in a repetition, up from 2%"),
+    ],
+)
+def test_each_sign_of_collapse_is_named(now, sign, said):
+    (found,) = followed(replace(START, **now)).signs().items()
+    assert found[0] == sign
+    assert said in found[1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("divergence", "signs"), [(-0.06, {"clip"}), (-0.04, set())])
+def test_clipped_divergence_far_below_zero_is_sign_of_collapse(divergence, signs):
+    course = followed(replace(START, divergence=divergence))
+    assert course.signs(clipped=True).keys() == signs
+    assert course.signs() == {}, "one's own divergence may be negative everywhere"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"divergence": 1.15},  # it rises at first
+        {"divergence": 0.001, "student_entropy": 0.005, "teacher_entropy": 0.004},  # the teacher is as certain
+        {"student_entropy": 0.07},  # it was far less certain than its teacher
+        {"divergence": 0.02, "length": 1.5},  # it has learned to be brief
+        {"length": 512.0, "divergence": 0.2},  # it has learned to explain
+        {"length": 1000.0, "repeated": 0.3},
+    ],
+)
+def test_healthy_runs_show_no_sign_of_collapse(now):
+    assert followed(replace(START, **now)).signs() == {}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("first", "last", "signs"),
+    [(8.0, 1.0, {"length"}), (2.0, 1.0, {"length"}), (8.0, 1.5, set()), (1.0, 1.0, set()), (1.5, 1.0, set())],
+)
+def test_completions_shrinking_to_end_token_are_sign_of_collapse(first, last, signs):
+    start = replace(START, length=first)
+    assert followed(replace(start, length=last), first=start).signs().keys() == signs
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("divergence", "signs"), [(4.0, {"divergence"}), (2.0, set())])
+def test_run_collapsing_at_once_is_compared_with_its_first_step(divergence, signs):
+    course = Course()
+    for step in [START] + [replace(START, divergence=divergence)] * (2 * COMPARED_STEPS):
+        course.add(step)
+    assert course.signs().keys() == signs, "a single step may be low by chance"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("noise", [0.2, 0.5])
+def test_outlier_steps_are_no_sign_of_collapse(noise):
+    draw = random.Random(0)
+    course = Course()
+    for step in range(300):
+        outlier = 100 if step % 4 == 0 and step else 1
+        course.add(replace(START, divergence=0.3 * draw.lognormvariate(0, noise) * outlier))
+        assert course.signs() == {}
+
+
+@pytest.mark.quick
+def test_course_continues_after_round_trip_through_json():
+    draw = random.Random(0)
+    steps = [replace(START, divergence=draw.random(), length=draw.random() * 100) for _ in range(35)]
+    for number in (0, 5, 10, 15, 30):
+        whole, before = Course(), Course()
+        for step in steps[:number]:
+            whole.add(step)
+            before.add(step)
+        resumed = Course.of(json.loads(json.dumps(before.state())))
+        for step in steps[number:]:
+            whole.add(step)
+            resumed.add(step)
+        assert (resumed.state(), resumed.drift) == (whole.state(), whole.drift)
+    assert whole.drift == pytest.approx(steps[-1].length / (sum(one.length for one in steps[:10]) / 10))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("ids", "repeats"),
+    [
+        ([7] * 32, True),
+        ([7] * 31, False),
+        ([*range(40), *[1, 2, 3, 4, 5] * 7], True),
+        ([*range(32)], False),
+        ([*([1, 2, 3] * 40), *range(32)], False),  # it has found its way out
+        ([one for pair in zip(range(16), [9] * 16, strict=True) for one in pair], False),  # a list
+        ([], False),
+    ],
+)
+def test_repetition_is_detected_at_end_of_completion(ids, repeats):
+    assert is_repetition(ids) is repeats
+
+
+# ---- Trainings ------------------------------------------------------------------------------------------------------
+
+
+COLLAPSES = {
+    "learning_rate": 1.0,
+    "max_steps": 22,
+    "logging_steps": 22,
+    "train_dataset": tiny.rows(1),
+    "per_device_train_batch_size": 1,
+}
+SIGN = "Sign of a collapse at step 20: the student's entropy is "
+"""At the first step at which there are 10 and 10."""
+
+
+def test_collapsing_run_stops_saves_and_names_best_checkpoint(make_trainer, tmp_path, caplog):
+    trainer = make_trainer(
+        **COLLAPSES,
+        collapse_guard="stop",
+        eval_dataset={"a": tiny.rows(1), "b": tiny.rows(2)},
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=6,
+        save_steps=6,
+        save_total_limit=1,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 20
+    assert caplog.text.count(SIGN) == 1
+    losses = {}
+    for row in trainer.state.log_history:
+        losses.setdefault(row["step"], []).extend(row[name] for name in row if name in ("eval_a_loss", "eval_b_loss"))
+    best = min((step for step in losses if losses[step]), key=lambda step: sum(losses[step]))
+    assert f"The best checkpoint by evaluation is {tmp_path / f'checkpoint-{best}'}." in caplog.text
+    left = {int(folder.name.split("-")[1]) for folder in tmp_path.glob("checkpoint-*")}
+    assert best < 18
+    assert left == {best, 18, 20}, "the best, the newest before, and the one that the stop has saved"
+
+
+def test_collapsing_run_warns_once_and_continues(make_trainer, caplog):
+    trainer = make_trainer(**COLLAPSES)
+    trainer.train()
+    assert trainer.state.global_step == 22
+    assert caplog.text.count(SIGN) == 1
+
+
+def test_no_collapse_warning_without_guard(make_trainer, caplog):
+    make_trainer(**{**COLLAPSES, "max_steps": 20}, collapse_guard=None).train()
+    assert "collapse" not in caplog.text
+
+
+def test_resumed_run_compares_with_start_of_first_run(make_trainer, tmp_path, caplog):
+    given = {**COLLAPSES, "collapse_guard": "stop", "save_strategy": "steps", "save_steps": 15}
+    make_trainer(**{**given, "max_steps": 15}).train()
+    assert SIGN not in caplog.text
+    resumed = make_trainer(**given)
+    resumed.train(resume_from_checkpoint=str(Path(tmp_path) / "checkpoint-15"))
+    assert resumed.state.global_step == 20
+    assert caplog.text.count(SIGN) == 1
+
+
+def test_healthy_run_is_not_stopped(make_trainer, caplog):
+    trainer = make_trainer(collapse_guard="stop", max_steps=22, learning_rate=1e-3, logging_steps=22)
+    trainer.train()
+    assert trainer.state.global_step == 22
+    assert "collapse" not in caplog.text

@@ -1,0 +1,246 @@
+"""Each public attribute of TRL's trainer can be assigned to once the trainer is built, or says what to do instead."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from support import tiny, tool_calls
+from support.mirror_engine import Mirrored
+from support.parity import TOLERANCE, Replaying
+from trl import DistillationConfig, DistillationTrainer
+
+from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.loop.members import FIXED
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
+from trl_opsd.options.table import BUILD, ReadOnce
+
+WORKS = {
+    "teacher_model",
+    "beta",
+    "temperature",
+    "generation_config",
+    # TRL reads these for each batch, and its code is ours.
+    "chat_template",
+    "chat_template_kwargs",
+    "max_tool_calling_iterations",
+    "pad_to_multiple_of",
+    "shuffle_dataset",
+    "log_completions",
+    "log_unique_prompts",
+    "num_completions_to_print",
+}
+IRRELEVANT = {"model_kwarg_keys"}
+"""What only TRL's own loss reads."""
+NOT_THERE = {"vllm_generation"}
+
+
+def of_trl() -> set[str]:
+    """The public attributes that TRL's constructor sets."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(DistillationTrainer.__init__)))
+    targets = [one for node in ast.walk(tree) if isinstance(node, ast.Assign) for one in node.targets]
+    named = {one.attr for one in targets if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"}
+    return {name for name in named if not name.startswith("_")}
+
+
+@pytest.mark.quick
+def test_the_table_has_every_public_attribute_of_trl():
+    others = {"compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "processing_class"}
+    ours = {"teacher", "teachers"}
+    assert of_trl() == WORKS | IRRELEVANT | NOT_THERE | (FIXED.keys() - others - ours)
+
+
+@pytest.mark.quick
+def test_assigning_a_fixed_attribute_raises_with_advice(make_trainer):
+    trainer = make_trainer()
+    for name, advice in FIXED.items():
+        before = getattr(trainer, name)
+        setattr(trainer, name, before)
+        with pytest.raises(AttributeError, match=rf"^`trainer\.{name} = 'another'` would have no effect") as caught:
+            setattr(trainer, name, "another")
+        assert str(caught.value).endswith(f"Instead, {advice}.")
+        assert getattr(trainer, name) == before
+    with pytest.raises(AttributeError, match=r"use `trainer\.rollout`"):
+        _ = trainer.vllm_generation
+
+
+# ---- What works ---------------------------------------------------------------------------------------------------
+
+
+def loss_of(trainer: Any) -> float:
+    batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in tiny.PROMPTS[:2]])
+    return trainer.compute_loss(trainer.model, batch).item()
+
+
+def pair(tmp_path, **options):
+    """TRL's trainer and ours, alike."""
+    for cls, config in ((Replaying, DistillationConfig), (OPSDTrainer, OPSDConfig)):
+        rollout = {"rollout": FixedRollout(tiny.recorded(tiny.tokenizer()))} if cls is OPSDTrainer else {}
+        yield cls(
+            model=tiny.qwen2(32, seed=0),
+            teacher_model=tiny.qwen2(48, seed=1),
+            args=config(**tiny.options(tmp_path, **options)),
+            train_dataset=tiny.rows(),
+            processing_class=tiny.tokenizer(),
+            **rollout,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("beta", 1.0), ("beta", 0.3), ("temperature", 2.0), ("teacher_model", lambda: tiny.qwen2(64, seed=3))],
+)
+def test_the_loss_follows_an_assignment_as_in_trl(tmp_path, name, value):
+    losses, before = [], []
+    for trainer in pair(tmp_path, beta=0.0):
+        before.append(loss_of(trainer))
+        setattr(trainer, name, value().eval() if callable(value) else value)
+        losses.append(loss_of(trainer))
+    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
+    assert before[1] == pytest.approx(before[0], abs=TOLERANCE) != pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.quick
+def test_beta_is_the_number_of_the_divergence(make_trainer):
+    trainer = make_trainer(beta=0.3)
+    assert (trainer.beta, trainer.divergence) == (0.3, GeneralizedJSD(beta=0.3))
+    for beta, divergence in ((0.0, ForwardKL()), (1.0, ReverseKL()), (0.5, GeneralizedJSD(beta=0.5))):
+        trainer.beta = beta
+        assert (trainer.beta, trainer.divergence) == (beta, divergence)
+    trainer.divergence = ForwardKL()
+    assert trainer.beta == 0.0
+    for name, value in (("beta", 2), ("beta", "reverse_kl"), ("temperature", 0), ("temperature", None)):
+        with pytest.raises(ValueError, match=f"^`{name}={value!r}`: expected a"):
+            setattr(trainer, name, value)
+    assert (trainer.beta, trainer.temperature) == (0.0, 1.0)
+
+
+def test_assigned_teacher_is_checked(make_trainer, tmp_path):
+    trainer = make_trainer()
+    first, teachers = trainer.teacher_model, trainer.teachers
+    tiny.qwen2(64, seed=3).save_pretrained(tmp_path / "third")
+    for other, message in (
+        (None, "`trainer.teacher_model = None`"),
+        (trainer.model, "`teacher_model` and `model` are the same object"),
+        ("no/where", r"`teacher_model='no/where'` is neither"),
+        ({"a": tiny.qwen2(), "b": tiny.qwen2()}, "holds a single teacher"),
+        (tiny.qwen2(48, vocab_size=200), "The head of the teacher has 200 rows"),
+        (tiny.qwen2(48, max_position_embeddings=8), "context"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer.teacher_model = other
+        assert trainer.teacher_model is first
+        assert trainer.teachers is teachers
+    trainer.teacher_model = first
+    assert trainer.teachers is teachers, "the same model is not built again"
+    trainer.teacher_model = str(tmp_path / "third")
+    assert trainer.teacher_model.config.hidden_size == 64
+    assert not any(parameter.requires_grad for parameter in trainer.teacher_model.parameters())
+    trainer.train()
+    assert trainer.state.global_step == 3
+    trainer._dealer._dealt = [[{}]]
+    with pytest.raises(ValueError, match="within an optimizer step"):
+        trainer.teacher_model = first
+
+
+def test_a_student_that_teaches_itself_takes_no_other_teacher(make_trainer):
+    rows = tiny.rows().add_column("privileged_context", ["a hint"] * 8)
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    trainer = make_trainer(teacher_model=None, teacher_model_kind="base", train_dataset=rows, peft_config=lora)
+    with pytest.raises(ValueError, match="There are two teachers"):
+        trainer.teacher_model = tiny.qwen2(48)
+
+
+def completions(trainer: Any) -> list[list[int]]:
+    torch.manual_seed(0)
+    prompts = tiny.tokenizer()(tiny.PROMPTS)["input_ids"]
+    if isinstance(trainer, OPSDTrainer):
+        return trainer.complete(prompts)
+    return [list(ids) for ids in trainer._generate_single_turn(prompts, None, {})]
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.1}, {"do_sample": False}, {"top_k": 1}, {"max_new_tokens": 5}])
+def test_rollouts_follow_an_assignment_to_the_generation_config_as_in_trl(make_trainer, tmp_path, change):
+    ours = make_trainer(rollout=HFRollout())
+    before = completions(ours)
+    theirs = DistillationTrainer(
+        model=tiny.qwen2(32, seed=0),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=DistillationConfig(**tiny.options(tmp_path)),
+        train_dataset=tiny.rows(),
+        processing_class=tiny.tokenizer(),
+    )
+    for name, value in change.items():
+        setattr(ours.generation_config, name, value)
+        setattr(theirs.generation_config, name, value)
+    assert completions(ours) == completions(theirs) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("eos_token_id", 5, r"set `model\.generation_config\.eos_token_id` before"),
+        ("num_return_sequences", 2, "one completion per prompt"),
+        ("max_new_tokens", 100, "expected an integer from 1 to `max_completion_length=24`"),
+        ("max_new_tokens", None, "expected an integer from 1"),
+    ],
+)
+def test_generation_config_that_a_rollout_cannot_follow_is_refused(make_trainer, name, value, message):
+    trainer = make_trainer(rollout=HFRollout())
+    setattr(trainer.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"`trainer\.generation_config\.{name} = {value}`.*{message}"):
+        completions(trainer)
+
+
+def test_an_engine_follows_no_assignment_to_the_generation_config(make_trainer, tmp_path):
+    trainer = make_trainer(rollout=Mirrored(tiny.config(tmp_path)), max_completion_length=16)
+    completions(trainer)
+    trainer.generation_config.temperature = 0.5
+    with pytest.raises(ValueError, match=r"temperature = 0\.5` is not supported: an engine uses the options of `OPSD"):
+        completions(trainer)
+
+
+@pytest.mark.parametrize("late", ["log_completions", "pad_to_multiple_of", "shuffle_dataset"])
+def test_attributes_read_for_each_batch_can_be_assigned(make_trainer, tmp_path, late):
+    value = {"log_completions": True, "pad_to_multiple_of": 64, "shuffle_dataset": False}[late]
+    trainer, built = make_trainer(max_steps=1), make_trainer(max_steps=1, **{late: value})
+    setattr(trainer, late, value)
+    for one in (trainer, built):
+        one.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(built.state.log_history[0]["loss"], abs=TOLERANCE)
+    assert (tmp_path / "completions").exists() == (late == "log_completions")
+    if late == "pad_to_multiple_of":
+        assert trainer._generate_and_score_completions([{"prompt": "a"}])["prompt_ids"].shape == (1, 64)
+
+
+def test_use_vllm_is_hidden_from_trls_tool_loop_only(make_trainer):
+    seen = []
+
+    class Asking(OPSDTrainer):
+        def complete(self, prompt_ids):
+            seen.append(self.use_vllm)
+            return super().complete(prompt_ids)
+
+    rows = tiny.rows(2).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer = make_trainer(
+        Asking,
+        model=tiny.qwen2(max_position_embeddings=4096),
+        teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=4096),
+        train_dataset=rows,
+        processing_class=tool_calls.words(),
+        rollout=tool_calls.CallsOnce(),
+        tools=[tiny.add],
+        max_completion_length=400,
+        max_steps=1,
+    )
+    trainer.args.use_vllm = True
+    trainer._read_once = ReadOnce(trainer.args, BUILD)  # as if it had been so from the start, without an engine
+    trainer.train()
+    assert len(seen) > 1, "the tool was called"
+    assert set(seen) == {True}
+    assert trainer.use_vllm is True

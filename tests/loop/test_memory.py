@@ -1,0 +1,143 @@
+"""An out-of-memory error names the phase, what that phase holds, and what to do."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny, vision_language
+
+import trl_opsd
+from trl_opsd import FixedRollout
+from trl_opsd.loop.memory import ADVICE, explain
+from trl_opsd.models.weights import cached_per_token
+
+ABSURD = 2**60
+
+
+def allocate(*_: Any, **__: Any) -> Any:
+    """A real failure of torch's allocator."""
+    return torch.empty(ABSURD)
+
+
+class Greedy(FixedRollout):
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return allocate()
+
+
+def break_in(trainer: Any, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes one phase run out of memory in a call it makes."""
+    if phase == "complete":
+        trainer.rollout = Greedy({})
+    elif phase == "teach":
+        trainer.teacher.model.model.register_forward_hook(allocate)
+    elif phase == "compare":
+        trainer.model.model.register_forward_hook(allocate)
+    elif phase == "step":
+        monkeypatch.setattr(torch.optim.AdamW, "step", allocate)
+    else:
+        monkeypatch.setattr(torch, "save", allocate)
+
+
+@pytest.mark.parametrize("phase", ["complete", "teach", "compare", "step", "save"])
+def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeypatch, phase):
+    trainer = make_trainer(
+        save_strategy="steps", save_steps=1, gradient_accumulation_steps=2, max_completion_length=24,
+        optim="adamw_torch", loss_chunk_tokens=100,
+    )  # fmt: skip
+    break_in(trainer, phase, monkeypatch)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
+        trainer.train()
+    [note] = [line for line in raised.value.__notes__ if line.startswith("Out of memory")]
+    student = sum(tensor.nbytes for tensor in trainer.model.state_dict().values())
+    teacher = sum(tensor.nbytes for tensor in trainer.teacher.model.state_dict().values())
+    expected = {"the student's weights": student, "weights of teacher 'teacher'": teacher}
+    if phase == "complete":  # 2 layers, keys and values, one head of 16, float32
+        expected["the key-value cache of 4 x 24 completion tokens, without prompts"] = 4 * 24 * 2 * 2 * 16 * 4
+    if phase in ("step", "compare"):
+        expected |= {"gradients": student, "optimizer states of Adam": 2 * student}
+    if phase in ("teach", "compare"):
+        expected["the teacher's hidden states of 4 x 24 tokens, at most"] = 4 * 24 * 48 * 4
+    if phase == "compare":
+        expected["tiles of logits, at most"] = 100 * 259 * 8
+    first, *lines, advice = note.splitlines()
+    assert first == f"Out of memory in phase '{phase}', which needs at least (computed from shapes):"
+    assert [line.strip() for line in lines] == [f"{size / 1e6:.3f} MB  {name}" for name, size in expected.items()]
+    assert advice == f"Options that reduce it: {ADVICE[phase]}."
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
+        ValueError("16.0 GiB KV cache is needed, which is larger than the available KV cache memory (7.0 GiB)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_engine_that_runs_out_of_memory_at_start_gets_advice(make_trainer, error):
+    class Starting(FixedRollout):
+        def bind(self, trainer: Any) -> None:
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        make_trainer(rollout=Starting({}))
+    [note] = raised.value.__notes__
+    assert note.startswith("Out of memory in phase 'start'")
+    assert "`vllm_gpu_memory_utilization`" in note
+
+
+def test_every_phase_has_advice_on_memory():
+    source = Path(trl_opsd.__file__).parent
+    called = [
+        argument.value
+        for file in source.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("phase", "explain_memory")
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    ]
+    assert {"complete", "reward", "teach", "sync", "step", "start"} <= set(called) - {"train", "eval"} <= ADVICE.keys()
+
+
+def test_a_reward_model_that_runs_out_of_memory_is_explained(make_trainer):
+    trainer = make_trainer(
+        reward_funcs=allocate_for_rewards, eval_dataset=tiny.rows(4), reward_weight=0.1, num_generations=2
+    )
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as raised:
+        trainer.train()
+    [note] = [line for line in raised.value.__notes__ if line.startswith("Out of memory in phase 'reward'")]
+    assert "a smaller reward model" in note
+
+
+def allocate_for_rewards(completions, **_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_failing_note_leaves_the_error_unchanged():
+    def fails():
+        raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    error = MemoryError("the first")
+    explain(error, "complete", fails)
+    assert "Options that reduce it" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma3"])
+def test_the_cache_of_a_model_whose_layers_differ_is_estimated(family):
+    config = vision_language.model(family, 32, 0).config
+    text = config.get_text_config()
+    each = [text.per_layer_config[layer] for layer in range(text.num_hidden_layers)]
+    heads = [getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in each]
+    assert cached_per_token(config) == sum(2 * n * one.head_dim for n, one in zip(heads, each, strict=True)) > 0
+
+
+def test_other_errors_get_no_note_on_memory(make_trainer):
+    for error in (RuntimeError("boom"), ValueError("boom"), OSError("boom")):
+        explain(error, "teach", lambda: pytest.fail("asked"))
+        assert not hasattr(error, "__notes__")

@@ -1,0 +1,50 @@
+"""The seconds of each phase are its own, and those of work that it has queued."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from trl_opsd.loop.step_stats import PhaseClock
+
+
+def test_the_time_of_a_phase_excludes_nested_phases():
+    clock = PhaseClock()
+    with clock("outer"):
+        time.sleep(0.01)
+        with clock("inner"):
+            time.sleep(0.05)
+    assert clock.seconds["inner"] >= 0.05
+    assert 0.01 <= clock.seconds["outer"] < 0.05
+
+
+def test_a_phase_is_timed_by_the_clock_that_is_given():
+    clock = PhaseClock(now=iter([1.0, 2.0, 5.0, 11.0]).__next__)
+    with clock("outer"), clock("inner"):
+        pass
+    assert clock.seconds == {"outer": 7.0, "inner": 3.0}
+
+
+def test_queued_work_counts_for_the_phase_that_queued_it(monkeypatch):
+    queued = [0.0]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: time.sleep(queued.pop() if queued else 0))
+    clock = PhaseClock()
+    with clock("compare"):
+        queued.append(0.05)
+        with clock("complete"):
+            pass
+    assert clock.seconds["compare"] >= 0.05
+    assert clock.seconds["complete"] < 0.05
+
+
+def test_a_failed_phase_is_timed_and_closed():
+    clock = PhaseClock()
+    with pytest.raises(RuntimeError), clock("outer"), clock("inner"):
+        raise RuntimeError
+    with clock("next"):
+        time.sleep(0.01)
+    assert set(clock.seconds) == {"outer", "inner", "next"}
+    assert clock.seconds["outer"] < 0.01

@@ -1,0 +1,363 @@
+"""What a trainer says when it is built, about options without effect and teachers that teach nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from support import tiny, vision_language
+from transformers import get_constant_schedule
+
+from trl_opsd import HFRollout
+from trl_opsd.models.checks import same_weights
+from trl_opsd.options.rules import AFTER, refuse
+from trl_opsd.options.table import Situation, without_effect
+
+SAME = "are the same model"
+NOTHING = "The first divergence is 0"
+
+
+def saved(folder, seed=0):
+    """A student and its tokenizer, on disk."""
+    tiny.qwen2(32, seed).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+# ---- Options without effect -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"vllm_server_port": 9000}, "`vllm_server_port=9000`, because `use_vllm` is False"),
+        ({"vllm_gpu_memory_utilization": 0.5}, "`vllm_gpu_memory_utilization=0.5`, because `use_vllm` is False"),
+        ({"vllm_mode": "server"}, "`vllm_mode='server'`, because `use_vllm` is False"),
+        ({"vllm_sync_check": "first"}, "`vllm_sync_check='first'`, because `use_vllm` is False"),
+        ({"sglang_server_timeout": 9.0}, "`sglang_server_timeout=9.0`, because `sglang_server_url` is not set"),
+        ({"teacher_update_rate": 0.1}, "`teacher_update_rate=0.1`, because `teacher_model_kind` is not 'ema'"),
+        ({"teacher_sync_steps": 4}, "`teacher_sync_steps=4`"),
+        (
+            {"teacher_model_revision": "main"},
+            "`teacher_model_revision='main'`, because no teacher is loaded from a path",
+        ),
+        ({"teacher_trust_remote_code": True}, "`teacher_trust_remote_code=True`, because no teacher is loaded"),
+        ({"log_unique_prompts": True}, "`log_unique_prompts=True`, because `log_completions` is False"),
+        ({"max_tool_calling_iterations": 2}, "because there are no tools"),
+        ({"nonfinite_skip_limit": 3}, "`nonfinite_skip_limit=3`, because `nonfinite` is 'raise'"),
+        (
+            {"collapse_guard": "stop", "max_steps": 19},
+            "`collapse_guard='stop'`, because `max_steps` is below 20, and",
+        ),
+        ({"skew": 0.2}, "`skew=0.2`, because `divergence` is None"),
+        ({"alpha": 0.2, "divergence": "jsd"}, "`alpha=0.2`, because `divergence` is 'jsd'"),
+        ({"teacher_update_rate": "0.1"}, "`teacher_update_rate=0.1`"),
+        ({"eval_steps": 5}, "`eval_steps=5`, because `eval_strategy` is not 'steps'"),
+        ({"save_steps": 5}, "`save_steps=5`, because `save_strategy` is not 'steps'"),
+        ({"save_total_limit": 2}, "`save_total_limit=2`, because `save_strategy` is 'no'"),
+        ({"metric_for_best_model": "loss"}, "`metric_for_best_model='loss'`, because `eval_strategy` is 'no'"),
+        ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "no dataset has a column 'privileged_context'"),
+    ],
+)
+def test_option_without_effect_warns(make_trainer, caplog, options, said):
+    make_trainer(rollout=None, **options)
+    assert caplog.text.count(" effect") == 1
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("tools", "pass the functions as the trainer's argument `tools` for all rows"),
+        ("chat_template_kwargs", "set the option `chat_template_kwargs`, which applies to all rows; or remove"),
+        ("completion", "with `lmbda=1` the student generates every completion; set `lmbda` below 1"),
+    ],
+)
+def test_unread_column_of_other_trainers_warns(make_trainer, caplog, name, instead):
+    rows = tiny.rows().add_column(name, ["{}"] * 8)
+    make_trainer(train_dataset=rows)
+    make_trainer(train_dataset=None, eval_dataset={"some": rows})
+    for where in ("train_dataset", "eval_dataset['some']"):
+        assert caplog.text.count(f"The column {name!r} of {where} is not used: {instead}") == 1
+    caplog.clear()
+    if name == "completion":  # which each of these may read
+        make_trainer(train_dataset=rows, lmbda=0.5)
+        make_trainer(train_dataset=rows, reward_funcs=lambda completions, **_: [1.0] * len(completions))
+    make_trainer(train_dataset=rows.rename_column(name, "mine"))
+    conversation = [{"role": role, "content": "hi"} for role in ("user", "assistant")]
+    make_trainer(train_dataset=Dataset.from_list([{"messages": conversation}] * 8))
+    assert "is not used" not in caplog.text
+
+
+def test_images_that_nothing_reads_warn(make_trainer, caplog):
+    photos = vision_language.rows([1, 1]).rename_column("images", "photos")
+    one = Dataset.from_list([{"prompt": row["prompt"], "scan": row["photos"][0]} for row in photos])
+    for name, rows in {"photos": photos, "scan": one}.items():
+        seeing = {"train_dataset": rows, "rollout": HFRollout(), **vision_language.arguments()}
+        make_trainer(**seeing)
+        said = f"The column '{name}' of train_dataset has images, but nothing reads it: call it 'images' to show them"
+        assert caplog.text.count(said) == 1
+        caplog.clear()
+        make_trainer(**seeing, reward_funcs=lambda completions, **_: [1.0] * len(completions))
+        make_trainer(train_dataset=rows)  # a student that cannot see
+        make_trainer(**{**seeing, "train_dataset": vision_language.rows([1, 1])})
+        assert "has images" not in caplog.text
+
+
+def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, caplog):
+    student = tiny.qwen2()
+    student.generation_config.update(do_sample=True, temperature=0.7, top_p=0.8, repetition_penalty=1.1, min_p=0.1)
+    trainer = make_trainer(model=student, top_p=0.8)
+    trainer.rollout = HFRollout()
+    theirs, ours = "temperature=0.7, repetition_penalty=1.1", "temperature=1.0, repetition_penalty=1.0"
+    assert caplog.text.count(f"generation config has {theirs}, but the trainer's options take precedence: {ours}.") == 1
+    assert caplog.text.count("generation config has") == 1
+    make_trainer()
+    assert caplog.text.count("generation config has") == 1
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_said"), [(5, True), (4, False)])
+def test_warmup_longer_than_the_epochs_warns_at_train(make_trainer, caplog, warmup_steps, is_said):
+    make_trainer(warmup_steps=warmup_steps, max_steps=-1, num_train_epochs=1, lr_scheduler_type="linear").train()
+    said = "`warmup_steps=5`, but training has 4 steps and ends before reaching `learning_rate=0.0001`"
+    assert (said in caplog.text) is is_said
+
+
+@pytest.mark.parametrize(
+    ("metric", "several", "close"),
+    [
+        ("accuracy", False, "eval_"),
+        ("divergence", False, "eval_divergence/mean"),
+        ("loss", True, "eval_hard_loss"),
+        ("loss", False, None),
+        ("eval_entropy/student", False, None),
+        ("completions/mean_length", False, None),
+        ("easy_loss", True, None),
+    ],
+)
+def test_unlogged_metric_for_best_model_warns(make_trainer, caplog, metric, several, close):
+    rows = {"easy": tiny.rows(2), "hard": tiny.rows(2)} if several else tiny.rows(2)
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "max_steps": 1}
+    trainer = make_trainer(metric_for_best_model=metric, eval_dataset=rows, **options)
+    assert (f"Did you mean '{close}" in caplog.text) if close else ("evaluations do not log" not in caplog.text)
+    if close:
+        with pytest.raises(KeyError, match="not found in the evaluation metrics"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert trainer.state.best_global_step == 1
+
+
+def test_optimizer_options_beside_a_passed_optimizer_warn(make_trainer, caplog):
+    student = tiny.qwen2()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)), weight_decay=0.1)
+    assert "`weight_decay=0.1`, because an optimizer was passed" in caplog.text
+    assert "`lr_scheduler_type='constant'`, because a scheduler was passed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rollout": HFRollout(), "vllm_server_port": 9000},  # a rollout of one's own may read it
+        {"teacher_model": None, "teacher_model_kind": "ema", "teacher_update_rate": 0.1, "context": True},
+        {"teacher_prompt_template": "{privileged_context} {prompt}", "context": True},
+        {"nonfinite": "skip", "nonfinite_skip_limit": 3, "collapse_guard": "stop", "max_steps": 20},
+        {},
+    ],
+)
+def test_options_with_an_effect_do_not_warn(make_trainer, caplog, given):
+    if given.pop("context", False):
+        given = {**given, "train_dataset": tiny.rows().add_column("privileged_context", ["a hint"] * 8)}
+    make_trainer(**given)
+    assert "effect" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "unused", "used"),
+    [
+        (
+            {"vllm_mode": "colocate", "vllm_server_timeout": 9.0, "vllm_gpu_memory_utilization": 0.5},
+            {"vllm_server_timeout"},
+            {"vllm_gpu_memory_utilization"},
+        ),
+        (
+            {"vllm_mode": "server", "vllm_server_timeout": 9.0, "vllm_gpu_memory_utilization": 0.5},
+            {"vllm_gpu_memory_utilization"},
+            {"vllm_server_timeout"},
+        ),
+        (
+            {"vllm_mode": "server", "vllm_server_base_url": "http://localhost:9", "vllm_server_port": 9},
+            {"vllm_server_port"},
+            {"vllm_server_base_url"},
+        ),
+        ({"vllm_max_model_length": 64, "cache_implementation": "static"}, {"cache_implementation"}, set()),
+        (
+            {"use_vllm": False, "sglang_server_url": "http://localhost:9", "sglang_server_timeout": 9.0,
+             "vllm_max_model_length": 64, "vllm_sync_check": "first", "vllm_weight_sync": "full"},
+            {"vllm_weight_sync"},
+            {"sglang_server_timeout", "vllm_max_model_length", "vllm_sync_check"},
+        ),
+    ],
+)  # fmt: skip
+def test_options_of_another_engine_are_without_effect(tmp_path, options, unused, used):
+    args = tiny.config(tmp_path, **{"use_vllm": True, **options})
+    found = without_effect(Situation(args=args, teachers=["a"]))
+    assert found.keys() == unused
+    assert not found.keys() & used
+
+
+# ---- A teacher that is the student ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["the same", "relative", "through a link", "another dtype", "an adapter on top"])
+def test_teacher_at_the_path_of_the_student_warns(make_trainer, caplog, tmp_path, monkeypatch, form):
+    student = teacher = saved(tmp_path / "student")
+    options = {}
+    if form == "relative":
+        monkeypatch.chdir(tmp_path)
+        teacher = "./student"
+    elif form == "through a link":
+        (tmp_path / "link").symlink_to(student)
+        teacher = str(tmp_path / "link")
+    elif form == "another dtype":
+        options = {"teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    elif form == "an adapter on top":
+        options = {"peft_config": LoraConfig(target_modules=["q_proj"])}
+    make_trainer(model=student, teacher_model=teacher, **options)
+    assert SAME in caplog.text
+
+
+@pytest.mark.parametrize("form", ["a copy of other weights", "a column", "a function", "another revision's folder"])
+def test_other_weights_or_prompts_of_the_teacher_do_not_warn(make_trainer, caplog, tmp_path, form):
+    student = teacher = saved(tmp_path / "student")
+    options = {}
+    if form == "a column":
+        options = {"train_dataset": tiny.rows().add_column("privileged_context", ["a hint"] * 8)}
+    elif form == "a function":
+        options = {"teacher_prompt_fn": lambda row, completion: f"Hint: 4. {row['prompt']}"}
+    elif form == "another revision's folder":
+        teacher = saved(tmp_path / "student" / "refs", seed=1)
+    else:
+        teacher = saved(tmp_path / "teacher", seed=1)
+    make_trainer(model=student, teacher_model=teacher, **options)
+    assert SAME not in caplog.text
+
+
+@pytest.mark.quick
+def test_an_id_and_the_folder_of_its_snapshot_are_the_same_weights(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    tiny.qwen2().config.save_pretrained(snapshot)
+    other = tmp_path / "models--some--model" / "snapshots" / "4567"
+    other.mkdir()
+    (other / "config.json").symlink_to(snapshot / "config.json")  # as the cache does with equal files
+    refs = tmp_path / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    (refs / "new").write_text("4567")
+    place = {"cache_dir": str(tmp_path)}
+    assert same_weights("some/model", place, str(snapshot), {})
+    assert same_weights("some/model", place, "some/model", {**place, "revision": "main"})
+    assert not same_weights("some/model", place, "some/model", {**place, "revision": "new"})
+    assert not same_weights("some/model", place, str(snapshot), {"quantization_config": {"load_in_4bit": True}})
+
+
+def test_first_divergence_of_zero_warns_once(make_trainer, caplog):
+    make_trainer(model=tiny.qwen2(32, 0), teacher_model=tiny.qwen2(32, 0), max_steps=2).train()
+    assert caplog.text.count(NOTHING) == 1
+
+
+def test_same_path_warns_once_and_not_of_the_divergence(make_trainer, caplog, tmp_path):
+    path = saved(tmp_path / "student")
+    make_trainer(model=path, teacher_model=path, max_steps=1).train()
+    assert caplog.text.count(SAME) == 1
+    assert NOTHING not in caplog.text
+
+
+def test_first_divergence_above_zero_does_not_warn(make_trainer, caplog):
+    make_trainer(max_steps=1).train()
+    assert NOTHING not in caplog.text
+
+
+# ---- What may be trained --------------------------------------------------------------------------------------------
+
+
+def test_optimizer_of_some_parameters_warns(make_trainer, caplog):
+    student = tiny.qwen2()
+    before = {name: one.clone() for name, one in student.named_parameters()}
+    trainer = make_trainer(
+        model=student, optimizers=(torch.optim.AdamW(student.lm_head.parameters(), lr=1e-2), None), max_steps=1
+    )
+    total = len(before)
+    assert (
+        f"1 of the student's {total} trainable parameters; the first one it leaves out is 'model.embed" in caplog.text
+    )
+    trainer.train()
+    moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
+    assert moved == {"lm_head.weight"}
+
+
+def test_optimizer_of_all_trained_parameters_does_not_warn(make_trainer, caplog):
+    student = get_peft_model(tiny.qwen2(), LoraConfig(target_modules=["q_proj"]))
+    make_trainer(model=student, optimizers=(torch.optim.AdamW(student.parameters(), lr=1e-2), None))
+    assert "leaves out" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 0.0},
+        {"max_steps": 0},
+        {"num_train_epochs": 0, "max_steps": -1},
+        {"per_device_train_batch_size": 8},
+    ],
+)
+def test_a_trainer_that_only_evaluates_may_be_frozen_and_have_zeros(make_trainer, options):
+    trainer = make_trainer(
+        model=tiny.qwen2().requires_grad_(False), train_dataset=None, eval_dataset=tiny.rows(), **options
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_divergence_may_be_assigned_by_name(make_trainer, name):
+    trainer = make_trainer()
+    trainer.divergence = name
+    assert trainer.divergence == make_trainer(divergence=name).divergence
+    assert trainer.train().training_loss == make_trainer(divergence=name).train().training_loss
+
+
+# ---- Launches and evaluations ---------------------------------------------------------------------------------------
+
+
+def test_launch_counted_as_one_process_is_refused(tmp_path, monkeypatch):
+    args = tiny.config(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"has 2 processes .* set `use_cpu=True`"):
+        refuse(AFTER, args)
+
+
+@pytest.mark.parametrize("option", ["fp16_full_eval", "bf16_full_eval"])
+def test_full_eval_casts_are_refused(tmp_path, option):
+    with pytest.raises(ValueError, match=f"`{option}=True` would cast the student's weights"):
+        tiny.config(tmp_path, **{option: True})
+
+
+def test_an_evaluation_without_rows_is_refused_before_loading(make_trainer):
+    with pytest.raises(ValueError, match="`eval_strategy='steps'` without an `eval_dataset`"):
+        make_trainer(eval_strategy="steps", eval_steps=1)
+
+
+def test_an_evaluation_of_no_rows_is_refused(make_trainer):
+    trainer = make_trainer()
+    for run in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="the dataset is empty: pass one with rows"):
+            run(tiny.rows(0))
+
+
+def test_teacher_text_beside_student_messages_warns(make_trainer, caplog):
+    rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
+    make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
+    assert "The prompts are text for the teacher but messages for the student" in caplog.text
