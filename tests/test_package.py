@@ -16,6 +16,7 @@ PUBLIC = [
     "FixedRollout",
     "FrozenTeacher",
     "HFRollout",
+    "Method",
     "NonFiniteError",
     "OPSDConfig",
     "OPSDError",

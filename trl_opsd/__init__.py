@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trl_opsd.config import OPSDConfig
     from trl_opsd.errors import NonFiniteError, OPSDError, ServerError, SyncError
+    from trl_opsd.methods.base import Method
     from trl_opsd.rollout import FixedRollout, HFRollout, RolloutBackend
     from trl_opsd.teacher import FrozenTeacher, Teacher
     from trl_opsd.trainer import OPSDTrainer
@@ -18,6 +19,7 @@ _HOME = {
     "FixedRollout": "trl_opsd.rollout",
     "FrozenTeacher": "trl_opsd.teacher",
     "HFRollout": "trl_opsd.rollout",
+    "Method": "trl_opsd.methods.base",
     "NonFiniteError": "trl_opsd.errors",
     "OPSDConfig": "trl_opsd.config",
     "OPSDError": "trl_opsd.errors",
@@ -32,6 +34,7 @@ __all__ = [
     "FixedRollout",
     "FrozenTeacher",
     "HFRollout",
+    "Method",
     "NonFiniteError",
     "OPSDConfig",
     "OPSDError",

@@ -48,6 +48,7 @@ OTHERS = (
     "tools",
     "chat_template",
     "reward_funcs",
+    "methods",
     "functions",
     "processors",
 )

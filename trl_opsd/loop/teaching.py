@@ -37,6 +37,8 @@ from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow
+from trl_opsd.losses.divergence import describe
+from trl_opsd.methods import METHODS
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
@@ -84,6 +86,7 @@ class Teaching:
         self._fixed: fingerprint.Fingerprint = {
             "student": fingerprint.describe_student(host.model, host.base_samples),
             "optimizer": fingerprint.describe_optimizer(host.optimizer, host.args),
+            "methods": [describe(one) for one in host.methods if type(one) not in METHODS],
             "functions": {name: fingerprint.describe_function(one) for name, one in self._functions().items()},
         }
         """Entries of the fingerprint that describe what was passed."""
@@ -350,8 +353,8 @@ class Teaching:
         return targets.among(read, len(rows))
 
     def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
-        beside = self._host.methods.references(rollout, rows)
-        found = self.teachers.targets(*self._for_teachers(rollout, rows), beside)
+        read = self._for_teachers(rollout, rows)
+        found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
         if self.spelling is not None:
             self._warn_of_little(rollout, found)
         return found

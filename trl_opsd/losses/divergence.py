@@ -131,8 +131,8 @@ def of_logits_(slopes_RV: Tensor, student_RV: Tensor) -> Tensor:
     return slopes_RV.addcmul_(student_RV, slopes_RV.sum(-1, keepdim=True), value=-1)
 
 
-def describe(divergence: Divergence) -> str:
-    """A divergence with its settings, in one line that is the same in every process; of large ones, a digest."""
+def describe(divergence: Any) -> str:
+    """A divergence, or a method, with its settings, in one line that is the same in every process; of large ones, a digest."""
     names = (
         [field.name for field in fields(divergence)]
         if is_dataclass(divergence)

@@ -95,7 +95,7 @@ class Method:
     one.
 
     Attributes:
-        host ([`MethodHost`]): the trainer, set before the first hook is asked.
+        host ([`MethodHost`]): the trainer, before the first hook is asked.
         name (`str`): names the state in checkpoints, and the method in a fingerprint; by default that of its class.
         rules (`Sequence[Rule]`): combinations of options that are refused.
         metrics (`Mapping[str, Metric]`): what it logs.
@@ -117,7 +117,15 @@ class Method:
     pulls: bool = False
     skips: bool = False
     falls_back: bool = False
-    host: Any
+
+    @property
+    def host(self) -> Any:
+        """The trainer, a [`MethodHost`]."""
+        return self._host
+
+    def bind(self, host: Any) -> None:
+        """Sets the trainer."""
+        self._host = host
 
     @classmethod
     def of(cls, now: Any) -> Method | None:

@@ -32,7 +32,7 @@ class Methods:
     def __init__(self, host: Any, methods: Sequence[Method] = ()) -> None:
         self._host, self._methods = host, methods
         for one in methods:
-            one.host = host
+            one.bind(host)
 
     def __iter__(self) -> Iterator[Method]:
         return iter(self._methods)
@@ -112,7 +112,7 @@ class Methods:
 
     def select(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         for one in self if self._is_training else ():
-            weights_BC = one.select(weights_BC, rollout, rows)
+            weights_BC = one.select(weights_BC, rollout, rows) * (weights_BC != 0)
         return weights_BC
 
     def weigh(self, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:

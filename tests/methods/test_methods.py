@@ -1,0 +1,225 @@
+"""Methods of a user: each hook is asked when it should be, and does what the package's own way of doing it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+
+from trl_opsd import Method, OPSDTrainer
+from trl_opsd.data.prompts import Prompt
+
+OPTIONS = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "shuffle_dataset": False,
+    "optim": "sgd", "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+def trained(
+    make_trainer: Any, *methods: Method, cls: type = OPSDTrainer, resume: str | None = None, **given: Any
+) -> Any:
+    trainer = make_trainer(cls, methods=methods, **{**OPTIONS, **given})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert tiny.logged(one, "loss") == tiny.logged(other, "loss")
+
+
+@dataclass
+class Early(Method):
+    power: float = 0.5
+
+    def weigh(self, weights, rollout, rows, targets):
+        places = torch.arange(weights.size(1), device=weights.device)
+        self.host.record("early/rows", len(rows))
+        return weights * self.power**places
+
+
+class Overriding(OPSDTrainer):
+    def weigh(self, rollout, rows, targets):
+        return super().weigh(rollout, rows, targets) * 0.5 ** torch.arange(rollout.weights.size(1))
+
+
+def test_weights_of_a_method_are_those_of_an_override(make_trainer):
+    ours, theirs = trained(make_trainer, Early()), trained(make_trainer, cls=Overriding)
+    assert_same(ours, theirs)
+    assert tiny.logged(ours, "early/rows") == [4, 4]
+    assert tiny.logged(trained(make_trainer), "loss") != tiny.logged(ours, "loss")
+
+
+class Asked(Method):
+    """Notes which hooks are asked."""
+
+    def __init__(self) -> None:
+        self.hooks: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in HOOKS:
+            self.hooks.append(name)
+        return object.__getattribute__(self, name)
+
+
+HOOKS = [
+    "before", "generated", "select", "teacher_prompt", "teacher_reads", "references", "weigh", "weighed", "objective",
+    "tally", "stepped",
+]  # fmt: skip
+
+
+def test_a_step_asks_in_the_order_of_the_hooks_and_an_evaluation_fewer(make_trainer):
+    class Rewriting(Asked):
+        def teacher_prompt(self, row, completion_text, prompt):
+            return prompt
+
+    method = Rewriting()
+    trainer = trained(make_trainer, method, max_steps=1)
+    assert list(dict.fromkeys(method.hooks)) == HOOKS
+    counts = Counter(method.hooks)
+    assert {name for name, count in counts.items() if count == 1} == {*HOOKS} - {"teacher_prompt", "objective", "tally"}
+    assert (counts["teacher_prompt"], counts["tally"]) == (4, 2)
+    method.hooks.clear()
+    trainer.evaluate(tiny.dataset(2))
+    assert list(dict.fromkeys(method.hooks)) == [
+        "generated", "teacher_prompt", "teacher_reads", "references", "weighed", "objective",
+    ]  # fmt: skip
+
+
+def test_what_a_method_keeps_is_saved_resumed_and_cleared(make_trainer, tmp_path):
+    class Counting(Method):
+        def begin(self):
+            self.tokens, self.seen = 0.0, []
+
+        def weigh(self, weights, rollout, rows, targets):
+            self.seen.append(self.tokens)
+            return weights * (1 + self.tokens)
+
+        def stepped(self, sums, tally):
+            self.tokens += sums["tokens"]
+
+        def state(self):
+            return {"tokens": self.tokens}
+
+        def restore(self, state):
+            self.tokens = state["tokens"]
+
+    given = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    whole, again = Counting(), Counting()
+    first = trained(make_trainer, whole, output_dir=str(tmp_path / "whole"), **given)
+    folder = tmp_path / "whole" / "checkpoint-1"
+    assert (folder / "opsd_Counting.json").exists()
+    second = trained(make_trainer, again, output_dir=str(tmp_path / "again"), resume=str(folder), **given)
+    assert whole.seen == [0.0, *again.seen]
+    assert again.seen[0] > 0
+    for mine, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    first.train()
+    assert whole.seen[0] == 0
+
+
+def test_a_resume_with_another_setting_of_a_method_is_refused(make_trainer, tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "output_dir": str(tmp_path)}
+    trained(make_trainer, Early(0.5), **given)
+    for methods in ((Early(0.25),), ()):
+        with pytest.raises(ValueError, match=r"methods: \['Early\(power=0.5\)'\] in the checkpoint"):
+            trained(make_trainer, *methods, resume=str(tmp_path / "checkpoint-1"), **given)
+
+
+class Hinting(Method):
+    def teacher_prompt(self, row, completion_text, prompt):
+        assert isinstance(prompt, Prompt)
+        return f"{row['prompt']} {completion_text}" if row["prompt"] != tiny.PROMPTS[0] else None
+
+
+def test_a_prompt_of_a_method_is_read_and_without_one_the_row_does_not_count(make_trainer):
+    def hinted(row: Mapping[str, Any], completion: str) -> str:
+        return f"{row['prompt']} {completion}"
+
+    class Without(OPSDTrainer):
+        def weigh(self, rollout, rows, targets):
+            return super().weigh(rollout, rows, targets) * torch.tensor(
+                [[float(row["prompt"] != tiny.PROMPTS[0])] for row in rows]
+            )
+
+    assert_same(trained(make_trainer, Hinting()), trained(make_trainer, cls=Without, teacher_prompt_fn=hinted))
+
+
+class Skipping(Method):
+    skips = True
+
+    def before(self, rows):
+        for row in rows:
+            row.prompt_weight = 0.0 if row["prompt"] == tiny.PROMPTS[1] else 2.0
+
+
+def test_a_prompt_of_weight_0_is_generated_for_by_none_and_counted_nowhere(make_trainer):
+    def weight(row: Mapping[str, Any], last: Any) -> float:
+        return 0.0 if row["prompt"] == tiny.PROMPTS[1] else 2.0
+
+    ours, theirs = trained(make_trainer, Skipping()), trained(make_trainer, prompt_weight_fn=weight)
+    assert_same(ours, theirs)
+    for name in ("num_tokens", "completions/mean_length", "divergence/mean"):
+        assert tiny.logged(ours, name) == tiny.logged(theirs, name)
+
+
+class Pulling(Method):
+    pulls = True
+
+    def before(self, rows):
+        for row in rows:
+            row.pull += 0.5
+
+
+def test_a_pull_and_an_objective_reach_the_loss(make_trainer):
+    class Colder(Method):
+        def objective(self, objective):
+            return replace(objective, temperatures=(2.0, 2.0))
+
+    plain, pulled = trained(make_trainer), trained(make_trainer, Pulling())
+    assert tiny.logged(plain, "divergence/mean")[0] == pytest.approx(tiny.logged(pulled, "divergence/mean")[0])
+    assert tiny.logged(pulled, "loss")[0] == pytest.approx(
+        tiny.logged(plain, "loss")[0] + tiny.logged(pulled, "pull/mean")[0], rel=1e-5
+    )
+    assert tiny.logged(pulled, "pull/mean")[0] > 0.1
+    warmer = trained(make_trainer, student_temperature=2.0, teacher_temperature=2.0)
+    assert_same(trained(make_trainer, Colder()), warmer)
+
+
+def test_sums_of_micro_batches_are_added_once_a_step(make_trainer):
+    class Adding(Method):
+        def __init__(self) -> None:
+            self.found: list[tuple[float, float]] = []
+
+        def tally(self, part):
+            return torch.tensor([float(len(part.rows))])
+
+        def stepped(self, sums, tally):
+            self.found.append((tally.item(), sums["tokens"]))
+
+    method = Adding()
+    trainer = trained(make_trainer, method)
+    words = tiny.tokenizer()
+    tokens = [len(words(one)["input_ids"]) for one in tiny.ANSWERS]
+    assert method.found == [(4, sum(tokens[:4])), (4, sum(tokens[4:]))]
+    assert trainer.state.global_step == 2
+
+
+def test_wrong_methods_are_refused_before_anything_is_loaded(make_trainer):
+    class Looking(Method):
+        def generated(self, batch):
+            pass
+
+    for given, error, text in (
+        ({"methods": [Early]}, TypeError, "contains the class Early"),
+        ({"methods": [Early(), Early(0.1)]}, ValueError, "two of the name 'Early'"),
+        ({"methods": [Looking()], "overlap": "step"}, ValueError, "`Looking.generated`, which needs all completions"),
+    ):
+        with pytest.raises(error, match=text):
+            make_trainer(model="nowhere", teacher_model="nowhere", **given)
