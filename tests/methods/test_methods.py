@@ -86,7 +86,7 @@ def test_a_step_asks_in_the_order_of_the_hooks_and_an_evaluation_fewer(make_trai
     assert {name for name, count in counts.items() if count == 1} == {*HOOKS} - {"teacher_prompt", "objective", "tally"}
     assert (counts["teacher_prompt"], counts["tally"]) == (4, 2)
     method.hooks.clear()
-    trainer.evaluate(tiny.dataset(2))
+    trainer.evaluate(tiny.rows(2))
     assert list(dict.fromkeys(method.hooks)) == [
         "generated", "teacher_prompt", "teacher_reads", "references", "weighed", "objective",
     ]  # fmt: skip

@@ -36,9 +36,9 @@ from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.loop.trainer_host import TrainerHost
-from trl_opsd.methods.rows import BatchRow
 from trl_opsd.losses.divergence import describe
 from trl_opsd.methods import METHODS
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation
