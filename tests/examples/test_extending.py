@@ -12,6 +12,7 @@ from support import tiny
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^## (.*?)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
+TOLD = next(one for one in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "class Told" in one)
 
 
 @pytest.fixture
@@ -35,7 +36,25 @@ def run(tmp_path):
 
 
 def test_the_page_has_the_examples_this_file_runs():
-    assert set(EXAMPLES) == {"A divergence", "Weights", "A teacher", "A rollout"}
+    assert set(EXAMPLES) == {"A method", "A divergence", "Weights", "A teacher", "A rollout"}
+
+
+def test_a_custom_method_weighs_tokens(run):
+    trainer = run("A method")
+    batch = trainer._generate_and_score_completions([{"prompt": "2+2="}])
+    expected = [1.02**place for place in range(int(batch["completion_mask"].sum()))]
+    assert batch["loss_weights"][0, : len(expected)].tolist() == pytest.approx(expected)
+    assert all("late/tokens" in one for one in trainer.state.log_history if "loss" in one)
+
+
+def test_a_custom_method_tells_the_teacher_and_keeps_its_state(run, monkeypatch):
+    monkeypatch.setitem(EXAMPLES, "told", f"from trl_opsd import Method, OPSDTrainer\n{TOLD}")
+    trainer = run("told", save_strategy="steps", save_steps=2)
+    assert trainer.teaching.first_made is None
+    read = trainer.teaching.prompts.own(trainer.teaching.read_rows([{"prompt": "2+2="}]), [[5]])
+    assert [one.value for one in read] == ["2+2= (attempt in step 2)"]
+    written = Path(trainer.args.output_dir, "checkpoint-2", "opsd_Told.json").read_text()
+    assert json.loads(written) == {"steps": 2}
 
 
 @pytest.mark.quick
