@@ -61,11 +61,9 @@ def overrides(trainer: Any, verb: str) -> bool:
     return not of_package(getattr(type(trainer), verb))
 
 
-def own_verbs(trainer: type) -> dict[str, list[Callable[..., Any]]]:
-    """The verbs that subclasses override: the one called first, then those that it may call."""
-    own = [vars(one) for one in trainer.__mro__ if not one.__module__.startswith("trl_opsd.")]
-    found = {verb: [names[verb] for names in own if verb in names] for verb in VERBS}
-    return {verb: methods for verb, methods in found.items() if methods}
+def own_verbs(trainer: type) -> dict[str, Callable[..., Any]]:
+    """The verbs that a user's subclass overrides."""
+    return {verb: method for verb in VERBS if not of_package(method := getattr(trainer, verb))}
 
 
 def check_methods(trainer: type, args: OPSDConfig) -> None:
