@@ -23,7 +23,7 @@ from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.registry import DIVERGENCES, Settings, divergence_of
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
 from trl_opsd.losses.validation import check_clip
-from trl_opsd.options.foreign_names import StrictNames, without_meaning
+from trl_opsd.options.foreign_names import StrictNames, check_attribute
 from trl_opsd.options.normalize import (
     check_json,
     check_sampled,
@@ -404,16 +404,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
         self._checked = option_values(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        there = vars(self)
-        is_new = "_checked" in there and name not in there and not hasattr(type(self), name)
-        if is_new and (why := without_meaning(name, type(self), {*there, *dir(type(self))})):
-            raise AttributeError(
-                f"`args.{name} = {value!r}` would have no effect: {why}. Use another name for your own attribute.",
-                name=name,
-                obj=self,
-            )
+        if "_checked" in vars(self):
+            check_attribute(self, self, name, value)
         super().__setattr__(name, value)
-        if "_checked" in there and name in ALIASES:  # TRL assigns to the older name, and transformers reads the newer
+        if (
+            "_checked" in vars(self) and name in ALIASES
+        ):  # TRL assigns to the older name, and transformers reads the newer
             super().__setattr__(ALIASES[name], value)
 
     @property
