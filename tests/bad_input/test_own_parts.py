@@ -96,21 +96,6 @@ class TestTeacher:
         with pytest.raises(ValueError, match=rf"^`Own.targets` returned .*{got}: expected .*\[2, 6, 48\] of floats"):
             asked(Own(change))
 
-    @pytest.mark.parametrize(
-        ("member", "value", "message"),
-        [
-            ("head", torch.nn.Linear(48, 259), r"^`Odd.head` is a Linear: expected .*`OutputHead.of\(model\)`"),
-            ("head", torch.zeros(259, 48), r"^`Odd.head` is a Tensor"),
-            ("context", "long", r"^`Odd.context` is 'long': expected a number of tokens, or None"),
-            ("context", 0, r"^`Odd.context` is 0"),
-        ],
-        ids=["layer", "tensor", "text", "zero"],
-    )
-    def test_a_head_or_context_of_another_kind_is_refused_at_construction(self, make_trainer, member, value, message):
-        odd = type("Odd", (Own,), {member: value})
-        with pytest.raises(TypeError, match=message):
-            make_trainer(teacher_model=odd())
-
     def test_a_teacher_that_asks_one_with_the_student_s_weights_is_refused(self, make_trainer):
         student, teacher = tiny.qwen2(32), Own()
         teacher.inner = FrozenTeacher(Resident(student, torch.device("cpu")))
@@ -136,13 +121,6 @@ class TestTeacher:
     def test_a_teacher_that_has_read_the_token_it_predicts_is_refused(self, shift):
         with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? ahead: .*P - 1 : -1"):
             asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
-
-    @pytest.mark.parametrize("given", ["gpt2", tiny.gpt2()], ids=["path", "model"])
-    def test_a_frozen_teacher_of_no_placement_says_what_it_is_made_of(self, given):
-        with pytest.raises(
-            TypeError, match=r"got a \w+: .*`FrozenTeacher\(Resident\(model, device\)\)`. .*`OPSDTrainer`"
-        ):
-            FrozenTeacher(given)
 
     def test_the_student_learns_nothing_from_a_shifted_teacher(self, make_trainer):
         trainer = make_trainer(teacher_model=Own(states(lambda hidden: hidden.roll(-1, 1))))
