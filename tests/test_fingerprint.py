@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 from dataclasses import dataclass
@@ -251,8 +250,7 @@ class WeighingOtherwise(Weighing):
         return 0.5 * super().weigh(rollout, rows, targets)
 
 
-def told(row, text, more="!"):
-    # the default of an argument is code, and this is none
+def told(row, text, more):
     return row["prompt"] + more
 
 
@@ -268,37 +266,34 @@ def test_changed_functions_are_refused_by_name(make_trainer, tmp_path):
     make_trainer(Weighing, teacher_prompt_fn=telling("!"), **resumed).teaching.check_fingerprint(
         str(tmp_path / "checkpoint-1")
     )
-    changed = make_trainer(WeighingOtherwise, teacher_prompt_fn=telling("?"), **resumed)
+    changed = make_trainer(WeighingOtherwise, teacher_prompt_fn=lambda row, text: text, **resumed)
     with pytest.raises(
         ValueError,
-        match=r"functions: .*'teacher_prompt_fn': .*'weigh': 'WeighingOtherwise.weigh(?s:.*)=\['functions'\]",
+        match=r"functions: .*'teacher_prompt_fn': 'test_.*', 'weigh': 'WeighingOtherwise.weigh'(?s:.*)=\['functions'\]",
     ):
         changed.teaching.check_fingerprint(str(tmp_path / "checkpoint-1"))
-    with pytest.raises(ValueError, match=r"functions: \{'weigh': '.*sha256 .*'\} in the checkpoint, \{'weigh': None\}"):
+    with pytest.raises(ValueError, match=r"\{'weigh': 'Weighing.weigh'\} in the checkpoint, \{'weigh': None\}"):
         make_trainer(teacher_prompt_fn=telling("!"), **resumed).teaching.check_fingerprint(
             str(tmp_path / "checkpoint-1")
         )
 
 
 @pytest.mark.quick
-def test_code_is_compared_without_place_and_layout(tmp_path, monkeypatch):
-    def loaded(name: str, source: str) -> Any:
-        (tmp_path / f"{name}.py").write_text(source)
-        monkeypatch.syspath_prepend(tmp_path)
-        return importlib.import_module(name).function
+@pytest.mark.parametrize(
+    ("now", "differs"), [("told", False), ("told, version 2", False), ("other", True), (None, True)]
+)
+@pytest.mark.parametrize("then", ["told, sha256 0123", "told, whose source is not known"])
+def test_functions_of_older_checkpoints_are_compared_by_name(then, now, differs):
+    assert bool(_differing({"functions": {"weigh": then}}, {"functions": {"weigh": now}})) is differs
 
-    one = loaded("one_module", "def function(row, text):\n    return row['a'] + text\n")
-    same = loaded(
-        "same_module", 'import os\n\n\ndef function(row,\n  text):  # moved\n    return (row["a"]\n  + text)\n'
-    )
-    other = loaded("other_module", "def function(row, text):\n    return row['b'] + text\n")
-    assert describe_function(one) == describe_function(same) != describe_function(other)
-    two = [lambda row, text: "a", lambda row, text: "b"]
-    assert describe_function(two[0]).startswith("test_code_is")
-    different = [telling("a"), telling("b"), told, partial(told, more="a"), partial(told, more="b"), Plain(1).value]
-    assert len({describe_function(function) for function in different}) == len(different)
-    assert describe_function(telling("a")) == describe_function(telling("a"))
-    assert describe_function(len) == "len, whose source is not known"
-    assert not _differing(
-        {"functions": {"weigh": "a, sha256 0"}}, {"functions": {"weigh": "a, whose source is not known"}}
+
+def test_functions_are_described_by_name_and_version():
+    assert describe_function(partial(told, more="?")) == "told"
+    assert [describe_function(one) for one in (Plain(1), Weighing.weigh, len)] == ["Plain", "Weighing.weigh", "len"]
+    versioned = telling("!")
+    versioned.__version__ = "2"
+    assert describe_function(versioned) == "telling.<locals>.<lambda>, version 2"
+    assert _differing(
+        {"functions": {"weigh": describe_function(telling("!"))}},
+        {"functions": {"weigh": describe_function(versioned)}},
     )

@@ -19,7 +19,6 @@ from typing import Any
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.loop.members import FIXED
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 from trl_opsd.methods import METRICS
@@ -64,8 +63,9 @@ Of `OPSDTrainer`; from `rollout` on they are given by name. Those up to `tools` 
 _ATTRIBUTES = """\
 Once a trainer is built, assigning to `divergence`, `beta`, `temperature` (of the loss, as in TRL), `teacher_model` (a
 model or a path, with all checks, between two steps) and to the attributes of `generation_config` (where `transformers`
-generates) takes effect with the next batch. TRL's other attributes that it reads for each batch work as there. The rest
-are errors:"""
+generates) takes effect with the next batch. TRL's other attributes that it reads for each batch work as there. Options
+are those of `OPSDConfig`: to assign one, or a misspelt one, to the trainer is an error. What was passed
+otherwise (`tools`, `processing_class`, the end tokens of the model) is read when the trainer is built."""
 
 _METRICS = """\
 Added to what TRL logs (`loss`, `entropy`, `num_tokens`, `step_time`, `completions/…`). An evaluation logs its metrics
@@ -174,8 +174,6 @@ def document() -> str:
             "",
             _ATTRIBUTES,
             "",
-            *_table(["fixed at construction", "instead"], _fixed()),
-            "",
             "## Metrics",
             "",
             _METRICS,
@@ -275,11 +273,6 @@ def _checked() -> Iterator[list[str]]:
             alike.setdefault(found, []).append(f"`{one.name}` ({_literal(one.default)})")
     for found, options in alike.items():
         yield [found, ", ".join(options)]
-
-
-def _fixed() -> Iterator[list[str]]:
-    for how in dict.fromkeys(FIXED.values()):
-        yield [", ".join(f"`{name}`" for name, instead in FIXED.items() if instead == how), how]
 
 
 def _arguments() -> Iterator[list[str]]:

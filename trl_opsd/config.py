@@ -21,7 +21,7 @@ from trl_opsd.losses.entrywise import NoDivergence
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.validation import check_clip
 from trl_opsd.methods import MethodOptions, rules
-from trl_opsd.options.foreign_names import StrictNames, without_meaning
+from trl_opsd.options.foreign_names import StrictNames, check_attribute
 from trl_opsd.options.normalize import (
     check_json,
     check_sampled,
@@ -256,16 +256,12 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         self._checked = option_values(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        there = vars(self)
-        is_new = "_checked" in there and name not in there and not hasattr(type(self), name)
-        if is_new and (why := without_meaning(name, type(self), {*there, *dir(type(self))})):
-            raise AttributeError(
-                f"`args.{name} = {value!r}` would have no effect: {why}. Use another name for your own attribute.",
-                name=name,
-                obj=self,
-            )
+        if "_checked" in vars(self):
+            check_attribute(self, self, name, value)
         super().__setattr__(name, value)
-        if "_checked" in there and name in ALIASES:  # TRL assigns to the older name, and transformers reads the newer
+        if (
+            "_checked" in vars(self) and name in ALIASES
+        ):  # TRL assigns to the older name, and transformers reads the newer
             super().__setattr__(ALIASES[name], value)
 
     @property

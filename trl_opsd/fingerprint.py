@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -58,9 +54,8 @@ NESTED = ("adapter", "teacher_weights")
 """Entries that are compared key by key, over the keys both sides have: a newer version of a library may add some, and
 of a teacher behind a server only the head is known."""
 
-_NO_SOURCE = (OSError, TypeError, ValueError, SyntaxError, IndexError)
-"""Raised where a function is built in, was typed into a prompt, or is from a file that is not as it was."""
-_WITHOUT_SOURCE = ", whose source is not known"
+_OLDER = (", sha256 ", ", whose source is not known")
+"""What followed the name of a function in checkpoints of an older version of this package."""
 
 Fingerprint: TypeAlias = dict[str, Any]
 """JSON-serialisable values by their names in messages; an option has its own name."""
@@ -142,69 +137,11 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
 
 
 def describe_function(function: Any) -> str:
-    """A function of the user's by its name and a digest of its code, without comments, layout, or the file it is in.
-
-    An object has the code of its class or of its `__call__`. Values of a closure count if they are numbers, text,
-    functions, or tuples of those; what else it calls does not.
-    """
-    inner = function.func if isinstance(function, partial) else function[0] if isinstance(function, list) else function
+    """The name of an object of the user's, and its `__version__` if it has one. Its code is not compared."""
+    inner = function.func if isinstance(function, partial) else function
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-    try:
-        code = _code(function, set())
-    except _NO_SOURCE:
-        return f"{name}{_WITHOUT_SOURCE}"
-    return f"{name}, sha256 {hashlib.sha256(code.encode()).hexdigest()[:16]}"
-
-
-def _methods(of: type) -> list[Any]:
-    """Those in the body of a class, but what `dataclass` writes, which has no source."""
-    own = [inspect.unwrap(one) for one in vars(of).values() if inspect.isfunction(one)]
-    return [one for one in own if not (is_dataclass(of) and one.__code__.co_filename == "<string>")]
-
-
-def _code(function: Any, seen: set[int]) -> str:
-    if id(function) in seen:
-        return ""
-    seen.add(id(function))
-    if isinstance(function, partial):
-        given = _value((*function.args, *sorted(function.keywords.items())), seen)
-        return f"{_code(function.func, seen)} with {given}"
-    if isinstance(function, type):  # with inherited methods
-        function = [one for base in inspect.getmro(function) for one in _methods(base)]
-    if isinstance(function, list):
-        return "\n".join(_code(one, seen) for one in function)
-    function = getattr(inspect.unwrap(function), "__func__", inspect.unwrap(function))
-    if not inspect.isfunction(function):
-        function = type(function).__call__
-        if not inspect.isfunction(function):
-            raise TypeError("it is built in")
-    code = function.__code__
-    arguments = code.co_varnames[: code.co_argcount]
-    nodes = [
-        node
-        for node in ast.walk(ast.parse("".join(inspect.findsource(function)[0])))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        and getattr(node, "name", "<lambda>") == code.co_name
-        and min(one.lineno for one in (node, *getattr(node, "decorator_list", ()))) == code.co_firstlineno
-        and tuple(one.arg for one in (*node.args.posonlyargs, *node.args.args)) == arguments
-    ]
-    if not nodes:
-        raise OSError("its file has changed since")
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    values = (f"{name}={_value(getattr(cell, 'cell_contents', None), seen)}" for name, cell in cells)
-    return "\n".join((*map(ast.unparse, nodes), *values))
-
-
-def _value(value: Any, seen: set[int]) -> str:
-    """A value of a closure, the same in every process."""
-    if value is None or isinstance(value, str | bytes | int | float):
-        return repr(value)
-    if isinstance(value, tuple):
-        return f"({', '.join(_value(one, seen) for one in value)})"
-    with suppress(*_NO_SOURCE):
-        if inspect.isroutine(value):
-            return _code(value, seen)
-    return type(value).__name__
+    version = getattr(inner, "__version__", None)
+    return name if version is None else f"{name}, version {version}"
 
 
 def write(folder: str | Path, now: Fingerprint) -> None:
@@ -262,7 +199,7 @@ def _compared(name: str, then: Any, now: Any) -> tuple[Any, Any]:
         logger.warning("The checkpoint has an older digest of the rows, so only their number was compared.")
         return str(then).partition(",")[0], str(now).partition(",")[0]
     if name == "functions" and isinstance(then, dict) and isinstance(now, dict):
-        parts = [part for part in sorted({*then, *now}) if not _is_same_code(then.get(part), now.get(part))]
+        parts = [part for part in sorted({*then, *now}) if not _is_same(then.get(part), now.get(part))]
         return {part: then.get(part) for part in parts}, {part: now.get(part) for part in parts}
     if not (name in NESTED and isinstance(then, dict) and isinstance(now, dict) and then.keys() & now.keys()):
         return then, now
@@ -270,8 +207,8 @@ def _compared(name: str, then: Any, now: Any) -> tuple[Any, Any]:
     return {part: then[part] for part in parts}, {part: now[part] for part in parts}
 
 
-def _is_same_code(then: str | None, now: str | None) -> bool:
-    """Whether two functions are the same, as far as both are known."""
-    if then is None or now is None or _WITHOUT_SOURCE not in then + now:
+def _is_same(then: str | None, now: str | None) -> bool:
+    """Whether two functions are the same, by name if an older version of this package recorded a digest of the code."""
+    if then is None or now is None or not any(mark in then for mark in _OLDER):
         return then == now
     return then.partition(", ")[0] == now.partition(", ")[0]

@@ -25,7 +25,7 @@ from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
 from trl_opsd.loop.hooks import TrainerHooks
-from trl_opsd.loop.overrides import check_methods, check_verbs
+from trl_opsd.loop.overrides import check_methods
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.turns import Turns
 from trl_opsd.losses import Divergence, SampledReverseKL
@@ -177,7 +177,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         methods: Sequence[Method] = (),
     ) -> None:
         share_tracebacks()  # first of all, as whatever follows may fail in one process
-        check_verbs(type(self), OPSDTrainer)
         given = prepared(
             model=model,
             teacher_model=teacher_model,

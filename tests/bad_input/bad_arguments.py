@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from cases import Case, Lab, MustNotLoad, untouched
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from support import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_schedule
 
@@ -27,15 +27,6 @@ def placed(name: str, message: str, *arguments: Any) -> Case:
 
 def optimizer_of(*parameters: torch.nn.Parameter, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters or [torch.nn.Parameter(torch.zeros(1))], **options)
-
-
-def frozen(lab: Lab) -> None:
-    lab.make(model=tiny.qwen2().requires_grad_(False))
-
-
-def adapter_for_inference(lab: Lab) -> None:
-    student = get_peft_model(tiny.qwen2(), LoraConfig(target_modules=["q_proj"], inference_mode=True))
-    lab.make(model=student)
 
 
 class StepsAnother(OPSDTrainer):
@@ -89,15 +80,11 @@ OPTIONS = OPSDConfig("out", use_cpu=True)
 
 CLASSES = [
     wrong_class("model", AutoModelForCausalLM, "`model` is a type: expected a path, a model id"),
-    wrong_class("teacher_model", AutoModelForCausalLM, "`teacher_model` is a type: expected a path"),
     wrong_class("args", OPSDConfig, "`args` is a type: expected a `trl_opsd.OPSDConfig`"),
     wrong_class("processing_class", AutoTokenizer, "`processing_class` is a "),
     wrong_class("rollout", HFRollout, "`rollout` is "),
     untouched("a class for an object", "optimizers", PAIR, TypeError, optimizers=(torch.optim.AdamW, None)),
     untouched("wrong kind", "no model", "`model` is a NoneType: expected a path", TypeError, model=None, args=OPTIONS),
-    untouched(
-        "wrong kind", "a Path for a teacher", "is a PosixPath: expected", TypeError, teacher_model=Path("teacher")
-    ),
     untouched("wrong kind", "a Path", "`model` is a PosixPath: expected a path, ", TypeError, model=Path("student")),
     untouched("wrong kind", "an optimizer alone", PAIR, TypeError, optimizers=optimizer_of()),
     untouched(
@@ -109,22 +96,12 @@ CLASSES = [
     ),
     untouched(
         "wrong kind",
-        "a compiled teacher",
-        "`teacher_model` is a OptimizedModule: expected a path",
-        TypeError,
-        teacher_model=torch.compile(torch.nn.Linear(1, 1)),
-    ),
-    untouched(
-        "wrong kind",
         "an adapter for another task",
         "`peft_config.task_type` is .*SEQ_CLS",
         peft_config=LoraConfig(task_type="SEQ_CLS"),
     ),
     untouched("wrong kind", "a file for a folder", FOLDER, args=OPSDConfig(f"{__file__}/out")),
     untouched("wrong kind", "a folder of the kernel", FOLDER, args=OPSDConfig("/proc/out")),
-    placed("a reward for the teacher", "is a function: .* by name; pass rewards as `reward_funcs=`", "student", placed),
-    placed("rewards for the teacher", "is a list: .* by name; pass rewards as `reward_funcs=`", "student", [placed]),
-    placed("options for the teacher", "`teacher_model` is a OPSDConfig: expected a path", "student", OPTIONS),
     placed(
         "rows for the options",
         "`args` is a Dataset: .* third argument, after the teacher",
@@ -157,8 +134,6 @@ NOTHING_LEARNED = [
         "rate is 0 in all 1 steps.*Set fewer `warmup_steps`",
         lambda lab: lab.make(max_steps=1, warmup_steps=1, lr_scheduler_type="linear").train(),
     ),
-    Case("nothing would be learned", "a frozen student", "The student is frozen: .*`model.requires_grad_", frozen),
-    Case("nothing would be learned", "a frozen adapter", "is_trainable=True", adapter_for_inference),
     Case(
         "optimizer of another model",
         "a stranger",

@@ -140,39 +140,6 @@ CASES: list[Case] = [
         for name in ("image", "teacher_image")
     ),
     shown(
-        "one image in the column for several",
-        "row 1 of train_dataset: the column 'images' has a str: expected a list of images; one image without a list",
-        {"prompt": TEXT, "images": "a.png"},
-        TypeError,
-    ),
-    *(
-        shown(
-            name,
-            f"The prompt in row 1 of train_dataset: image 0: it is of type {kind}: give a PIL image, ",
-            {
-                "prompt": TEXT,
-                column: value,
-            },
-            TypeError,
-        )
-        for name, column, value, kind in [
-            ("a list in the column for one", "image", ["a.png"], "list"),
-            ("lists in a list", "images", [["a.png"]], "list"),
-            ("a number", "image", 3, "int"),
-        ]
-    ),
-    *(
-        shown(
-            f"an address, {url[:5]}",
-            r"row 1 of train_dataset: image 0: it is an address \(\w+:\), which is not fe",
-            {
-                "prompt": TEXT,
-                "image": url,
-            },
-        )
-        for url in ("https://a/b.png", "data:image/png;base64,iVBO")
-    ),
-    shown(
         "some None in a list",
         "row 1 of train_dataset: 1 of 2 in the column 'images' are None: add them, or remove them",
         {"prompt": TEXT, "images": ["a.png", None]},

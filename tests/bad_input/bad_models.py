@@ -60,21 +60,6 @@ def not_causal_at_a_path(role: str) -> Case:
     return Case("not causal", f"{role}, a path", message, provoke, before_loading=True)
 
 
-def not_there(role: str, path: str) -> Case:
-    return Case(
-        "path missing",
-        f"{role} {path}",
-        rf"`{role}='{path}'` is neither a folder with a `config\.json` nor",
-        lambda lab: lab.make(**{role: path}),
-        before_loading=True,
-    )
-
-
-def one_of_several(lab: Lab) -> None:
-    rows = tiny.rows().add_column("teacher", ["big", "small"] * 4)
-    lab.make(teacher_model={"big": tiny.qwen2(48, 1), "small": "/no/where"}, train_dataset=rows)
-
-
 # ---- Whether it goes with the other ---------------------------------------------------------------------------------
 
 
@@ -220,14 +205,6 @@ MISSING = [
         lambda lab: lab.make(teacher_model=None),
         before_loading=True,
     ),
-    *(not_there(role, path) for role in ROLES for path in ("/no/where", "no/where", ".")),
-    Case(
-        "path missing",
-        "one of several teachers",
-        r"`teacher_model\['small'\]='/no/where'` is neither",
-        one_of_several,
-        before_loading=True,
-    ),
 ]
 
 UNFIT = [
@@ -345,9 +322,6 @@ OTHERS = [
         "an empty name for a teacher",
         "`teacher_model` has an empty name: expected a name that the column 'teacher' can contain",
         teacher_model={"one": "teacher", "": "teacher"},
-    ),
-    untouched(
-        "at least", "a number for a teacher", "`teacher_model` is a int: expected a path", TypeError, teacher_model=3
     ),
     untouched(
         "at least",

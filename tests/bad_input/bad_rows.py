@@ -162,27 +162,17 @@ DATASETS = [
             before_loading=True,
         )
         for name, message in [
-            ("prompts", r"`dataset.rename_column\('prompts', 'prompt'\)`"),
-            ("problem", r"`dataset.rename_column\('problem', 'prompt'\)`"),
-            ("text", r"`dataset.rename_column\('text', 'prompt'\)`"),
-            ("x", r"`dataset.rename_column\('question', 'prompt'\)`"),
-            ("messages", r"`dataset.rename_column\('messages', 'prompt'\)`"),
+            ("prompts", r"only \['prompts'\]: rename the column that holds the prompts"),
+            ("messages", r"only \['messages'\]: rename the column that holds the prompts"),
         ]
     ),
     Case(
         "dataset without prompt",
         "but with conversations in a stream",
-        r"row 0 of train_dataset has no column .*`dataset.rename_column\('conversations', 'prompt'\)`",
+        r"row 0 of train_dataset has no column 'prompt', only \['conversations'\]",
         lambda lab: lab.make(
             train_dataset=IterableDataset.from_generator(lambda: iter([{"conversations": SHAREGPT}] * 4))
         ).train(),
-    ),
-    trained_on(
-        "message without role or content",
-        "of ShareGPT",
-        r"a dict with \['from', 'value'\]: .* `\[.*'human': 'user'.* for one in row\['prompt'\]\]`",
-        prompts(SHAREGPT[:1], SHAREGPT[:1]),
-        before_loading=True,
     ),
     *(
         trained_on(
@@ -271,7 +261,7 @@ ROWS = [
                 "The conversation in row 1 of train_dataset ends with a message of the user.*remove what follows",
                 GOOD,
             ),
-            ("nothing before it", "in row 1 of train_dataset has no message before the answer", [ANSWER]),
+            ("nothing before it", "The prompt in row 1 of train_dataset is a list without messages", [ANSWER]),
             ("two answers", r"row 1 of train_dataset ends with .* the assistant.*\[:-1\]", [*GOOD, ANSWER, ANSWER]),
             ("empty", "The conversation in row 1 of train_dataset is a list without messages", []),
         ]

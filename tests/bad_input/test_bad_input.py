@@ -24,7 +24,6 @@ from trl_opsd import OPSDTrainer
 PHRASES = (
     "at least",  # all that the list does not name
     "teacher missing",
-    "path missing",
     "not causal",
     "same object as the student",
     "vocabulary mismatch",

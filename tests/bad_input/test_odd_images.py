@@ -110,8 +110,7 @@ BROKEN = {
     "cut JPEG": (JPEG[:1500], "image file is truncated", False),
     "nothing": (b"", "it is no image file", True),
     "text": (b"hello", "it is no image file", True),
-    "a bomb": (claiming(30000, 30000), "Image size .900000000 pixels. exceeds limit .* Make it smaller", True),
-    "a smaller bomb": (claiming(10000, 10000), "Image size .100000000 pixels. exceeds limit .* Make it", True),
+    "a bomb": (claiming(30000, 30000), "Image size .900000000 pixels. exceeds limit", True),
     "16 bits": (written(DEEP), "its mode is 'I;16', and RGB would clip it: convert it to 8 bits", True),
     "floats": (written(DEEP.convert("F"), "TIFF"), "its mode is 'F', and RGB would clip it", True),
 }

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support import tiny
-from transformers import GPT2LMHeadModel
 
 MODULE = """
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -20,10 +19,6 @@ class MineConfig(Qwen2Config):
 
 class MineForCausalLM(Qwen2ForCausalLM):
     config_class = MineConfig
-
-
-class MineTokenizer(PreTrainedTokenizerFast):
-    pass
 """
 TRUST = {"model": "trust_remote_code", "teacher_model": "teacher_trust_remote_code"}
 OTHER = {"model": "teacher_trust_remote_code", "teacher_model": "trust_remote_code"}
@@ -39,17 +34,6 @@ def own_code(folder: Path) -> str:
     tiny.qwen2(32).save_pretrained(folder)
     classes = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
     _change(folder / "config.json", model_type="mine", architectures=["MineForCausalLM"], auto_map=classes)
-    (folder / "mine.py").write_text(MODULE)
-    return str(folder)
-
-
-def own_tokenizer(folder: Path) -> str:
-    """A model of transformers with a tokenizer that it has no class for."""
-    tiny.gpt2(32).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    auto_map = {"AutoTokenizer": [None, "mine.MineTokenizer"]}
-    _change(folder / "tokenizer_config.json", tokenizer_class="MineTokenizer", auto_map=auto_map)
-    (folder / "tokenizer.json").unlink()  # from which transformers would make a tokenizer of its own
     (folder / "mine.py").write_text(MODULE)
     return str(folder)
 
@@ -85,13 +69,3 @@ def test_a_model_with_code_is_loaded_with_its_option(make_trainer, tmp_path, rol
     assert type(trainer.model if role == "model" else trainer.teacher_model).__name__ == "MineForCausalLM"
     init = {"model": "model_init_kwargs", "teacher_model": "teacher_model_init_kwargs"}[role]
     make_trainer(**{role: path}, **{init: {"trust_remote_code": True}})
-
-
-@pytest.mark.refusal
-def test_a_tokenizer_with_code_names_the_option_of_its_model(make_trainer, tmp_path):
-    path = own_tokenizer(tmp_path / "mine")
-    with pytest.raises(ValueError, match=rf"^The tokenizer of the teacher \({path}\) {EXPECTED['teacher_model']}"):
-        make_trainer(teacher_model=path)
-    for student in (path, GPT2LMHeadModel.from_pretrained(path)):
-        with pytest.raises(ValueError, match=rf"^The tokenizer of the student \({path}\) {EXPECTED['model']}"):
-            make_trainer(model=student, processing_class=None)

@@ -96,21 +96,6 @@ class TestTeacher:
         with pytest.raises(ValueError, match=rf"^`Own.targets` returned .*{got}: expected .*\[2, 6, 48\] of floats"):
             asked(Own(change))
 
-    @pytest.mark.parametrize(
-        ("member", "value", "message"),
-        [
-            ("head", torch.nn.Linear(48, 259), r"^`Odd.head` is a Linear: expected .*`OutputHead.of\(model\)`"),
-            ("head", torch.zeros(259, 48), r"^`Odd.head` is a Tensor"),
-            ("context", "long", r"^`Odd.context` is 'long': expected a number of tokens, or None"),
-            ("context", 0, r"^`Odd.context` is 0"),
-        ],
-        ids=["layer", "tensor", "text", "zero"],
-    )
-    def test_a_head_or_context_of_another_kind_is_refused_at_construction(self, make_trainer, member, value, message):
-        odd = type("Odd", (Own,), {member: value})
-        with pytest.raises(TypeError, match=message):
-            make_trainer(teacher_model=odd())
-
     def test_a_teacher_that_asks_one_with_the_student_s_weights_is_refused(self, make_trainer):
         student, teacher = tiny.qwen2(32), Own()
         teacher.inner = FrozenTeacher(Resident(student, torch.device("cpu")))
@@ -136,13 +121,6 @@ class TestTeacher:
     def test_a_teacher_that_has_read_the_token_it_predicts_is_refused(self, shift):
         with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? ahead: .*P - 1 : -1"):
             asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
-
-    @pytest.mark.parametrize("given", ["gpt2", tiny.gpt2()], ids=["path", "model"])
-    def test_a_frozen_teacher_of_no_placement_says_what_it_is_made_of(self, given):
-        with pytest.raises(
-            TypeError, match=r"got a \w+: .*`FrozenTeacher\(Resident\(model, device\)\)`. .*`OPSDTrainer`"
-        ):
-            FrozenTeacher(given)
 
     def test_the_student_learns_nothing_from_a_shifted_teacher(self, make_trainer):
         trainer = make_trainer(teacher_model=Own(states(lambda hidden: hidden.roll(-1, 1))))
@@ -245,7 +223,7 @@ class TestWrittenInPlace:
     def test_tokens_that_weigh_overwrites_are_refused(self, make_trainer, name):
         trainer = make_trainer(InPlace)
         trainer.write = write_to(name, 1 - tiny.tokenizer()("=")["input_ids"][0])
-        with pytest.raises(ValueError, match=r"^`InPlace.weigh` changed .* in place, .*: change a copy"):
+        with pytest.raises(ValueError, match=r"^`InPlace.teach`, `InPlace.weigh`, or .* in place: change a copy"):
             trainer.train()
 
     def test_masks_that_a_teacher_overwrites_are_refused(self, make_trainer):
@@ -253,8 +231,8 @@ class TestWrittenInPlace:
             rollout.completion_mask[:, 1] = 0
             return targets
 
-        with pytest.raises(ValueError, match=r"^`InPlace.teach`, or the teacher that it calls, changed .* in place"):
-            make_trainer(InPlace, teacher_model=Own(masking)).train()
+        with pytest.raises(ValueError, match=r"^`OPSDTrainer.teach`, `OPSDTrainer.weigh`, or the teacher changed"):
+            make_trainer(teacher_model=Own(masking)).train()
 
     def test_weights_may_be_written_in_place_but_not_for_padding(self, make_trainer):
         rows = [{"prompt": text} for text in tiny.PROMPTS[:2]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -217,33 +216,6 @@ def test_resumed_weights_are_those_of_an_uninterrupted_run(make_trainer, tmp_pat
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("of", ["itself", "a base", "the base of a dataclass"])
-def test_a_run_does_not_resume_with_other_methods(make_trainer, tmp_path, of):
-    class Other(Told):
-        def add(self, number: int) -> str:
-            """Adds a number.
-
-            Args:
-                number: The number to add.
-
-            Returns:
-                The total.
-            """
-            return str(-number)
-
-    first, then = Told, Other
-    if of != "itself":
-        first, then = (type("Told", (kind,), {}) for kind in (first, then))
-    if of == "the base of a dataclass":
-        first, then = (dataclass(init=False)(kind) for kind in (first, then))
-    options = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": 1}
-    make_trainer(**given(once(call(number=1)), first), **options).train()
-    with pytest.raises(ValueError, match="environment Told"):
-        make_trainer(**given(once(call(number=1)), then, max_steps=2), **options).train(
-            resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1")
-        )
 
 
 def test_several_teachers_read_what_the_environment_tells(make_trainer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import sqlite3
 import threading
@@ -317,23 +316,6 @@ def with_tools(*names: str, of: type = Adder, **more: Any) -> type:
     return type("Shop", (of,), {**dict.fromkeys(names, tool), **more})
 
 
-@pytest.mark.parametrize(
-    ("kind", "tools"),
-    [
-        (with_tools("get_state", "close", "look"), "`Shop.close`, `Shop.get_state`."),
-        (with_tools("get_privileged_contexts", of=Told), "`Shop.get_privileged_contexts`."),
-        (with_tools("isDone", "getState", "rest", "restart"), "`Shop.getState`."),
-        (with_tools("look", get_page=Adder.add, _get_state=tool, feedback_form=tool), None),
-    ],
-)
-def test_methods_that_look_like_hooks_are_said_to_be_tools(make_trainer, caplog, kind, tools):
-    with caplog.at_level(logging.WARNING):
-        make_trainer(**given(once(END), kind))
-    said = [text for text in caplog.messages if "Tools of the student" in text]
-    assert len(said) == (tools is not None)
-    assert tools is None or f"Tools of the student: {tools} All public methods but `reset`" in said[0]
-
-
 REFUSED = {
     **{
         f"misspelt: {name}": (
@@ -356,14 +338,8 @@ REFUSED = {
         {},
         "you mean `get_reward`",
     ),
-    "no reset": (type("Empty", (), {}), {}, "no method `reset`"),
-    "an object": (Adder(), {}, "expected a class or a function"),
-    "needs arguments": (lambda number: Adder(), {}, "cannot be called without arguments"),
-    "a tool that nothing describes": (
-        type("Bare", (Adder,), {"show": lambda self: "x"}),
-        {},
-        "`Bare.show` is a tool of `environment_factory`, which templates cannot describe",
-    ),
+    "an object": (Adder(), {}, "could not make an environment: TypeError: 'Adder' object is not callable"),
+    "needs arguments": (lambda number: Adder(), {}, "could not make an environment: TypeError"),
     "fails": (lambda: 1 / 0, {}, "could not make an environment: ZeroDivisionError"),
     "nothing": ({}, {}, "an empty dict"),
     "no names": ({1: Adder}, {}, "expected names"),

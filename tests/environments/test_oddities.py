@@ -44,16 +44,6 @@ def test_feedback_of_odd_characters_is_read(make_trainer):
     assert min(weights_of(of_itself(make_trainer, "\ud800 \0 wrong"))) > 0
 
 
-@pytest.mark.parametrize("observation", [("seen", {}), 7, {"seen": 1}, ["seen"]])
-def test_an_observation_that_is_no_text_is_refused_with_its_row(make_trainer, observation):
-    class Gym(Adder):
-        def reset(self, **_: Any) -> Any:
-            return observation
-
-    with pytest.raises(RuntimeError, match=r"row 0 of .* could not begin: TypeError: `reset` returned a"):
-        weights_of(make_trainer(**given(once(END), Gym)))
-
-
 def test_an_observation_of_parts_of_text_is_text(make_trainer):
     class Parts(Adder):
         def reset(self, **_: Any) -> Any:

@@ -113,13 +113,7 @@ def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):
     with pytest.raises(ValueError, match=r"adapter is merged .*`unmerge_adapter\(\)` on the model"):
         trainer.train()
     trainer.model.unmerge_adapter()
-    with torch.no_grad(), pytest.raises(ValueError, match="Gradients are switched off"):
-        trainer.train()
     trainer.train()
-    frozen = make_trainer()
-    frozen.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="The student is frozen"):
-        frozen.train()
 
 
 def lora(**options):

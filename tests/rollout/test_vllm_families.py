@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -224,23 +223,12 @@ def test_architectures_that_may_have_a_separate_head_are_known(architecture, the
     assert may_have_head(PretrainedConfig(architectures=[architecture], name_or_path="student")) is there
 
 
-@pytest.mark.refusal
-def test_a_library_missing_for_an_architecture_is_named_at_construction(make, reader, monkeypatch):
-    monkeypatch.setattr("trl_opsd._compat.vllm.supported.is_torchvision_available", lambda: False)
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    monkeypatch.delitem(sys.modules, "vllm.model_executor.models.gemma3_mm", raising=False)
-    with pytest.raises(ValueError, match=r"vLLM needs torchvision .*`pip install torchvision`, or set"):
-        make(model=reader("gemma3"))
-
-
 @pytest.mark.long
 @pytest.mark.refusal
 def test_an_unknown_architecture_is_refused_and_later_engines_work(make, tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "VLLMEngine", VLLMEngine)
-    with pytest.raises(ValueError, match=r"does not start an engine .*are not supported for now") as error:
+    with pytest.raises(ValueError, match="are not supported for now"):
         make("phimoe")
-    assert len(str(error.value)) < 700
-    assert "set `use_vllm=False`" in str(error.value)
     monkeypatch.undo()
     trainer = make(model=student(tmp_path / "other"))
     trainer.complete(trainer.tokenize(["a"]))

@@ -255,7 +255,7 @@ class TestEma:
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "peft_config": LORA}
         make_own("base", **options).train()
         known = ["teachers", "teacher_model_kind", "teacher_update_rate", "teacher_sync_steps"]
-        with pytest.raises(ValueError, match="was not saved with teacher_model_kind='ema'"):
+        with pytest.raises(FileNotFoundError, match="ema_teacher"):
             make_own("ema", **options, resume_with_changes=known).train(
                 resume_from_checkpoint=str(tmp_path / "checkpoint-2")
             )

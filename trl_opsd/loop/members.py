@@ -1,18 +1,14 @@
 """What users, rollouts and teachers see of a trainer: attributes that may be assigned, and the members of `Host`.
 
-Most of TRL's attributes are read once, at construction. Assigning to one later, to a misspelt one, or to one that is
-called like an option would change nothing, silently: here it is an error.
+An option that is assigned to the trainer, or misspelt, would change nothing, silently: here it is an error.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import fields
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +30,7 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.monitor.metrics import Mean, is_taken
-from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, without_meaning
+from trl_opsd.options.foreign_names import check_attribute
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import ReadOnce, above, from_to
 from trl_opsd.parallel.precision import autocast
@@ -45,34 +41,7 @@ if TYPE_CHECKING:
     from trl_opsd.loop.turns import Turns
     from trl_opsd.models.shared_rows import RowGroup
 
-__all__ = ["FIXED", "TrainerMembers"]
-
-_OPTION = "set it in `OPSDConfig` and build a new trainer"
-_SAMPLING = "assign to the attribute of `trainer.generation_config`, or set it in `OPSDConfig` and build a new trainer"
-_NO_LABELS = "there are no labels to compute it from; override `compare` or `weigh`, and log values with `self.record`"
-
-FIXED: Mapping[str, str] = MappingProxyType(
-    {
-        "top_p": _SAMPLING,
-        "top_k": _SAMPLING,
-        "min_p": _SAMPLING,
-        "repetition_penalty": _SAMPLING,
-        "generation_kwargs": "assign to the attributes of `trainer.generation_config`",
-        "generation_config": "assign to its attributes",
-        "max_completion_length": f"{_OPTION}, or assign a smaller value to `trainer.generation_config.max_new_tokens`",
-        "eos_token_ids": "set `model.generation_config.eos_token_id` before the trainer is built",
-        "tools": "pass `tools` when the trainer is built",
-        "processing_class": "pass `processing_class` when the trainer is built",
-        "teacher": "assign to `trainer.teacher_model`",
-        "teachers": "assign to `trainer.teacher_model`, or pass several when the trainer is built",
-        "use_vllm": _OPTION,
-        "vllm_mode": _OPTION,
-        "compute_metrics": _NO_LABELS,
-        "preprocess_logits_for_metrics": _NO_LABELS,
-        "compute_loss_func": "the loss is `trainer.divergence`; assign to that",
-    }
-)
-"""Attributes that are read at construction only, and what to do instead of assigning to them."""
+__all__ = ["TrainerMembers"]
 
 
 class TrainerMembers(UpstreamFixes):
@@ -104,35 +73,9 @@ class TrainerMembers(UpstreamFixes):
         elif name in ("train_dataset", "eval_dataset"):
             if value is not getattr(self, name):
                 self.replace_dataset(name, value)
-        elif why := self.why_no_effect(name, value):
-            raise AttributeError(f"`trainer.{name} = {_shown(value)}` would have no effect: {why}", name=name, obj=self)
-        elif name not in FIXED:  # else it is the value that it has
+        else:
+            check_attribute(self, self.args, name, value)
             super().__setattr__(name, value)
-
-    def why_no_effect(self, name: str, value: Any) -> str | None:
-        """Why assigning this would have no effect, and what to do; `None` if it has one, or is the user's own."""
-        if name in FIXED:
-            now = getattr(self, name, None)
-            same = value is now or value == now
-            return (
-                None if same else f"it was fixed at {_shown(now)} when the trainer was built. Instead, {FIXED[name]}."
-            )
-        another = "Use another name for your own attribute."
-        if inspect.isroutine(getattr(type(self), name, None)) and not callable(value):
-            return f"it is a method. {another}"
-        if name in vars(self) or hasattr(type(self), name):
-            return None
-        options = {one.name for one in fields(self.args)}
-        if name in options and value == getattr(self.args, name):
-            return None  # a copy, in a subclass
-        if name in self._read_once.values:
-            return f"it is an option that is read at construction: build a trainer with that value. {another}"
-        if name in options:
-            return f"it is an option: assign to `trainer.args.{name}`, or build a trainer with that value. {another}"
-        if name in TRAINER_ARGUMENTS:
-            return f"it is an argument: pass `{name}` when the trainer is built. {another}"
-        why = without_meaning(name, type(self.args), {*vars(self), *dir(type(self)), *options})
-        return f"{why}. {another}" if why else None
 
     @property
     def beta(self) -> float | None:
@@ -414,9 +357,3 @@ class TrainerMembers(UpstreamFixes):
         finally:
             self.model.train(was_training)
             del error  # its traceback refers to this frame and would keep tensors alive
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: a tokenizer's would fill the screen."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"a {type(value).__name__}"

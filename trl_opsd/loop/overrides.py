@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,6 @@ _ELSEWHERE = {
     "_setup_teacher_model _compute_teacher_student_logits _get_teacher_token_logprobs_from_server",
     "override `weigh`": "get_high_entropy_mask get_off_policy_mask get_gamma_weights",
     "pass `reward_funcs`": "_calculate_rewards",
-    "call `record`": "_log_metric _log_completion_extra",
     "prepare the rows with `dataset.map`": "_prepare_dataset _tokenize_prompts",
 }
 _UNCALLED = {name: instead for instead, names in _ELSEWHERE.items() for name in names.split()}
@@ -61,15 +58,16 @@ def overrides(trainer: Any, verb: str) -> bool:
     return not of_package(getattr(type(trainer), verb))
 
 
-def own_verbs(trainer: type) -> dict[str, list[Callable[..., Any]]]:
-    """The verbs that subclasses override: the one called first, then those that it may call."""
-    own = [vars(one) for one in trainer.__mro__ if not one.__module__.startswith("trl_opsd.")]
-    found = {verb: [names[verb] for names in own if verb in names] for verb in VERBS}
-    return {verb: methods for verb, methods in found.items() if methods}
+def own_verbs(trainer: type) -> dict[str, Callable[..., Any]]:
+    """The verbs that a user's subclass overrides."""
+    return {verb: method for verb in VERBS if not of_package(method := getattr(trainer, verb))}
 
 
 def check_methods(trainer: type, args: OPSDConfig) -> None:
-    """Rejects overrides of methods that need a whole batch: overlap trains before its last row is generated."""
+    """Rejects overrides that nothing calls, or of what needs a whole batch: overlap trains before its last row."""
+    for name, instead in _UNCALLED.items():
+        if not of_package(getattr(trainer, name, check_methods)):
+            raise TypeError(f"`{trainer.__name__}.{name}` is never called, unlike in TRL's trainer: {instead}.")
     for name in _PASSED_BY if args.overlap == "step" else ():
         if not of_package(getattr(trainer, name)):
             raise TypeError(
@@ -77,40 +75,3 @@ def check_methods(trainer: type, args: OPSDConfig) -> None:
                 "are trained on before the last is generated: override `weigh` or `compare` instead, or remove the "
                 "option."
             )
-
-
-def check_verbs(trainer: type, base: type) -> None:
-    """Rejects signatures and misspelt names of verbs, which are called only after the first (expensive) rollout.
-
-    Methods of TRL's trainers that nothing calls are rejected as well, unless the subclass itself does.
-    """
-    for one in trainer.__mro__[: trainer.__mro__.index(base)]:
-        for name, value in vars(one).items():
-            value = getattr(value, "__func__", value)  # of a static method
-            if not inspect.isfunction(value):
-                continue
-            if name in VERBS:
-                _check_signature(f"{one.__name__}.{name}", value, getattr(base, name))
-            # A longer name, such as `complete_with_hints`, is a helper and no misspelling.
-            elif (near := difflib.get_close_matches(name, VERBS, n=1, cutoff=0.8)) and not name.startswith(near[0]):
-                raise TypeError(f"`{one.__name__}.{name}` is never called; did you mean `{near[0]}`?")
-            elif name in _UNCALLED and not _calls(trainer, base, name):
-                raise TypeError(f"`{one.__name__}.{name}` is never called, unlike in TRL's trainer: {_UNCALLED[name]}.")
-
-
-def _calls(trainer: type, base: type, name: str) -> bool:
-    """Whether other methods of a subclass use one of this name."""
-    own = [part for one in trainer.__mro__[: trainer.__mro__.index(base)] for part in vars(one).items()]
-    functions = [getattr(value, "fget", getattr(value, "__func__", value)) for key, value in own if key != name]
-    codes = [one.__code__ for one in functions if inspect.isfunction(one)]
-    for code in codes:  # grows by the functions and comprehensions within
-        codes += filter(inspect.iscode, code.co_consts)
-    return any(name in code.co_names for code in codes)
-
-
-def _check_signature(name: str, given: Any, ours: Any) -> None:
-    parameters = list(inspect.signature(ours).parameters)
-    try:
-        inspect.signature(given).bind(*parameters)
-    except TypeError as error:
-        raise TypeError(f"`{name}` is called as `({', '.join(parameters[1:])})`: {error}.") from None

@@ -52,9 +52,14 @@ class Scorer:
                     f"`{name}.teach` returned targets without those of {sorted(missing)}, which the objective needs: "
                     "change those of `super().teach(rollout, rows)`."
                 )
-            _check_unchanged(batch, digest, f"`{name}.teach`, or the teacher that it calls,")
             weights = host.weigh(rollout, rows, targets)
-        _check_unchanged(batch, digest, f"`{name}.weigh`")
+        # A `Rollout` is frozen, but not what its tensors hold: with a mask that is changed in place the student would
+        # attend to other tokens than the teacher did.
+        if not torch.equal(_digest(batch), digest):
+            raise ValueError(
+                f"`{name}.teach`, `{name}.weigh`, or the teacher changed the tokens or masks of the rollout in place: "
+                "change a copy. To exclude a token from the loss, return a weight of 0 for it from `weigh`."
+            )
         rollout = replace(rollout, weights=counted)
         weights = host.methods.weighed(checked_weights(weights, rollout), rows)
         found = {
@@ -115,15 +120,6 @@ class Scorer:
 def _generated(batch: Mapping[str, Any]) -> Rollout:
     """The tokens of a batch, with TRL's weights: 1 where the student generated one."""
     return Rollout.unpack({name: value for name, value in batch.items() if name not in ("loss_weights", "lengths")})
-
-
-def _check_unchanged(batch: Mapping[str, Any], digest: Tensor, what: str) -> None:
-    """Rejects tokens and masks that were overwritten: the student would train on other ones than the teacher scored."""
-    if not torch.equal(_digest(batch), digest):
-        raise ValueError(
-            f"{what} changed the tokens or masks of the rollout in place, after they were used: change a copy. To "
-            "exclude a token from the loss, return a weight of 0 for it from `weigh`."
-        )
 
 
 def _digest(batch: Mapping[str, Any]) -> Tensor:

@@ -132,7 +132,7 @@ def of_logits_(slopes_RV: Tensor, student_RV: Tensor) -> Tensor:
 
 
 def describe(divergence: Any) -> str:
-    """A divergence or a method, with its settings, in one line that is the same in every process; large ones by digest."""
+    """A divergence or a method with its settings, in one line, the same in every process; of large values, digests."""
     names = (
         [field.name for field in fields(divergence)]
         if is_dataclass(divergence)

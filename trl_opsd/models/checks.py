@@ -25,8 +25,6 @@ logger = get_logger(__name__)
 
 PLACE_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 """Loading options that locate a model."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""File in which PEFT describes an adapter."""
 _OF_NO_CONSEQUENCE = (
     "dtype",
     "torch_dtype",
@@ -48,16 +46,10 @@ def language_config(
 ) -> Mapping[str, Any]:
     """The config of a causal language model with its `text_config` merged in; empty for what is neither model nor path.
 
-    Refuses a path that cannot be found, another kind of model, and Python code that the option `trust` does not allow.
+    Refuses another kind of model, and Python code that the option `trust` does not allow.
     """
     if isinstance(model, str):
-        found, why = _config_file(model, loading)
-        if found is None:
-            raise ValueError(
-                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor an accessible model on the Hub: "
-                f"correct it, or log in. {why}"
-            )
-        config = json.loads(Path(found).read_text(encoding="utf-8"))
+        config = json.loads(Path(_config_file(model, loading)).read_text(encoding="utf-8"))
         if "auto_map" in config:
             with naming_trust(f"`{called}={model!r}`", trust, loading):
                 trusted = loading.get("trust_remote_code", False)
@@ -81,20 +73,10 @@ def place_of(loading: Mapping[str, Any]) -> dict[str, Any]:
     return {name: loading[name] for name in PLACE_OPTIONS if loading.get(name) is not None}
 
 
-def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The path of a model's config, or `None` and the reason."""
-    why = "There is none."
-    if (Path(path) / ADAPTER_CONFIG).is_file():
-        why = (
-            "It contains only an adapter: load its base model and pass `PeftModel.from_pretrained(base, path, "
-            "is_trainable=True)`(a teacher needs no `is_trainable`). If only a path can be passed, save both as one "
-            "model, `AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` with "
-            "its tokenizer, and pass that folder."
-        )
-    try:
-        return cached_file(path, CONFIG_NAME, **place_of(loading)), why
-    except OSError as error:
-        return None, str(error).splitlines()[0]
+def _config_file(path: str, loading: Mapping[str, Any]) -> str:
+    """The path of a model's config."""
+    found: str = cached_file(path, CONFIG_NAME, **place_of(loading))
+    return found
 
 
 def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loading: Mapping[str, Any]) -> bool:
@@ -108,12 +90,9 @@ def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loa
         for loading in (its_loading, other_loading)
     ]
     # Resolved, a model id and the folder of its snapshot are the same, as are two revisions that name one commit.
-    folders = [
-        Path(found).absolute().parent.resolve()
-        for path, loading in ((one, its_loading), (other, other_loading))
-        if (found := _config_file(path, loading)[0])
-    ]
-    return altering[0] == altering[1] and len(folders) == 2 and folders[0] == folders[1]
+    files = (_config_file(path, loading) for path, loading in ((one, its_loading), (other, other_loading)))
+    folders = {Path(file).absolute().parent.resolve() for file in files}
+    return altering[0] == altering[1] and len(folders) == 1
 
 
 def check_own_loss(config: Mapping[str, Any]) -> None:
@@ -135,25 +114,18 @@ def check_own_loss(config: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def naming_trust(what: str, option: str, loading: Mapping[str, Any], tokenizer_of: str | None = None) -> Iterator[None]:
+def naming_trust(what: str, option: str, loading: Mapping[str, Any]) -> Iterator[None]:
     """Replaces transformers' refusal of a repository's Python code by one that names the option of this trainer."""
     try:
         yield
     except (ValueError, OSError) as error:
-        # For a tokenizer, transformers tries its own class first, and its error then does not mention the code.
-        own = "trust_remote_code" in str(error) or (tokenizer_of and _has_own_tokenizer(tokenizer_of))
-        if loading.get("trust_remote_code") or not own:
+        if loading.get("trust_remote_code") or "trust_remote_code" not in str(error):
             raise
         of_student = option == "trust_remote_code"
         raise ValueError(
             f"{what} comes with its own Python code, which runs only if you allow it: read that code, then set "
             f"`{option}=True` in `OPSDConfig`, which applies only to {'the student' if of_student else 'teachers'}."
         ) from error
-
-
-def _has_own_tokenizer(path: str) -> bool:
-    found = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
-    return found is not None and "auto_map" in json.loads(Path(found).read_text(encoding="utf-8"))
 
 
 @contextmanager
@@ -248,7 +220,7 @@ def _check_quantization(student: nn.Module) -> None:
 
 
 def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
-    """Refuses a student of which no weight would be stepped: frozen, or unknown to the optimizer that was passed."""
+    """Refuses a student of which no weight would be stepped: merged, or unknown to the optimizer that was passed."""
     check_can_learn(student)
     optimizer, scheduler = optimizers
     wrapped = getattr(optimizer, "optimizer", None)  # accelerate wraps it in a training
@@ -261,27 +233,12 @@ def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
 
 
 def check_can_learn(student: nn.Module) -> None:
-    """Refuses a student that cannot learn: frozen, with a merged adapter, or without gradients."""
-    if not torch.is_grad_enabled():
-        raise ValueError("Gradients are switched off by `torch.no_grad` or `inference_mode`: train outside of it.")
+    """Refuses a student whose adapter is merged: what is trained beside it would learn alone."""
     if is_peft(student) and is_merged(student):
         raise ValueError(
             "The student's adapter is merged into its base, so nothing would be learned: call `unmerge_adapter()` on "
             "the model."
         )
-    if any(one.requires_grad for one in student.parameters()):
-        return
-    remedy = (
-        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, remove `inference_mode=True` from "
-        "its config, or enable it again"
-        if is_peft(student)
-        else "call `model.requires_grad_(True)`, on a `copy.deepcopy` if it is another trainer's teacher, or pass a "
-        "`peft_config`"
-    )
-    raise ValueError(
-        "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be learned: "
-        f"{remedy}; to evaluate only, do not pass `train_dataset`."
-    )
 
 
 def check_optimizer(student: nn.Module, optimizer: Any) -> None:

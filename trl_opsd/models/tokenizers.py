@@ -14,7 +14,7 @@ from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig, PreTrai
 from transformers.utils import cached_file
 
 from trl_opsd._compat.trl import get_config_model_id
-from trl_opsd.models.checks import naming_trust, place_of
+from trl_opsd.models.checks import place_of
 
 logger = get_logger(__name__)
 
@@ -22,29 +22,22 @@ logger = get_logger(__name__)
 def loaded_processing_class(student: Any, loading: Mapping[str, Any], trust_remote_code: bool) -> Any:
     """Loads the tokenizer or multimodal processor from the student's checkpoint, as TRL does."""
     path = student if isinstance(student, str) else get_config_model_id(student.config)
-    if not path:
-        raise ValueError(
-            "`processing_class` is None, and the student was not loaded from a path: pass its tokenizer as "
-            "`processing_class`."
-        )
     options = {
         "revision": loading.get("revision") if isinstance(student, str) else None,
         "truncation_side": "left",
         "padding_side": "left",
         "trust_remote_code": trust_remote_code,
     }
-    with naming_trust(f"The tokenizer of the student ({path})", "trust_remote_code", options, path):
-        try:
-            return AutoProcessor.from_pretrained(path, **options)
-        except (ImportError, OSError) as error:  # of an image processor, which text does not need
-            if not has_tokenizer(path, {"revision": options["revision"]}):
-                raise
-            logger.warning(
-                f"The processor of {path} cannot be loaded ({str(error).strip().splitlines()[0]}), so only its "
-                "tokenizer is used, and saved with the model. If packages are missing, these are often pillow and "
-                "torchvision."
-            )
-            return AutoTokenizer.from_pretrained(path, **options)
+    try:
+        return AutoProcessor.from_pretrained(path, **options)
+    except (ImportError, OSError) as error:  # of an image processor, which text does not need
+        if not has_tokenizer(path, {"revision": options["revision"]}):
+            raise
+        logger.warning(
+            f"The processor of {path} cannot be loaded ({str(error).strip().splitlines()[0]}), so only its tokenizer "
+            "is used, and saved with the model. If packages are missing, these are often pillow and torchvision."
+        )
+        return AutoTokenizer.from_pretrained(path, **options)
 
 
 def has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:

@@ -147,6 +147,10 @@ TRAINER_ARGUMENTS = (
 """Arguments of `OPSDTrainer` that are no options as well."""
 
 
+COPIED = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length", "vllm_mode")
+"""Attributes of TRL's trainer with options that are read at construction only."""
+
+
 @cache
 def advice(config: type) -> Mapping[str, str]:
     """What to do instead of every name of other trainers."""
@@ -173,18 +177,31 @@ def _explained(what: str, name: str, known: Collection[str], config: Any) -> str
     return f"has no {what} {name!r}: {found}"
 
 
-def without_meaning(name: str, config: type, known: Collection[str]) -> str:
-    """Why a new attribute beside the known ones would change nothing; empty for one of the user's own.
+def check_attribute(of: Any, args: Any, name: str, value: Any) -> None:
+    """Refuses an attribute of a trainer or of its options that is called like an option, or nearly: it is never read.
 
-    A name of one word, or one that continues a known one, is the user's: `config`, `rollouts`, `train_dataset_2`.
+    A name of one word, or one that continues an option, is the user's: `config`, `rollouts`, `learning_rate_2`.
     """
-    if name.startswith("_"):
-        return ""
-    if "_" in name and name in advice(config):
-        return advice(config)[name]
-    candidates = [one for one in known if not one.startswith("_") and not name.startswith(one)]
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.9)
-    return f"it is unknown; did you mean `{close[0]}`" if close else ""
+    is_there = name in vars(of) or hasattr(type(of), name)
+    if name.startswith("_") or (is_there and (of is args or name not in COPIED)):
+        return
+    config: Any = type(args)
+    options = {one.name for one in fields(args)}
+    close = [one for one in options if not name.startswith(one)]
+    if name in options:
+        why = f"it is an option: assign to `args.{name}`, or build a trainer with that value"
+        if value == getattr(args, name):
+            return  # a copy
+    elif "_" in name and name in advice(config):
+        why = advice(config)[name]
+    elif found := difflib.get_close_matches(name, close, n=1, cutoff=0.9):
+        why = f"it is unknown; did you mean `{found[0]}`"
+    else:
+        return
+    shown = f"{'args' if of is args else 'trainer'}.{name} = {value!r}"
+    raise AttributeError(
+        f"`{shown}` would have no effect: {why}. Use another name for your own attribute.", name=name, obj=of
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

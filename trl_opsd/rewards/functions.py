@@ -10,10 +10,8 @@ import math
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
@@ -43,18 +41,18 @@ class Rewards:
                 coroutines[name] = function
                 continue
             with _explained(name, rows):
-                found[name] = function(**arguments)
+                found[name] = _numbers(function(**arguments), rows)
 
-        async def one(name: str, function: Callable[..., Any]) -> Any:
+        async def one(name: str, function: Callable[..., Any]) -> list[float]:
             with _explained(name, rows):
-                return await function(**arguments)
+                return _numbers(await function(**arguments), rows)
 
-        async def together() -> list[Any]:
+        async def together() -> list[list[float]]:
             return await asyncio.gather(*(one(name, function) for name, function in coroutines.items()))
 
         if coroutines:
             found.update(zip(coroutines, self._wait(together()), strict=True))
-        return torch.tensor([_checked(found[name], name, rows) for name in self.functions]).T
+        return torch.tensor([found[name] for name in self.functions]).T
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
@@ -85,33 +83,13 @@ def _explained(name: str, rows: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def _checked(returned: Any, name: str, rows: Sequence[str]) -> list[float]:
+def _numbers(returned: Any, rows: Sequence[str]) -> list[float]:
     """The rewards of one function as numbers, NaN for `None`."""
-    if isinstance(returned, str | Mapping) or not hasattr(returned, "__iter__"):
-        raise TypeError(
-            f"The reward function {name!r} returned a {type(returned).__name__}: expected a list with a number or "
-            "`None` for each completion."
-        )
-    values = list(returned)
-    if len(values) != len(rows):
-        raise ValueError(
-            f"The reward function {name!r} returned {len(values)} rewards for {len(rows)} completions: expected one "
-            "for each, `None` where it does not apply."
-        )
-    return [_number(value, name, row) for value, row in zip(values, rows, strict=True)]
-
-
-def _number(value: Any, name: str, row: str) -> float:
-    if value is None:
-        return math.nan
-    if isinstance(value, np.generic | np.ndarray | Tensor) and math.prod(value.shape) == 1:
-        value = value.item()
-    if not isinstance(value, Real) or math.isinf(value):
-        raise (ValueError if isinstance(value, Real) else TypeError)(
-            f"The reward function {name!r} returned {value!r}, a {type(value).__name__}, for {row}: expected a finite "
-            "number, or `None` where it does not apply."
-        )
-    return float(value)
+    given = (one.item() if hasattr(one, "item") else one for one, _ in zip(returned, rows, strict=True))
+    values = [math.nan if one is None else float(one) for one in given]
+    if any(map(math.isinf, values)):
+        raise ValueError(f"it returned {values}: expected finite numbers, or `None` where it does not apply.")
+    return values
 
 
 # ---- Reward models --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd._compat.trl import get_callable_name, get_config_model_id
 
 __all__ = ["OURS", "Given", "check_columns", "given_rewards"]
@@ -38,17 +37,12 @@ class Given:
 
 
 def given_rewards(reward_funcs: Any, reward_processing_classes: Any) -> list[Given]:
-    """The rewards as a list, with reward models' tokenizers; refuses what is neither a function nor a reward model."""
+    """The rewards as a list, with reward models' tokenizers."""
     sources = _listed(reward_funcs)
     tokenizers = _listed(reward_processing_classes) or [None] * len(sources)
-    if len(tokenizers) != len(sources):
-        raise ValueError(
-            f"`reward_processing_classes` has {len(tokenizers)} entries, but there are {len(sources)} `reward_funcs`: "
-            "expected one for each, `None` for a function."
-        )
     found, seen = [], Counter[str]()
     for number, (source, tokenizer) in enumerate(zip(sources, tokenizers, strict=True)):
-        name = _name(source, f"reward_funcs[{number}]")
+        name = _name(source)
         seen[name] += 1
         # Two functions of one name get their own columns in the log.
         given = Given(name if seen[name] == 1 else f"{name}_{seen[name]}", source, tokenizer)
@@ -67,17 +61,11 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _name(source: Any, called: str) -> str:
+def _name(source: Any) -> str:
     if isinstance(source, str):
         return source.rstrip("/").split("/")[-1]
     if isinstance(source, PreTrainedModel):
         return str(get_config_model_id(source.config)).split("/")[-1] or type(source).__name__
-    if isinstance(source, type) or not callable(source):
-        kind = f"the class {source.__name__}" if isinstance(source, type) else f"a {type(source).__name__}"
-        raise TypeError(
-            f"`{called}` is {kind}: expected a function that takes `prompts`, `completions` and the columns of the "
-            "dataset by name and returns a list of numbers; a reward model; or the path of one."
-        )
     return str(get_callable_name(source))
 
 
@@ -88,11 +76,6 @@ def _check_model(source: Any, called: str) -> None:
         kinds = config.architectures or []
     else:
         config, kinds = source.config, [type(source).__name__]
-        if in_zero3_model(source):
-            raise ValueError(
-                f"`{called}` was sharded by the student's ZeRO-3 config when it was loaded: pass its path, or load it "
-                "before the config is built."
-            )
     how = "pass a model with one label, `AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)`"
     # transformers would add a head with random weights, and any text would get some number.
     if kinds and not any("SequenceClassification" in kind or "RewardModel" in kind for kind in kinds):

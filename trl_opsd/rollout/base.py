@@ -118,9 +118,6 @@ class FixedRollout(RolloutBackend):
         completions (`Mapping[tuple[int, ...], Sequence[int]]`):
             Token ids of each completion, by token ids of its prompt.
 
-    Raises:
-        TypeError: The completions are not given by prompt, or prompts are text.
-
     Example:
 
     ```python
@@ -133,12 +130,6 @@ class FixedRollout(RolloutBackend):
     reads_images: ClassVar[bool] = True
 
     def __init__(self, completions: Mapping[tuple[int, ...], Sequence[int]]) -> None:
-        keys = completions if isinstance(completions, Mapping) else [completions]
-        for odd in (key for key in keys if not isinstance(key, tuple)):
-            raise TypeError(
-                f"`FixedRollout` got a {type(odd).__name__} instead of a prompt's token ids: expected a dict of "
-                "completions by prompt, both as token ids, such as {(5, 6): [7, 8]}; `tokenizer(prompt)` gives them."
-            )
         self._completions = completions
 
     def bind(self, trainer: Host) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from operator import index
 from typing import Any
+
+import numpy as np
 
 from trl_opsd.data.completions import cut_after_end
 from trl_opsd.host import Host
@@ -33,19 +35,15 @@ def checked_stream(stream: Any, host: Host, prompt_ids: list[list[int]], name: s
 def _checked(
     stream: Any, host: Host, prompt_ids: list[list[int]], name: str
 ) -> Generator[tuple[int, list[int]], None, None]:
-    if not isinstance(stream, Iterable):
-        raise ValueError(f"`stream` of {name} returned {described(stream)}: expected an iterator of (row, token ids).")
     missing = dict.fromkeys(range(len(prompt_ids)))
     try:
-        for pair in stream:
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise ValueError(f"{name} yielded {described(pair)}: expected a row and its token ids, as a tuple.")
-            row = whole(pair[0], f"{name} yielded", "as the row", "the number of a prompt")
+        for place, ids in stream:
+            row = index(place)
             if row not in missing:
                 again = "a second time" if 0 <= row < len(prompt_ids) else f"for {len(prompt_ids)} prompts"
                 raise ValueError(f"{name} yielded row {row} {again}: expected each row once, starting from 0.")
             del missing[row]
-            completion = cut_after_end(row_of(pair[1], f"{name} yielded for prompt {row}"), host.eos_token_ids)
+            completion = cut_after_end(_row_of(ids, f"{name} yielded for prompt {row}"), host.eos_token_ids)
             host.limits.check_completion(prompt_ids[row], completion, name)
             yield row, completion
     finally:
@@ -80,7 +78,7 @@ def rows_of(returned: Any, prompts: int, backend: str) -> list[list[int]]:
     """One completion for each prompt; `backend` names who returned them, for messages."""
     if not isinstance(returned, list | tuple):
         raise ValueError(
-            f"{backend} returned {described(returned)}: `complete` must return a list with one completion per prompt, "
+            f"{backend} returned {_described(returned)}: `complete` must return a list with one completion per prompt, "
             "without padding."
         )
     if len(returned) != prompts:
@@ -88,32 +86,24 @@ def rows_of(returned: Any, prompts: int, backend: str) -> list[list[int]]:
             f"{backend} returned {len(returned)} completions for {prompts} prompts: `complete` must return one per "
             "prompt, in order."
         )
-    return [row_of(row, f"{backend} returned for prompt {number}") for number, row in enumerate(returned)]
+    return [_row_of(row, f"{backend} returned for prompt {number}") for number, row in enumerate(returned)]
 
 
-def row_of(row: Any, where: str) -> list[int]:
-    """One completion; anything else is a `ValueError` that begins with `where`."""
-    if hasattr(row, "tolist") and getattr(row, "ndim", None) == 1:  # of torch or numpy
-        row = row.tolist()
-    if not isinstance(row, list | tuple):
-        raise ValueError(f"{where} {described(row)}: expected a list of token ids.")
-    return [token if type(token) is int else whole(token, where) for token in row]
+def _row_of(row: Any, where: str) -> list[int]:
+    """One completion, from a list or an array of one dimension; else a `ValueError` that begins with `where`.
+
+    A mask is refused, which Python and numpy would take for the tokens 0 and 1.
+    """
+    given = row.tolist() if hasattr(row, "tolist") else row  # of torch or numpy
+    with suppress(ValueError):  # lists of unequal lengths
+        ids = np.asarray(given)
+        if ids.ndim == 1 and (not len(ids) or (ids.dtype.kind in "iu" and bool not in map(type, given))):
+            return [int(token) for token in ids]
+    raise ValueError(f"{where} {_described(row)}: expected a list of token ids, which are integers of 64 bits.")
 
 
-def whole(
-    token: Any, where: str, role: str = "among the tokens", expected: str = "token ids, which are integers"
-) -> int:
-    """An integer, also a scalar of numpy or torch, as `int`; anything else is a `ValueError` with what was expected."""
-    # `index(True)` is 1, but a mask is not a completion.
-    of_bools = isinstance(token, bool) or "bool" in str(getattr(token, "dtype", ""))
-    if not of_bools and getattr(token, "ndim", 0) == 0:
-        with suppress(TypeError):
-            return index(token)
-    raise ValueError(f"{where} {described(token)} {role}: expected {expected}.")
-
-
-def described(value: Any) -> str:
+def _described(value: Any) -> str:
     """The type of a value, with its shape, or the value if short."""
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    shown = f" ({value!r})" if isinstance(value, bool | int | float | str) and len(repr(value)) <= 40 else ""
-    return "None" if value is None else f"a {type(value).__name__}{shape}{shown}"
+    shown = f" ({value!r})" if len(repr(value)) <= 40 else ""
+    return f"a {type(value).__name__}{shape or shown}"

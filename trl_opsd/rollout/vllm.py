@@ -83,7 +83,7 @@ class VLLMRollout(SyncedRollout[VLLMEngine]):
         against: str | None = None
         try:
             engine = VLLMEngine(**self._engine_arguments())
-        except ValueError as error:
+        except Exception as error:
             if self._mode == "full" or "LoRA" not in str(error):
                 raise
             against = str(error)  # the error itself keeps the engine's weights, by its traceback

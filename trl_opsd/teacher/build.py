@@ -22,7 +22,7 @@ from trl_opsd.models.checks import whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import Samples
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.checks import TeacherLike, check_own, deadline, location, servers, teacher_loading
+from trl_opsd.teacher.checks import TeacherLike, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
@@ -45,7 +45,6 @@ def build_teacher(teacher_model: TeacherLike, args: OPSDConfig) -> Teacher:
                 f"`teacher_offload={args.teacher_offload!r}` cannot move a {type(teacher_model).__name__}, which "
                 "manages its own weights: remove the option, or pass a model."
             )
-        check_own(teacher_model)
         return teacher_model
     if isinstance(teacher_model, str):
         teacher_model = _loaded(teacher_model, args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -10,17 +9,16 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
+from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.tokenization import check_token_maps
 from trl_opsd.http.urls import ONLY, server_urls
-from trl_opsd.models.checks import PLACE_OPTIONS, naming_trust, place_of
+from trl_opsd.models.checks import PLACE_OPTIONS, place_of
 from trl_opsd.models.tokenizers import has_tokenizer, text_tokenizer
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.types import OutputHead
 
 logger = get_logger(__name__)
 
@@ -98,7 +96,7 @@ def check_up(args: OPSDConfig) -> None:
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
-    """Checks the teachers as far as possible before anything is loaded: `TypeError` for what can be no teacher."""
+    """Checks the teachers as far as possible before anything is loaded."""
     kind = args.teacher_model_kind
     if teacher_model is None and kind is None:
         raise ValueError(
@@ -156,13 +154,6 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
             f"{called} and `model` are the same object: load the teacher as a separate object, or set "
             "`teacher_model_kind` for self-distillation."
         )
-    known = isinstance(teacher_model, TeacherLike)
-    if not known and not (isinstance(teacher_model, nn.Module) and is_peft(teacher_model)):
-        is_reward = isinstance(teacher_model, list | tuple) or inspect.isroutine(teacher_model)
-        raise TypeError(
-            f"{called} is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel`, "
-            f"a `trl_opsd.Teacher`, or a dict of them by name{'; pass rewards as `reward_funcs=`' * is_reward}."
-        )
     if args.teacher_model_init_kwargs and not isinstance(teacher_model, str):
         raise ValueError(
             f"`teacher_model_init_kwargs` sets how to load a teacher, but {called} is an object: remove it, or pass "
@@ -189,20 +180,6 @@ def _places(model: nn.Module) -> set[tuple[str, int]]:
     addresses = {("address", parameter.data_ptr()) for parameter in parameters if not parameter.is_meta}
     sharded = {("address", 0)}  # ZeRO-3 leaves no local storage
     return {("object", id(parameter)) for parameter in parameters} | addresses - sharded
-
-
-def check_own(teacher: Teacher) -> None:
-    """Refuses a user's teacher whose head or context has another type (`TypeError`)."""
-    name, head, context = type(teacher).__name__, teacher.head, teacher.context
-    if not isinstance(head, OutputHead):
-        raise TypeError(
-            f"`{name}.head` is a {type(head).__name__}: expected a `trl_opsd.losses.OutputHead`, such as "
-            "`OutputHead.of(model)`."
-        )
-    if context is not None and (not isinstance(context, int) or context < 1):
-        raise TypeError(
-            f"`{name}.context` is {context!r}: expected a number of tokens, or None where there is no limit."
-        )
 
 
 def check_tokenizers(
@@ -260,7 +237,8 @@ def teachers_processors(
             )
             if theirs is None and config.get_text_config() is config:
                 theirs = False
-        if theirs is not None and not (isinstance(theirs, ProcessorMixin) and _read_alike(theirs, processor)):
+        reads_alike = isinstance(theirs, ProcessorMixin) and settings_of(theirs) == settings_of(processor)
+        if theirs is not None and not reads_alike:
             found[name] = theirs if isinstance(theirs, ProcessorMixin) else None
     return found
 
@@ -277,19 +255,13 @@ def processor_at(path: str, options: Mapping[str, Any]) -> Any:
         return None
 
 
-def _read_alike(one: ProcessorMixin, other: ProcessorMixin | None) -> bool:
-    """Whether two processors make the same of a prompt with images."""
-    return other is not None and settings_of(one) == settings_of(other)
-
-
 def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer at the path or model id that a teacher will be loaded from, or `None` if there is none."""
     options = location(args)
     if not has_tokenizer(path, place_of(options)):
         logger.warning(f"{path} has no tokenizer: assuming the student's.")
         return None
-    with naming_trust(f"The tokenizer of the teacher ({path})", "teacher_trust_remote_code", options, path):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **options)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **options)
     return tokenizer
 
 

@@ -226,12 +226,6 @@ class FrozenTeacher(Teacher):
         padding_free: bool = False,
         pad_to_multiple_of: int | None = None,
     ) -> None:
-        if not isinstance(placement, Placement):
-            raise TypeError(
-                f"`FrozenTeacher` got a {type(placement).__name__}: expected a placement that holds a loaded model, "
-                "such as `FrozenTeacher(Resident(model, device))`. You can also pass a model or a path to "
-                "`OPSDTrainer` as `teacher_model`."
-            )
         self.placement = placement
         self.model: CausalLM = placement.model.eval().requires_grad_(False)
         self._cache_device = cache_device

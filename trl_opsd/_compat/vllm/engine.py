@@ -21,7 +21,7 @@ from vllm.multimodal.processing import InputProcessingContext
 from vllm.platforms import current_platform
 
 from trl_opsd._compat.vllm.process import launcher_environment, preserved_classes, preserved_process, retype
-from trl_opsd._compat.vllm.supported import HEAD, has_head, refused, starting, vocabulary_mask
+from trl_opsd._compat.vllm.supported import HEAD, has_head, vocabulary_mask
 from trl_opsd.types import Completion
 
 _DESTROYERS = ("destroy_model_parallel", "destroy_distributed_environment")
@@ -50,7 +50,6 @@ class VLLMEngine:
         with (
             launcher_environment(),
             preserved_classes(PreTrainedModel) as changed,
-            starting(llm["model"]),
             _reading(processor),
         ):
             self._llm = LLM(
@@ -162,10 +161,8 @@ class VLLMEngine:
         try:
             # vLLM's reload path also repacks and quantises them.
             self._worker.reload_weights(weights_iterator=(one for one in weights if keeps or one[0] != HEAD))
-        except BaseException as error:
+        except BaseException:
             _end_reload(self._worker.model_runner)
-            if isinstance(error, KeyError | ValueError | AssertionError):
-                raise refused("does not accept the student's weights in checkpoint format", error) from error
             raise
         finally:
             for method, kernel in kernels.items():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import is_torchvision_available
 from vllm import SamplingParams
 from vllm.config.lora import MaxLoRARanks
 from vllm.exceptions import VLLMValidationError
@@ -66,33 +64,7 @@ def has_head(model: Any) -> bool:
 def _model_class(config: Any) -> Any:
     """vLLM's own model of an architecture; `None` if it has none."""
     names = [name for name in config.architectures or () if name in ModelRegistry.models]
-    if not names:
-        return None
-    with starting(config.name_or_path):
-        return ModelRegistry.models[names[0]].load_model_cls()
-
-
-@contextmanager
-def starting(model: str) -> Iterator[None]:
-    """Re-raises errors at an engine's start as a `ValueError` about the checkpoint, except out-of-memory errors."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        # vLLM inspects some models in a process of their own, and logs what they lack.
-        if not is_torchvision_available() and (isinstance(error, ImportError) or "to be inspected" in str(error)):
-            raise ValueError(
-                f"vLLM needs torchvision for the student's checkpoint {model!r}, as for most models that read images: "
-                "`pip install torchvision`, or set `use_vllm=False`."
-            ) from error
-        raise refused(f"does not start an engine for the student's checkpoint {model!r}", error) from error
-
-
-def refused(what: str, error: Exception) -> ValueError:
-    """An error that says what vLLM does not do, with the beginning of vLLM's own message."""
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]  # it may list hundreds of architectures
-    return ValueError(f"vLLM {what}, {reason}. If it does not support the architecture, set `use_vllm=False`.")
+    return ModelRegistry.models[names[0]].load_model_cls() if names else None
 
 
 # ---- Sampling --------------------------------------------------------------------------------------------------------
