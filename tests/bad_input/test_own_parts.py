@@ -202,7 +202,7 @@ class TestTeacher:
         torch.testing.assert_close(targets.hidden, asked(Own(states(torch.clone))).hidden)
         assert said() == []
 
-    def test_a_teacher_is_asked_once_more_in_a_run_and_its_random_numbers_stay(self, make_trainer):
+    def test_a_teacher_is_asked_once_more_in_a_run_and_its_random_numbers_stay(self, trained):
         drawn = []
 
         class Noisy(Own):
@@ -215,8 +215,7 @@ class TestTeacher:
                 drawn.append(torch.rand(()).item())
                 return rollout.weights
 
-        trainer = make_trainer(Drawing, teacher_model=Noisy(), max_steps=1)
-        trainer.train()
+        trainer = trained(Drawing, teacher_model=Noisy(), max_steps=1)
         (rows, _), (again, number), after = drawn
         assert (rows, again) == (2, 2)
         assert number == after
@@ -425,9 +424,8 @@ class TestFirstStep:
             True
         ]
 
-    def test_a_surrogate_of_value_0_is_not_called_a_teacher_that_says_the_same(self, make_trainer, said):
-        trainer = make_trainer(divergence=Surrogate(), max_steps=1)
-        trainer.train()
+    def test_a_surrogate_of_value_0_is_not_called_a_teacher_that_says_the_same(self, trained, said):
+        trainer = trained(divergence=Surrogate(), max_steps=1)
         assert trainer.state.log_history[0]["grad_norm"] > 1e-2
         assert said() == []
 
@@ -438,12 +436,11 @@ class TestFirstStep:
         assert "although the divergence is 0 nats per token and the models differ" in nothing
 
     @pytest.mark.parametrize("kind", ["base", "live"])
-    def test_nothing_is_said_of_a_student_that_teaches_itself(self, make_trainer, said, kind):
+    def test_nothing_is_said_of_a_student_that_teaches_itself(self, trained, said, kind):
         lora = LoraConfig(r=4, target_modules="all-linear")
         for column, texts in {"privileged_context": ["a hint"] * 8, "teacher_prompt": tiny.PROMPTS}.items():
             given = {"peft_config": lora, "train_dataset": tiny.rows().add_column(column, texts), "max_steps": 1}
-            trainer = make_trainer(teacher_model=None, teacher_model_kind=kind, **given)
-            trainer.train()
+            trainer = trained(teacher_model=None, teacher_model_kind=kind, **given)
         assert trainer.state.log_history[0]["grad_norm"] < 1e-6
         assert first_steps(said) == []
 

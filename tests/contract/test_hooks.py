@@ -59,9 +59,8 @@ class Counting(OPSDTrainer):
         return super().compare(student, rollout, targets, num_items)
 
 
-def test_complete_and_teach_run_per_generation_batch_compare_per_micro_batch(make_trainer):
-    trainer = make_trainer(Counting, gradient_accumulation_steps=2, max_steps=2)
-    trainer.train()
+def test_complete_and_teach_run_per_generation_batch_compare_per_micro_batch(trained):
+    trainer = trained(Counting, gradient_accumulation_steps=2, max_steps=2)
     assert trainer.calls == ["complete", "teach", "compare", "compare"] * 2
 
 

@@ -238,12 +238,11 @@ class TestGenerationKwargs:
         assert all(token not in listed for completion in completions for token in completion[:-1])
         assert any(2 in completion for completion in completions), "the tokenizer's own is a token as any other"
 
-    def test_completions_cut_at_that_end_token_count_as_ended(self, make_trainer):
+    def test_completions_cut_at_that_end_token_count_as_ended(self, trained):
         words = tiny.tokenizer()
         prompts = words(tiny.PROMPTS)["input_ids"]
         replay = FixedRollout({tuple(prompt): [50, 60, 100, 70] for prompt in prompts})
-        trainer = make_trainer(rollout=replay, generation_kwargs={"eos_token_id": 100}, max_steps=1)
-        trainer.train()
+        trainer = trained(rollout=replay, generation_kwargs={"eos_token_id": 100}, max_steps=1)
         assert logged(trainer, "completions/mean_length") == 3
         assert logged(trainer, "completions/clipped_ratio") == 0
 

@@ -20,7 +20,7 @@ each_variant = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    row_counts.save_models(folder)
+    tiny.save_pair(folder)
     return folder
 
 

@@ -74,14 +74,13 @@ def test_an_observation_of_odd_characters_is_read(make_trainer):
     assert min(weights_of(make_trainer(**given(once(call(number=1)), Odd)))) > 0
 
 
-def test_a_call_by_a_name_that_no_tokenizer_reads_is_answered(make_trainer):
+def test_a_call_by_a_name_that_no_tokenizer_reads_is_answered(trained):
     text = f'<tool_call>\n{{"name": "\\ud800", "arguments": {{}}}}\n</tool_call>{END}'
-    trainer = make_trainer(**given(once(text)))
-    trainer.train()
+    trainer = trained(**given(once(text)))
     assert "Tool ? not found" in trainer.processing_class.decode(trainer.rollout.asked[1][0])
 
 
-def test_what_is_cancelled_is_an_answer(make_trainer):
+def test_what_is_cancelled_is_an_answer(trained):
     class Cancelling(Adder):
         async def give_up(self) -> str:
             """Gives up.
@@ -94,8 +93,7 @@ def test_what_is_cancelled_is_an_answer(make_trainer):
             await task
             return "never"
 
-    trainer = make_trainer(**given(once(call("give_up")), Cancelling))
-    trainer.train()
+    trainer = trained(**given(once(call("give_up")), Cancelling))
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
 
 
@@ -253,9 +251,8 @@ def test_datasets_that_come_later_are_as_the_first(make_trainer):
         trainer.train_dataset = rows(4, privileged_context=["a"] * 4)
 
 
-def test_training_needs_no_dataset_where_an_evaluation_has_one(make_trainer):
-    trainer = make_trainer(**given(once(call(number=1)), train_dataset=None, eval_dataset=rows(2)))
-    trainer.train()
+def test_training_needs_no_dataset_where_an_evaluation_has_one(trained):
+    trainer = trained(**given(once(call(number=1)), train_dataset=None, eval_dataset=rows(2)))
     assert trainer.state.global_step == 1
 
 

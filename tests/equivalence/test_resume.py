@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.witnessed_run import EPOCHS, Watched, Witness, rows, trainer
 from transformers import TrainerCallback
 
@@ -143,7 +144,7 @@ def test_resuming_a_finished_run_trains_no_step(tmp_path, caplog, options, raise
 
 
 def rates(run: Watched) -> list[float]:
-    return [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    return tiny.logged(run, "learning_rate")
 
 
 @pytest.mark.parametrize("kind", ["linear", pytest.param("cosine", marks=pytest.mark.long)])

@@ -13,7 +13,7 @@ import torch
 from datasets import IterableDataset
 from environments import worlds
 from support import tiny
-from support.streamed_rollout import Apart
+from support.rollouts import Apart
 from test_overlap import recorded
 from transformers import TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support import tiny
-from support.streamed_rollout import Apart
+from support.rollouts import Apart
 from test_dealing import ragged
 from transformers import TrainerCallback
 

@@ -271,11 +271,10 @@ class OwnWeights(OPSDTrainer):
 
 
 @one_of_each
-def test_selection_applies_to_own_weights(make_trainer, criterion):
+def test_selection_applies_to_own_weights(make_trainer, trained, criterion):
     losses = []
     for kind in (OPSDTrainer, OwnWeights):
-        trainer = make_trainer(kind, token_selection=criterion, **ONE_STEP)
-        trainer.train()
+        trainer = trained(kind, token_selection=criterion, **ONE_STEP)
         losses.append(trainer.state.log_history[0]["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[0] != make_trainer(eval_dataset=tiny.rows()).evaluate()["eval_loss"]

@@ -267,7 +267,7 @@ class TestPacking:
             trainer = make_trainer(padding_free=packed, max_steps=2, per_device_train_batch_size=8)
             passes.clear()
             trainer.train()
-            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+            losses.append(tiny.logged(trainer, "loss"))
             assert not packed or max(tokens for tokens, is_masked in passes if is_masked) <= 30
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         assert len(losses[0]) == 2
@@ -317,17 +317,16 @@ class TestTrainer:
         assert len(calls) >= 4
         assert set(calls[-4:]) == {(masks_some, not masks_some)}, "teacher and student"
 
-    def test_padding_is_proved_for_student_teacher_and_own_teacher(self, make_trainer):
+    def test_padding_is_proved_for_student_teacher_and_own_teacher(self, make_trainer, trained):
         trainer = make_trainer(model=bart(), teacher_model=longrope())
         assert (trainer.reading, trainer.teacher.reading) == (BY_LENGTH, Reading(16))
         trainer.train()
-        own = make_trainer(
+        own = trained(
             model=bart(),
             teacher_model=None,
             teacher_model_kind="live",
             train_dataset=tiny.rows().add_column("privileged_context", ["hint"] * 8),
         )
-        own.train()
         assert own.teacher.reading == own.reading == BY_LENGTH
 
     @pytest.mark.parametrize("make", [bart, longrope])

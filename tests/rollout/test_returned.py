@@ -236,7 +236,7 @@ def test_completions_of_a_subclass_are_checked(make_trainer, written):
 
 
 @pytest.mark.parametrize("verb", ["complete", "teach", "weigh"])
-def test_a_student_left_in_evaluation_mode_is_trained_in_training_mode(make_trainer, verb):
+def test_a_student_left_in_evaluation_mode_is_trained_in_training_mode(trained, verb):
     class Leaving(OPSDTrainer):
         modes: list[bool] = []  # noqa: RUF012
 
@@ -249,8 +249,7 @@ def test_a_student_left_in_evaluation_mode_is_trained_in_training_mode(make_trai
         return getattr(OPSDTrainer, verb)(self, *args)
 
     setattr(Leaving, verb, leaves)
-    trainer = make_trainer(Leaving)
-    trainer.train()
+    trainer = trained(Leaving)
     assert trainer.modes == [True] * 3
     logged = {name for entry in trainer.state.log_history for name in entry}
     assert "completions/mean_length" in logged

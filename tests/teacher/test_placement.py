@@ -341,9 +341,8 @@ class TestPasses:
     def test_the_device_of_targets_follows_from_option_and_size(self, choice, nbytes, where):
         assert targets_device(choice, nbytes, torch.device("cuda")) == torch.device(where)
 
-    def test_targets_are_kept_on_the_device_of_the_config(self, make_trainer):
-        trainer = make_trainer(teacher_cache_device="cpu")
-        trainer.train()
+    def test_targets_are_kept_on_the_device_of_the_config(self, trained):
+        trainer = trained(teacher_cache_device="cpu")
         assert trainer.teacher.targets(rollout()).hidden.device == CPU
 
     def test_returned_memory_is_no_longer_counted(self):

@@ -22,7 +22,7 @@ def teachers():
 
 def history(trainer, name="loss"):
     trainer.train()
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+    return tiny.logged(trainer, name)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])

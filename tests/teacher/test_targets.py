@@ -143,12 +143,11 @@ CASES = {
     "case",
     [pytest.param(one, marks=[pytest.mark.long] * (one in ("kept on the host", "several widths"))) for one in CASES],
 )
-def test_losses_and_weights_are_those_of_padded_targets_to_the_bit(make_trainer, case):
+def test_losses_and_weights_are_those_of_padded_targets_to_the_bit(trained, case):
     found = []
     for cls in CASES[case][:2]:
         options = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 2, **CASES[case][2]()}
-        trainer = make_trainer(cls, **options)
-        trainer.train()
+        trainer = trained(cls, **options)
         logs = [{name: row.get(name) for name in ("loss", "grad_norm")} for row in trainer.state.log_history]
         found.append((logs, list(trainer.model.parameters())))
     (logs, weights), (padded_logs, padded_weights) = found
