@@ -43,7 +43,7 @@ class TestTeacher:
         assert not any(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
 
     @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
-    def test_a_teacher_equal_to_the_student_gives_no_loss_and_no_gradient(self, trained, divergence):
+    def test_teacher_equal_to_student_gives_no_loss_or_gradient(self, trained, divergence):
         student = tiny.qwen2()
         trainer = trained(
             model=student, teacher_model=copy.deepcopy(student), divergence=divergence, max_steps=1, logging_steps=1
@@ -133,7 +133,7 @@ class TestRollout:
         prompt = list(range(3, 3 + 250))
         assert len(trainer.complete([prompt, [5]])[0]) <= 6
 
-    def test_a_completion_of_any_backend_is_cut_at_the_first_of_all_end_tokens(self, make_trainer):
+    def test_completion_of_any_backend_is_cut_at_first_end_token(self, make_trainer):
         student = tiny.qwen2()
         student.generation_config.eos_token_id = [2, 7]
         prompt = tuple(tiny.tokenizer()("2+2=")["input_ids"])
@@ -152,7 +152,7 @@ class TestRollout:
         assert [weight for ids, weight in seen if not ids] == [0] * (len(seen) // len(completions))
         assert all(weight == len(ids) for ids, weight in seen)
 
-    def test_a_custom_backend_is_bound_once_and_called_per_generation_batch(self, trained):
+    def test_custom_backend_is_bound_once_called_per_generation_batch(self, trained):
         class Echo(RolloutBackend):
             bound, steps = 0, []
 
@@ -249,7 +249,7 @@ class TestEvaluation:
         assert len(tiny.logged(watched, "eval_loss")) == 3
 
     @pytest.mark.quick
-    def test_the_evaluation_loss_is_the_mean_over_tokens_and_not_over_batches(self, make_trainer):
+    def test_evaluation_loss_is_the_mean_over_tokens(self, make_trainer):
         trainer = make_trainer(eval_dataset=tiny.rows(3), per_device_eval_batch_size=2)
         loss = trainer.evaluate()["eval_loss"]
         trainer.model.eval()
@@ -343,7 +343,7 @@ class TestData:
         assert trainer.dropped_prompts["train_dataset"] == 120
 
 
-def test_without_args_the_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):
+def test_default_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):
     # The default is bf16, for which transformers wants an accelerator or `use_cpu=True`.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.chdir(tmp_path)
@@ -354,7 +354,7 @@ def test_without_args_the_config_is_ours_and_named_after_the_student(make_traine
     assert trainer.args.output_dir == "student-OPSD"
 
 
-def test_an_evaluation_does_not_read_the_rows_of_the_one_before(make_trainer):
+def test_evaluation_does_not_read_rows_of_the_one_before(make_trainer):
     kept = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "per_device_eval_batch_size": 2}
     trainer = make_trainer(eval_dataset=tiny.rows(), **kept)
     whole, again, one_row = (trainer.evaluate(rows)["eval_loss"] for rows in (None, None, tiny.rows(1)))
@@ -375,7 +375,7 @@ def test_an_evaluation_does_not_read_the_rows_of_the_one_before(make_trainer):
     ],
     ids=["routers", "routers, set while loading", "normalisers"],
 )
-def test_a_student_that_adds_a_loss_of_its_own_is_refused(make_trainer, tmp_path, config, how):
+def test_student_that_adds_its_own_loss_is_refused(make_trainer, tmp_path, config, how):
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path / "student")
     with pytest.raises(ValueError, match=r"makes the student's own forward add a .*loss .*"):

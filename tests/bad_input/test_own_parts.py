@@ -91,7 +91,7 @@ def asked(teacher, names=("teacher",), tokens=(4, 6), of_tool=()):
 
 class TestTeacher:
     @pytest.mark.parametrize("case", SHAPES)
-    def test_targets_of_another_kind_name_the_teacher_and_what_was_expected(self, case):
+    def test_targets_of_another_kind_name_the_teacher(self, case):
         change, got = SHAPES[case]
         with pytest.raises(ValueError, match=rf"^`Own.targets` returned .*{got}: expected .*\[2, 6, 48\] of floats"):
             asked(Own(change))
@@ -106,12 +106,12 @@ class TestTeacher:
         ],
         ids=["layer", "tensor", "text", "zero"],
     )
-    def test_a_head_or_context_of_another_kind_is_refused_at_construction(self, make_trainer, member, value, message):
+    def test_wrong_head_or_context_is_refused_at_construction(self, make_trainer, member, value, message):
         odd = type("Odd", (Own,), {member: value})
         with pytest.raises(TypeError, match=message):
             make_trainer(teacher_model=odd())
 
-    def test_a_teacher_that_asks_one_with_the_student_s_weights_is_refused(self, make_trainer):
+    def test_teacher_that_asks_the_students_weights_is_refused(self, make_trainer):
         student, teacher = tiny.qwen2(32), Own()
         teacher.inner = FrozenTeacher(Resident(student, torch.device("cpu")))
         with pytest.raises(ValueError, match=r"^`teacher_model` shares parameters with the student"):
@@ -133,12 +133,12 @@ class TestTeacher:
 
     @pytest.mark.quick
     @pytest.mark.parametrize("shift", [1, 2])
-    def test_a_teacher_that_has_read_the_token_it_predicts_is_refused(self, shift):
+    def test_teacher_that_reads_the_token_it_predicts_is_refused(self, shift):
         with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? ahead: .*P - 1 : -1"):
             asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
 
     @pytest.mark.parametrize("given", ["gpt2", tiny.gpt2()], ids=["path", "model"])
-    def test_a_frozen_teacher_of_no_placement_says_what_it_is_made_of(self, given):
+    def test_frozen_teacher_without_placement_says_what_it_needs(self, given):
         with pytest.raises(
             TypeError, match=r"got a \w+: .*`FrozenTeacher\(Resident\(model, device\)\)`. .*`OPSDTrainer`"
         ):
@@ -202,7 +202,7 @@ class TestTeacher:
         torch.testing.assert_close(targets.hidden, asked(Own(states(torch.clone))).hidden)
         assert said() == []
 
-    def test_a_teacher_is_asked_once_more_in_a_run_and_its_random_numbers_stay(self, trained):
+    def test_asking_a_teacher_once_more_keeps_random_numbers(self, trained):
         drawn = []
 
         class Noisy(Own):
@@ -303,7 +303,7 @@ class TestDivergence:
             trainer.divergence = OnlyValue()
         assert repr(trainer.divergence) == "ReverseKL()"
 
-    def test_a_negative_one_is_said_and_a_sound_one_is_not(self, make_trainer, said):
+    def test_only_a_negative_divergence_is_reported(self, make_trainer, said):
         make_trainer(divergence=Upwards())
         assert ["`Upwards.value` is negative, -" in one for one in said()] == [True]
         assert repr(Upwards()) == "Upwards()"
@@ -318,7 +318,7 @@ class TestDivergence:
         [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss(), Duck()],
         ids=["function", "lambda", "module", "duck"],
     )
-    def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
+    def test_function_or_module_is_told_how_to_become_divergence(self, make_trainer, given):
         words = r"subclass of `trl_opsd.losses.Divergence` with a method `value` \(docs/extending.md\)"
         for place in ({}, {"args": None}):
             with pytest.raises(ValueError, match=rf"^`divergence` is a \w+.*{words}"):
@@ -383,7 +383,7 @@ PARTS = {
 
 class TestCompare:
     @pytest.mark.parametrize("case", PARTS)
-    def test_parts_of_another_kind_name_the_method_and_what_was_expected(self, make_trainer, case):
+    def test_parts_of_another_kind_name_the_method(self, make_trainer, case):
         trainer = make_trainer(Comparing)
         trainer.change, got = PARTS[case]
         with pytest.raises(ValueError, match=rf"^`Comparing.compare` returned {got}"):
@@ -424,12 +424,12 @@ class TestFirstStep:
             True
         ]
 
-    def test_a_surrogate_of_value_0_is_not_called_a_teacher_that_says_the_same(self, trained, said):
+    def test_surrogate_of_value_0_is_no_equal_teacher(self, trained, said):
         trainer = trained(divergence=Surrogate(), max_steps=1)
         assert trainer.state.log_history[0]["grad_norm"] > 1e-2
         assert said() == []
 
-    def test_a_divergence_of_0_without_a_gradient_is_blamed_on_the_divergence(self, make_trainer, said):
+    def test_zero_divergence_without_gradient_is_blamed_on_the_divergence(self, make_trainer, said):
         make_trainer(divergence=Nothing(), max_steps=1).train()
         flat, nothing = said()
         assert "The gradient of `Nothing.value` is 0" in flat

@@ -147,7 +147,7 @@ def privileged() -> Dataset:
     return tiny.rows().add_column("privileged_context", ["a hint"] * 8)
 
 
-def test_a_batch_by_hand_needs_rows_where_the_teacher_reads_more(make_trainer):
+def test_batch_by_hand_needs_rows_if_teacher_reads_more(make_trainer):
     trainer = make_trainer(train_dataset=privileged())
     with pytest.raises(
         ValueError, match=r"without its dataset rows, from which the teacher's prompts are made.*rows'\]"

@@ -116,7 +116,7 @@ def test_the_teacher_writes_what_it_sees(trained):
     assert len({tuple(one) for one in (first, second, third)}) > 1
 
 
-def test_generations_of_a_prompt_share_its_images_and_reward_functions_get_them(trained):
+def test_generations_and_reward_functions_share_a_prompts_images(trained):
     got: list[tuple[int, list[int]]] = []
 
     def reward(completions: list[Any], completion_ids: list[list[int]], images: list[Any], **_: Any) -> list[float]:

@@ -189,7 +189,7 @@ def test_rollouts_see_images(make_trainer, family):
         assert ids == cut_after_end(found, ends)
 
 
-def test_rows_leave_a_batch_of_more_rows_than_their_images_have_pixels(make_trainer):
+def test_rows_leave_batches_larger_than_their_images_pixels(make_trainer):
     student = vision_language.model("llava", 32, 0, sees=True)
     student.generation_config = GenerationConfig(eos_token_id=[42, 63, 66, 164], pad_token_id=0)
     data = rows([1] * 36)

@@ -112,7 +112,7 @@ def test_what_is_read_ahead_changes_no_number(trained):
     assert len(set(tiny.logged(ahead, "loss"))) == 6
 
 
-def test_a_row_is_decoded_once_for_all_calls_and_completions_of_a_step(make_trainer):
+def test_a_row_is_decoded_once_per_step(make_trainer):
     data, decode, decoded = vision_language.rows([1, 2] * 4), ImageFeature.decode_example, []
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 2}
     trainer = make_trainer(train_dataset=data, **vision_language.arguments("qwen2_5_vl"), **given)
@@ -199,7 +199,7 @@ def test_a_picture_that_is_gone_is_not_taken_for_another():
         del messages
 
 
-def test_nothing_is_kept_of_what_checks_read_nor_after_a_training(make_trainer):
+def test_no_picture_is_kept_after_checks_or_training(make_trainer):
     """A dataset with a transform is read row by row when it is checked."""
     data = vision_language.rows([1, 2] * 4).with_transform(lambda batch: batch)
     trainer = make_trainer(

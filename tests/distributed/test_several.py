@@ -235,7 +235,7 @@ def test_two_processes_gate_what_one_gates(results):
 
 
 @pytest.mark.parametrize("name", SHUFFLED)
-def test_two_processes_shuffle_as_one_and_no_row_keeps_its_prompt(results, name):
+def test_two_processes_shuffle_as_one(results, name):
     one, two = (results[processes]["shuffled"][name] for processes in (1, 2))
     assert one["controls"] == two["controls"]
     assert len(one["controls"]) == STEPS * ROWS

@@ -112,7 +112,7 @@ class Shop(Told):
 
 
 @pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
-def test_grpo_offers_hooks_to_the_policy_unless_a_subclass_hides_them(make_trainer, tmp_path):
+def test_grpo_offers_hooks_unless_a_subclass_hides_them(make_trainer, tmp_path):
     (code,) = re.findall(r"```python\n(class ShopForGRPO.*?)\n\nbaseline", (DOCS / "agents.md").read_text(), re.DOTALL)
     names = {"Shop": Shop}
     exec(code, names)
@@ -168,7 +168,7 @@ def test_two_processes_act_out_the_tasks_of_one(tmp_path):
 
 
 @pytest.mark.distributed
-def test_metrics_are_those_of_all_rows_whatever_the_processes_and_the_batches(tmp_path):
+def test_metrics_are_those_of_all_rows(tmp_path):
     """Of five rows, with a row that only fills the last batch."""
     two = forks.results("ddp", figures, tmp_path / "two", 2, 2)[0]
     one, ones = (figures(tmp_path / f"one{size}", 1, size) for size in (4, 1))

@@ -59,7 +59,7 @@ def test_each_row_has_its_own_environment_which_is_reset_again(trained):
     assert log["time/act"] > 0
 
 
-def test_an_observation_ends_the_prompt_and_the_context_is_the_teachers(make_trainer):
+def test_observation_ends_the_prompt_and_context_is_the_teachers(make_trainer):
     trainer = make_trainer(**given(once(call(number=1)), Told, train_dataset=rows(2, start=[5, 6])))
     seen = []
     teach = trainer.teaching.teachers.targets
@@ -89,7 +89,7 @@ def test_feedback_after_the_episode_teaches_as_a_context_known_before(trained):
     assert losses[0] == losses[1]
 
 
-def test_a_self_teacher_learns_only_where_an_environment_tells_it_something(make_trainer):
+def test_self_teacher_teaches_only_where_environments_tell_it_something(make_trainer):
     class Some(Adder):
         def get_feedback(self) -> str | None:
             return None if self.total == 1 else "too far"
@@ -254,7 +254,7 @@ def test_training_draws_the_same_whatever_environments_draw(make_trainer):
 
 
 @pytest.mark.parametrize("dataset", [None, rows(8), rows(8, seed=list(range(8))), rows(8, level=[1] * 8)])
-def test_a_reset_that_takes_a_seed_has_one_of_its_group_and_waits_for_no_other(trained, dataset):
+def test_reset_has_its_groups_seed_and_waits_for_none(trained, dataset):
     together = threading.Barrier(8)
 
     class Seeded(Adder):
@@ -272,7 +272,7 @@ def test_a_reset_that_takes_a_seed_has_one_of_its_group_and_waits_for_no_other(t
     assert (max(seeds) < 8) == (dataset is not None and "seed" in dataset.column_names)
 
 
-def test_a_run_ends_with_the_first_reset_that_fails_in_turn(make_trainer):
+def test_run_ends_with_the_first_reset_that_fails(make_trainer):
     begun = []
 
     class Broken(Adder):
@@ -406,7 +406,7 @@ def test_an_environment_that_cannot_begin_names_its_row(make_trainer):
         batch_of(trainer)
 
 
-def test_a_column_may_not_have_the_name_of_an_argument_of_rewards(make_trainer):
+def test_columns_named_as_reward_arguments_are_refused(make_trainer):
     dataset = rows(4, environments=["x"] * 4)
     with pytest.raises(ValueError, match="a column 'environments', but reward functions get another argument"):
         make_trainer(**given(once(END), train_dataset=dataset, eval_dataset=dataset))

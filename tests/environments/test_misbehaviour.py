@@ -73,7 +73,7 @@ def test_text_that_no_tokenizer_reads_costs_its_row(trained):
 
 
 @pytest.mark.parametrize("name", ["sleep", "wait"])
-def test_a_call_that_hangs_ends_its_row_and_its_environment_is_made_anew(make_trainer, name, caplog):
+def test_hanging_call_ends_its_row_and_renews_its_environment(make_trainer, name, caplog):
     def turns(prompt: str) -> str:
         if "<tool_response>" in prompt:
             return f"done{END}"

@@ -34,7 +34,7 @@ def of_itself(make_trainer, said: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("said", [None, "", " \n", {"not": "text"}, 7, "word " * 3000])
-def test_feedback_that_is_none_is_blank_is_no_text_or_does_not_fit_leaves_a_self_teacher_out(make_trainer, said):
+def test_missing_feedback_masks_the_row(make_trainer, said):
     assert weights_of(of_itself(make_trainer, said)) == [0.0] * 4
     gated = of_itself(make_trainer, said, reward_gate=0.5)
     assert weights_of(gated) == [0.0] * 4, "a gate does not bring it back"
@@ -45,7 +45,7 @@ def test_feedback_of_odd_characters_is_read(make_trainer):
 
 
 @pytest.mark.parametrize("observation", [("seen", {}), 7, {"seen": 1}, ["seen"]])
-def test_an_observation_that_is_no_text_is_refused_with_its_row(make_trainer, observation):
+def test_observation_that_is_no_text_is_refused(make_trainer, observation):
     class Gym(Adder):
         def reset(self, **_: Any) -> Any:
             return observation
@@ -74,7 +74,7 @@ def test_an_observation_of_odd_characters_is_read(make_trainer):
     assert min(weights_of(make_trainer(**given(once(call(number=1)), Odd)))) > 0
 
 
-def test_a_call_by_a_name_that_no_tokenizer_reads_is_answered(trained):
+def test_call_by_an_unreadable_name_is_answered(trained):
     text = f'<tool_call>\n{{"name": "\\ud800", "arguments": {{}}}}\n</tool_call>{END}'
     trainer = trained(**given(once(text)))
     assert "Tool ? not found" in trainer.processing_class.decode(trainer.rollout.asked[1][0])
@@ -97,7 +97,7 @@ def test_what_is_cancelled_is_an_answer(trained):
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
 
 
-def test_parts_of_text_are_text_and_an_empty_list_is_two_brackets(make_trainer):
+def test_text_parts_are_text_and_empty_lists_two_brackets(make_trainer):
     class Parts(Adder):
         def look(self, many: bool) -> Any:
             """Looks.
@@ -162,7 +162,7 @@ def test_a_factory_makes_environments_of_one_class(make_trainer):
         weights_of(trainer)
 
 
-def test_what_a_tool_does_to_its_arguments_is_not_what_was_called(make_trainer):
+def test_a_tool_cannot_change_the_arguments_it_was_called_with(make_trainer):
     class Taking(Adder):
         def take(self, cells: list[int]) -> str:
             """Takes cells.
@@ -226,7 +226,7 @@ def test_columns_may_have_any_name(make_trainer, name):
     assert make_trainer(**given(once(call(number=3)), eval_dataset=dataset)).evaluate()["eval_rewards/Adder/mean"] == 3
 
 
-def test_a_stream_with_prompts_passes_them_to_reset_and_one_without_needs_none(make_trainer):
+def test_stream_passes_prompts_to_reset_or_needs_none(make_trainer):
     class Asked(Adder):
         seen: ClassVar[list[Any]] = []
 
@@ -301,7 +301,7 @@ def test_a_teacher_reads_the_tools_of_its_rows_environment(make_trainer):
     assert ["Adds a number" in text for text in texts] == [True, False] * 2
 
 
-def test_a_row_of_a_batch_that_failed_does_not_act_in_the_next(make_trainer):
+def test_rows_of_a_failed_batch_never_act_again(make_trainer):
     going, gone = threading.Event(), threading.Event()
 
     class Failing(Server):

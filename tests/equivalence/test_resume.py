@@ -88,7 +88,7 @@ class OneStep(TrainerCallback):
         control.should_epoch_stop = True
 
 
-def test_early_end_of_an_epoch_keeps_the_order_of_the_next(tmp_path, whole):
+def test_early_end_of_epoch_keeps_the_next_order(tmp_path, whole):
     run = trainer(tmp_path, "full")
     run.add_callback(OneStep())
     run.train()
@@ -148,7 +148,7 @@ def rates(run: Watched) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["linear", pytest.param("cosine", marks=pytest.mark.long)])
-def test_a_longer_resumed_run_has_the_rates_of_its_own_schedule(tmp_path, kind):
+def test_longer_resumed_run_has_rates_of_its_own_schedule(tmp_path, kind):
     options = {"lr_scheduler_type": kind, "warmup_steps": 2, "max_steps": 4, "eval_strategy": "no"}
     short = trainer(tmp_path, "full", save_strategy="steps", save_steps=1, **options)
     short.train()

@@ -197,7 +197,7 @@ def test_a_resumed_training_ends_where_the_uninterrupted_one_does(smollm2, words
         assert torch.equal(one, other), name
 
 
-def test_a_rule_is_learned_and_saved_results_are_not_measured_again(smollm2, tmp_path, capsys):
+def test_rule_is_learned_and_saved_results_not_measured_again(smollm2, tmp_path, capsys):
     asked = ["--model", smollm2, "--output", str(tmp_path), "--rules", "pirate", "--steps", "6", "--held-out", "8"]
     (run,) = distil.main(asked)["pirate"]
     table = capsys.readouterr().out.splitlines()[-1]
@@ -218,7 +218,7 @@ TEXTS = (
 )
 
 
-def test_next_bytes_of_a_pretrained_model_add_up_to_its_texts(smollm2, words):
+def test_next_bytes_of_pretrained_model_add_up_to_texts(smollm2, words):
     model, vocabulary = student(smollm2), ByteVocabulary.of(words, "it")
     for text in TEXTS:
         ids = vocabulary.ids_of("\n" + text)

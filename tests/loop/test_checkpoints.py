@@ -84,7 +84,7 @@ def test_save_total_limit_decides_which_checkpoints_stay(make_trainer, tmp_path,
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
 
 
-def test_leftovers_of_a_killed_run_do_not_stop_a_new_one(make_trainer, tmp_path):
+def test_leftovers_of_killed_run_do_not_stop_a_new_one(make_trainer, tmp_path):
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / UNFINISHED).mkdir()

@@ -194,7 +194,7 @@ def test_every_line_of_record_is_valid_json(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_losses_are_looked_at_for_the_log_only_where_steps_are_skipped(trained, nonfinite):
+def test_losses_are_read_early_only_where_steps_are_skipped(trained, nonfinite):
     class Noting(OPSDTrainer):
         filters = None
 

@@ -147,7 +147,7 @@ REFUSED = [
 @pytest.mark.before_loading
 @pytest.mark.quick
 @pytest.mark.parametrize(("dataset", "words", "error"), REFUSED)
-def test_completions_that_cannot_be_learned_are_refused_before_a_model_is_loaded(make_trainer, dataset, words, error):
+def test_completions_that_cannot_be_learned_are_refused_before_loading(make_trainer, dataset, words, error):
     with pytest.raises(error, match=words):
         make_trainer(train_dataset=dataset, lmbda=0.5)
 

@@ -167,7 +167,7 @@ def test_a_remedy_equals_float64(trained, pair):
     assert_equals_float64(trained, options_of(*pair))
 
 
-def test_a_contrast_with_sampled_tokens_is_their_log_ratio_to_the_contrasted_target(trained):
+def test_contrast_of_sampled_tokens_is_log_ratio_to_contrasted_target(trained):
     student, teacher, data = tiny.qwen2(32, 0), tiny.qwen2(48, 1), rows()
     given = {"contrast_weight": 0.5, "divergence": "sampled_reverse_kl", "top_k": 0, "max_steps": 1}
     ours = trained(model=copy.deepcopy(student), teacher_model=copy.deepcopy(teacher), **given)
@@ -192,7 +192,7 @@ def test_two_remedies_equal_float64(trained, pair, other):
 
 @pytest.mark.parametrize("other", ["itself", "forward KL", "tiles of two"])
 @pytest.mark.parametrize("factor", [0.5, 1.25])
-def test_the_model_that_the_teacher_was_trained_from_in_place_of_the_student(trained, other, factor):
+def test_extrapolation_may_start_from_the_teachers_own_origin(trained, other, factor):
     teachers = {"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2)}
     options = {"extrapolation": factor, "extrapolation_reference": "base", **WITH[other]}
     student, data = tiny.qwen2(32, 0), rows(teacher=["one"] * 8)
@@ -204,7 +204,7 @@ def test_the_model_that_the_teacher_was_trained_from_in_place_of_the_student(tra
     assert "with the teacher 'base' in place of that student" in " ".join(repr(ours).split())
 
 
-def test_a_reference_needs_no_copy_of_the_student_and_may_stand_beside_any_adapter(trained):
+def test_reference_needs_no_student_copy_and_allows_any_adapter(trained):
     lora = LoraConfig(r=4, bias="all", target_modules="all-linear")  # trains what an anchor would need unchanged
     given = {"teacher_model": {"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2)}, "peft_config": lora}
     found = trained(extrapolation=1.25, extrapolation_reference="base",

@@ -151,7 +151,7 @@ def share_of(weights_BC, fraction):
 
 
 @pytest.mark.quick
-def test_highest_scores_of_a_row_are_kept_and_carry_its_whole_weight():
+def test_highest_scores_of_a_row_carry_its_whole_weight():
     weights_BC = torch.tensor([[1.0, 1, 1, 1, 0], [0, 0.5, 0, 0.25, 0.25], [0, 0, 0, 0, 0]])
     found = best(share_of(weights_BC, 0.5), torch.tensor([1.0, 3.0, 3.0, 3.0, 0.1, torch.nan, 9.0]))
     assert found.places_N.tolist() == [1, 2, 8, 9], "the first of equal ones, and what is not a number"

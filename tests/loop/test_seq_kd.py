@@ -37,7 +37,7 @@ def test_the_teacher_writes_and_the_student_does_not(trained, offload):
     assert not trainer.teacher_model.training
 
 
-def test_lmbda_divides_rows_between_both_writers_and_evaluation_is_of_the_student(trained):
+def test_lmbda_divides_rows_between_writers_and_evaluates_the_student(trained):
     trainer = trained(**{**GREEDY, "max_steps": 4}, lmbda=0.5, learning_rate=1e-12, eval_dataset=tiny.rows(4))
     by_student = [ids == greedy(trainer.model, prompt) for _, prompt, ids in trainer.taught]
     by_teacher = [ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught]

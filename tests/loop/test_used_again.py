@@ -217,7 +217,7 @@ def test_new_run_beside_checkpoints_of_another_warns(make_trainer, tmp_path, cap
     assert "checkpoint-1 is left from an earlier one" in caplog.text
 
 
-def test_a_teacher_that_was_put_into_training_mode_reads_without_dropout(make_trainer):
+def test_teacher_left_in_training_mode_reads_without_dropout(make_trainer):
     teacher, modes = tiny.qwen2(48, seed=1), []
     trainer = make_trainer(teacher_model=teacher, max_steps=1)
     teacher.train()

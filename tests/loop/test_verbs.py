@@ -89,7 +89,7 @@ def test_own_methods_are_free(trained):
     assert trainer.state.log_history[0]["mine"] == 1.5, "a name of TRL's that the subclass calls itself"
 
 
-def test_methods_of_trl_that_are_never_called_are_in_the_table(trained):
+def test_trl_methods_that_are_never_called_are_in_table(trained):
     """Those of GRPO and GKD that this trainer lacks, and of its base class those that a training leaves out."""
     theirs = {name for one in (GRPOTrainer, GKDTrainer) for name, value in vars(one).items() if callable_of(value)}
     assert {name for name in theirs if not hasattr(OPSDTrainer, name)} <= _UNCALLED.keys()

@@ -93,7 +93,7 @@ def contexts(**columns: list[Any]) -> Dataset:
 # ---- What is saved ---------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_generated_or_read_for_a_skipped_prompt_and_its_tokens_are_counted(trained):
+def test_skipped_prompts_cost_nothing_and_their_tokens_are_counted(trained):
     found = trained(Watching, prompt_weight_fn=after_the_first)
     first, second = tiny.PROMPTS[:4], tiny.PROMPTS[4:]
     kept = [[one for one in half if WEIGHTS[one]] for half in (first, second)]
@@ -188,7 +188,7 @@ def test_an_evaluation_skips_nothing_and_is_no_visit(trained):
 
 
 @pytest.mark.parametrize("lmbda", [0.0, 0.5])
-def test_a_completion_of_the_dataset_is_skipped_too_and_was_no_generated_token(trained, lmbda):
+def test_skipped_dataset_completions_count_no_generated_token(trained, lmbda):
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "completion": ["given"] * 8})
     found = trained(Watching, prompt_weight_fn=after_the_first, lmbda=lmbda, train_dataset=data)
     assert found.read == [4, 4, 3, 2]
@@ -198,7 +198,7 @@ def test_a_completion_of_the_dataset_is_skipped_too_and_was_no_generated_token(t
     assert found.visits.tokens_saved == sum(len(answers[one]) for one in written if not WEIGHTS[one])
 
 
-def test_a_teacher_generates_nothing_for_a_skipped_prompt_and_what_it_would_have_is_saved(make_trainer):
+def test_teacher_writes_nothing_for_skipped_prompts_and_counts_savings(make_trainer):
     given = {"seq_kd": True, "lmbda": 0.0, "max_completion_length": 4, "prompt_weight_fn": after_the_first}
     trainer = make_trainer(rollout=Noting(), **OPTIONS, **given)
     generated, rows = trainer._generation._of_teachers, []
@@ -334,7 +334,7 @@ def test_which_prompts_are_skipped(kind, visit, skips):
 @pytest.mark.parametrize(
     ("options", "warns"), [({"max_steps": 2}, True), ({"max_steps": 3}, False), ({"num_train_epochs": 1}, True)]
 )
-def test_a_training_in_which_no_prompt_comes_again_is_warned_of(make_trainer, caplog, options, warns):
+def test_training_in_which_no_prompt_comes_again_warns(make_trainer, caplog, options, warns):
     make_trainer(skip_prompts=0.1, **{**OPTIONS, "max_steps": -1, **options})
     assert ("skips prompts that come again, but in this training none does" in caplog.text) is warns
 

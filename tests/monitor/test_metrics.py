@@ -238,7 +238,7 @@ class SeeingApart(Apart):
         return [[7, 8, 2] for _ in prompt_ids]
 
 
-def test_images_of_rows_that_are_generated_ahead_count_in_their_own_step(trained):
+def test_images_of_rows_generated_ahead_count_in_their_step(trained):
     rows = vision_language.rows([1, 1, 2, 2])
     trainer = trained(train_dataset=rows, rollout=SeeingApart({}), overlap="ahead", max_steps=2,
                            shuffle_dataset=False, **vision_language.arguments())  # fmt: skip
@@ -286,7 +286,7 @@ def test_divergences_by_position_average_to_the_mean(make_trainer):
     assert min(tenths) < row["divergence/high_entropy"] != row["divergence/mean"]
 
 
-def test_every_metric_in_the_source_has_a_row_in_the_table():
+def test_every_metric_in_source_has_a_table_row():
     """Includes those of configurations that are not trained here."""
     package = Path(trl_opsd.__file__).parent
     source = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "metrics.py")

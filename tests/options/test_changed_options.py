@@ -35,7 +35,7 @@ LATE = "when the trainer was built, and its new value"
         ({"label_smoothing_factor": 0.1}, "has no effect"),
     ],
 )
-def test_an_option_changed_to_a_bad_value_is_refused_by_the_trainer(make_trainer, tmp_path, change, message):
+def test_trainer_refuses_option_changed_to_a_bad_value(make_trainer, tmp_path, change, message):
     args = tiny.config(tmp_path)
     for name, value in change.items():
         setattr(args, name, value)
@@ -137,7 +137,7 @@ def test_option_changed_after_construction_is_refused(make_trainer, name, value,
             run()
 
 
-def test_a_change_in_the_middle_of_a_training_is_refused_before_the_next_rollout(make_trainer):
+def test_change_within_training_is_refused_before_next_rollout(make_trainer):
     class Longer(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             args.max_completion_length += 8

@@ -345,7 +345,7 @@ LOST = r"(\d+)% of the student's trainable weights would not change in a step of
 
 @pytest.mark.quick
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
-def test_learning_rate_lost_in_bfloat16_warns_with_the_share_that_stays(make_trainer, rate):
+def test_learning_rate_lost_in_bfloat16_warns_with_the_share(make_trainer, rate):
     with pytest.warns(UserWarning, match=LOST) as warned:
         trainer = make_trainer(model=tiny.qwen2().bfloat16(), learning_rate=rate, weight_decay=0.0, max_steps=1)
     (said,) = (int(found[1]) for one in warned if (found := re.match(LOST, str(one.message))))

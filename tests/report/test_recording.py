@@ -136,7 +136,7 @@ def test_resumed_run_continues_report_and_new_run_replaces_it(make_trainer, tmp_
     ] == 2
 
 
-def test_evaluation_before_training_joins_its_report_and_second_training_replaces_it(make_trainer, tmp_path):
+def test_evaluation_joins_next_training_and_second_training_replaces_it(make_trainer, tmp_path):
     make_trainer(report=True, max_steps=1).train()
     trainer = make_trainer(report=True, eval_dataset=tiny.rows(2))
     trainer.evaluate()
@@ -191,7 +191,7 @@ def test_each_sample_names_its_teacher(make_trainer, tmp_path):
     assert max(same) < 1e-5 < min(other)
 
 
-def test_images_are_recorded_small_and_prompts_that_differ_in_them_alone_are_kept(trained, tmp_path):
+def test_images_are_recorded_small_and_tell_prompts_apart(trained, tmp_path):
     colours = [["red"], [], ["lime", "blue"], ["yellow"]]
     images = [[Image.new("RGB", (400, 100), one) for one in each] for each in colours]
     prompts = [[{"role": "user", "content": "Which colour?"}]] * 4
@@ -217,7 +217,7 @@ def test_images_are_recorded_small_and_prompts_that_differ_in_them_alone_are_kep
     assert "<img" in of_training
 
 
-def test_tokens_outside_loss_have_no_divergence_and_long_completions_are_cut(make_trainer, tmp_path):
+def test_tokens_outside_loss_have_no_divergence(make_trainer, tmp_path):
     long = [5 + place % 90 for place in range(TOKENS + 20)]
     rollout = FixedRollout(dict.fromkeys(tiny.recorded(tiny.tokenizer()), long))
     trainer = make_trainer(report=True, eval_dataset=tiny.rows(1), max_completion_length=TOKENS + 20, rollout=rollout)

@@ -106,7 +106,7 @@ def test_a_row_without_a_reward_does_not_pass_a_gate(trained):
     assert trained(reward_gate=1.0, reward_funcs=some).gates == [1, 1, 0, 1] * 2
 
 
-def test_the_teacher_reads_another_success_or_its_columns_or_the_row_is_left_out(trained):
+def test_teacher_reads_another_success_or_the_row_is_masked(trained):
     class Reading(Keeping):
         def teach(self, rollout, rows):
             teaching, texts = self.teaching, WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
@@ -178,7 +178,7 @@ def test_what_was_thought_is_not_shown():
     assert Outcome(1.0, 0, group).success(1.0) is None
 
 
-def test_a_function_reads_the_rewards_of_a_group_and_may_leave_a_row_out(trained, caplog):
+def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
     read = []
 
     def prompt(row: dict[str, Any], completion: str, outcome: Outcome) -> str | None:
@@ -248,7 +248,7 @@ def test_an_evaluation_has_the_teacher_that_a_control_replaces(trained):
     assert found == pytest.approx([found[0]] * 3, abs=1e-6)
 
 
-def test_the_constant_control_pushes_the_least_likely_fifth_down_and_nothing_else(trained):
+def test_constant_control_only_pushes_the_least_likely_fifth_down(trained):
     student = tiny.qwen2(32, seed=0).double()
     given = {"teacher_control": "constant", "divergence": None, "reward_funcs": None, "num_generations": 1}
     found = trained(**given)
@@ -273,7 +273,7 @@ def test_the_constant_control_pushes_the_least_likely_fifth_down_and_nothing_els
 
 
 @pytest.mark.parametrize("criterion", ["teacher_confidence", "student_surprise"])
-def test_tokens_are_selected_by_the_teachers_certainty_or_the_students_surprise(trained, criterion):
+def test_tokens_are_selected_by_certainty_or_surprise(trained, criterion):
     student, teacher = tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)
     given = {"reward_funcs": None, "num_generations": 1, "token_selection": criterion, "token_fraction": 0.5}
     found = trained(**given)

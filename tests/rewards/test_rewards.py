@@ -148,7 +148,7 @@ def expected_pulls(texts, reward, weight=0.5):
 
 
 @pytest.mark.parametrize(("kind", "budget"), [("text", 60), ("messages", None)])
-def test_each_completion_is_learned_with_the_advantage_of_its_own_reward(trained, kind, budget):
+def test_each_completion_has_the_advantage_of_its_own_reward(trained, kind, budget):
     """Rows are shuffled and dealt by length between the reward and the loss; each completion carries its number."""
 
     def count(completions, answer, prompts, completion_ids, trainer_state, **_):
@@ -211,7 +211,7 @@ UNTRAINED = {"reward_weight": 0.0, "num_generations": 1}
 
 
 @pytest.mark.parametrize("given", [{}, {"skip_prompts": 1e-9}], ids=["all", "skipping"])
-def test_rewards_that_are_not_trained_on_are_logged_and_change_nothing(trained, given):
+def test_rewards_not_trained_on_are_logged_and_change_nothing(trained, given):
     dataset = rows().add_column("completion", ["given"] * 8)
     options = {**UNTRAINED, "train_dataset": dataset, "lmbda": 0.6, **given}
     plain, found = (
@@ -252,7 +252,7 @@ def test_a_run_resumes_with_other_rewards_that_are_only_logged(make_trainer, tra
     ]
 
 
-def test_rewards_that_training_rows_lack_columns_for_are_logged_in_evaluations_only(trained):
+def test_rewards_without_training_columns_are_logged_in_evaluations_only(trained):
     labelled = {"eval_dataset": rows(2).add_column("label", [1, 1]), "eval_strategy": "steps", "eval_steps": 1}
     trainer = trained(reward_funcs=needs_label, **UNTRAINED, **labelled)
     assert "needs_label, in evaluations only: training rows lack their columns" in repr(trainer)
@@ -297,7 +297,7 @@ def test_dataset_completions_are_pulled_by_sft_weight_only(trained):
     assert alone.learned == []
 
 
-def test_a_resumed_run_has_the_same_rewards_or_says_what_differs(make_trainer, trained, tmp_path):
+def test_resumed_run_has_same_rewards_or_says_what_differs(make_trainer, trained, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "train_dataset": rows(), "rollout": Numbered(numbered)}
     whole = trained(**options)
     resumed = make_trainer(**{**LEARNED, **options, "reward_funcs": length})
@@ -507,7 +507,7 @@ def in_even_steps(completions, trainer_state, **_):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["None", "off-policy"])
-def test_a_step_without_a_reward_logs_none_and_is_saved_and_resumed(make_trainer, trained, tmp_path, capsys, kind):
+def test_a_step_without_reward_is_saved_and_resumed(make_trainer, trained, tmp_path, capsys, kind):
     """The function answers None for all rows of a step, or all rows of a step have the dataset's completions."""
     dataset = rows().add_column("completion", [f"{number}" for number in range(8)])
     options = {"None": {"reward_funcs": in_even_steps}, "off-policy": {"reward_funcs": length, "lmbda": 0.6}}
@@ -535,7 +535,7 @@ def test_a_step_without_a_reward_logs_none_and_is_saved_and_resumed(make_trainer
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "reduce_lr_on_plateau"])
-def test_evaluation_without_a_reward_is_not_the_best_and_stops_nothing(make_trainer, tmp_path, scheduler):
+def test_evaluation_without_reward_is_not_best_and_stops_nothing(make_trainer, tmp_path, scheduler):
     trainer = make_trainer(
         train_dataset=rows(), eval_dataset=rows(2), rollout=Numbered(numbered), reward_funcs=in_even_steps, max_steps=4,
         metric_for_best_model="reward", eval_strategy="steps", eval_steps=1, save_strategy="best",
@@ -670,7 +670,7 @@ def test_assigned_datasets_are_checked_against_reward_functions(make_trainer):
         trainer.eval_dataset = rows(2)
 
 
-def test_a_metric_of_rewards_may_choose_the_best_model_where_there_are_rewards(make_trainer, caplog):
+def test_best_model_may_be_chosen_by_rewards_that_exist(make_trainer, caplog):
     best = {"metric_for_best_model": "eval_reward", "eval_strategy": "steps", "eval_dataset": rows(2)}
     make_trainer(reward_funcs=length, **best)
     make_trainer(reward_funcs=length, **{**best, "metric_for_best_model": "rewards/length/mean"})
