@@ -45,14 +45,6 @@ def states(change):
     return lambda rollout, targets: replace(targets, hidden=change(targets.hidden))
 
 
-def weights(trainer):
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-def unchanged(trainer, before):
-    return all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
-
-
 @pytest.fixture
 def said(caplog):
     """What was warned of so far by this package."""
@@ -146,10 +138,10 @@ class TestTeacher:
 
     def test_the_student_learns_nothing_from_a_shifted_teacher(self, make_trainer):
         trainer = make_trainer(teacher_model=Own(states(lambda hidden: hidden.roll(-1, 1))))
-        before = weights(trainer)
+        before = tiny.weights(trainer)
         with pytest.raises(ValueError, match="1 token ahead"):
             trainer.train()
-        assert unchanged(trainer, before)
+        assert torch.equal(before, tiny.weights(trainer))
 
     @pytest.mark.parametrize("case", WARNED)
     def test_targets_that_are_hardly_meant_are_said(self, said, case):
@@ -399,12 +391,12 @@ class TestCompare:
         trainer = make_trainer(Comparing, gradient_accumulation_steps=accumulated)
         factors = iter([float("nan"), 1.0])
         trainer.change = lambda parts: replace(parts, loss=parts.loss * next(factors))
-        before = weights(trainer)
+        before = tiny.weights(trainer)
         with pytest.raises(
             FloatingPointError, match=r"^The loss is NaN .* are finite, in step 1 on rank 0: .*`compare`"
         ):
             trainer.train()
-        assert unchanged(trainer, before)
+        assert torch.equal(before, tiny.weights(trainer))
 
 
 def first_steps(said):
@@ -486,14 +478,14 @@ class TestNotFinite:
         rows = tiny.rows().add_column("teacher_prompt", tiny.PROMPTS)
         student = {"teacher_model": None, "teacher_model_kind": "live", "train_dataset": rows}
         trainer = make_trainer(divergence=Root(), nonfinite=policy, max_steps=1, **student)
-        before = weights(trainer)
+        before = tiny.weights(trainer)
         if policy == "raise":
             with pytest.raises(FloatingPointError, match=r"^`Root`, .* finite logits of both models, in step 1"):
                 trainer.train()
         else:
             trainer.train()
             assert any("Skipped: `Root`, " in one for one in said())
-        assert unchanged(trainer, before)
+        assert torch.equal(before, tiny.weights(trainer))
 
     @pytest.mark.parametrize("temperature", [1e-7, 1e-38])
     def test_a_temperature_near_0_is_named(self, make_trainer, temperature):
