@@ -80,6 +80,18 @@ def make_trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[...
     return functools.partial(_built, tmp_path, request.node.get_closest_marker("before_loading") is not None)
 
 
+@pytest.fixture
+def trained(make_trainer: Callable[..., OPSDTrainer]) -> Callable[..., OPSDTrainer]:
+    """As `make_trainer`, and trains; from a checkpoint, where `resume` says so."""
+
+    def trained(*cls: type[OPSDTrainer], resume: Any = None, **given: Any) -> OPSDTrainer:
+        trainer = make_trainer(*cls, **given)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return trained
+
+
 @pytest.fixture(scope="module")
 def make_shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., OPSDTrainer]:
     """As `make_trainer`, for trainers that several tests of a file read."""

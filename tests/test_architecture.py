@@ -186,6 +186,15 @@ def test_tests_of_a_room_lie_where_its_name_says():
     assert files - FLOORS.keys() == HOUSE | {"conftest"}
 
 
+WORDS = 10
+"""The longest name of a test says in so many words what is wrong if it fails."""
+
+
+def test_names_of_tests_have_at_most_ten_words():
+    names = {name for file in TESTS.rglob("*.py") for name in re.findall(r"def test_(\w+)", file.read_text("utf-8"))}
+    assert {name for name in names if len(name.split("_")) > WORDS} == set()
+
+
 def test_no_two_files_of_tests_share_a_name():
     names = [file.stem for file in TESTS.rglob("*.py") if file.name != "conftest.py"]
     assert sorted(names) == sorted(set(names))

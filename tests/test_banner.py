@@ -158,7 +158,7 @@ def test_text_prompts_are_shown_without_chat_template(make_trainer):
     assert found["teacher's prompt"] == "the same"
 
 
-def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(make_trainer):
+def test_long_prompt_is_shown_by_beginning_and_end(make_trainer):
     text = "2" + "+1" * 500 + "="
     trainer = make_trainer(
         train_dataset=Dataset.from_dict({"prompt": [text] * 8}),
@@ -182,7 +182,7 @@ def test_each_image_of_a_prompt_is_one_mark(make_trainer):
     assert found["prompt"].startswith(f"{written + 8} tokens (chat template)")
 
 
-def test_a_prompt_function_may_read_any_column_and_its_first_prompt_is_shown(make_trainer, capsys):
+def test_first_prompt_of_a_prompt_function_is_shown(make_trainer, capsys):
     trainer = make_trainer(teacher_prompt_fn=lambda row, completion: f"{row['prompt']} Is it {completion}?")
     found = parts(trainer)
     assert found["teacher's prompt"] == "what `teacher_prompt_fn` returns, shown after the first step"
@@ -249,7 +249,7 @@ def test_rounded_float32_products_are_named(make_trainer):
     assert found["student"].endswith("; rounds float32 products")
 
 
-def test_attention_of_each_model_is_named_and_is_sdpa_by_default(make_trainer, tmp_path):
+def test_attention_of_each_model_is_named_sdpa_by_default(make_trainer, tmp_path):
     tiny.save_pair(tmp_path)
     paths = {"model": str(tmp_path / "student"), "teacher_model": str(tmp_path / "teacher")}
     assert parts(make_trainer(**paths))["attention"] == "sdpa"
@@ -280,7 +280,7 @@ def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
 
 
-def test_the_optimizer_that_was_passed_is_named_before_and_during_a_training(make_trainer, capsys):
+def test_passed_optimizer_is_named_before_and_during_training(make_trainer, capsys):
     student = tiny.qwen2()
     trainer = make_trainer(model=student, optimizers=(torch.optim.SGD(student.parameters(), lr=0.1), None))
     assert parts(trainer)["optimizer"] == "SGD, learning rate 0.1"

@@ -85,7 +85,7 @@ def test_options_with_surprising_effects_are_warned_about(tmp_path, option, mess
 
 
 @pytest.mark.parametrize("setting", [{"beta": 0.9}, {"skew": 0.3}, {"alpha": 0.3}])
-def test_a_number_that_the_anchor_reads_is_no_setting_without_effect(tmp_path, setting):
+def test_number_the_anchor_reads_is_not_without_effect(tmp_path, setting):
     ((name, value),) = setting.items()
     of = {"beta": "jsd", "skew": "skewed_reverse_kl", "alpha": "alpha_divergence"}[name]
     anchored = {"divergence": "forward_kl", "anchor_divergence": of, "anchor_weight": 0.1, **setting}
@@ -154,7 +154,7 @@ def test_every_new_option_is_documented():
 
 
 @pytest.mark.quick
-def test_the_table_has_a_line_for_every_option_of_ours_and_trls():
+def test_table_has_every_option_of_ours_and_trls():
     options = {one.name for one in fields(OPSDConfig)}
     inherited = {one.name for one in fields(TrainingArguments)} - DistillationConfig.__annotations__.keys()
     assert TABLE.keys() - TRANSFORMERS.keys() == options - inherited
@@ -430,7 +430,7 @@ def test_advice_about_foreign_names_recommends_existing_options():
 
 
 @pytest.mark.filterwarnings("ignore:You are importing from .trl.experimental")
-def test_no_option_of_a_trainer_of_trl_is_taken_for_a_slip_of_another():
+def test_no_trl_option_is_taken_for_another_misspelt():
     (found,) = find_spec("trl").submodule_search_locations
     known = [name for name in inspect.signature(OPSDConfig.__init__).parameters if name != "self"]
     unrelated = ("dpo_config", "kto_config", "cpo_config", "orpo_config", "tpo_config", "a2po_config", "reward_config")

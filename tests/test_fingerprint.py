@@ -164,7 +164,7 @@ def test_a_weight_digest_ignores_dtype_and_adapter_wrapping():
     assert len({plain, digest(sampled(lora)), digest(sampled(tiny.qwen2(32, 1)))}) == 3
 
 
-def test_a_row_digest_depends_on_the_columns_read_and_not_on_storage():
+def test_row_digest_depends_on_columns_read_not_on_storage():
     rows = tiny.rows()
     same = [
         rows.flatten_indices(),
@@ -203,7 +203,7 @@ class Fields(Own):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [Plain, Fields])
-def test_the_settings_of_a_divergence_are_described_alike_in_all_processes(kind):
+def test_divergence_settings_are_described_alike_in_all_processes(kind):
     def made():
         table = torch.arange(300_000.0)
         return [0.3, 0.4, lambda logits: logits, table, table[:-1], table + (table == 5000), table.bfloat16()]

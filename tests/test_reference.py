@@ -62,7 +62,7 @@ def test_the_help_of_an_option_is_its_description(reference):
     assert all(helps[name] for name in OPSDConfig.__annotations__ if name in helps)
 
 
-def test_a_percent_sign_in_a_description_reaches_the_help_of_a_command_line():
+def test_percent_sign_in_a_description_reaches_the_help():
     @with_help
     @dataclasses.dataclass
     class Options:

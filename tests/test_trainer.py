@@ -43,12 +43,11 @@ class TestTeacher:
         assert not any(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
 
     @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
-    def test_a_teacher_equal_to_the_student_gives_no_loss_and_no_gradient(self, make_trainer, divergence):
+    def test_teacher_equal_to_student_gives_no_loss_or_gradient(self, trained, divergence):
         student = tiny.qwen2()
-        trainer = make_trainer(
+        trainer = trained(
             model=student, teacher_model=copy.deepcopy(student), divergence=divergence, max_steps=1, logging_steps=1
         )
-        trainer.train()
         assert tiny.logged(trainer, "loss") == [pytest.approx(0, abs=1e-6)]
         assert tiny.logged(trainer, "grad_norm") == [pytest.approx(0, abs=1e-4)]
 
@@ -66,10 +65,9 @@ class TestTeacher:
         assert moved
         assert all("lora_" in name for name in moved)
 
-    def test_a_peft_model_can_teach(self, make_trainer):
+    def test_a_peft_model_can_teach(self, trained):
         teacher = get_peft_model(tiny.qwen2(48, seed=1), LoraConfig(r=4, target_modules="all-linear"))
-        trainer = make_trainer(teacher_model=teacher)
-        trainer.train()
+        trainer = trained(teacher_model=teacher)
         assert trainer.teacher_model is teacher
         assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
@@ -79,15 +77,14 @@ class TestTeacher:
         (hidden,) = (row.hidden for row in batch["teacher_rows"])
         assert hidden.untyped_storage().nbytes() == hidden.numel() * hidden.element_size()
 
-    def test_targets_are_freed_after_their_last_micro_batch(self, make_trainer):
+    def test_targets_are_freed_after_their_last_micro_batch(self, trained):
         class Watching(FixedRollout):
             def complete(self, prompt_ids, step):
                 held.append(trainer._dealer.is_dealt)
                 return super().complete(prompt_ids, step)
 
         held: list = []
-        trainer = make_trainer(rollout=Watching(tiny.recorded(tiny.tokenizer())), gradient_accumulation_steps=2)
-        trainer.train()
+        trainer = trained(rollout=Watching(tiny.recorded(tiny.tokenizer())), gradient_accumulation_steps=2)
         assert held == [False] * 3
         assert not trainer._dealer.is_dealt
 
@@ -136,7 +133,7 @@ class TestRollout:
         prompt = list(range(3, 3 + 250))
         assert len(trainer.complete([prompt, [5]])[0]) <= 6
 
-    def test_a_completion_of_any_backend_is_cut_at_the_first_of_all_end_tokens(self, make_trainer):
+    def test_completion_of_any_backend_is_cut_at_first_end_token(self, make_trainer):
         student = tiny.qwen2()
         student.generation_config.eos_token_id = [2, 7]
         prompt = tuple(tiny.tokenizer()("2+2=")["input_ids"])
@@ -155,7 +152,7 @@ class TestRollout:
         assert [weight for ids, weight in seen if not ids] == [0] * (len(seen) // len(completions))
         assert all(weight == len(ids) for ids, weight in seen)
 
-    def test_a_custom_backend_is_bound_once_and_called_per_generation_batch(self, make_trainer):
+    def test_custom_backend_is_bound_once_called_per_generation_batch(self, trained):
         class Echo(RolloutBackend):
             bound, steps = 0, []
 
@@ -167,8 +164,7 @@ class TestRollout:
                 return [ids[:3] for ids in prompt_ids]
 
         echo = Echo()
-        trainer = make_trainer(rollout=echo, gradient_accumulation_steps=2)
-        trainer.train()
+        trainer = trained(rollout=echo, gradient_accumulation_steps=2)
         assert trainer.rollout is echo
         assert (echo.bound, echo.steps) == (1, [0, 1, 2])
 
@@ -224,9 +220,8 @@ class TestRollout:
 
 @pytest.mark.quick
 class TestSaving:
-    def test_a_checkpoint_loads_in_transformers_and_resumes_exactly(self, make_trainer, tmp_path):
-        whole = make_trainer(save_strategy="steps", save_steps=2)
-        whole.train()
+    def test_a_checkpoint_loads_in_transformers_and_resumes_exactly(self, make_trainer, trained, tmp_path):
+        whole = trained(save_strategy="steps", save_steps=2)
         checkpoint = tmp_path / "checkpoint-2"
         assert "opsd" in (checkpoint.parent / "README.md").read_text()
         assert AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters() == whole.model.num_parameters()
@@ -246,17 +241,15 @@ class TestEvaluation:
         torch.rand(7)
         assert trainer.evaluate()["eval_loss"] == first["eval_loss"]
 
-    def test_training_is_the_same_with_and_without_evaluation(self, make_trainer):
+    def test_training_is_the_same_with_and_without_evaluation(self, trained):
         short = {"rollout": HFRollout(), "max_completion_length": 8}
-        alone = make_trainer(**short)
-        alone.train()
-        watched = make_trainer(**short, eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1)
-        watched.train()
+        alone = trained(**short)
+        watched = trained(**short, eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1)
         assert tiny.logged(alone, "loss") == tiny.logged(watched, "loss")
         assert len(tiny.logged(watched, "eval_loss")) == 3
 
     @pytest.mark.quick
-    def test_the_evaluation_loss_is_the_mean_over_tokens_and_not_over_batches(self, make_trainer):
+    def test_evaluation_loss_is_the_mean_over_tokens(self, make_trainer):
         trainer = make_trainer(eval_dataset=tiny.rows(3), per_device_eval_batch_size=2)
         loss = trainer.evaluate()["eval_loss"]
         trainer.model.eval()
@@ -275,9 +268,8 @@ class TestEvaluation:
 
 @pytest.mark.quick
 class TestLogs:
-    def test_each_log_has_divergence_entropies_and_phase_times(self, make_trainer):
-        trainer = make_trainer(gradient_accumulation_steps=2)
-        trainer.train()
+    def test_each_log_has_divergence_entropies_and_phase_times(self, trained):
+        trainer = trained(gradient_accumulation_steps=2)
         entry = trainer.state.log_history[0]
         assert entry["divergence/mean"] == pytest.approx(entry["loss"], rel=1e-5)
         assert min(entry["entropy/student"], entry["entropy/teacher"]) > 0
@@ -302,61 +294,56 @@ class TestLogs:
 
 
 class TestData:
-    def test_an_iterable_dataset_is_trained_on(self, make_trainer):
+    def test_an_iterable_dataset_is_trained_on(self, trained):
         stream = IterableDataset.from_generator(lambda: iter(tiny.rows()))
-        trainer = make_trainer(train_dataset=stream, shuffle_dataset=False)
-        trainer.train()
+        trainer = trained(train_dataset=stream, shuffle_dataset=False)
         assert len(tiny.logged(trainer, "loss")) == 3
 
     @pytest.mark.parametrize("form", ["numpy", "pandas"])
     def test_the_format_of_a_dataset_does_not_matter(self, make_trainer, form):
         assert len(make_trainer(train_dataset=tiny.rows().with_format(form)).train_dataset) == 8
 
-    def test_a_dataset_transform_may_produce_the_prompts(self, make_trainer):
+    def test_a_dataset_transform_may_produce_the_prompts(self, trained):
         dataset = tiny.rows().rename_column("prompt", "question")
         dataset = dataset.with_transform(lambda batch: {"prompt": batch["question"]})
-        trainer = make_trainer(train_dataset=dataset)
-        trainer.train()
+        trainer = trained(train_dataset=dataset)
         assert len(tiny.logged(trainer, "loss")) == 3
 
-    def test_messages_are_rendered_with_the_chat_template(self, make_trainer):
+    def test_messages_are_rendered_with_the_chat_template(self, trained):
         words = tiny.tokenizer()
         chats = [[{"role": "user", "content": text}] for text in tiny.PROMPTS]
         rendered = words.apply_chat_template(chats, add_generation_prompt=True, tokenize=True)["input_ids"]
         rollout = FixedRollout({tuple(ids): [5, 6, 2] for ids in rendered})
-        trainer = make_trainer(
+        trainer = trained(
             train_dataset=tiny.rows().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
             rollout=rollout,
         )
-        trainer.train()
         assert len(tiny.logged(trainer, "loss")) == 3
 
     @pytest.mark.parametrize("streamed", [False, True])
-    def test_overlong_prompts_are_dropped_on_request(self, make_trainer, caplog, streamed):
+    def test_overlong_prompts_are_dropped_on_request(self, trained, caplog, streamed):
         dataset = tiny.rows(6)
         dataset = dataset.add_item({"prompt": "long " * 100})
-        trainer = make_trainer(
+        trainer = trained(
             train_dataset=dataset.to_iterable_dataset() if streamed else dataset, overlong_prompts="drop", max_steps=3
         )
-        trainer.train()
         if not streamed:
             assert len(trainer.train_dataset) == 6
         assert trainer.dropped_prompts["train_dataset"] == 1
         assert caplog.text.count("dropped") == 1 + streamed
         assert ("train_dataset streams prompts that leave no room" in caplog.text) is streamed
 
-    def test_dropped_rows_of_a_stream_warn_at_powers_of_ten(self, make_trainer, caplog):
+    def test_dropped_rows_of_a_stream_warn_at_powers_of_ten(self, trained, caplog):
         rows = [{"prompt": "long " * 100}] * 120 + list(tiny.rows(8))
-        trainer = make_trainer(
+        trainer = trained(
             train_dataset=IterableDataset.from_generator(lambda: iter(rows)), overlong_prompts="drop", max_steps=1
         )
-        trainer.train()
         said = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
         assert [re.search(r"dropped (\d+) so far", message)[1] for message in said] == ["1", "10", "100"]
         assert trainer.dropped_prompts["train_dataset"] == 120
 
 
-def test_without_args_the_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):
+def test_default_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):
     # The default is bf16, for which transformers wants an accelerator or `use_cpu=True`.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.chdir(tmp_path)
@@ -367,7 +354,7 @@ def test_without_args_the_config_is_ours_and_named_after_the_student(make_traine
     assert trainer.args.output_dir == "student-OPSD"
 
 
-def test_an_evaluation_does_not_read_the_rows_of_the_one_before(make_trainer):
+def test_evaluation_does_not_read_rows_of_the_one_before(make_trainer):
     kept = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "per_device_eval_batch_size": 2}
     trainer = make_trainer(eval_dataset=tiny.rows(), **kept)
     whole, again, one_row = (trainer.evaluate(rows)["eval_loss"] for rows in (None, None, tiny.rows(1)))
@@ -388,7 +375,7 @@ def test_an_evaluation_does_not_read_the_rows_of_the_one_before(make_trainer):
     ],
     ids=["routers", "routers, set while loading", "normalisers"],
 )
-def test_a_student_that_adds_a_loss_of_its_own_is_refused(make_trainer, tmp_path, config, how):
+def test_student_that_adds_its_own_loss_is_refused(make_trainer, tmp_path, config, how):
     config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(tmp_path / "student")
     with pytest.raises(ValueError, match=r"makes the student's own forward add a .*loss .*"):

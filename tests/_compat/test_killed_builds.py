@@ -45,7 +45,7 @@ def build(lock: Path) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def test_lock_of_killed_build_is_error_and_of_running_build_is_not(lock, build, tmp_path, monkeypatch):
+def test_only_lock_of_killed_build_is_error(lock, build, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     check_builds()
     build.send_signal(signal.SIGKILL)
@@ -65,7 +65,7 @@ def test_lock_that_another_node_may_hold_warns_until_old(lock, monkeypatch):
         check_builds()
 
 
-def test_lock_that_torch_2_14_leaves_after_each_build_is_ignored(lock, monkeypatch):
+def test_lock_torch_2_14_leaves_after_builds_is_ignored(lock, monkeypatch):
     lock.touch()
     monkeypatch.delattr(cpp_extension, "FileBaton")
     check_builds()

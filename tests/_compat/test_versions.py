@@ -52,7 +52,7 @@ def test_locked_versions_may_be_installed(bounds):
     assert bounds.keys() <= pinned().keys() | {"jinja2", "typer"}
 
 
-def test_older_and_newer_releases_are_reported_and_newer_patches_are_not(bounds):
+def test_other_releases_are_reported_but_newer_patches_are_not(bounds):
     found = versions.outside(
         {"transformers": "5.24.9", "torch": "2.9.1+cu130", "peft": "0.22.0", "deepspeed": "0.19.2", "pytest": "8.0"}
     )
@@ -74,7 +74,7 @@ def test_uninstalled_source_tree_gets_no_version_warning(bounds, monkeypatch):
     assert versions.outside({"transformers": "9.0"}) == []
 
 
-def test_the_versions_of_the_docs_are_those_that_may_be_installed(bounds):
+def test_versions_in_docs_are_those_that_may_be_installed(bounds):
     said = (ROOT / "docs/start.md").read_text(encoding="utf-8")
     for name, shown in (("transformers", "transformers"), ("vllm", "vLLM"), ("torch", "torch")):
         [(oldest, newest)] = re.findall(rf"{shown} (\d+\.\d+) to (\d+\.\d+)", said)
@@ -84,7 +84,7 @@ def test_the_versions_of_the_docs_are_those_that_may_be_installed(bounds):
         assert ends.get("<", (major, minor + 1)) == (major, minor + 1)
 
 
-def test_trl_warns_of_a_newer_vllm_once_and_where_it_is_chosen(bounds, monkeypatch, caplog):
+def test_newer_vllm_warns_once_and_where_it_is_chosen(bounds, monkeypatch, caplog):
     find_spec = importlib.util.find_spec
 
     def found(name: str, *rest: Any) -> Any:
@@ -107,7 +107,7 @@ def test_trl_warns_of_a_newer_vllm_once_and_where_it_is_chosen(bounds, monkeypat
     assert said.endswith("trl_opsd itself was tested with vllm<0.33,>=0.31.0.")
 
 
-def test_a_library_outside_its_bounds_is_a_warning_where_no_options_are_given(bounds, monkeypatch, caplog):
+def test_library_outside_its_bounds_warns_without_options_too(bounds, monkeypatch, caplog):
     monkeypatch.setattr(versions, "installed", lambda: {"transformers": "9.0", "trl": "1.16.0"})
     versions.warn_of_outside.cache_clear()
     PartialState._reset_state()

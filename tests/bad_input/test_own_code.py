@@ -46,7 +46,7 @@ def _change(file: Path, **values: Any) -> None:
 @pytest.mark.before_loading
 @pytest.mark.quick
 @pytest.mark.parametrize("role", TRUST)
-def test_a_model_with_code_names_its_own_option_before_anything_is_loaded(make_trainer, tmp_path, role):
+def test_model_with_code_names_its_option_before_loading(make_trainer, tmp_path, role):
     path = own_code(tmp_path / "mine")
     for others in ({}, {OTHER[role]: True}):
         with pytest.raises(ValueError, match=f"^`{role}='{path}'` {EXPECTED[role]}"):

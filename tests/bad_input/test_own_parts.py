@@ -45,14 +45,6 @@ def states(change):
     return lambda rollout, targets: replace(targets, hidden=change(targets.hidden))
 
 
-def weights(trainer):
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-def unchanged(trainer, before):
-    return all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
-
-
 @pytest.fixture
 def said(caplog):
     """What was warned of so far by this package."""
@@ -91,12 +83,12 @@ def asked(teacher, names=("teacher",), tokens=(4, 6), of_tool=()):
 
 class TestTeacher:
     @pytest.mark.parametrize("case", SHAPES)
-    def test_targets_of_another_kind_name_the_teacher_and_what_was_expected(self, case):
+    def test_targets_of_another_kind_name_the_teacher(self, case):
         change, got = SHAPES[case]
         with pytest.raises(ValueError, match=rf"^`Own.targets` returned .*{got}: expected .*\[2, 6, 48\] of floats"):
             asked(Own(change))
 
-    def test_a_teacher_that_asks_one_with_the_student_s_weights_is_refused(self, make_trainer):
+    def test_teacher_that_asks_the_students_weights_is_refused(self, make_trainer):
         student, teacher = tiny.qwen2(32), Own()
         teacher.inner = FrozenTeacher(Resident(student, torch.device("cpu")))
         with pytest.raises(ValueError, match=r"^`teacher_model` shares parameters with the student"):
@@ -118,16 +110,16 @@ class TestTeacher:
 
     @pytest.mark.quick
     @pytest.mark.parametrize("shift", [1, 2])
-    def test_a_teacher_that_has_read_the_token_it_predicts_is_refused(self, shift):
+    def test_teacher_that_reads_the_token_it_predicts_is_refused(self, shift):
         with pytest.raises(ValueError, match=rf"`Own.targets` .* {shift} tokens? ahead: .*P - 1 : -1"):
             asked(Own(states(lambda hidden: hidden.roll(-shift, 1))))
 
     def test_the_student_learns_nothing_from_a_shifted_teacher(self, make_trainer):
         trainer = make_trainer(teacher_model=Own(states(lambda hidden: hidden.roll(-1, 1))))
-        before = weights(trainer)
+        before = tiny.weights(trainer)
         with pytest.raises(ValueError, match="1 token ahead"):
             trainer.train()
-        assert unchanged(trainer, before)
+        assert torch.equal(before, tiny.weights(trainer))
 
     @pytest.mark.parametrize("case", WARNED)
     def test_targets_that_are_hardly_meant_are_said(self, said, case):
@@ -180,7 +172,7 @@ class TestTeacher:
         torch.testing.assert_close(targets.hidden, asked(Own(states(torch.clone))).hidden)
         assert said() == []
 
-    def test_a_teacher_is_asked_once_more_in_a_run_and_its_random_numbers_stay(self, make_trainer):
+    def test_asking_a_teacher_once_more_keeps_random_numbers(self, trained):
         drawn = []
 
         class Noisy(Own):
@@ -193,8 +185,7 @@ class TestTeacher:
                 drawn.append(torch.rand(()).item())
                 return rollout.weights
 
-        trainer = make_trainer(Drawing, teacher_model=Noisy(), max_steps=1)
-        trainer.train()
+        trainer = trained(Drawing, teacher_model=Noisy(), max_steps=1)
         (rows, _), (again, number), after = drawn
         assert (rows, again) == (2, 2)
         assert number == after
@@ -282,7 +273,7 @@ class TestDivergence:
             trainer.divergence = OnlyValue()
         assert repr(trainer.divergence) == "ReverseKL()"
 
-    def test_a_negative_one_is_said_and_a_sound_one_is_not(self, make_trainer, said):
+    def test_only_a_negative_divergence_is_reported(self, make_trainer, said):
         make_trainer(divergence=Upwards())
         assert ["`Upwards.value` is negative, -" in one for one in said()] == [True]
         assert repr(Upwards()) == "Upwards()"
@@ -297,7 +288,7 @@ class TestDivergence:
         [plain_function, lambda student, teacher: 0, torch.nn.KLDivLoss(), Duck()],
         ids=["function", "lambda", "module", "duck"],
     )
-    def test_a_function_or_module_says_how_to_make_it_a_divergence(self, make_trainer, given):
+    def test_function_or_module_is_told_how_to_become_divergence(self, make_trainer, given):
         words = r"subclass of `trl_opsd.losses.Divergence` with a method `value` \(docs/extending.md\)"
         for place in ({}, {"args": None}):
             with pytest.raises(ValueError, match=rf"^`divergence` is a \w+.*{words}"):
@@ -362,7 +353,7 @@ PARTS = {
 
 class TestCompare:
     @pytest.mark.parametrize("case", PARTS)
-    def test_parts_of_another_kind_name_the_method_and_what_was_expected(self, make_trainer, case):
+    def test_parts_of_another_kind_name_the_method(self, make_trainer, case):
         trainer = make_trainer(Comparing)
         trainer.change, got = PARTS[case]
         with pytest.raises(ValueError, match=rf"^`Comparing.compare` returned {got}"):
@@ -378,12 +369,12 @@ class TestCompare:
         trainer = make_trainer(Comparing, gradient_accumulation_steps=accumulated)
         factors = iter([float("nan"), 1.0])
         trainer.change = lambda parts: replace(parts, loss=parts.loss * next(factors))
-        before = weights(trainer)
+        before = tiny.weights(trainer)
         with pytest.raises(
             FloatingPointError, match=r"^The loss is NaN .* are finite, in step 1 on rank 0: .*`compare`"
         ):
             trainer.train()
-        assert unchanged(trainer, before)
+        assert torch.equal(before, tiny.weights(trainer))
 
 
 def first_steps(said):
@@ -403,25 +394,23 @@ class TestFirstStep:
             True
         ]
 
-    def test_a_surrogate_of_value_0_is_not_called_a_teacher_that_says_the_same(self, make_trainer, said):
-        trainer = make_trainer(divergence=Surrogate(), max_steps=1)
-        trainer.train()
+    def test_surrogate_of_value_0_is_no_equal_teacher(self, trained, said):
+        trainer = trained(divergence=Surrogate(), max_steps=1)
         assert trainer.state.log_history[0]["grad_norm"] > 1e-2
         assert said() == []
 
-    def test_a_divergence_of_0_without_a_gradient_is_blamed_on_the_divergence(self, make_trainer, said):
+    def test_zero_divergence_without_gradient_is_blamed_on_the_divergence(self, make_trainer, said):
         make_trainer(divergence=Nothing(), max_steps=1).train()
         flat, nothing = said()
         assert "The gradient of `Nothing.value` is 0" in flat
         assert "although the divergence is 0 nats per token and the models differ" in nothing
 
     @pytest.mark.parametrize("kind", ["base", "live"])
-    def test_nothing_is_said_of_a_student_that_teaches_itself(self, make_trainer, said, kind):
+    def test_nothing_is_said_of_a_student_that_teaches_itself(self, trained, said, kind):
         lora = LoraConfig(r=4, target_modules="all-linear")
         for column, texts in {"privileged_context": ["a hint"] * 8, "teacher_prompt": tiny.PROMPTS}.items():
             given = {"peft_config": lora, "train_dataset": tiny.rows().add_column(column, texts), "max_steps": 1}
-            trainer = make_trainer(teacher_model=None, teacher_model_kind=kind, **given)
-            trainer.train()
+            trainer = trained(teacher_model=None, teacher_model_kind=kind, **given)
         assert trainer.state.log_history[0]["grad_norm"] < 1e-6
         assert first_steps(said) == []
 
@@ -467,14 +456,14 @@ class TestNotFinite:
         rows = tiny.rows().add_column("teacher_prompt", tiny.PROMPTS)
         student = {"teacher_model": None, "teacher_model_kind": "live", "train_dataset": rows}
         trainer = make_trainer(divergence=Root(), nonfinite=policy, max_steps=1, **student)
-        before = weights(trainer)
+        before = tiny.weights(trainer)
         if policy == "raise":
             with pytest.raises(FloatingPointError, match=r"^`Root`, .* finite logits of both models, in step 1"):
                 trainer.train()
         else:
             trainer.train()
             assert any("Skipped: `Root`, " in one for one in said())
-        assert unchanged(trainer, before)
+        assert torch.equal(before, tiny.weights(trainer))
 
     @pytest.mark.parametrize("temperature", [1e-7, 1e-38])
     def test_a_temperature_near_0_is_named(self, make_trainer, temperature):

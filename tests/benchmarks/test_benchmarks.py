@@ -33,7 +33,7 @@ def run(monkeypatch, capfd):
     return call
 
 
-def test_the_losses_form_each_models_logits_once_and_agree_with_the_oracle(run):
+def test_losses_form_logits_once_and_equal_the_oracle(run):
     sizes = ("--tokens", 32, "--vocab", 128, "--student-width", 16, "--teacher-width", 24, "--error-tokens", 8)
     benchmark, rows = run("loss", *sizes, "--divergences", "jsd", "--repeats", 1, "--device", "cpu")
     ours = {row["head"]: row for row in rows if row["program"] == "streamed"}
@@ -44,7 +44,7 @@ def test_the_losses_form_each_models_logits_once_and_agree_with_the_oracle(run):
     assert "jsd" in benchmark.table(rows)
 
 
-def test_products_are_formed_for_the_selected_tokens_and_for_choosing_them(run):
+def test_products_are_formed_to_choose_tokens_and_of_those_chosen(run):
     sizes = ("--tokens", 40, "--vocab", 64, "--student-width", 32, "--teacher-width", 32, "--layers", 1)
     benchmark, rows = run("selection", *sizes, "--repeats", 1, "--steps", 1, "--step-repeats", 1, "--device", "cpu")
     for what, products in {"loss, head trained": 4, "loss, head frozen": 3}.items():
@@ -147,7 +147,7 @@ def test_a_sync_takes_one_call_and_delivers_the_weights(run, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_two_processes_that_share_a_row_keep_half_of_its_activations():
+def test_processes_that_share_a_row_keep_half_its_activations():
     said = processes.run(
         FOLDER / "shared_rows.py", "--tokens", 256, "--width", 32, "--layers", 2, "--json", seconds=200
     )
@@ -155,7 +155,7 @@ def test_two_processes_that_share_a_row_keep_half_of_its_activations():
     assert found["two_processes"] == pytest.approx(found["one_process"] / 2, rel=0.25)
 
 
-def test_a_step_that_overlaps_learns_before_the_last_row_is_written(run, tmp_path):
+def test_overlapping_step_learns_before_the_last_row_is_written(run, tmp_path):
     sizes = ("--rows", 8, "--at-once", 2, "--rollout", 0.5, "--teach", 0.01, "--learn", 0.01)
     benchmark, rows = run("overlap", *sizes, "--steps", 1, "--repeats", 1, "--picture", tmp_path / "steps.png")
     waits, overlaps = rows

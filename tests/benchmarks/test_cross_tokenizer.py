@@ -20,7 +20,7 @@ LEAST = {"Gold": 0.1, "GoldHybrid": 0.05, "GoldBayesian": 0.03, "Overlap": 0.05}
 """Of one language in two tokenizers, where bytes are below 1e-4 (`tests/losses/test_bytewise.py`)."""
 
 
-def test_other_losses_are_not_zero_between_two_models_that_are_one_language(monkeypatch):
+def test_other_losses_differ_between_models_of_one_language(monkeypatch):
     folder = Path(__file__).resolve().parents[2]
     for path in ("examples", "benchmarks"):
         monkeypatch.syspath_prepend(str(folder / path))

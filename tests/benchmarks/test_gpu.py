@@ -43,7 +43,7 @@ def verdicts(result) -> dict[str, str]:
     return {one["what"]: one["verdict"] for one in result["findings"]}
 
 
-def test_limits_decide_a_verdict_and_gpu_limits_are_ignored_on_a_cpu(run, gpu):
+def test_limits_decide_but_gpu_limits_are_ignored_on_cpu(run, gpu):
     found = run("passes", "fails")
     assert verdicts(found["passes"]) == {"a number": "PASS", "a number without a limit on this device": "-"}
     assert verdicts(found["fails"]) == {"too small": "FAIL", "not a number": "FAIL", "a list": "PASS"}
@@ -59,7 +59,7 @@ def test_limits_decide_a_verdict_and_gpu_limits_are_ignored_on_a_cpu(run, gpu):
         ("leaves_early", "exit status 0: it printed nothing"),
     ],
 )
-def test_check_that_ends_early_fails_keeps_its_findings_and_the_next_runs(run, hazard, why):
+def test_check_that_ends_early_keeps_findings_and_next_runs(run, hazard, why):
     found = run(hazard, "passes")
     before, end = found[hazard]["findings"]
     assert (before["what"], before["verdict"]) == ("before", "PASS")
@@ -67,7 +67,7 @@ def test_check_that_ends_early_fails_keeps_its_findings_and_the_next_runs(run, h
     assert "FAIL" not in verdicts(found["passes"]).values()
 
 
-def test_hanging_check_is_killed_with_its_children_and_its_stack_is_logged(run):
+def test_hanging_check_is_killed_with_children_and_stack_logged(run):
     start = time.monotonic()
     found = run("hangs", "passes", limit=5)
     assert time.monotonic() - start < 30

@@ -169,7 +169,7 @@ def test_only_the_broken_part_fails(make, failing, said):
         assert {failing, *of["skipped"]} & set(needs[name]), f"{name} has nothing to do with {failing}"
 
 
-def test_both_models_read_an_image_as_their_own_forward_pass_does(tmp_path):
+def test_both_models_read_images_as_their_own_forward_does(tmp_path):
     for role, family, width in (("student", "gemma3", 32), ("teacher", "gemma3", 48)):
         vision_language.model(family, width, width, sees=True).save_pretrained(tmp_path / role)
         vision_language.processor(family).save_pretrained(tmp_path / role)
@@ -262,7 +262,7 @@ def test_the_command_prints_a_table_and_a_verdict(folders):
     assert "tokenizers ..." in done.stderr
 
 
-def test_the_command_prints_json_alone_and_fails_with_a_broken_model(folders):
+def test_command_prints_only_json_and_fails_for_broken_models(folders):
     broken = nan_weights().teacher.model
     broken.save_pretrained(folders / "teacher")
     done = doctor(folders / "student", folders / "teacher", "--json")
@@ -286,7 +286,7 @@ def test_tiny_keeps_heads_and_tokenizers_and_reads_no_weights(folders):
     assert "2 random layers" in " ".join(done.stdout.split())
 
 
-def test_tiny_says_what_it_needs_and_refuses_more_than_is_free(folders, monkeypatch):
+def test_tiny_says_its_needs_and_refuses_more_than_free(folders, monkeypatch):
     shapes = Path(__file__).with_name("shapes")
     configs = [shrunk(AutoConfig.from_pretrained(shapes / f"qwen2.5-{size}.json")) for size in ("7b", "72b")]
     head, its_head, layers, its_layers = 2.2, 5.0, 0.3, 1.2  # GB in float32; the student's gradients as much again
@@ -299,7 +299,7 @@ def test_tiny_says_what_it_needs_and_refuses_more_than_is_free(folders, monkeypa
     assert (done.exit_code, "1.0 GB are free: free some" in " ".join(done.stderr.split())) == (2, True)
 
 
-def test_the_reference_holds_no_copy_of_a_head_and_gradients_once():
+def test_reference_holds_no_head_copy_and_gradients_once():
     made = pair(tiny.qwen2(512, vocab_size=8192), tiny.qwen2(2048, seed=1, vocab_size=8192))
     mine, yours = (checks._lazy(made, role) for role in ("student", "teacher"))
     measure, peaks, found = checks._DIVERGENCES["jsd"], [], []
@@ -454,7 +454,7 @@ def test_checks_go_on_after_one_that_raises_anything(monkeypatch):
     assert len(found) == len(others) + 2
 
 
-def test_a_teacher_with_another_tokenizer_is_told_how_much_of_it_can_be_compared(folders):
+def test_comparable_part_of_another_tokenizers_teacher_is_said(folders):
     words = byte_pairs(60)
     tiny.qwen2(48, 1, vocab_size=len(words)).save_pretrained(folders / "teacher")
     words.save_pretrained(folders / "teacher")

@@ -95,7 +95,7 @@ def test_parameter_counts_match_model_cards(name, parameters, beside_embeddings)
     [("single", "none", 4, 64, 64, 1), pytest.param(("zero3", "none", 4, 64, 64, 0), marks=pytest.mark.long)],
     ids=["single", "zero3"],
 )
-def test_the_peak_of_each_phase_of_a_training_is_predicted_within_15_percent(case, monkeypatch):
+def test_peak_of_each_phase_is_predicted_within_15_percent(case, monkeypatch):
     """`benchmarks/plan.py` has more of them. Measured in processes of their own, by their resident memory."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     found = importlib.import_module("plan").compared(*case)
@@ -134,7 +134,7 @@ def test_memory_grows_with_the_load_and_shrinks_with_devices():
 
 
 @pytest.mark.quick
-def test_tiles_of_the_loss_are_planned_as_the_loss_makes_them():
+def test_loss_tiles_are_planned_as_the_loss_makes_them():
     """`test_cost.py` has the loss itself."""
     loads = [replace(LOAD, memory=size * 10**9) for size in (0, 24, 80)]
     tiles = [loss_tile(of("1.5b"), of("7b"), 9999, load) for load in loads]
@@ -206,7 +206,7 @@ def test_host_memory_is_that_of_the_pinned_weights():
     assert offloaded == [22 * student.parameters, 2 * student.parameters + 22 * adapter]
 
 
-def test_ddp_holds_a_second_copy_of_the_gradients_in_every_phase():
+def test_ddp_holds_a_second_gradient_copy_in_every_phase():
     student, load = of("0.5b"), replace(LOAD, gpus=2, batch=1, prompt=16, length=16)
     for rank, trained in ((None, student.parameters), (16, 16 * student.linear)):
         given = replace(load, lora=rank)
@@ -238,7 +238,7 @@ def test_base_model_as_teacher_takes_no_memory():
     assert 0.03e9 < trained < 0.05e9, "peft counts 40.4 million for rank 16 on Qwen2.5-7B"
 
 
-def test_the_student_as_it_was_passed_is_a_copy_in_float32_without_an_adapter(make_trainer, tmp_path):
+def test_passed_student_is_a_float32_copy_without_an_adapter(make_trainer, tmp_path):
     trainer = make_trainer(anchor_weight=0.1)
     trainer.model.save_pretrained(tmp_path / "student")
     student, load = shape_of(str(tmp_path / "student")), replace(LOAD, half=False, origin=True)
@@ -415,7 +415,7 @@ def packaged(name: str) -> str:
 
 
 @pytest.mark.parametrize(("lora", "resting"), [(None, 0), (16, 2)])
-def test_an_engine_takes_its_share_in_every_phase_unless_it_sleeps(lora, resting):
+def test_engine_takes_its_share_unless_it_sleeps(lora, resting):
     student, teacher = (shape_of(str(SHAPES / f"measured-{role}.json")) for role in ("student", "teacher"))
     load = replace(LOAD, batch=2, prompt=64, length=64, lora=lora)
     given = (student, teacher, load, 80e9, None)
@@ -502,7 +502,7 @@ def is_kept(value) -> bool:
 # ---- Images ----------------------------------------------------------------------------------------------------------
 
 
-def test_images_of_qwen2_5_vl_add_up_to_sums_by_hand():
+def test_images_of_qwen2_5_vl_equal_sums_by_hand():
     """Of 1036 x 1036 pixels: 74 x 74 patches of 14, 2 x 2 of which are a token, each twice (temporal patches)."""
     student = shape_of(str(SHAPES / "qwen2.5-vl-7b.json"), [(1036, 1036)])
     block = 4 * 1280**2 + 4 * 1280 + 2 * 1280 + 3 * 1280 * 3420 + 2 * 3420 + 1280

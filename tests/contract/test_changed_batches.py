@@ -8,10 +8,10 @@ import pytest
 import torch
 from datasets import Dataset
 from support import tiny
-from support.parity import TOLERANCE, Replaying, largest_gaps
+from support.parity import TOLERANCE, Replaying, largest_gaps, made, trained
 from trl import DistillationConfig
 
-from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import OPSDConfig, OPSDTrainer
 
 
 def hole(batch):
@@ -75,28 +75,13 @@ def changing(base: type, change: Any) -> type:
     return Changing
 
 
-def made(cls: type, config: Any, **given: Any) -> Any:
-    recorded = {"rollout": FixedRollout(tiny.recorded(tiny.tokenizer()))} if issubclass(cls, OPSDTrainer) else {}
-    return cls(
-        model=tiny.qwen2(32, seed=0),
-        teacher_model=tiny.qwen2(48, seed=1),
-        args=config,
-        train_dataset=tiny.rows(),
-        processing_class=tiny.tokenizer(),
-        **recorded,
-        **given,
-    )
-
-
 OPTIONS = {"beta": 0.5, "gradient_accumulation_steps": 2}
 
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory):
     """After the same training."""
-    trainer = made(OPSDTrainer, OPSDConfig(**tiny.options(tmp_path_factory.mktemp("unchanged"), **OPTIONS)))
-    trainer.train()
-    return trainer
+    return trained(OPSDTrainer, OPSDConfig(**tiny.options(tmp_path_factory.mktemp("unchanged"), **OPTIONS)))
 
 
 @pytest.mark.parametrize(
@@ -111,10 +96,8 @@ def test_a_batch_changed_in_a_subclass_trains_as_in_trl(tmp_path, unchanged, cha
     options = tiny.options(tmp_path, **OPTIONS)
     options |= {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 8}
     rows = {"eval_dataset": tiny.rows(8)}
-    trls = made(changing(Replaying, change), DistillationConfig(**options), **rows)
-    ours = made(changing(OPSDTrainer, change), OPSDConfig(**options), **rows)
-    for one in (trls, ours):
-        one.train()
+    trls = trained(changing(Replaying, change), DistillationConfig(**options), **rows)
+    ours = trained(changing(OPSDTrainer, change), OPSDConfig(**options), **rows)
     assert max(largest_gaps(trls, ours)) <= TOLERANCE
     assert max(largest_gaps(unchanged, ours)) > 10 * TOLERANCE, "the change must matter"
     losses = [next(row["eval_loss"] for row in one.state.log_history if "eval_loss" in row) for one in (trls, ours)]
@@ -164,7 +147,7 @@ def privileged() -> Dataset:
     return tiny.rows().add_column("privileged_context", ["a hint"] * 8)
 
 
-def test_a_batch_by_hand_needs_rows_where_the_teacher_reads_more(make_trainer):
+def test_batch_by_hand_needs_rows_if_teacher_reads_more(make_trainer):
     trainer = make_trainer(train_dataset=privileged())
     with pytest.raises(
         ValueError, match=r"without its dataset rows, from which the teacher's prompts are made.*rows'\]"

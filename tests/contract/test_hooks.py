@@ -59,9 +59,8 @@ class Counting(OPSDTrainer):
         return super().compare(student, rollout, targets, num_items)
 
 
-def test_complete_and_teach_run_per_generation_batch_compare_per_micro_batch(make_trainer):
-    trainer = make_trainer(Counting, gradient_accumulation_steps=2, max_steps=2)
-    trainer.train()
+def test_verbs_run_per_generation_batch_and_compare_per_micro_batch(trained):
+    trainer = trained(Counting, gradient_accumulation_steps=2, max_steps=2)
     assert trainer.calls == ["complete", "teach", "compare", "compare"] * 2
 
 
@@ -79,7 +78,7 @@ def test_the_teacher_reads_every_row_of_a_generation_batch_once(make_trainer, mo
     assert read == [8]
 
 
-def test_a_row_is_parsed_once_and_reaches_the_verbs_with_all_columns(make_trainer):
+def test_row_is_parsed_once_and_keeps_all_columns(make_trainer):
     given = []
 
     class Keeping(OPSDTrainer):
@@ -134,7 +133,7 @@ def test_an_empty_completion_becomes_a_masked_row(make_trainer):
     torch.testing.assert_close(loss, expected)
 
 
-def test_a_batch_of_empty_completions_gives_no_loss_and_no_gradient(make_trainer):
+def test_batch_of_empty_completions_gives_no_loss_or_gradient(make_trainer):
     nothing = {prompt: [] for prompt in tiny.recorded(tiny.tokenizer())}
     trainer = make_trainer(rollout=FixedRollout(nothing), max_steps=1)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
@@ -143,7 +142,7 @@ def test_a_batch_of_empty_completions_gives_no_loss_and_no_gradient(make_trainer
     assert all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
 
 
-def test_rows_that_a_subclass_puts_into_a_scored_batch_are_trained_on(make_trainer):
+def test_rows_a_subclass_puts_into_scored_batches_are_trained(make_trainer):
     class Noting(OPSDTrainer):
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
@@ -155,7 +154,7 @@ def test_rows_that_a_subclass_puts_into_a_scored_batch_are_trained_on(make_train
     assert tiny.logged(trainer, "loss") == tiny.logged(plain, "loss")
 
 
-def test_a_count_that_is_a_tensor_leaves_a_metric_that_is_saved(make_trainer, tmp_path):
+def test_a_tensor_count_leaves_a_metric_that_is_saved(make_trainer, tmp_path):
     class Recording(OPSDTrainer):
         def weigh(self, rollout, rows, targets):
             self.record("mine", rollout.weights.mean(), rollout.weights.sum())

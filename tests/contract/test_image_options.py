@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from support import tiny, vision_language
+from support.rollouts import Answering
 from support.tool_calls import CALL, CallsOnce
 from support.vision_language import answer, rows
 from trl.chat_template_utils import add_response_schema, qwen3_vl_chat_template
 
-from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd import HFRollout, OPSDTrainer
 
 NUMBERS = [1, 0, 2, 1, 0, 1, 1, 2]
 WORDS = vision_language.tokenizer()
 
 
-class Answering(FixedRollout):
-    """Completes each prompt with its [`answer`], one row after the other, in any order."""
-
-    writes_apart = True
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        return [answer(ids) for ids in prompt_ids]
-
-    def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
-        written = self.complete(prompt_ids, step)
-        yield from ((row, written[row]) for row in random.Random(step).sample(range(len(written)), len(written)))
-
-
-def trained(make_trainer, cls: type = OPSDTrainer, **given: Any) -> OPSDTrainer:
+@pytest.fixture
+def trained(trained):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "optim": "sgd"}
-    arguments = {"train_dataset": rows(NUMBERS), "rollout": Answering(), "shuffle_dataset": False}
-    models = vision_language.arguments("qwen2_5_vl")
-    trainer = make_trainer(cls, **{**models, **arguments, **options, "learning_rate": 1e-2, **given})
-    trainer.train()
-    return trainer
+    options |= {"learning_rate": 1e-2, "shuffle_dataset": False, "train_dataset": rows(NUMBERS)}
+    options |= {"rollout": Answering(answer, apart=True)}
+    return lambda cls=OPSDTrainer, **given: trained(
+        cls, **{**vision_language.arguments("qwen2_5_vl"), **options, **given}
+    )
 
 
 def with_answers(trainer: OPSDTrainer, data: Dataset) -> Dataset:
@@ -77,24 +61,22 @@ SAME: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_images_stay_with_their_rows(make_trainer, case):
+def test_images_stay_with_their_rows(trained, case):
     options = {name: value() if callable(value) else value for name, value in SAME[case].items()}
     if case.startswith("two"):
         options["train_dataset"] = rows(NUMBERS).add_column("teacher", ["one", "two", "two", "one"] * 2)
-    expected, found = trained(make_trainer), trained(make_trainer, **options)
-    mine, theirs = ([one["loss"] for one in each.state.log_history if "loss" in one] for each in (found, expected))
+    expected, found = trained(), trained(**options)
+    mine, theirs = (tiny.logged(each, "loss") for each in (found, expected))
     assert mine == pytest.approx(theirs, abs=1e-6)
-    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+    torch.testing.assert_close(tiny.weights(found), tiny.weights(expected), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("overlap", ["step", "ahead"])
-def test_a_step_without_images_follows_one_with_them(make_trainer, overlap):
+def test_a_step_without_images_follows_one_with_them(trained, overlap):
     data, options = rows([1, 0, 2, 1, 0, 0, 0, 0]), {"overlap": overlap, "overlap_max_divergence": 1e9}
-    expected = trained(make_trainer, train_dataset=data)
-    found = trained(make_trainer, train_dataset=data, **(options if overlap == "ahead" else {"overlap": overlap}))
-    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+    expected = trained(train_dataset=data)
+    found = trained(train_dataset=data, **(options if overlap == "ahead" else {"overlap": overlap}))
+    torch.testing.assert_close(tiny.weights(found), tiny.weights(expected), rtol=0, atol=2e-6)
 
 
 class Keeping(OPSDTrainer):
@@ -110,29 +92,28 @@ class Keeping(OPSDTrainer):
         return super().teach(rollout, rows)
 
 
-def test_completions_of_rows_with_images_are_learned(make_trainer):
-    expected, data = trained(make_trainer), rows(NUMBERS)
-    found = trained(make_trainer, Keeping, lmbda=0.0, train_dataset=with_answers(expected, data))
+def test_completions_of_rows_with_images_are_learned(trained):
+    expected, data = trained(), rows(NUMBERS)
+    found = trained(Keeping, lmbda=0.0, train_dataset=with_answers(expected, data))
     assert [ids for *_, ids in found.taught] == [answer(prompt) for *_, prompt, _ in found.taught]
     assert [len(row["images"]) for row, *_ in found.taught] == NUMBERS
-    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+    torch.testing.assert_close(tiny.weights(found), tiny.weights(expected), rtol=0, atol=2e-6)
 
 
-def test_the_teacher_writes_what_it_sees(make_trainer):
+def test_the_teacher_writes_what_it_sees(trained):
     """With `seq_kd`, from its own images: prompts and the student's images are alike."""
     image, size = vision_language.picture(0), (70, 90)
     same = {"prompt": [{"role": "user", "content": "a"}], "images": [image]}
     theirs = [[vision_language.picture(seed, *size)] for seed in (1, 2, 1, 3)]
     data = Dataset.from_list([{**same, "teacher_images": one} for one in theirs])
     options = {"lmbda": 0.0, "seq_kd": True, "top_k": 1, "max_completion_length": 12, "max_steps": 1}
-    found = trained(make_trainer, Keeping, rollout=HFRollout(), train_dataset=data, **options)
+    found = trained(Keeping, rollout=HFRollout(), train_dataset=data, **options)
     first, second, again, third = ([*prompt, *ids] for *_, prompt, ids in found.taught)
     assert first == again
     assert len({tuple(one) for one in (first, second, third)}) > 1
 
 
-def test_generations_of_a_prompt_share_its_images_and_reward_functions_get_them(make_trainer):
+def test_generations_and_reward_functions_share_a_prompts_images(trained):
     got: list[tuple[int, list[int]]] = []
 
     def reward(completions: list[Any], completion_ids: list[list[int]], images: list[Any], **_: Any) -> list[float]:
@@ -141,7 +122,7 @@ def test_generations_of_a_prompt_share_its_images_and_reward_functions_get_them(
         return [float(len(ids)) for ids in completion_ids]
 
     options = {"num_generations": 2, "reward_funcs": reward, "reward_weight": 0.5}
-    found = trained(make_trainer, Keeping, rollout=HFRollout(), max_completion_length=6, **options)
+    found = trained(Keeping, rollout=HFRollout(), max_completion_length=6, **options)
     numbers = [len(row["images"]) for row, *_ in found.taught]
     assert numbers == [number for number, _ in got] == [1, 1, 0, 0, 2, 2, 1, 1]
     for (_, one, prompt, _), (_, other, again, _) in zip(found.taught[::2], found.taught[1::2], strict=True):
@@ -164,7 +145,7 @@ class SeesAndCalls(CallsOnce):
         return super().complete(prompt_ids, step)
 
 
-def test_a_tool_is_called_in_rows_with_images(make_trainer):
+def test_a_tool_is_called_in_rows_with_images(trained):
     reader, marks = vision_language.processor("qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"
     reader.chat_template = qwen3_vl_chat_template
     add_response_schema(reader)
@@ -176,7 +157,7 @@ def test_a_tool_is_called_in_rows_with_images(make_trainer):
         "processing_class": reader,
     }
     called = {"tools": [tiny.add], "rollout": SeesAndCalls(), "max_completion_length": 400}
-    found = trained(make_trainer, Keeping, **models, **called)
+    found = trained(Keeping, **models, **called)
     for row, images, prompt, completion in found.taught:
         text = reader.decode(completion)
         assert text.startswith(CALL)

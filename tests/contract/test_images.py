@@ -13,12 +13,14 @@ from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
 from support import tiny, vision_language
+from support.parity import losses, trained
+from support.rollouts import Answering
 from support.vision_language import answer, rows
 from torch import Tensor
 from transformers import GenerationConfig
 from trl import DistillationConfig, DistillationTrainer
 
-from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
+from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
 
 SHORT = ("gemma3", "idefics3", "qwen2_5_vl")
@@ -26,21 +28,11 @@ SEEING = [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for
 LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
 
 
-class Answering(FixedRollout):
-    """Completes each prompt with its [`answer`]."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        return [answer(ids) for ids in prompt_ids]
-
-
 class TRLs(DistillationTrainer):
     """TRL's trainer with the same completions."""
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
-        return Answering().complete(prompt_ids, 0)
+        return Answering(answer).complete(prompt_ids, 0)
 
 
 def processor(family: str, **options: Any) -> Any:
@@ -51,18 +43,8 @@ def processor(family: str, **options: Any) -> Any:
 
 def models(family: str, **other: Any) -> dict[str, Any]:
     student = vision_language.model(family, 32, 0, sees=True)
-    return {"model": student, "teacher_model": vision_language.model(family, 48, 1, sees=True, **other)}
-
-
-def trained(cls: type, config: Any, family: str, data: Dataset, **given: Any) -> Any:
-    arguments = {**models(family), "processing_class": processor(family), "train_dataset": data, **given}
-    trainer = cls(args=config, **arguments)
-    trainer.train()
-    return trainer
-
-
-def losses(trainer: Any) -> Tensor:
-    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    teacher = vision_language.model(family, 48, 1, sees=True, **other)
+    return {"model": student, "teacher_model": teacher, "processing_class": processor(family)}
 
 
 ALIKE = {"gemma4": "TRL attends to the padding of its processor", "mistral3": "TRL joins prompts of one length only"}
@@ -75,12 +57,13 @@ def test_training_on_images_equals_trl(tmp_path, family, lora):
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
     data = rows([1] * 4, height=56) if family in ALIKE else rows([1, 2, 1, 1])
     given = {"peft_config": LoraConfig(r=4, target_modules=LAYERS) if lora else None}
-    trls = trained(TRLs, DistillationConfig(**options), family, data, **given)
-    ours = trained(OPSDTrainer, OPSDConfig(**options), family, data, rollout=Answering(), **given)
+    trls = trained(TRLs, DistillationConfig(**options), **models(family), train_dataset=data, **given)
+    ours = trained(
+        OPSDTrainer, OPSDConfig(**options), **models(family), train_dataset=data, rollout=Answering(answer), **given
+    )
     assert losses(trls).std() > 0
     assert (losses(trls) - losses(ours)).abs().max() <= 1e-6
-    for mine, theirs in zip(ours.model.parameters(), trls.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+    torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=2e-6)
 
 
 # ---- Against each row alone, in float64 ------------------------------------------------------------------------------
@@ -167,8 +150,8 @@ def test_each_row_is_learned_from_as_alone(tmp_path, family, case):
     both = models(family, **other)
     student, teacher = copy.deepcopy(both["model"]).train(), copy.deepcopy(both["teacher_model"])
     expected = steps_in_float64(student, teacher, data, readers, 1e-2)
-    given = {**both, "rollout": Answering(), "teacher_processing_class": readers[1]}
-    ours = trained(OPSDTrainer, OPSDConfig(**options), family, data, **given)
+    given = {**both, "rollout": Answering(answer), "teacher_processing_class": readers[1]}
+    ours = trained(OPSDTrainer, OPSDConfig(**options), train_dataset=data, **given)
     assert losses(ours).tolist() == pytest.approx(expected, abs=5e-6)
     for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
         torch.testing.assert_close(mine.double(), wanted, rtol=0, atol=2e-5)  # of changes up to 4e-2
@@ -205,7 +188,7 @@ def test_rollouts_see_images(make_trainer, family):
         assert ids == cut_after_end(found, ends)
 
 
-def test_rows_leave_a_batch_of_more_rows_than_their_images_have_pixels(make_trainer):
+def test_rows_leave_batches_larger_than_their_images_pixels(make_trainer):
     student = vision_language.model("llava", 32, 0, sees=True)
     student.generation_config = GenerationConfig(eos_token_id=[42, 63, 66, 164], pad_token_id=0)
     data = rows([1] * 36)
@@ -230,12 +213,11 @@ def test_rows_leave_a_batch_of_more_rows_than_their_images_have_pixels(make_trai
 def test_a_resumed_run_has_the_weights_of_its_checkpoint(tmp_path):
     """Which has other names than the model: transformers' trainer loads none of those, and only warns."""
     options = tiny.options(tmp_path, learning_rate=1e-2, max_steps=4, save_strategy="steps", save_steps=2)
-    whole = trained(OPSDTrainer, OPSDConfig(**options), "gemma3", rows([1, 0, 2, 1] * 2), rollout=HFRollout())
-    given = {**models("gemma3"), "processing_class": processor("gemma3"), "train_dataset": rows([1, 0, 2, 1] * 2)}
-    resumed = OPSDTrainer(args=OPSDConfig(**options), rollout=HFRollout(), **given)
+    data = {"train_dataset": rows([1, 0, 2, 1] * 2), "rollout": HFRollout()}
+    whole = trained(OPSDTrainer, OPSDConfig(**options), **models("gemma3"), **data)
+    resumed = OPSDTrainer(args=OPSDConfig(**options), **models("gemma3"), **data)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for mine, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(mine, expected)
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
@@ -244,7 +226,14 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
         eval_steps=1, load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=False,
     )  # fmt: skip
     data = rows([1, 0, 2, 1])
-    ended = trained(OPSDTrainer, OPSDConfig(**options), "gemma3", data, rollout=Answering(), eval_dataset=rows([1, 0]))
+    ended = trained(
+        OPSDTrainer,
+        OPSDConfig(**options),
+        **models("gemma3"),
+        train_dataset=data,
+        rollout=Answering(answer),
+        eval_dataset=rows([1, 0]),
+    )
     assert ended.state.best_model_checkpoint.endswith("checkpoint-1")
     best = type(ended.model).from_pretrained(ended.state.best_model_checkpoint)
     for mine, expected in zip(ended.model.parameters(), best.parameters(), strict=True):

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support import tiny, vision_language
+from support.parity import losses, trained
 from transformers import (
     AutoProcessor,
     Gemma3Config,
@@ -54,6 +55,10 @@ def gemma3(width: int, seed: int) -> Gemma3ForConditionalGeneration:
     return model
 
 
+def models() -> dict[str, Any]:
+    return {"model": gemma3(32, 0), "teacher_model": gemma3(48, 1), "processing_class": processor()}
+
+
 LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
 
 
@@ -64,33 +69,18 @@ class Replaying(DistillationTrainer):
         return FixedRollout(tiny.recorded(self._tokenizer)).complete(prompt_ids, 0)
 
 
-def trained(cls: type, config: Any, lora: bool, **given: Any) -> Any:
-    adapter = LoraConfig(r=4, target_modules=LAYERS) if lora else None
-    rows = tiny.rows()
-    teacher = given.pop("teacher_model", None) or gemma3(48, 1)
-    arguments = {"model": gemma3(32, 0), "processing_class": processor(), "train_dataset": rows, **given}
-    trainer = cls(teacher_model=teacher, args=config, peft_config=adapter, **arguments)
-    trainer.train()
-    return trainer
-
-
-def losses(trainer: Any) -> torch.Tensor:
-    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-
-
-def replay() -> FixedRollout:
-    return FixedRollout(tiny.recorded(tiny.tokenizer()))
+def adapter(lora: bool) -> LoraConfig | None:
+    return LoraConfig(r=4, target_modules=LAYERS) if lora else None
 
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)], ids=["full", "lora"])
 def test_training_on_text_equals_trl(tmp_path, lora):
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-3)
-    trls = trained(Replaying, DistillationConfig(**options), lora)
-    ours = trained(OPSDTrainer, OPSDConfig(**options), lora, rollout=replay())
+    trls = trained(Replaying, DistillationConfig(**options), **models(), peft_config=adapter(lora))
+    ours = trained(OPSDTrainer, OPSDConfig(**options), **models(), peft_config=adapter(lora))
     assert losses(trls).std() > 0
     assert (losses(trls) - losses(ours)).abs().max() <= 1e-5
-    for mine, theirs in zip(ours.model.parameters(), trls.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=1e-5)
     assert ours.args.ddp_find_unused_parameters is (None if lora else True), "text leaves the vision tower untrained"
 
 
@@ -105,18 +95,19 @@ def test_training_on_text_equals_trl(tmp_path, lora):
 )
 def test_training_every_family_with_only_a_tokenizer_equals_trl(tmp_path, family, lora):
     options = tiny.options(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=2, optim="sgd")
-    trainers = []
-    for cls, config, more in (
-        (Replaying, DistillationConfig(**options), {}),
-        (OPSDTrainer, OPSDConfig(**options), {"rollout": replay()}),
-    ):
-        models = {"model": vision_language.model(family, 32, 0), "teacher_model": vision_language.model(family, 48, 1)}
-        trainers.append(trained(cls, config, lora, processing_class=tiny.tokenizer(), **models, **more))
-    trls, ours = trainers
+    trls, ours = (
+        trained(
+            cls,
+            config(**options),
+            model=vision_language.model(family, 32, 0),
+            teacher_model=vision_language.model(family, 48, 1),
+            peft_config=adapter(lora),
+        )
+        for cls, config in ((Replaying, DistillationConfig), (OPSDTrainer, OPSDConfig))
+    )
     assert losses(trls).std() > 0
     assert (losses(trls) - losses(ours)).abs().max() <= 1e-5
-    for mine, theirs in zip(ours.model.parameters(), trls.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tiny.weights(ours), tiny.weights(trls), rtol=0, atol=1e-5)
     assert ours.args.ddp_find_unused_parameters is (None if lora else True)
 
 
@@ -139,9 +130,9 @@ def test_checkpoints_have_the_processor_and_empty_image_columns_are_text(tmp_pat
     gemma3(32, 0).save_pretrained(tmp_path / "student")
     processor().save_pretrained(tmp_path / "student")
     rows = tiny.rows().add_column("images", [[]] * 8).add_column("image", [None] * 8)
-    given = {"model": str(tmp_path / "student"), "processing_class": None, "train_dataset": rows}
+    given = {**models(), "model": str(tmp_path / "student"), "processing_class": None, "train_dataset": rows}
     options = {"save_strategy": "steps", "save_steps": 3, "remove_unused_columns": False}
-    trainer = trained(OPSDTrainer, tiny.config(tmp_path / "out", **options), False, rollout=replay(), **given)
+    trainer = trained(OPSDTrainer, tiny.config(tmp_path / "out", **options), **given)
     again = AutoProcessor.from_pretrained(tmp_path / "out" / "checkpoint-3")
     assert isinstance(again, Gemma3Processor)
     assert again.tokenizer.get_vocab() == trainer.processing_class.get_vocab()

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from peft import LoraConfig
 from support import tiny
-from support.parity import TOLERANCE, Replaying, largest_gaps, losses
+from support.parity import TOLERANCE, Replaying, largest_gaps, losses, made, trained
 from trl import DistillationConfig, DistillationTrainer
 
-from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-
-
-def trained(cls: type, config: Any, lora: bool, **kwargs: Any) -> DistillationTrainer:
-    trainer = cls(
-        model=tiny.qwen2(32, seed=0),
-        teacher_model=tiny.qwen2(48, seed=1),
-        args=config,
-        train_dataset=tiny.rows(),
-        processing_class=tiny.tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
-        **kwargs,
-    )
-    trainer.train()
-    return trainer
+from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 
 
 @pytest.mark.parametrize(
@@ -38,8 +22,9 @@ def trained(cls: type, config: Any, lora: bool, **kwargs: Any) -> DistillationTr
 )
 def test_losses_and_weights_after_three_accumulated_steps_equal_trls(tmp_path, beta, lora, record_property):
     options = tiny.options(tmp_path, beta=beta, gradient_accumulation_steps=2)
-    trls = trained(Replaying, DistillationConfig(**options), lora)
-    ours = trained(OPSDTrainer, OPSDConfig(**options), lora, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
+    adapter = LoraConfig(r=4, target_modules="all-linear") if lora else None
+    trls = trained(Replaying, DistillationConfig(**options), peft_config=adapter)
+    ours = trained(OPSDTrainer, OPSDConfig(**options), peft_config=adapter)
     loss_gap, weight_gap = largest_gaps(trls, ours)
     print(f"beta={beta} lora={lora}: loss {loss_gap:.1e}, parameters {weight_gap:.1e}")
     assert loss_gap <= TOLERANCE
@@ -57,10 +42,10 @@ class Rounding(Replaying):
 
 def test_bf16_losses_match_those_of_trl_with_autocast_kept(tmp_path):
     def trls(cls, **options):
-        return losses(trained(cls, DistillationConfig(**tiny.options(tmp_path, beta=0.5, **options)), lora=False))
+        return losses(trained(cls, DistillationConfig(**tiny.options(tmp_path, beta=0.5, **options))))
 
     config = OPSDConfig(**tiny.options(tmp_path, beta=0.5, bf16=True))
-    ours = losses(trained(OPSDTrainer, config, False, rollout=FixedRollout(tiny.recorded(tiny.tokenizer()))))
+    ours = losses(trained(OPSDTrainer, config))
     full, said, rounded = trls(Replaying), trls(Replaying, bf16=True), trls(Rounding, bf16=True)
     print(f"float32 {full}, TRL's bf16=True {said}, kept {rounded}, ours {ours}")
     assert torch.equal(said, full), "TRL 1.16 ignores bf16=True (docs/distributed.md); if no longer, drop Rounding"
@@ -70,16 +55,16 @@ def test_bf16_losses_match_those_of_trl_with_autocast_kept(tmp_path):
 
 def test_training_on_sampled_rollouts_equals_trl(tmp_path):
     options = tiny.options(tmp_path, beta=1.0, gradient_accumulation_steps=2, temperature=0.7, top_k=50)
-    trls = trained(DistillationTrainer, DistillationConfig(**options), lora=False)
-    ours = trained(OPSDTrainer, OPSDConfig(**options), lora=False, rollout=HFRollout())
+    trls = trained(DistillationTrainer, DistillationConfig(**options))
+    ours = trained(OPSDTrainer, OPSDConfig(**options), rollout=HFRollout())
     assert max(largest_gaps(trls, ours)) <= TOLERANCE
 
 
 @pytest.mark.quick
 def test_the_logs_keep_the_names_and_values_of_trl(tmp_path):
     options = tiny.options(tmp_path)
-    trls = trained(Replaying, DistillationConfig(**options), lora=False)
-    ours = trained(OPSDTrainer, OPSDConfig(**options), False, rollout=FixedRollout(tiny.recorded(tiny.tokenizer())))
+    trls = trained(Replaying, DistillationConfig(**options))
+    ours = trained(OPSDTrainer, OPSDConfig(**options))
     assert set(trls.state.log_history[0]) <= set(ours.state.log_history[0])
     for name in ("entropy", "num_tokens", "completions/mean_length", "completions/clipped_ratio"):
         assert ours.state.log_history[0][name] == pytest.approx(trls.state.log_history[0][name], rel=1e-5)
@@ -98,15 +83,12 @@ def test_each_epoch_has_the_row_order_of_trl(make_trainer):
 
 def test_a_checkpoint_of_trl_is_resumed_by_its_path(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
-    whole = trained(Replaying, DistillationConfig(**tiny.options(tmp_path / "out", **saving)), lora=False)
-    ours = OPSDTrainer(
-        model=tiny.qwen2(32, seed=5),  # the checkpoint has the weights
-        teacher_model=tiny.qwen2(48, seed=1),
-        args=OPSDConfig(**tiny.options(tmp_path / "out", **saving)),
-        train_dataset=tiny.rows(),
-        processing_class=tiny.tokenizer(),
-        rollout=FixedRollout(tiny.recorded(tiny.tokenizer())),
-    )
+    whole = trained(Replaying, DistillationConfig(**tiny.options(tmp_path / "out", **saving)))
+    others = {
+        "model": tiny.qwen2(32, seed=5),
+        "teacher_model": tiny.qwen2(48, seed=1),
+    }
+    ours = made(OPSDTrainer, OPSDConfig(**tiny.options(tmp_path / "out", **saving)), **others)
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*pass its path, `resume_from_checkpoint='.*-3'`"):
         ours.train(resume_from_checkpoint=True)
     ours.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))

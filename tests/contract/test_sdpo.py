@@ -120,7 +120,7 @@ class Replaying(RolloutBackend):
     ],
     ids=["reverse KL", "forward KL", "JSD", "EMA", "TRL's own mean, one length", "TRL's own mean, each turn alike"],
 )
-def test_a_group_that_succeeds_teaches_as_in_trl(make_trainer, tmp_path, mine, theirs, texts):
+def test_a_group_that_succeeds_teaches_as_in_trl(trained, tmp_path, mine, theirs, texts):
     tiny.save_pair(tmp_path)
     student = str(tmp_path / "student")
     args = SDPOConfig(
@@ -148,12 +148,11 @@ def test_a_group_that_succeeds_teaches_as_in_trl(make_trainer, tmp_path, mine, t
     template += args.reprompt_template.removeprefix("{prompt}{solution}{feedback}")
     of_ours = Gradients()
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **OPTIONS}
-    ours = make_trainer(
+    ours = trained(
         Ours, model=student, teacher_model=None, rollout=Replaying(), callbacks=[of_ours], **given, **options,
         **{"teacher_model_kind": "live", **({"teacher_update_rate": 0.25} if "ema" in mine.values() else {}), **mine},
         teacher_context="group_success", teacher_prompt_template=template,
     )  # fmt: skip
-    ours.train()
     assert gates == solved
     logs = [entry for entry in ours.state.log_history if "loss" in entry]
     assert [entry["gate/mean"] for entry in logs] == [sum(step) / ROWS for step in solved]

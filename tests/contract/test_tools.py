@@ -10,7 +10,7 @@ from support.tool_calls import CALL, CallsOnce, words
 from trl_opsd.types import Rollout
 
 
-def test_tool_answers_are_in_the_completion_but_not_in_the_loss(make_trainer):
+def test_tool_answers_are_completed_but_not_in_the_loss(make_trainer):
     tokenizer = words()
     dataset = tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = make_trainer(

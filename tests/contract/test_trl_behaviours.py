@@ -137,7 +137,7 @@ class TestTeachingItself:
         trainer = self.trained(tiny.qwen2(), None, tmp_path, teacher_model_kind=kind, peft_config=peft_config)
         assert logged(trainer, "grad_norm") == 0
 
-    def test_a_teacher_in_lower_precision_moves_it_no_more_than_in_trl(self, tmp_path):
+    def test_lower_teacher_precision_moves_student_as_little_as_in_trl(self, tmp_path):
         """TRL loads the student in float32 and the teacher as it was saved, so rounding remains."""
         tiny.qwen2().to(torch.bfloat16).save_pretrained(tmp_path / "saved")
         norms = []
@@ -238,12 +238,11 @@ class TestGenerationKwargs:
         assert all(token not in listed for completion in completions for token in completion[:-1])
         assert any(2 in completion for completion in completions), "the tokenizer's own is a token as any other"
 
-    def test_completions_cut_at_that_end_token_count_as_ended(self, make_trainer):
+    def test_completions_cut_at_that_end_token_count_as_ended(self, trained):
         words = tiny.tokenizer()
         prompts = words(tiny.PROMPTS)["input_ids"]
         replay = FixedRollout({tuple(prompt): [50, 60, 100, 70] for prompt in prompts})
-        trainer = make_trainer(rollout=replay, generation_kwargs={"eos_token_id": 100}, max_steps=1)
-        trainer.train()
+        trainer = trained(rollout=replay, generation_kwargs={"eos_token_id": 100}, max_steps=1)
         assert logged(trainer, "completions/mean_length") == 3
         assert logged(trainer, "completions/clipped_ratio") == 0
 
@@ -290,7 +289,7 @@ class TestDatasets:
         assert [of_its_own[name] for name in names] == pytest.approx([given[name] for name in names], rel=1e-5)
         assert min(given[name] for name in names) > 0
 
-    def test_a_stream_is_read_by_one_worker_and_sharded_by_each_process(self, make_trainer):
+    def test_stream_has_one_worker_and_is_sharded_by_process(self, make_trainer):
         trainer = make_trainer(train_dataset=tiny.rows().to_iterable_dataset(), dataloader_num_workers=2)
         assert trainer.args.dataloader_num_workers == 0
         assert trainer.args.accelerator_config.dispatch_batches is False
@@ -359,7 +358,7 @@ def test_accumulated_gradients_are_those_of_one_batch(make_trainer):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_tokenizer_without_padding_token_pads_with_its_end_token_and_the_model_agrees(make_trainer):
+def test_missing_padding_token_is_the_end_token_everywhere(make_trainer):
     words = tiny.tokenizer()
     words.pad_token = None
     student = tiny.qwen2(pad_token_id=None)

@@ -85,7 +85,7 @@ def test_weights_of_one_equal_no_weights(make_trainer):
         trainer = make_trainer(kind, max_steps=2)
         trainer.returned = lambda rollout: rollout.completion_mask.bool()
         trainer.train()
-        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        losses.append(tiny.logged(trainer, "loss"))
     assert losses[0] == losses[1]
 
 

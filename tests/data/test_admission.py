@@ -52,7 +52,7 @@ ROOM = 256 - 24
 
 
 @pytest.mark.quick
-def test_one_row_of_each_shape_is_tokenized_if_the_others_cannot_be_too_long(make):
+def test_one_row_per_shape_is_tokenized_if_others_fit(make):
     dataset = chats(5000, row_70=chat("a", system="b"), row_4000=chat("a", "b", "c"), row_4900=chat("x", "", "y"))
     assert make(dataset).tokenized == 4
     assert make(dataset.shuffle(seed=1)).tokenized == 4
@@ -98,7 +98,7 @@ def test_exactly_the_overlong_rows_are_dropped(make, privileged):
     assert 0 < trainer.dropped_prompts["train_dataset"] == fits.count(False)
 
 
-def test_lengths_that_had_to_be_counted_are_kept_for_the_next_trainer(make, tmp_path):
+def test_counted_lengths_are_kept_for_the_next_trainer(make, tmp_path):
     dataset = chats(1500, **{f"row_{number}": chat("a" * 120 + str(number)) for number in range(1500)})
     first = make(dataset)
     assert first.tokenized == 1500
@@ -125,7 +125,7 @@ def test_errors_of_the_chat_template_name_the_row(make):
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_a_progress_bar_shows_the_rows_that_are_tokenized_unless_it_is_disabled(make, capfd, progress):
+def test_progress_bar_shows_tokenized_rows_unless_disabled(make, capfd, progress):
     dataset = chats(1500, **{f"row_{number}": chat("a" * 120 + str(number)) for number in range(1500)})
     make(dataset, disable_tqdm=not progress)
     assert ("Checking the prompts of train_dataset: 100%" in capfd.readouterr().err) == progress
@@ -146,7 +146,7 @@ def test_checkpoints_with_an_older_digest_compare_the_number_of_rows(make_traine
     assert "only their number was compared" in caplog.text
 
 
-def test_images_that_a_processor_fails_to_count_have_an_unknown_number_of_tokens():
+def test_images_a_processor_fails_to_count_have_unknown_tokens():
     processor = vision_language.processor("llava")
     assert images.tokens_of(processor, [(32, 32), (80, 20)]) == 2 * 4
     processor.image_processor.crop_size = None  # as SigLIP's

@@ -43,11 +43,10 @@ def rows(kind: str = "map") -> Dataset:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_prompts_are_those_of_gkd(make_trainer, kind):
+def test_prompts_are_those_of_gkd(trained, kind):
     rollout = Answers()
     options = {"per_device_train_batch_size": 4, "max_steps": 2, "shuffle_dataset": False}
-    trainer = make_trainer(train_dataset=rows(kind), rollout=rollout, **options)
-    trainer.train()
+    trainer = trained(train_dataset=rows(kind), rollout=rollout, **options)
     gkd = DataCollatorForChatML(tokenizer=tiny.tokenizer())([{"messages": one} for one in CONVERSATIONS])
     expected = [
         ids[mask.bool()].tolist() for ids, mask in zip(gkd["prompts"], gkd["prompt_attention_mask"], strict=True)

@@ -16,23 +16,13 @@ import torch
 from datasets import Dataset
 from datasets import Image as ImageFeature
 from support import tiny, vision_language
+from support.rollouts import Answering
 from support.vision_language import answer, picture
 from transformers import TrainerCallback
 
-from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.data.images import read_with_images
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.loop import hooks
-
-
-class Answering(FixedRollout):
-    """Completes each prompt with its [`answer`]."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        return [answer(ids) for ids in prompt_ids]
 
 
 @contextmanager
@@ -83,47 +73,46 @@ def written(image: Any) -> bytes:
     return file.getvalue()
 
 
-def trained(make_trainer, callbacks: Any = (), **given: Any) -> OPSDTrainer:
+@pytest.fixture
+def trained(trained):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_generations": 2}
     options |= {"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "steps", "eval_steps": 1, "optim": "sgd"}
     data = vision_language.rows([1, 2] * 4)
     data = data.add_column("privileged_context", [f"It is {row}." for row in range(len(data))])
-    data = {"train_dataset": data.select(range(6)), "eval_dataset": data.select([6, 7]), "rollout": Answering()}
-    models = vision_language.arguments("qwen2_5_vl")
-    trainer = make_trainer(**{**models, **data, **options, "learning_rate": 1e-2, **given}, callbacks=[*callbacks])
-    trainer.train()
-    return trainer
+    options |= {"train_dataset": data.select(range(6)), "eval_dataset": data.select([6, 7]), "learning_rate": 1e-2}
+    options |= {"rollout": Answering(answer)}
+    return lambda **given: trained(**{**vision_language.arguments("qwen2_5_vl"), **options, **given})
 
 
 @pytest.mark.parametrize("unit", [16, pytest.param(32, marks=pytest.mark.long)])
-def test_a_picture_is_processed_once_and_before_its_step(make_trainer, unit):
+def test_a_picture_is_processed_once_and_before_its_step(trained, unit):
     """For both rows of its prompt, and a teacher that reads more; for one with other settings once more."""
     theirs = vision_language.processor("qwen2_5_vl", unit)
     given = {"teacher_model": vision_language.model("qwen2_5_vl", 48, 1, sees=True, unit=unit)}
     with noted(theirs) as calls, patch.object(hooks, "ThreadPoolExecutor", AtOnce):
         counted = Counted(calls)
-        trained(make_trainer, [counted], teacher_processing_class=theirs, **given)
+        trained([counted], teacher_processing_class=theirs, **given)
     assert counted.most == 1
     # The first step of an epoch reads its own two prompts and the next two; its last, none. An evaluation has two.
     assert counted.numbers == [number * (unit // 16) for number in (4, 2, 2, 2, 0, 2) * 2]
 
 
 @pytest.mark.long
-def test_what_is_read_ahead_changes_no_number(make_trainer):
+def test_what_is_read_ahead_changes_no_number(trained):
     """Over epochs, evaluations and accumulation; against a trainer that reads each row when it is needed, each time."""
-    ahead = trained(make_trainer)
+    ahead = trained()
     with (
         patch.object(hooks.Teaching, "readings_of", return_value=[]),
         patch.object(hooks.NextRows, "batch", lambda self, fetch, *given: fetch(*given)),
         patch.object(Pictures, "made", lambda self, key, make, ahead=False: make()),
     ):
-        plain = trained(make_trainer)
+        plain = trained()
     for name in ("loss", "eval_loss"):
         assert tiny.logged(ahead, name) == tiny.logged(plain, name)
     assert len(set(tiny.logged(ahead, "loss"))) == 6
 
 
-def test_a_row_is_decoded_once_for_all_calls_and_completions_of_a_step(make_trainer):
+def test_a_row_is_decoded_once_per_step(make_trainer):
     data, decode, decoded = vision_language.rows([1, 2] * 4), ImageFeature.decode_example, []
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 2}
     trainer = make_trainer(train_dataset=data, **vision_language.arguments("qwen2_5_vl"), **given)
@@ -148,7 +137,12 @@ def test_a_broken_image_is_an_error_of_its_own_step(make_trainer):
     files = [written(picture(seed)) for seed in range(3)]
     data = [{"prompt": [{"role": "user", "content": "?"}], "image": one} for one in (*files[:2], files[2][:3000])]
     options = {"max_steps": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    given = {**vision_language.arguments("qwen2_5_vl"), **options, "shuffle_dataset": False, "rollout": Answering()}
+    given = {
+        **vision_language.arguments("qwen2_5_vl"),
+        **options,
+        "shuffle_dataset": False,
+        "rollout": Answering(answer),
+    }
     trainer = make_trainer(train_dataset=Dataset.from_list(data), **given)
     with pytest.raises(
         ValueError, match=r"in row 0 of the batch of step 3: image 0 cannot be read: image file is trunc"
@@ -205,11 +199,11 @@ def test_a_picture_that_is_gone_is_not_taken_for_another():
         del messages
 
 
-def test_nothing_is_kept_of_what_checks_read_nor_after_a_training(make_trainer):
+def test_no_picture_is_kept_after_checks_or_training(make_trainer):
     """A dataset with a transform is read row by row when it is checked."""
     data = vision_language.rows([1, 2] * 4).with_transform(lambda batch: batch)
     trainer = make_trainer(
-        train_dataset=data, **vision_language.arguments("qwen2_5_vl"), rollout=Answering(), max_steps=1
+        train_dataset=data, **vision_language.arguments("qwen2_5_vl"), rollout=Answering(answer), max_steps=1
     )
     assert trainer.pictures._made == {}
     trainer.train()

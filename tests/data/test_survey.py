@@ -73,7 +73,7 @@ DATASETS = [
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_rows_have_one_shape_if_they_differ_in_their_words_only(dataset):
+def test_rows_that_differ_in_words_only_have_one_shape(dataset):
     survey = Survey.of(dataset, COLUMNS)
     shapes = [naive_shape(row, "") if "type" not in str(row) else str(row) for row in dataset]
     for one, other in itertools.combinations(range(len(dataset)), 2):
@@ -91,7 +91,7 @@ def test_a_row_is_not_longer_than_its_size(dataset):
         assert survey.size_of(["prompt"])[number] >= naive_size(row["prompt"])
 
 
-def test_survey_and_digest_do_not_depend_on_how_rows_are_stored():
+def test_survey_and_digest_are_independent_of_storage():
     dataset = rows(*CHATS[:10] * 3)
     order = [7, 3, 21, 0, 0, 12, 29]
     wide = [{"name": "prompt", "type": pa.large_list(pa.struct({"content": pa.large_string(), "role": pa.string()}))}]

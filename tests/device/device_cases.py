@@ -21,6 +21,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from support import simulated_device, tiny, vision_language
 from support.byte_languages import byte_pairs
+from support.rollouts import Answering
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.losses.registry import DIVERGENCES
@@ -36,13 +37,6 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
 
 def columns(**more: Any) -> Dataset:
     return Dataset.from_dict({"prompt": tiny.PROMPTS, **more})
-
-
-class Answering(HFRollout):
-    """Completions that follow from the prompts alone."""
-
-    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        return [vision_language.answer(ids) for ids in prompt_ids]
 
 
 def images(family: str, numbers: tuple[int, ...] = variants.IMAGES, **more: Any) -> dict[str, Any]:
@@ -111,7 +105,7 @@ def build(folder: Path, given: dict[str, Any], kind: type[OPSDTrainer] = OPSDTra
     of_trainer = {name: one for name, one in given.items() if name in OF_TRAINER}
     options = {name: one for name, one in given.items() if name not in OF_TRAINER}
     defaults = {"model": tiny.qwen2(32), "teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows()}
-    defaults |= {"processing_class": tiny.tokenizer(), "rollout": Answering()}
+    defaults |= {"processing_class": tiny.tokenizer(), "rollout": Answering(vision_language.answer)}
     return kind(args=tiny.config(folder, **{**SIZES, **options}), **{**defaults, **of_trainer})
 
 

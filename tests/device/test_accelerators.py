@@ -102,7 +102,7 @@ def accelerator(monkeypatch) -> list[LateStream]:
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu", "stream"])
-def test_a_training_on_another_accelerator_waits_for_its_copies_and_resumes(make_trainer, request, tmp_path, offload):
+def test_another_accelerator_waits_for_its_copies_and_resumes(make_trainer, request, tmp_path, offload):
     def trained(steps: int, resume: bool = False) -> tuple[list[float], list[torch.Tensor]]:
         trainer = make_trainer(
             teacher_model=tiny.qwen2(48, 1, num_hidden_layers=3), teacher_offload=offload, teacher_cache_device="cpu",

@@ -291,13 +291,8 @@ def launched(strategy: str, folder: Path, variants: list[Variant], *what: Any) -
         return {variant.name: {"error": f"a process ended with status {code}"} for variant in variants}
 
 
-def save_models(folder: Path) -> None:
-    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
-    tiny.qwen2(48, seed=1).save_pretrained(folder / "teacher")
-
-
 def main(folder: Path, *arguments: str) -> None:
-    save_models(folder)
+    tiny.save_pair(folder)
     if "--all" not in arguments:
         for variant in SHARED:
             print(line(f"ddp | {variant.name}", launched("ddp", folder, [variant])[variant.name]), flush=True)

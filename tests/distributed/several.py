@@ -285,8 +285,3 @@ def all_of(folder: Path, processes: int) -> dict[str, Any]:
     }
     faulthandler.cancel_dump_traceback_later()
     return found
-
-
-def save_models(folder: Path) -> None:
-    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
-    tiny.qwen2(48, seed=1).save_pretrained(folder / "teacher")

@@ -100,7 +100,7 @@ def weights(disk: Path, output: str) -> dict[str, torch.Tensor]:
     return load_file(disk / output / "model.safetensors")
 
 
-def test_disks_must_match_save_on_each_node_before_weights_are_loaded(machines, folder):
+def test_disks_must_match_save_on_each_node_before_loading(machines, folder):
     apart = Run(folder, "zero2_cpu", ("one", "two"), "refused")
     assert any(apart.ended())
     assert "Processes 1 do not see the files that process 0 writes" in apart.said()
@@ -114,7 +114,7 @@ def test_disks_must_match_save_on_each_node_before_weights_are_loaded(machines, 
 
 
 @pytest.mark.parametrize("config", ["zero2_cpu", "zero3_cpu"])
-def test_run_whose_second_machine_died_resumes_where_both_have_a_checkpoint(machines, folder, config):
+def test_run_resumes_from_checkpoint_that_both_machines_have(machines, folder, config):
     own = {"save_on_each_node": True}
     whole = Run(folder, config, ("one", "two"), f"whole_{config}", **own)
     assert whole.ended() == [0, 0], whole.said()

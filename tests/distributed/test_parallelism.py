@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import train_parallel
 import variants
-from support import forks
+from support import forks, tiny
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
 
@@ -37,7 +37,7 @@ def test_processes_learn_what_one_learns(launch, models):
         read = train_parallel.tokens_read(alone)
         alone.train()
         learned = variants.arrays(alone)
-        losses = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
+        losses = tiny.logged(alone, "loss")
         assert variants.largest_difference(before, learned) > 20 * TOLERANCE, f"{name} learns nothing"
         for same in (name, train_parallel.RESUMED) if name == named[0] else (name,):
             differences[same] = variants.largest_difference(found["trained"][same], learned)

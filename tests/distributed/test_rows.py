@@ -20,7 +20,7 @@ each_variant = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    row_counts.save_models(folder)
+    tiny.save_pair(folder)
     return folder
 
 
@@ -53,7 +53,7 @@ def test_two_processes_read_each_row_of_one_process_once(read, folder, variant):
     assert alone["loss"] == pytest.approx(read[1]["map"]["loss"], rel=1e-6)
 
 
-def test_rows_stay_in_their_process_if_a_subclass_may_have_added_values(read):
+def test_rows_a_subclass_may_extend_stay_in_their_process(read):
     found = read[0]["kept"]
     assert found["moved"] == 0
     assert found["train"] == read[1]["map"]["train"]
@@ -96,7 +96,7 @@ def test_two_processes_resume_sharded_stream_at_same_row(read):
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 5])
-def test_evaluation_of_few_rows_has_same_loss_for_map_and_stream(read, number):
+def test_evaluation_loss_of_few_rows_equals_that_of_stream(read, number):
     losses = read[0]["short"]
     assert losses[f"map {number}"] == pytest.approx(losses[f"even {number}"], rel=1e-6)
     assert len({losses[f"map {number}"] for number in (1, 2, 4, 5)}) == 4

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import variants
+from support import tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -55,7 +56,7 @@ def train(folder: Path, launch: str) -> dict[str, Any]:
         found["tokens"][name] = tokens_read(trainer)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         found["trained"][name] = variants.arrays(trainer)
-        found["losses"][name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found["losses"][name] = tiny.logged(trainer, "loss")
         if trainer.accelerator.is_main_process:
             found["described"] = repr(trainer)
         found["placed"] = sorted({_placed(one) for one in trainer.model.parameters()})

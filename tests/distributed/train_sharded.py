@@ -58,7 +58,7 @@ def train(folder: Path, strategy: str, every: bool) -> dict[str, Any]:
         trainer = variants.build(folder, made_of, processes=2)
         trainer.train()
         found["trained"][name] = variants.arrays(trainer)
-        found["losses"][name] = losses(trainer)
+        found["losses"][name] = tiny.logged(trainer, "loss")
         if trainer.accelerator.is_main_process:  # alone: a description must not wait for the other process
             found["described"][name] = repr(trainer)
         found.setdefault("wrapper", type(trainer.model_wrapped).__name__)
@@ -92,7 +92,7 @@ def used_before(folder: Path, processes: int) -> dict[str, Any]:
     for _ in range(2):
         evaluated.append(trainer.evaluate()["eval_loss"])
         trainer.train()
-        learned.append(losses(trainer))
+        learned.append(tiny.logged(trainer, "loss"))
         trained.append(variants.arrays(trainer))
         summed.append(gather_object([float(sum(array.astype(float).sum() for array in trained[-1].values()))]))
     return {
@@ -156,7 +156,7 @@ def in_bfloat16(folder: Path, made_of: dict[str, Any]) -> dict[str, Any]:
         "products": trainer.dtypes(),
         "kept": sorted(kept),
         "frequencies": frequencies.tolist(),
-        "losses": losses(trainer),
+        "losses": tiny.logged(trainer, "loss"),
     }
 
 
@@ -201,17 +201,13 @@ def deepspeed_on_cpu() -> AbstractContextManager[Any]:
     return mock.patch("deepspeed.runtime.engine.autocast_if_enabled", return_value=ended)
 
 
-def losses(trainer: OPSDTrainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def generated(folder: Path, whole: Any, **options: Any) -> dict[str, Any]:
     """A student that generates itself: its losses, and greedy completions of two prompts per process, one short and one
     long, beside those that an unsharded student with the same weights generates alone.
     """
     trainer = variants.build(folder, FULL, 2, HFRollout(), **options)
     trainer.train()
-    process, losses_of_steps = trainer.accelerator.process_index, losses(trainer)
+    process, losses_of_steps = trainer.accelerator.process_index, tiny.logged(trainer, "loss")
     prompt_ids = trainer.tokenize(tiny.PROMPTS[2 * process : 2 * process + 2])
     if trainer.reads_images:  # one process has images, the other none
         rows = [trainer.train_dataset[row] for row in ((0, 3), (1, 4))[process]]

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from support import fsdp_on_cpu, tiny, vision_language
 from support.byte_languages import byte_pairs
 from support.failing_server import pretended
-from support.streamed_rollout import Apart
+from support.rollouts import Apart
 from support.vision_language import answer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrOCRConfig

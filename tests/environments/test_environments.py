@@ -43,12 +43,11 @@ def test_ids_are_only_ever_appended_to(make_trainer):
         assert learned == call(number=2) + call(number=3) + f"five{END}"
 
 
-def test_each_row_has_its_own_environment_which_is_reset_again(make_trainer):
-    trainer = make_trainer(
+def test_each_row_has_its_own_environment_which_is_reset_again(trained):
+    trainer = trained(
         **given(once(call(number=1)), train_dataset=rows(4, start=[0, 10, 20, 30]), max_steps=2),
         per_device_train_batch_size=4,
     )
-    trainer.train()
     current = trainer.environments
     assert [one.resets for one in current] == [2] * 4 or sorted(one.resets for one in current) == [2, 2, 2, 3]
     assert sorted(one.total for one in current) == [1, 11, 21, 31]
@@ -59,7 +58,7 @@ def test_each_row_has_its_own_environment_which_is_reset_again(make_trainer):
     assert log["time/act"] > 0
 
 
-def test_an_observation_ends_the_prompt_and_the_context_is_the_teachers(make_trainer):
+def test_observation_ends_the_prompt_and_context_is_the_teachers(make_trainer):
     trainer = make_trainer(**given(once(call(number=1)), Told, train_dataset=rows(2, start=[5, 6])))
     seen = []
     teach = trainer.teaching.teachers.targets
@@ -72,7 +71,7 @@ def test_an_observation_ends_the_prompt_and_the_context_is_the_teachers(make_tra
     assert seen[0].completion_lists() == rollout.completion_lists()
 
 
-def test_feedback_after_the_episode_teaches_as_a_context_known_before(make_trainer):
+def test_feedback_after_the_episode_teaches_as_a_context_known_before(trained):
     class Late(Adder):
         async def get_feedback(self) -> str:
             return f"the total was {self.total}"
@@ -83,14 +82,13 @@ def test_feedback_after_the_episode_teaches_as_a_context_known_before(make_train
 
     losses = []
     for kind in (Late, Early):
-        trainer = make_trainer(**given(once(call(number=1)), kind, max_steps=3, logging_steps=1))
-        trainer.train()
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        trainer = trained(**given(once(call(number=1)), kind, max_steps=3, logging_steps=1))
+        losses.append(tiny.logged(trainer, "loss"))
         assert len(trainer.rollout.asked) == 2 * 3, "nothing was generated for the feedback"
     assert losses[0] == losses[1]
 
 
-def test_a_self_teacher_learns_only_where_an_environment_tells_it_something(make_trainer):
+def test_self_teacher_teaches_only_where_environments_tell_it_something(make_trainer):
     class Some(Adder):
         def get_feedback(self) -> str | None:
             return None if self.total == 1 else "too far"
@@ -205,15 +203,14 @@ def test_rows_name_their_environment_and_have_its_tools_alone(make_trainer):
     assert trainer.evaluate()["eval_rewards/Told/mean"] == 4
 
 
-def test_an_environment_may_bring_all_prompts(make_trainer):
+def test_an_environment_may_bring_all_prompts(trained):
     class Asks(Adder):
         def reset(self, **row: Any) -> str:
             assert row == {}
             super().reset()
             return "how many"
 
-    trainer = make_trainer(**given(once(call(number=1)), Asks, train_dataset=None, max_steps=2))
-    trainer.train()
+    trainer = trained(**given(once(call(number=1)), Asks, train_dataset=None, max_steps=2))
     assert trainer.state.global_step == 2
     assert "how many<|im_end|>" in trainer.processing_class.decode(trainer.rollout.asked[0][0])
 
@@ -256,7 +253,7 @@ def test_training_draws_the_same_whatever_environments_draw(make_trainer):
 
 
 @pytest.mark.parametrize("dataset", [None, rows(8), rows(8, seed=list(range(8))), rows(8, level=[1] * 8)])
-def test_a_reset_that_takes_a_seed_has_one_of_its_group_and_waits_for_no_other(make_trainer, dataset):
+def test_reset_has_its_groups_seed_and_waits_for_none(trained, dataset):
     together = threading.Barrier(8)
 
     class Seeded(Adder):
@@ -266,8 +263,7 @@ def test_a_reset_that_takes_a_seed_has_one_of_its_group_and_waits_for_no_other(m
             self.seed = seed
 
     more = {"num_generations": 2, "per_device_train_batch_size": 8}
-    trainer = make_trainer(**given(once(call(number=1)), Seeded, train_dataset=dataset), **more)
-    trainer.train()
+    trainer = trained(**given(once(call(number=1)), Seeded, train_dataset=dataset), **more)
     seeds = [one.seed for one in trainer.environments]
     assert seeds[::2] == seeds[1::2]
     assert len(set(seeds)) == 4
@@ -275,7 +271,7 @@ def test_a_reset_that_takes_a_seed_has_one_of_its_group_and_waits_for_no_other(m
     assert (max(seeds) < 8) == (dataset is not None and "seed" in dataset.column_names)
 
 
-def test_a_run_ends_with_the_first_reset_that_fails_in_turn(make_trainer):
+def test_run_ends_with_the_first_reset_that_fails(make_trainer):
     begun = []
 
     class Broken(Adder):
@@ -386,7 +382,7 @@ def test_an_environment_that_cannot_begin_names_its_row(make_trainer):
         batch_of(trainer)
 
 
-def test_a_column_may_not_have_the_name_of_an_argument_of_rewards(make_trainer):
+def test_columns_named_as_reward_arguments_are_refused(make_trainer):
     dataset = rows(4, environments=["x"] * 4)
     with pytest.raises(ValueError, match="a column 'environments', but reward functions get another argument"):
         make_trainer(**given(once(END), train_dataset=dataset, eval_dataset=dataset))

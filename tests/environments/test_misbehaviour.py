@@ -34,10 +34,9 @@ TOLD = {
 
 
 @pytest.mark.parametrize("how", TOLD)
-def test_the_student_is_told_what_came_of_its_call(make_trainer, how):
+def test_the_student_is_told_what_came_of_its_call(trained, how):
     text, told = TOLD[how]
-    trainer = make_trainer(**given(once(text)))
-    trainer.train()
+    trainer = trained(**given(once(text)))
     after = trainer.processing_class.decode(trainer.rollout.asked[1][0])
     assert told in after.split("<tool_response>", 1)[1]
     log = trainer.state.log_history[0]
@@ -68,14 +67,13 @@ def test_a_row_that_cannot_go_on_ends_alone(make_trainer, how):
     assert rollout.weights.sum(1).min() > 0
 
 
-def test_text_that_no_tokenizer_reads_costs_its_row(make_trainer):
-    trainer = make_trainer(**given(once(call("misbehave", how="odd text"))))
-    trainer.train()
+def test_text_that_no_tokenizer_reads_costs_its_row(trained):
+    trainer = trained(**given(once(call("misbehave", how="odd text"))))
     assert math.isfinite(trainer.state.log_history[0]["loss"])
 
 
 @pytest.mark.parametrize("name", ["sleep", "wait"])
-def test_a_call_that_hangs_ends_its_row_and_its_environment_is_made_anew(make_trainer, name, caplog):
+def test_hanging_call_ends_its_row_and_renews_its_environment(make_trainer, name, caplog):
     def turns(prompt: str) -> str:
         if "<tool_response>" in prompt:
             return f"done{END}"
@@ -113,18 +111,17 @@ def test_a_reward_that_fails_names_its_function(make_trainer):
         trainer.evaluate()
 
 
-def test_feedback_that_fails_is_none(make_trainer, caplog):
+def test_feedback_that_fails_is_none(trained, caplog):
     class Silent(Adder):
         def get_feedback(self) -> str:
             raise KeyError("nothing to say")
 
-    trainer = make_trainer(**given(once(call(number=1)), Silent))
-    trainer.train()
+    trainer = trained(**given(once(call(number=1)), Silent))
     assert "`get_feedback` of an environment failed, so its row has none: KeyError" in caplog.text
     assert math.isfinite(trainer.state.log_history[0]["loss"])
 
 
-def test_functions_may_be_async_which_trl_refuses(make_trainer):
+def test_functions_may_be_async_which_trl_refuses(trained):
     async def add(number: int) -> str:
         """Adds one.
 
@@ -137,16 +134,14 @@ def test_functions_may_be_async_which_trl_refuses(make_trainer):
         await asyncio.sleep(0)
         return str(number + 1)
 
-    trainer = make_trainer(**given(once(call(number=6)), None), tools=[add])
-    trainer.train()
+    trainer = trained(**given(once(call(number=6)), None), tools=[add])
     assert "\n7\n" in trainer.processing_class.decode(trainer.rollout.asked[1][0]).split("<tool_response>")[-1]
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
 
 
 @pytest.mark.parametrize("name", ["sleep", "wait"])
-def test_rows_do_not_wait_for_each_other(make_trainer, name):
-    trainer = make_trainer(
+def test_rows_do_not_wait_for_each_other(trained, name):
+    trainer = trained(
         **given(once(call(name, seconds=0.3)), train_dataset=rows(8)), per_device_train_batch_size=8, logging_steps=1
     )
-    trainer.train()
     assert trainer.state.log_history[0]["time/act"] < 8 * 0.3 / 2

@@ -34,7 +34,7 @@ def of_itself(make_trainer, said: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("said", [None, "", " \n", {"not": "text"}, 7, "word " * 3000])
-def test_feedback_that_is_none_is_blank_is_no_text_or_does_not_fit_leaves_a_self_teacher_out(make_trainer, said):
+def test_missing_feedback_masks_the_row(make_trainer, said):
     assert weights_of(of_itself(make_trainer, said)) == [0.0] * 4
     gated = of_itself(make_trainer, said, reward_gate=0.5)
     assert weights_of(gated) == [0.0] * 4, "a gate does not bring it back"
@@ -64,14 +64,13 @@ def test_an_observation_of_odd_characters_is_read(make_trainer):
     assert min(weights_of(make_trainer(**given(once(call(number=1)), Odd)))) > 0
 
 
-def test_a_call_by_a_name_that_no_tokenizer_reads_is_answered(make_trainer):
+def test_call_by_an_unreadable_name_is_answered(trained):
     text = f'<tool_call>\n{{"name": "\\ud800", "arguments": {{}}}}\n</tool_call>{END}'
-    trainer = make_trainer(**given(once(text)))
-    trainer.train()
+    trainer = trained(**given(once(text)))
     assert "Tool ? not found" in trainer.processing_class.decode(trainer.rollout.asked[1][0])
 
 
-def test_what_is_cancelled_is_an_answer(make_trainer):
+def test_what_is_cancelled_is_an_answer(trained):
     class Cancelling(Adder):
         async def give_up(self) -> str:
             """Gives up.
@@ -84,12 +83,11 @@ def test_what_is_cancelled_is_an_answer(make_trainer):
             await task
             return "never"
 
-    trainer = make_trainer(**given(once(call("give_up")), Cancelling))
-    trainer.train()
+    trainer = trained(**given(once(call("give_up")), Cancelling))
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
 
 
-def test_parts_of_text_are_text_and_an_empty_list_is_two_brackets(make_trainer):
+def test_text_parts_are_text_and_empty_lists_two_brackets(make_trainer):
     class Parts(Adder):
         def look(self, many: bool) -> Any:
             """Looks.
@@ -154,7 +152,7 @@ def test_a_factory_makes_environments_of_one_class(make_trainer):
         weights_of(trainer)
 
 
-def test_what_a_tool_does_to_its_arguments_is_not_what_was_called(make_trainer):
+def test_a_tool_cannot_change_the_arguments_it_was_called_with(make_trainer):
     class Taking(Adder):
         def take(self, cells: list[int]) -> str:
             """Takes cells.
@@ -218,7 +216,7 @@ def test_columns_may_have_any_name(make_trainer, name):
     assert make_trainer(**given(once(call(number=3)), eval_dataset=dataset)).evaluate()["eval_rewards/Adder/mean"] == 3
 
 
-def test_a_stream_with_prompts_passes_them_to_reset_and_one_without_needs_none(make_trainer):
+def test_stream_passes_prompts_to_reset_or_needs_none(make_trainer):
     class Asked(Adder):
         seen: ClassVar[list[Any]] = []
 
@@ -243,9 +241,8 @@ def test_datasets_that_come_later_are_as_the_first(make_trainer):
         trainer.train_dataset = rows(4, privileged_context=["a"] * 4)
 
 
-def test_training_needs_no_dataset_where_an_evaluation_has_one(make_trainer):
-    trainer = make_trainer(**given(once(call(number=1)), train_dataset=None, eval_dataset=rows(2)))
-    trainer.train()
+def test_training_needs_no_dataset_where_an_evaluation_has_one(trained):
+    trainer = trained(**given(once(call(number=1)), train_dataset=None, eval_dataset=rows(2)))
     assert trainer.state.global_step == 1
 
 
@@ -294,7 +291,7 @@ def test_a_teacher_reads_the_tools_of_its_rows_environment(make_trainer):
     assert ["Adds a number" in text for text in texts] == [True, False] * 2
 
 
-def test_a_row_of_a_batch_that_failed_does_not_act_in_the_next(make_trainer):
+def test_rows_of_a_failed_batch_never_act_again(make_trainer):
     going, gone = threading.Event(), threading.Event()
 
     class Failing(Server):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 from environments.worlds import END, call, given, rows
+from support import tiny
 
 from trl_opsd.types import Rollout
 
@@ -112,7 +113,7 @@ def test_students_act_in_an_openenv_server_and_its_state_teaches(make_trainer, s
     trainer.train()
     of_a_step = [(0, 2), (0, 0), (1, 2), (1, 1), (2, 2), (3, 2), (3, 3)]
     assert sorted(guesses) == sorted(2 * of_a_step)
-    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    losses = tiny.logged(trainer, "loss")
     assert losses[0] > 0
     assert losses[0] != losses[1]
 

@@ -16,7 +16,7 @@ import numpy
 import torch
 from datasets import Dataset
 from support import tiny
-from trl.chat_template_utils import qwen3_chat_template
+from support.tool_calls import words
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 
@@ -209,12 +209,6 @@ class Scripted(RolloutBackend):
         self.asked.append([list(ids) for ids in prompt_ids])
         texts = [self.turns(self.tokenizer.decode(ids)) for ids in prompt_ids]
         return self.tokenizer(texts)["input_ids"]
-
-
-def words() -> Any:
-    made = tiny.tokenizer()
-    made.chat_template = qwen3_chat_template
-    return made
 
 
 def rows(number: int = 4, **columns: Any) -> Dataset:

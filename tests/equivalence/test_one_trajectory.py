@@ -77,7 +77,7 @@ def test_the_amount_of_padding_changes_nothing(make_trainer, make_model):
 
 
 @pytest.mark.quick
-def test_an_end_token_that_is_also_the_padding_stays_in_the_loss(make_trainer):
+def test_end_token_that_is_the_padding_stays_in_loss(make_trainer):
     words = tiny.tokenizer()
     words.pad_token = words.eos_token
     apart, same = make_trainer(), make_trainer(processing_class=words)

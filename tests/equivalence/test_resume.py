@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.witnessed_run import EPOCHS, Watched, Witness, rows, trainer
 from transformers import TrainerCallback
 
@@ -87,7 +88,7 @@ class OneStep(TrainerCallback):
         control.should_epoch_stop = True
 
 
-def test_early_end_of_an_epoch_keeps_the_order_of_the_next(tmp_path, whole):
+def test_early_end_of_epoch_keeps_the_next_order(tmp_path, whole):
     run = trainer(tmp_path, "full")
     run.add_callback(OneStep())
     run.train()
@@ -143,11 +144,11 @@ def test_resuming_a_finished_run_trains_no_step(tmp_path, caplog, options, raise
 
 
 def rates(run: Watched) -> list[float]:
-    return [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    return tiny.logged(run, "learning_rate")
 
 
 @pytest.mark.parametrize("kind", ["linear", pytest.param("cosine", marks=pytest.mark.long)])
-def test_a_longer_resumed_run_has_the_rates_of_its_own_schedule(tmp_path, kind):
+def test_longer_resumed_run_has_rates_of_its_own_schedule(tmp_path, kind):
     options = {"lr_scheduler_type": kind, "warmup_steps": 2, "max_steps": 4, "eval_strategy": "no"}
     short = trainer(tmp_path, "full", save_strategy="steps", save_steps=1, **options)
     short.train()

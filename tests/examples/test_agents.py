@@ -68,7 +68,7 @@ def test_held_out_rows_are_others_and_levels_come_in_turn(name):
     assert set(world.rows(100)[{"doors": "rooms"}.get(name, world.OF)]) == set(world.LEVELS)
 
 
-def test_a_teacher_learns_how_a_wrong_call_goes_on_but_not_to_begin_it():
+def test_teacher_learns_to_continue_wrong_calls_not_begin_them():
     task, source, seen = TASKS["sql"], random.Random(0), set()
     words = task.tokenizer()
     for row in task.world.rows(60):

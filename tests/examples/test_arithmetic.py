@@ -107,7 +107,7 @@ def test_the_chat_template_ends_where_the_answer_begins():
     assert words.eos_token == "<|end|>"
 
 
-def test_the_shipped_student_has_at_most_a_third_of_a_small_teacher(shipped):
+def test_shipped_student_is_a_third_of_a_small_teacher(shipped):
     assert sum(file.stat().st_size for file in Path(TEACHER).iterdir()) <= 8e6
     assert 3 * shipped["student"].num_parameters() <= shipped["teacher"].num_parameters()
     assert list(Path(TEACHER).glob("*.safetensors"))
@@ -123,7 +123,7 @@ def test_the_shipped_tokenizers_match_the_source():
         assert words.padding_side == "left"
 
 
-def test_the_teacher_is_accurate_and_the_student_knows_only_the_format(shipped):
+def test_teacher_is_accurate_and_student_knows_only_the_format(shipped):
     words, problems = AutoTokenizer.from_pretrained(STUDENT), draw(200, held_out=True)
     assert accuracy(shipped["teacher"], words, problems) >= 0.9
     assert accuracy(shipped["student"], words, problems) <= 0.4

@@ -97,7 +97,7 @@ def test_only_right_calls_after_mistakes_are_labels():
         ([], False),
     ],
 )
-def test_a_maze_is_left_when_its_rooms_are_opened_in_turn_by_few_calls(calls, left):
+def test_maze_is_left_by_opening_its_rooms_in_turn(calls, left):
     assert MAZE.doors == [1, 1]
     assert is_left(MAZE, calls) == left
 

@@ -76,7 +76,7 @@ def test_custom_weights_are_applied(run):
     assert batch["loss_weights"][0, : len(expected)].tolist() == pytest.approx(expected)
 
 
-def test_a_custom_teacher_is_called_once_per_batch_and_once_to_examine_it(run):
+def test_custom_teacher_is_called_once_per_batch_and_examined_once(run):
     assert run("A teacher").teacher.batches == 2 + 1
 
 

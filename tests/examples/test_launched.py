@@ -59,7 +59,7 @@ def test_command_prints_an_error_once_in_one_sentence(pairs):
     assert set(pair["statuses"].values()) == {2}
 
 
-def test_a_mistake_on_the_command_line_is_printed_once_and_without_a_traceback(pairs):
+def test_command_line_mistake_is_printed_once_without_traceback(pairs):
     pair = pairs["train.py, option"]
     assert lines(pair["err"], "Traceback") == []
     said = "launched_pairs.py: error: unknown option '--learning_rat': did you mean 'learning_rate'?"

@@ -13,7 +13,7 @@ from pictures.task import CELL, SIDE, Scene, draw_scenes, right, rows
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
-def test_each_digit_is_as_frequent_and_may_be_in_any_cell():
+def test_digits_are_equally_frequent_in_any_cell():
     scenes = draw_scenes(4000)
     counts = [sum(scene.answer == str(digit) for scene in scenes) for digit in range(10)]
     assert sum(counts) == 4000
@@ -24,7 +24,7 @@ def test_each_digit_is_as_frequent_and_may_be_in_any_cell():
     assert zeros / 4000 == pytest.approx(1 / 160, abs=0.004), "places tell nothing of digits"
 
 
-def test_a_crop_shows_the_digit_dark_on_light_and_the_rest_of_the_picture_has_none():
+def test_only_the_crop_shows_the_digit():
     for scene in draw_scenes(50):
         pixels = numpy.asarray(scene.whole).mean(-1)
         x, y = scene.corner
@@ -53,7 +53,7 @@ def test_completions_are_graded_by_the_digit():
     assert right(said, answer=["2"] * 4, prompts=None) == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_labels_are_the_digit_and_the_end_and_pixels_those_of_whole_pictures_for_a_share():
+def test_labels_are_digit_and_end_some_pixels_are_whole():
     processor, scenes = make_processor(), draw_scenes(3)
     crops, wholes = (encoded(processor, scenes, shown)["pixel_values"] for shown in ("crop", "whole"))
     for share, shown in ((0.0, crops), (1.0, wholes)):
@@ -64,7 +64,7 @@ def test_labels_are_the_digit_and_the_end_and_pixels_those_of_whole_pictures_for
         assert processor.tokenizer.pad_token_id not in batch["input_ids"], "all words are known"
 
 
-def test_two_steps_write_what_they_promise_and_teach_only_who_sees_less(tmp_path, capsys):
+def test_two_steps_teach_only_who_sees_less(tmp_path, capsys):
     few = ["--output", str(tmp_path), "--student-steps", "2", "--steps", "2", "--held-out", "8"]
     crop, same = "student-0", "teacher-same-image-3"
     for options, name in ([], crop), (["--writer", "teacher", "--same-image", "--seed", "3"], same):

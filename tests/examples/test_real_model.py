@@ -17,7 +17,7 @@ def test_held_out_questions_are_on_other_topics():
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_examples_of_a_rule_follow_it_and_those_of_others_do_not(name):
+def test_only_a_rules_own_examples_follow_it(name):
     for other, rule in RULES.items():
         assert [RULES[name].follows(answer) for _, answer in rule.turns] == [name == other] * 3
 
@@ -65,7 +65,7 @@ def test_answers_are_graded_by_rule_and_by_fact():
     assert distil.knows(said[2:], known=[["Paris"]]) == [0.0]
 
 
-def test_a_line_of_the_table_has_means_with_ranges_and_the_largest_memory():
+def test_table_line_has_means_with_ranges_and_largest_memory():
     def measured(follows, facts):
         return {"follows": follows, "facts": facts, "other_rule_when_told": 0.5, "text_loss": 2.0}
 

@@ -115,7 +115,7 @@ def test_a_finished_comparison_is_read_from_disk_and_not_repeated(compared):
 
 
 @pytest.mark.long
-def test_a_single_setting_can_be_run_and_has_a_panel_of_its_own(compared, tmp_path):
+def test_single_setting_is_run_in_a_panel_of_its_own(compared, tmp_path):
     folder, arguments, results = compared
     alone = compare.main([*arguments, "--settings", "few problems"])
     assert alone == [one for one in results if one["setting"] == "few problems"]
@@ -162,7 +162,7 @@ def _width(path):
     return int.from_bytes(path.read_bytes()[16:20], "big")
 
 
-def test_training_problems_are_many_or_few_as_asked_and_never_held_out():
+def test_training_problems_are_as_many_as_asked_none_held_out():
     many, few = compare.training_problems(None, 640, seed=0), compare.training_problems(50, 640, seed=0)
     assert len(many) == len(few) == 640
     assert (len(set(many)), len(set(few))) == (640, 50)

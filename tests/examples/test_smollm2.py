@@ -81,10 +81,6 @@ def options(folder, **given):
     }
 
 
-def logged(trainer, name):
-    return [row[name] for row in trainer.state.log_history if name in row]
-
-
 def test_the_tokenizer_is_the_one_the_model_was_trained_with(smollm2, words):
     assert (len(words), words.eos_token, words.pad_token) == (49_152, "<|im_end|>", "<|im_end|>")
     asked = [{"role": "user", "content": "What is the capital of France?"}]
@@ -131,7 +127,7 @@ def test_losses_and_weights_equal_trls(smollm2, words, tmp_path, beta):
     start = student(smollm2)
     pairs = zip(trls.model.parameters(), ours.model.parameters(), start.parameters(), strict=True)
     gaps = [((one - other).norm().item(), (one - was).norm().item()) for one, other, was in pairs]
-    losses = torch.tensor([logged(trls, "loss"), logged(ours, "loss")])
+    losses = torch.tensor([tiny.logged(trls, "loss"), tiny.logged(ours, "loss")])
     apart, moved = (sum(norm**2 for norm in column) ** 0.5 for column in zip(*gaps, strict=True))
     print(f"beta {beta}: losses {losses.tolist()}, parameters {apart:.1e} apart after {moved:.1e} of movement")
     assert losses.shape == (2, 2)
@@ -166,8 +162,8 @@ def test_vllm_writes_what_the_student_would(smollm2, words, tmp_path):
     print("alike", same, "of 8:", words.batch_decode(by_vllm)[:2])
     assert same >= 7, "one may have two tokens that are equally likely"
     engine.train()
-    assert all(gap < 1e-3 for gap in logged(engine, "rollout/logprob_gap"))
-    assert len(logged(engine, "rollout/logprob_gap")) >= 1
+    assert all(gap < 1e-3 for gap in tiny.logged(engine, "rollout/logprob_gap"))
+    assert len(tiny.logged(engine, "rollout/logprob_gap")) >= 1
     engine.rollout.close()
 
 
@@ -195,13 +191,13 @@ def test_a_resumed_training_ends_where_the_uninterrupted_one_does(smollm2, words
     whole.train()
     resumed = built(tmp_path / "out")
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert logged(whole, "loss") == logged(resumed, "loss")
-    assert len(logged(whole, "loss")) == 4
+    assert tiny.logged(whole, "loss") == tiny.logged(resumed, "loss")
+    assert len(tiny.logged(whole, "loss")) == 4
     for (name, one), (_, other) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
 
 
-def test_a_rule_is_learned_and_saved_results_are_not_measured_again(smollm2, tmp_path, capsys):
+def test_rule_is_learned_and_saved_results_not_measured_again(smollm2, tmp_path, capsys):
     asked = ["--model", smollm2, "--output", str(tmp_path), "--rules", "pirate", "--steps", "6", "--held-out", "8"]
     (run,) = distil.main(asked)["pirate"]
     table = capsys.readouterr().out.splitlines()[-1]
@@ -222,7 +218,7 @@ TEXTS = (
 )
 
 
-def test_next_bytes_of_a_pretrained_model_add_up_to_its_texts(smollm2, words):
+def test_next_bytes_of_pretrained_model_add_up_to_texts(smollm2, words):
     model, vocabulary = student(smollm2), ByteVocabulary.of(words, "it")
     for text in TEXTS:
         ids = vocabulary.ids_of("\n" + text)

@@ -16,7 +16,7 @@ def begun(seed, tables=3):
     return world, world.reset(seed, tables)
 
 
-def test_each_question_has_one_right_table_and_its_query_finds_the_answer():
+def test_query_of_each_question_finds_its_answer():
     asked = set()
     for row in rows(80):
         world, question = begun(**row)

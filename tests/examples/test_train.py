@@ -80,7 +80,7 @@ def test_the_built_in_task_is_trained_when_it_is_named(tmp_path, capsys):
     assert any(parameter.abs().max() > 0 for name, parameter in student.named_parameters() if "lora_B" in name)
 
 
-def test_models_data_and_options_of_both_configs_come_from_a_yaml_file(disk, tmp_path):
+def test_models_data_and_all_options_come_from_yaml(disk, tmp_path):
     options = {
         **tiny.options(
             tmp_path / "out", max_steps=2, divergence="jsd", beta=0.3, resume_with_changes=["seed", "top_k"]

@@ -71,7 +71,7 @@ def check_trained(trainer, disk):
     assert chats <= set(tiny.PROMPTS)
 
 
-def test_options_with_dashes_train_the_named_models_on_the_named_data(disk, options):
+def test_options_with_dashes_train_named_models_on_named_data(disk, options):
     dashed = ["--model-name-or-path", disk.student, "--teacher-model-name-or-path", disk.teacher]
     check_trained(train.main([*dashed, "--dataset-name", disk.data, *options]), disk)
 
@@ -188,7 +188,7 @@ COMMAND_LINE = {
 
 
 @pytest.mark.parametrize("case", COMMAND_LINE)
-def test_a_mistake_on_the_command_line_is_refused_with_the_nearest_name(models, disk, refused, case):
+def test_command_line_mistake_is_refused_with_the_nearest_name(models, disk, refused, case):
     arguments, message = COMMAND_LINE[case]
     assert message in refused(*models, "--dataset_name", disk.data, *arguments)
 
@@ -211,7 +211,7 @@ FILE = {
 
 
 @pytest.mark.parametrize("case", FILE)
-def test_a_mistake_in_the_file_is_refused_with_the_nearest_name(config, refused, tmp_path, case):
+def test_mistake_in_the_file_is_refused_with_nearest_name(config, refused, tmp_path, case):
     given, message = FILE[case]
     assert message in refused(*config(**given))
 
@@ -226,7 +226,7 @@ def test_a_mistake_in_the_file_is_refused_with_the_nearest_name(config, refused,
     ],
     ids=["empty", "not YAML", "a key twice", "a key twice within an option"],
 )
-def test_a_file_that_is_no_mapping_of_keys_given_once_is_refused(refused, tmp_path, text, message):
+def test_file_that_is_no_mapping_of_unique_keys_is_refused(refused, tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     assert message in refused("--config", str(tmp_path / "run.yaml"))
 
@@ -381,7 +381,7 @@ def test_each_model_is_loaded_with_its_own_dtype_and_attention(models, disk, opt
     ("given", "frozen"),
     [([], torch.bfloat16), pytest.param(["--dtype", "float32"], torch.float32, marks=pytest.mark.long)],
 )
-def test_weights_under_an_adapter_take_half_the_memory_unless_a_dtype_is_set(models, disk, options, given, frozen):
+def test_weights_under_adapters_are_half_precision_unless_dtype_is_set(models, disk, options, given, frozen):
     adapter = ["--use_peft", "True", "--lora_target_modules", "all-linear", "--learning_rate", "1e-3"]
     trainer = train.main([*models, "--dataset_name", disk.data, *options, "--bf16", "True", *adapter, *given])
     found = {(one.requires_grad, one.dtype) for one in trainer.model.parameters()}

@@ -13,7 +13,7 @@ import torch
 from datasets import IterableDataset
 from environments import worlds
 from support import tiny
-from support.streamed_rollout import Apart
+from support.rollouts import Apart
 from test_overlap import recorded
 from transformers import TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
@@ -79,8 +79,7 @@ def test_rows_written_ahead_are_learned_one_step_later(make_trainer):
     assert tiny.logged(ahead, "overlap/staleness") == [0, 1, 1, 1]
     assert tiny.logged(ahead, "loss") == tiny.logged(waits, "loss"), "the same rows in the same order"
     assert tiny.logged(ahead, "num_tokens") == tiny.logged(waits, "num_tokens")
-    for mine, theirs in zip(ahead.model.parameters(), waits.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert torch.equal(tiny.weights(ahead), tiny.weights(waits))
 
 
 def test_an_epoch_begins_with_rows_of_its_own(make_trainer):
@@ -206,8 +205,7 @@ def test_completions_for_a_callback_wait_for_rows_being_written_ahead(make_train
     asked = events.index(("completed by", 2, 3))
     assert events[:asked].count("closed") == 2, "those of the second step and of the third"
     assert tiny.logged(trainer, "overlap/staleness") == [0, 1, 1, 1], "and they are learned all the same"
-    for mine, theirs in zip(trainer.model.parameters(), quiet.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert torch.equal(tiny.weights(trainer), tiny.weights(quiet))
 
 
 def calling_tools():

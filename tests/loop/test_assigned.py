@@ -113,12 +113,11 @@ def test_too_few_rows_or_none_to_evaluate_are_refused(built, make_trainer):
         trainer.eval_dataset = None
 
 
-def test_assigned_datasets_are_used_and_named_in_checkpoints(make_trainer, tmp_path):
+def test_assigned_datasets_are_used_and_named_in_checkpoints(make_trainer, trained, tmp_path):
     shorter = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     options = {"rollout": None, "overlong_prompts": "drop", **shorter}
     long = tiny.rows(4).add_item({"prompt": "x" * 300})
-    trainer = make_trainer(**options)
-    trainer.train()
+    trainer = trained(**options)
     trainer.train_dataset, trainer.eval_dataset = long, {"a": tiny.rows(2)}
     assert len(trainer.train_dataset) == 4, "the overlong row is dropped"
     trainer.args.output_dir = str(tmp_path / "second")

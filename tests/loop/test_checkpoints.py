@@ -40,15 +40,14 @@ def test_checkpoints_of_a_training_are_complete(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("handed_in", [True, False, None])
-def test_use_cache_of_given_student_is_saved(make_trainer, tmp_path, handed_in):
+def test_use_cache_of_given_student_is_saved(trained, tmp_path, handed_in):
     student = tiny.qwen2()
     if handed_in is None:
         vars(student.config).pop("use_cache", None)
     else:
         student.config.use_cache = handed_in
     expected = student.config.to_dict().get("use_cache")
-    trainer = make_trainer(model=student, gradient_checkpointing=True, max_steps=1, **EACH_STEP)
-    trainer.train()
+    trainer = trained(model=student, gradient_checkpointing=True, max_steps=1, **EACH_STEP)
     trainer.save_model(tmp_path / "saved")
     for folder in ("saved", "checkpoint-1"):
         assert json.loads((tmp_path / folder / "config.json").read_text()).get("use_cache") is expected
@@ -56,9 +55,8 @@ def test_use_cache_of_given_student_is_saved(make_trainer, tmp_path, handed_in):
 
 @pytest.mark.refusal
 @pytest.mark.quick
-def test_damaged_checkpoint_is_refused_by_path_and_skipped_otherwise(make_trainer, tmp_path, caplog):
-    whole = make_trainer(**EACH_STEP)
-    whole.train()
+def test_damaged_checkpoint_is_refused_by_path_and_skipped_otherwise(make_trainer, trained, tmp_path, caplog):
+    whole = trained(**EACH_STEP)
     os.truncate(tmp_path / "checkpoint-3" / "optimizer.pt", 100)
 
     resumed = make_trainer()
@@ -86,7 +84,7 @@ def test_save_total_limit_decides_which_checkpoints_stay(make_trainer, tmp_path,
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
 
 
-def test_leftovers_of_a_killed_run_do_not_stop_a_new_one(make_trainer, tmp_path):
+def test_leftovers_of_killed_run_do_not_stop_a_new_one(make_trainer, tmp_path):
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / UNFINISHED).mkdir()
@@ -110,9 +108,8 @@ BEST = {
 
 
 @pytest.mark.parametrize(("limit", "left"), [(None, {1, 2, 3}), (2, {1, 3}), (1, {1})])
-def test_best_model_is_loaded_at_end(make_trainer, tmp_path, limit, left):
-    trainer = make_trainer(**BEST, save_total_limit=limit, eval_dataset=make_trainer().train_dataset)
-    trainer.train()
+def test_best_model_is_loaded_at_end(make_trainer, trained, tmp_path, limit, left):
+    trainer = trained(**BEST, save_total_limit=limit, eval_dataset=make_trainer().train_dataset)
     best = tmp_path / "checkpoint-1"
     assert trainer.state.best_model_checkpoint == str(best)
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
@@ -138,9 +135,8 @@ def test_damaged_best_checkpoint_is_not_loaded_and_others_are_kept(make_trainer,
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS])
-def test_failed_write_leaves_earlier_checkpoints_intact(make_trainer, tmp_path, monkeypatch, fault):
-    trainer = make_trainer(**EACH_STEP, max_steps=1)
-    trainer.train()
+def test_failed_write_leaves_earlier_checkpoints_intact(trained, tmp_path, monkeypatch, fault):
+    trainer = trained(**EACH_STEP, max_steps=1)
     trainer.state.global_step = 2
     files = ["model.safetensors", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
     for file in [*files, "trainer_state.json", MANIFEST]:
@@ -194,9 +190,8 @@ def test_error_ends_with_checkpoint_to_resume_from(make_trainer, tmp_path, steps
 
 
 @pytest.mark.parametrize("others", [("checkpoint-1", ""), ("", "checkpoint-2 is not complete")])
-def test_all_machines_resume_from_a_checkpoint_that_each_has(make_trainer, tmp_path, monkeypatch, others):
-    trainer = make_trainer(**EACH_STEP, max_steps=2)
-    trainer.train()
+def test_all_machines_resume_from_a_checkpoint_that_each_has(trained, tmp_path, monkeypatch, others):
+    trainer = trained(**EACH_STEP, max_steps=2)
     folder, refusal = others
     answers = iter([(folder and str(tmp_path / folder), refusal)])
     monkeypatch.setattr(checkpoints, "gather_object", lambda mine: [*mine, *[next(answers, mine[0])]])
@@ -207,9 +202,8 @@ def test_all_machines_resume_from_a_checkpoint_that_each_has(make_trainer, tmp_p
         assert trainer._checkpoints.whole(True) == str(tmp_path / "checkpoint-1")
 
 
-def test_read_only_output_folder_leaves_checkpoints_intact(make_trainer, tmp_path, monkeypatch):
-    trainer = make_trainer(**EACH_STEP, max_steps=1)
-    trainer.train()
+def test_read_only_output_folder_leaves_checkpoints_intact(trained, tmp_path, monkeypatch):
+    trainer = trained(**EACH_STEP, max_steps=1)
     trainer.state.global_step = 2
 
     def read_only(*args, **kwargs):
@@ -237,8 +231,7 @@ def test_only_complete_checkpoints_are_uploaded(make_trainer, tmp_path, monkeypa
     assert pushed == [(str(tmp_path / "checkpoint-1"), []), (str(tmp_path / "checkpoint-2"), [])]
 
 
-def test_save_state_of_transformers_still_works(make_trainer, tmp_path):
-    trainer = make_trainer(max_steps=1, save_strategy="no")
-    trainer.train()
+def test_save_state_of_transformers_still_works(trained, tmp_path):
+    trainer = trained(max_steps=1, save_strategy="no")
     trainer.save_state()
     assert TrainerState.load_from_json(str(tmp_path / "trainer_state.json")).global_step == 1

@@ -147,8 +147,8 @@ SIGN = "Sign of a collapse at step 20: the student's entropy is "
 """At the first step at which there are 10 and 10."""
 
 
-def test_collapsing_run_stops_saves_and_names_best_checkpoint(make_trainer, tmp_path, caplog):
-    trainer = make_trainer(
+def test_collapsing_run_stops_saves_and_names_best_checkpoint(trained, tmp_path, caplog):
+    trainer = trained(
         **COLLAPSES,
         collapse_guard="stop",
         eval_dataset={"a": tiny.rows(1), "b": tiny.rows(2)},
@@ -158,7 +158,6 @@ def test_collapsing_run_stops_saves_and_names_best_checkpoint(make_trainer, tmp_
         save_steps=6,
         save_total_limit=1,
     )
-    trainer.train()
     assert trainer.state.global_step == 20
     assert caplog.text.count(SIGN) == 1
     losses = {}
@@ -171,9 +170,8 @@ def test_collapsing_run_stops_saves_and_names_best_checkpoint(make_trainer, tmp_
     assert left == {best, 18, 20}, "the best, the newest before, and the one that the stop has saved"
 
 
-def test_collapsing_run_warns_once_and_continues(make_trainer, caplog):
-    trainer = make_trainer(**COLLAPSES)
-    trainer.train()
+def test_collapsing_run_warns_once_and_continues(trained, caplog):
+    trainer = trained(**COLLAPSES)
     assert trainer.state.global_step == 22
     assert caplog.text.count(SIGN) == 1
 
@@ -193,8 +191,7 @@ def test_resumed_run_compares_with_start_of_first_run(make_trainer, tmp_path, ca
     assert caplog.text.count(SIGN) == 1
 
 
-def test_healthy_run_is_not_stopped(make_trainer, caplog):
-    trainer = make_trainer(collapse_guard="stop", max_steps=22, learning_rate=1e-3, logging_steps=22)
-    trainer.train()
+def test_healthy_run_is_not_stopped(trained, caplog):
+    trainer = trained(collapse_guard="stop", max_steps=22, learning_rate=1e-3, logging_steps=22)
     assert trainer.state.global_step == 22
     assert "collapse" not in caplog.text

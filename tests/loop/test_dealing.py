@@ -310,7 +310,7 @@ def test_generation_uses_training_weights_of_schedule_free_optimizers(make_train
     assert modes == ["train"] * 3
 
 
-def test_sharded_model_reading_row_by_row_makes_one_pass_per_row(monkeypatch, make_trainer):
+def test_sharded_model_reading_by_row_makes_one_pass_each(monkeypatch, make_trainer):
     given = tiny.qwen2(), [12, 4, 8, 5], torch.device("cpu"), Reading(0)
     assert len(pass_groups(*given)) < 4
     monkeypatch.setattr(frozen, "is_split_model", lambda _: True)

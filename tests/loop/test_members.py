@@ -119,7 +119,7 @@ def completions(trainer: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.1}, {"do_sample": False}, {"top_k": 1}, {"max_new_tokens": 5}])
-def test_rollouts_follow_an_assignment_to_the_generation_config_as_in_trl(make_trainer, tmp_path, change):
+def test_rollouts_follow_an_assigned_generation_config_as_in_trl(make_trainer, tmp_path, change):
     ours = make_trainer(rollout=HFRollout())
     before = completions(ours)
     theirs = DistillationTrainer(

@@ -79,7 +79,7 @@ def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeyp
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_engine_that_runs_out_of_memory_at_start_gets_advice(make_trainer, error):
+def test_engine_out_of_memory_at_start_gets_advice(make_trainer, error):
     class Starting(FixedRollout):
         def bind(self, trainer: Any) -> None:
             raise error

@@ -83,7 +83,7 @@ def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, m
     assert card.data.base_model is None
 
 
-def test_the_card_knows_a_model_in_the_cache_of_the_hub(make_trainer):
+def test_card_knows_a_model_in_the_hubs_cache(make_trainer):
     path = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abcd"
     card = card_of(make_trainer(model=named(tiny.qwen2(32), path)))
     assert "of [Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B)." in card.text

@@ -18,10 +18,6 @@ from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd.loop.nonfinite import RECORD
 
 
-def logged(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
 def poison(trainer, side, steps=(2,)):
     faults.poison(trainer, side, steps, rank=0)
     watching = faults.Watching(trainer.model)
@@ -41,11 +37,11 @@ def test_skipped_step_changes_nothing(make_trainer, tmp_path, side, lora):
     trainer.train()
     assert faults.same(watching.before[2], watching.before[3])
     assert not faults.same(watching.before[3], watching.now())
-    rates = logged(trainer, "learning_rate")
+    rates = tiny.logged(trainer, "learning_rate")
     assert rates[0] > rates[1] == rates[2]
     steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
     assert steps == {2}
-    assert logged(trainer, "nonfinite/skipped_steps") == [0, 1, 1]
+    assert tiny.logged(trainer, "nonfinite/skipped_steps") == [0, 1, 1]
     assert [(one["side"], one["step"], one["ranks"]) for one in record(tmp_path)] == [(side, 2, [0])]
 
 
@@ -133,7 +129,7 @@ class TestEvaluation:
         trainer = self.spoiled(make_trainer, nonfinite="skip")
         trainer.evaluate()
         trainer.train()
-        assert logged(trainer, "nonfinite/skipped_steps") == [0, 0, 0]
+        assert tiny.logged(trainer, "nonfinite/skipped_steps") == [0, 0, 0]
 
 
 class TestScaledLoss:
@@ -198,7 +194,7 @@ def test_every_line_of_record_is_valid_json(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_losses_are_looked_at_for_the_log_only_where_steps_are_skipped(make_trainer, nonfinite):
+def test_losses_are_read_early_only_where_steps_are_skipped(trained, nonfinite):
     class Noting(OPSDTrainer):
         filters = None
 
@@ -206,7 +202,6 @@ def test_losses_are_looked_at_for_the_log_only_where_steps_are_skipped(make_trai
             self.filters = self.args.logging_nan_inf_filter
             return super().training_step(*given)
 
-    trainer = make_trainer(Noting, nonfinite=nonfinite, max_steps=1)
-    trainer.train()
+    trainer = trained(Noting, nonfinite=nonfinite, max_steps=1)
     assert trainer.filters is (nonfinite == "skip")
     assert trainer.args.logging_nan_inf_filter is True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny
-from support.streamed_rollout import Apart
+from support.rollouts import Apart
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.losses import (

@@ -48,17 +48,15 @@ class Recording(OPSDTrainer):
 OPTIONS = {"per_device_train_batch_size": 4, "max_steps": 4, "rollout": None}
 
 
-def trained(make_trainer, kind="text", resume=None, **options):
-    given = {"cls": Recording, "train_dataset": rows(kind), **OPTIONS, **options}
-    trainer = make_trainer(**given)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+@pytest.fixture
+def trained(trained):
+    return lambda kind="text", **given: trained(**{"cls": Recording, "train_dataset": rows(kind), **OPTIONS, **given})
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["text", "messages", "conversations", "stream"])
-def test_lmbda_0_learns_every_row_with_its_completion(make_trainer, kind):
-    trainer = trained(make_trainer, kind, lmbda=0.0, remove_unused_columns=True)
+def test_lmbda_0_learns_every_row_with_its_completion(trained, kind):
+    trainer = trained(kind, lmbda=0.0, remove_unused_columns=True)
     assert trainer.asked == []
     assert len(trainer.taught) == 16
     for row, prompt, completion in trainer.taught:
@@ -71,17 +69,17 @@ def test_lmbda_0_learns_every_row_with_its_completion(make_trainer, kind):
 
 
 @pytest.mark.quick
-def test_lmbda_0_equals_a_rollout_that_replays_the_dataset(make_trainer):
+def test_lmbda_0_equals_a_rollout_that_replays_the_dataset(trained):
     texts = [f"{text}<|im_end|>" for text in GIVEN]
     prompts, answers = WORDS(tiny.PROMPTS)["input_ids"], WORDS(texts)["input_ids"]
     replayed = FixedRollout(dict(zip(map(tuple, prompts), answers, strict=True)))
-    found = tiny.weights(trained(make_trainer, lmbda=0.0))
-    assert torch.equal(found, tiny.weights(trained(make_trainer, rollout=replayed)))
-    assert not torch.equal(found, tiny.weights(trained(make_trainer, lmbda=1.0, rollout=HFRollout())))
+    found = tiny.weights(trained(lmbda=0.0))
+    assert torch.equal(found, tiny.weights(trained(rollout=replayed)))
+    assert not torch.equal(found, tiny.weights(trained(lmbda=1.0, rollout=HFRollout())))
 
 
-def test_lmbda_divides_rows_and_logs_the_share_and_both_divergences(make_trainer):
-    trainer = trained(make_trainer, lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8, max_completion_length=8)
+def test_lmbda_divides_rows_and_logs_the_share_and_both_divergences(trained):
+    trainer = trained(lmbda=0.5, eval_dataset=tiny.rows(4), max_steps=8, max_completion_length=8)
     given = [row["completion"] == WORDS.decode(ids[:-1]) for row, _, ids in trainer.taught]
     assert 8 <= sum(given) <= 24, "of 32"
     assert len(trainer.asked) == 32 - sum(given), "the student writes no row that the dataset has"
@@ -119,19 +117,19 @@ def test_completion_metrics_cover_rows_of_the_student_only(make_trainer, lmbda):
     assert len({len(ids) for *_, ids in trainer.taught}) == (2 if lmbda == 0.5 else 1)
 
 
-def test_resumed_run_takes_the_same_off_policy_rows(make_trainer, tmp_path):
-    whole = trained(make_trainer, lmbda=0.5, save_strategy="steps", save_steps=2, max_completion_length=8)
+def test_resumed_run_takes_the_same_off_policy_rows(trained, tmp_path):
+    whole = trained(lmbda=0.5, save_strategy="steps", save_steps=2, max_completion_length=8)
     random.seed(7)
-    resumed = trained(make_trainer, lmbda=0.5, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
+    resumed = trained(lmbda=0.5, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
     assert resumed.taught == whole.taught[8:]
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
     with pytest.raises(ValueError, match=r"lmbda: 0\.5 in the checkpoint, 0\.7 now"):
-        trained(make_trainer, lmbda=0.7, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
+        trained(lmbda=0.7, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
 
 
-def test_dataset_completions_are_cut_like_rollouts(make_trainer):
+def test_dataset_completions_are_cut_like_rollouts(trained):
     ends = ["one<|im_end|>two", "x" * 50, *GIVEN[2:]]
-    trainer = trained(make_trainer, train_dataset=tiny.rows().add_column("completion", ends), lmbda=0.0)
+    trainer = trained(train_dataset=tiny.rows().add_column("completion", ends), lmbda=0.0)
     found = {row["prompt"]: WORDS.decode(ids) for row, _, ids in trainer.taught}
     assert found[tiny.PROMPTS[0]] == "one<|im_end|>"
     assert found[tiny.PROMPTS[1]] == "x" * 24
@@ -149,21 +147,21 @@ REFUSED = [
 @pytest.mark.before_loading
 @pytest.mark.quick
 @pytest.mark.parametrize(("dataset", "words", "error"), REFUSED)
-def test_completions_that_cannot_be_learned_are_refused_before_a_model_is_loaded(make_trainer, dataset, words, error):
+def test_completions_that_cannot_be_learned_are_refused_before_loading(make_trainer, dataset, words, error):
     with pytest.raises(error, match=words):
         make_trainer(train_dataset=dataset, lmbda=0.5)
 
 
-def test_a_template_that_rewrites_the_prompt_is_refused(make_trainer):
+def test_a_template_that_rewrites_the_prompt_is_refused(trained):
     words = tiny.tokenizer()
     words.chat_template = tiny.CHAT_TEMPLATE.replace(
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}"
     )
     with pytest.raises(ValueError, match=r"does not start with the student's prompt, which ends with '.*<think>'"):
-        trained(make_trainer, "messages", lmbda=0.0, processing_class=words)
+        trained("messages", lmbda=0.0, processing_class=words)
 
 
-def test_template_that_drops_part_of_an_answer_warns_once(make_trainer, caplog):
+def test_template_that_drops_part_of_an_answer_warns_once(trained, caplog):
     words = tiny.tokenizer()
     words.chat_template = tiny.CHAT_TEMPLATE.replace("message['content']", "message['content'].split('|')[-1]")
     assert words.chat_template != tiny.CHAT_TEMPLATE
@@ -172,7 +170,7 @@ def test_template_that_drops_part_of_an_answer_warns_once(make_trainer, caplog):
     said = []
     for given in (rows("messages"), dataset):
         caplog.clear()
-        trainer = trained(make_trainer, lmbda=0.0, train_dataset=given, processing_class=words)
+        trainer = trained(lmbda=0.0, train_dataset=given, processing_class=words)
         said.append([record.message for record in caplog.records if "the dataset's answers" in record.message])
     assert [len(messages) for messages in said] == [0, 1]
     assert all("because" not in WORDS.decode(ids) for _, _, ids in trainer.taught)
@@ -183,9 +181,9 @@ class Twice(Recording):
         return [ids for written in super().complete(prompt_ids) for ids in (written, written)]
 
 
-def test_own_complete_is_checked_against_the_rows_it_was_given(make_trainer):
+def test_own_complete_is_checked_against_the_rows_it_was_given(trained):
     with pytest.raises(ValueError, match=r"Twice\.complete"):
-        trained(make_trainer, cls=Twice, lmbda=0.5)
+        trained(cls=Twice, lmbda=0.5)
 
 
 def test_student_that_never_generates_is_proved(make_trainer, monkeypatch):
@@ -205,12 +203,12 @@ def test_text_completion_ends_with_an_end_token_of_the_run(ends, last):
     assert ids == [*WORDS("b")["input_ids"], *([] if last is None else [last])]
 
 
-def test_unknown_token_id_names_its_row(make_trainer):
+def test_unknown_token_id_names_its_row(trained):
     words = tiny.tokenizer()
     words.add_tokens(["<new>"])
     dataset = tiny.rows().add_column("completion", ["<new>", *GIVEN[1:]])
     with pytest.raises(ValueError, match=r"The completion in row .* contains the token id"):
-        trained(make_trainer, train_dataset=dataset, processing_class=words, lmbda=0.0)
+        trained(train_dataset=dataset, processing_class=words, lmbda=0.0)
 
 
 def test_sums_of_an_interrupted_step_are_not_logged_later(make_trainer):

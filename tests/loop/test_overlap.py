@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support import tiny
-from support.streamed_rollout import Apart
+from support.rollouts import Apart
 from test_dealing import ragged
 from transformers import TrainerCallback
 
@@ -175,7 +175,7 @@ def test_rows_are_learned_before_the_last_is_written(make_trainer):
     assert 0 < first < last < end
 
 
-def test_loss_divisor_is_the_power_of_two_next_to_the_last_step(make_trainer):
+def test_loss_divisor_is_power_of_two_near_the_last_step(make_trainer):
     trainer = trained(make_trainer, Listening, overlap="step", max_tokens_per_microbatch=200, max_steps=2)
     divided = [event[2] for event in trainer.rollout.events if event[0] == "learns"]
     lengths = [len(ids) for ids in list(recorded()[1].values())[:8]]
@@ -499,7 +499,7 @@ class Latecomer(TrainerCallback):
             self.trainer.add_callback(Ends("epoch", within=True))
 
 
-def test_stop_by_a_callback_added_during_training_waits_for_the_step(make_trainer):
+def test_stop_by_callback_added_in_training_waits_for_step(make_trainer):
     late = Latecomer()
     trainer = fast(make_trainer, overlap=None, max_steps=4, callbacks=[late])
     late.trainer = trainer
@@ -641,7 +641,7 @@ def test_a_control_by_a_constant_trains_rows_as_they_come(make_trainer):
     assert min(map(abs, tiny.logged(waits, "loss"))) > 0
 
 
-def test_completions_that_begin_with_their_prompts_are_warned_of_as_without_overlap(make_trainer, caplog):
+def test_completions_that_repeat_their_prompts_warn_under_overlap_too(make_trainer, caplog):
     class Repeating(Apart):
         def complete(self, prompt_ids, step):
             return [[*ids, 7, 8] for ids in prompt_ids]

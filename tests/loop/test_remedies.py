@@ -11,24 +11,15 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support import tiny
+from support.rollouts import Answering
 from torch import Tensor
 
-from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 
 WORDS = tiny.tokenizer()
 RATE = 1e-2
-
-
-class Answering(FixedRollout):
-    """Completes each prompt with tokens that follow from it."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        return [answer(ids) for ids in prompt_ids]
 
 
 def answer(prompt_ids: list[int]) -> list[int]:
@@ -44,14 +35,15 @@ def rows(**columns: list[Any]) -> Dataset:
     return Dataset.from_dict({"prompt": tiny.PROMPTS, **contexts, **columns})
 
 
-def trained(make_trainer, cls: type = OPSDTrainer, **given: Any) -> OPSDTrainer:
+@pytest.fixture
+def trained(trained):
     options = {
         "learning_rate": RATE, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 1e9,
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "shuffle_dataset": False,
     }  # fmt: skip
-    trainer = make_trainer(cls, **{"train_dataset": rows(), "rollout": Answering(), **options, **given})
-    trainer.train()
-    return trainer
+    return lambda cls=OPSDTrainer, **given: trained(
+        cls, **{"train_dataset": rows(), "rollout": Answering(answer), **options, **given}
+    )
 
 
 # ---- In float64 ------------------------------------------------------------------------------------------------------
@@ -153,7 +145,7 @@ def options_of(*names: str) -> dict[str, Any]:
     return found
 
 
-def assert_equals_float64(make_trainer, options: dict[str, Any]) -> None:
+def assert_equals_float64(trained, options: dict[str, Any]) -> None:
     options, data = dict(options), rows()
     own = options.get("teacher_model_kind")
     teachers = {} if own else {"one": tiny.qwen2(48, 1)}
@@ -162,25 +154,23 @@ def assert_equals_float64(make_trainer, options: dict[str, Any]) -> None:
         data = rows(teacher=["one", "two", "two", "one"] * 2)
     student = tiny.qwen2(32, 0)
     given = teachers if len(teachers) > 1 else teachers.get("one")
-    ours = trained(
-        make_trainer, model=copy.deepcopy(student), teacher_model=copy.deepcopy(given), train_dataset=data, **options
-    )
+    ours = trained(model=copy.deepcopy(student), teacher_model=copy.deepcopy(given), train_dataset=data, **options)
     expected = losses_in_float64(student, teachers, data, options)
-    found = [entry["loss"] for entry in ours.state.log_history if "loss" in entry]
+    found = tiny.logged(ours, "loss")
     assert found == pytest.approx(expected, rel=2e-5)
     for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
         torch.testing.assert_close(mine.double(), wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
-def test_a_remedy_equals_float64(make_trainer, pair):
-    assert_equals_float64(make_trainer, options_of(*pair))
+def test_a_remedy_equals_float64(trained, pair):
+    assert_equals_float64(trained, options_of(*pair))
 
 
-def test_a_contrast_with_sampled_tokens_is_their_log_ratio_to_the_contrasted_target(make_trainer):
+def test_contrast_of_sampled_tokens_is_log_ratio_to_contrasted_target(trained):
     student, teacher, data = tiny.qwen2(32, 0), tiny.qwen2(48, 1), rows()
     given = {"contrast_weight": 0.5, "divergence": "sampled_reverse_kl", "top_k": 0, "max_steps": 1}
-    ours = trained(make_trainer, model=copy.deepcopy(student), teacher_model=copy.deepcopy(teacher), **given)
+    ours = trained(model=copy.deepcopy(student), teacher_model=copy.deepcopy(teacher), **given)
     ratios = []
     for row in data.select(range(4)):
         completion = answer(WORDS(row["prompt"])["input_ids"])
@@ -196,19 +186,17 @@ def test_a_contrast_with_sampled_tokens_is_their_log_ratio_to_the_contrasted_tar
 @pytest.mark.long
 @pytest.mark.parametrize("pair", list(itertools.combinations(REMEDIES, 2)), ids=", ".join)
 @pytest.mark.parametrize("other", WITH)
-def test_two_remedies_equal_float64(make_trainer, pair, other):
-    assert_equals_float64(make_trainer, options_of(*pair, other))
+def test_two_remedies_equal_float64(trained, pair, other):
+    assert_equals_float64(trained, options_of(*pair, other))
 
 
 @pytest.mark.parametrize("other", ["itself", "forward KL", "tiles of two"])
 @pytest.mark.parametrize("factor", [0.5, 1.25])
-def test_the_model_that_the_teacher_was_trained_from_in_place_of_the_student(make_trainer, other, factor):
+def test_extrapolation_may_start_from_the_teachers_own_origin(trained, other, factor):
     teachers = {"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2)}
     options = {"extrapolation": factor, "extrapolation_reference": "base", **WITH[other]}
     student, data = tiny.qwen2(32, 0), rows(teacher=["one"] * 8)
-    ours = trained(
-        make_trainer, model=copy.deepcopy(student), teacher_model=copy.deepcopy(teachers), train_dataset=data, **options
-    )
+    ours = trained(model=copy.deepcopy(student), teacher_model=copy.deepcopy(teachers), train_dataset=data, **options)
     expected = losses_in_float64(student, teachers, data, options)
     assert tiny.logged(ours, "loss") == pytest.approx(expected, rel=2e-5)
     for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
@@ -216,27 +204,27 @@ def test_the_model_that_the_teacher_was_trained_from_in_place_of_the_student(mak
     assert "with the teacher 'base' in place of that student" in " ".join(repr(ours).split())
 
 
-def test_a_reference_needs_no_copy_of_the_student_and_may_stand_beside_any_adapter(make_trainer):
+def test_reference_needs_no_student_copy_and_allows_any_adapter(trained):
     lora = LoraConfig(r=4, bias="all", target_modules="all-linear")  # trains what an anchor would need unchanged
     given = {"teacher_model": {"one": tiny.qwen2(48, 1), "base": tiny.qwen2(40, 2)}, "peft_config": lora}
-    found = trained(make_trainer, extrapolation=1.25, extrapolation_reference="base",
+    found = trained(extrapolation=1.25, extrapolation_reference="base",
                     train_dataset=rows(teacher=["one"] * 8), **given)  # fmt: skip
     assert found.teachers.origin is found.teachers["base"]
 
 
 @pytest.mark.parametrize("other", ["itself", "two temperatures", "the tokens that differ most"])
-def test_all_remedies_at_once_equal_float64(make_trainer, other):
+def test_all_remedies_at_once_equal_float64(trained, other):
     together = "contrast, bounded", "beyond the teacher", "anchor, forward", "rising weights"
-    assert_equals_float64(make_trainer, options_of(*together, other))
+    assert_equals_float64(trained, options_of(*together, other))
 
 
-def test_an_anchor_does_not_choose_tokens(make_trainer):
-    assert_equals_float64(make_trainer, {"anchor_weight": 300.0, **WITH["the tokens that differ most"]})
+def test_an_anchor_does_not_choose_tokens(trained):
+    assert_equals_float64(trained, {"anchor_weight": 300.0, **WITH["the tokens that differ most"]})
 
 
 @pytest.mark.parametrize("options", [{}, {"extrapolation": 1.25}, {"contrast_weight": 0.5}], ids=str)
-def test_a_student_has_not_left_its_anchor_at_first(make_trainer, options):
-    trainer = trained(make_trainer, anchor_weight=0.3, student_temperature=1.4, teacher_temperature=0.6, **options)
+def test_a_student_has_not_left_its_anchor_at_first(trained, options):
+    trainer = trained(anchor_weight=0.3, student_temperature=1.4, teacher_temperature=0.6, **options)
     first, second = tiny.logged(trainer, "anchor/mean")
     assert abs(first) < 1e-6 < second
 
@@ -277,14 +265,13 @@ def test_completions_grow_to_their_limit(make_trainer, tmp_path, resumes):
 
 def test_it_stays_when_a_run_resumes_or_another_teacher_comes(make_trainer, tmp_path):
     options = {
-        "train_dataset": rows(), "rollout": Answering(), "learning_rate": 1e-2, "max_steps": 4, "anchor_weight": 0.2,
-        "extrapolation": 1.2, "contrast_weight": 0.5, "save_strategy": "steps", "save_steps": 2,
+        "train_dataset": rows(), "rollout": Answering(answer), "learning_rate": 1e-2, "max_steps": 4,
+        "anchor_weight": 0.2, "extrapolation": 1.2, "contrast_weight": 0.5, "save_strategy": "steps", "save_steps": 2,
     }  # fmt: skip
     whole, resumed = make_trainer(**options), make_trainer(**options)
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for mine, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(mine, expected)
+    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
     resumed.teacher_model = tiny.qwen2(48, seed=3)
     for mine, first in zip(resumed.teachers.origin.model.parameters(), tiny.qwen2(32).parameters(), strict=True):
         assert torch.equal(mine, first)

@@ -151,7 +151,7 @@ def share_of(weights_BC, fraction):
 
 
 @pytest.mark.quick
-def test_highest_scores_of_a_row_are_kept_and_carry_its_whole_weight():
+def test_highest_scores_of_a_row_carry_its_whole_weight():
     weights_BC = torch.tensor([[1.0, 1, 1, 1, 0], [0, 0.5, 0, 0.25, 0.25], [0, 0, 0, 0, 0]])
     found = best(share_of(weights_BC, 0.5), torch.tensor([1.0, 3.0, 3.0, 3.0, 0.1, torch.nan, 9.0]))
     assert found.places_N.tolist() == [1, 2, 8, 9], "the first of equal ones, and what is not a number"
@@ -271,11 +271,10 @@ class OwnWeights(OPSDTrainer):
 
 
 @one_of_each
-def test_selection_applies_to_own_weights(make_trainer, criterion):
+def test_selection_applies_to_own_weights(make_trainer, trained, criterion):
     losses = []
     for kind in (OPSDTrainer, OwnWeights):
-        trainer = make_trainer(kind, token_selection=criterion, **ONE_STEP)
-        trainer.train()
+        trainer = trained(kind, token_selection=criterion, **ONE_STEP)
         losses.append(trainer.state.log_history[0]["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[0] != make_trainer(eval_dataset=tiny.rows()).evaluate()["eval_loss"]

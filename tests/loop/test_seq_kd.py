@@ -26,9 +26,8 @@ def greedy(model, prompt, vocabulary=None):
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_the_teacher_writes_and_the_student_does_not(make_trainer, offload):
-    trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_offload=offload)
-    trainer.train()
+def test_the_teacher_writes_and_the_student_does_not(trained, offload):
+    trainer = trained(**GREEDY, lmbda=0.0, teacher_offload=offload)
     assert trainer.asked == []
     assert len(trainer.taught) == 8
     for _, prompt, completion in trainer.taught:
@@ -38,9 +37,8 @@ def test_the_teacher_writes_and_the_student_does_not(make_trainer, offload):
     assert not trainer.teacher_model.training
 
 
-def test_lmbda_divides_rows_between_both_writers_and_evaluation_is_of_the_student(make_trainer):
-    trainer = make_trainer(**{**GREEDY, "max_steps": 4}, lmbda=0.5, learning_rate=1e-12, eval_dataset=tiny.rows(4))
-    trainer.train()
+def test_lmbda_divides_rows_between_writers_and_evaluates_the_student(trained):
+    trainer = trained(**{**GREEDY, "max_steps": 4}, lmbda=0.5, learning_rate=1e-12, eval_dataset=tiny.rows(4))
     by_student = [ids == greedy(trainer.model, prompt) for _, prompt, ids in trainer.taught]
     by_teacher = [ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught]
     assert all(one != other for one, other in zip(by_student, by_teacher, strict=True))
@@ -51,11 +49,10 @@ def test_lmbda_divides_rows_between_both_writers_and_evaluation_is_of_the_studen
 
 
 @pytest.mark.parametrize("kind", [None, "base", "live", "ema"])
-def test_the_teacher_writes_from_its_own_prompt(make_trainer, kind):
+def test_the_teacher_writes_from_its_own_prompt(trained, kind):
     own = {} if kind is None else {"teacher_model": None, "teacher_model_kind": kind}
     lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if kind == "base" else {}
-    trainer = make_trainer(**GREEDY, lmbda=0.0, learning_rate=1e-12, train_dataset=SECRETS, **own, **lora)
-    trainer.train()
+    trainer = trained(**GREEDY, lmbda=0.0, learning_rate=1e-12, train_dataset=SECRETS, **own, **lora)
     writes = trainer.model if kind else trainer.teacher_model
     for row, prompt, completion in trainer.taught:
         secret = WORDS(f"{row['privileged_context']}\n\n{row['prompt']}")["input_ids"]
@@ -64,8 +61,8 @@ def test_the_teacher_writes_from_its_own_prompt(make_trainer, kind):
     assert any(completion != greedy(writes, prompt) for _, prompt, completion in trainer.taught)
 
 
-def test_base_teacher_writes_without_the_adapter(make_trainer):
-    trainer = make_trainer(
+def test_base_teacher_writes_without_the_adapter(trained):
+    trainer = trained(
         **GREEDY,
         lmbda=0.0,
         train_dataset=SECRETS,
@@ -73,18 +70,16 @@ def test_base_teacher_writes_without_the_adapter(make_trainer):
         teacher_model_kind="base",
         peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
     )
-    trainer.train()
     secrets = [WORDS(f"{row['privileged_context']}\n\n{row['prompt']}")["input_ids"] for row, _, _ in trainer.taught]
     with trainer.model.disable_adapter():
         assert [ids for *_, ids in trainer.taught] == [greedy(trainer.model, secret) for secret in secrets]
     assert [ids for *_, ids in trainer.taught] != [greedy(trainer.model, secret) for secret in secrets]
 
 
-def test_each_of_several_teachers_writes_its_rows(make_trainer):
+def test_each_of_several_teachers_writes_its_rows(trained):
     teachers = {"wide": tiny.qwen2(48, seed=1), "narrow": tiny.qwen2(16, seed=2)}
     dataset = tiny.rows().add_column("teacher", ["wide", "narrow", "narrow", "wide"] * 2)
-    trainer = make_trainer(**GREEDY, lmbda=0.0, teacher_model=teachers, train_dataset=dataset)
-    trainer.train()
+    trainer = trained(**GREEDY, lmbda=0.0, teacher_model=teachers, train_dataset=dataset)
     assert {row["teacher"] for row, _, _ in trainer.taught} == set(teachers)
     for row, prompt, completion in trainer.taught:
         assert completion == greedy(teachers[row["teacher"]], prompt)
@@ -96,7 +91,7 @@ def test_plain_generate_warns_for_student_and_teacher(make_trainer, caplog):
     assert [caplog.text.count(f"Completions of the {who} use plain") for who in ("student", "teacher")] == [1, 1]
 
 
-def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
+def test_a_resumed_run_has_the_same_samples(make_trainer, trained, tmp_path):
     sampled = {
         **OPTIONS,
         "cls": Recording,
@@ -105,8 +100,7 @@ def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
         "rollout": HFRollout(),
         "max_completion_length": LENGTH,
     }
-    whole = make_trainer(**sampled, save_strategy="steps", save_steps=2)
-    whole.train()
+    whole = trained(**sampled, save_strategy="steps", save_steps=2)
     resumed = make_trainer(**sampled)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.taught == whole.taught[8:]
@@ -117,9 +111,8 @@ def test_a_resumed_run_has_the_same_samples(make_trainer, tmp_path):
         ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_assigned_teacher_writes_next(make_trainer):
-    trainer = make_trainer(**GREEDY, lmbda=0.0)
-    trainer.train()
+def test_assigned_teacher_writes_next(trained):
+    trainer = trained(**GREEDY, lmbda=0.0)
     trainer.taught.clear()
     trainer.teacher_model = tiny.qwen2(24, seed=5)
     trainer.train()

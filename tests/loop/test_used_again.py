@@ -35,9 +35,8 @@ def test_another_config_leaves_a_trainer_usable(make_trainer, tmp_path, use):
         assert trainer.state.global_step == 1
 
 
-def test_each_trainer_keeps_its_own_precision(make_trainer):
-    alone = make_trainer()
-    alone.train()
+def test_each_trainer_keeps_its_own_precision(make_trainer, trained):
+    alone = trained()
     first, second = make_trainer(), make_trainer(bf16=True)
     assert second.accelerator.mixed_precision == "bf16"
     first.train()
@@ -196,12 +195,11 @@ def test_parameters_missing_from_the_optimizer_warn_at_each_training(make_traine
     assert "The optimizer updates 1 of the student's 27 trainable parameters" in caplog.text
 
 
-def test_ended_schedule_is_refused(make_trainer):
+def test_ended_schedule_is_refused(trained):
     student = tiny.qwen2(32, seed=0)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 2))
-    trainer = make_trainer(model=student, optimizers=(optimizer, schedule), max_steps=2)
-    trainer.train()
+    trainer = trained(model=student, optimizers=(optimizer, schedule), max_steps=2)
     with pytest.raises(ValueError, match="The scheduler has ended at a learning rate of 0"):
         trainer.train()
 
@@ -213,7 +211,7 @@ def test_new_run_beside_checkpoints_of_another_warns(make_trainer, tmp_path, cap
     assert "checkpoint-1 is left from an earlier one" in caplog.text
 
 
-def test_a_teacher_that_was_put_into_training_mode_reads_without_dropout(make_trainer):
+def test_teacher_left_in_training_mode_reads_without_dropout(make_trainer):
     teacher, modes = tiny.qwen2(48, seed=1), []
     trainer = make_trainer(teacher_model=teacher, max_steps=1)
     teacher.train()

@@ -66,13 +66,12 @@ def test_overrides_that_nothing_calls_are_refused_before_loading(make_trainer, c
         make_trainer(cls)
 
 
-def test_own_methods_are_free(make_trainer):
-    trainer = make_trainer(Free, max_steps=1)
-    trainer.train()
+def test_own_methods_are_free(trained):
+    trainer = trained(Free, max_steps=1)
     assert trainer.state.log_history[0]["mine"] == 1.5, "a name of TRL's that the subclass calls itself"
 
 
-def test_methods_of_trl_that_are_never_called_are_in_the_table(make_trainer):
+def test_trl_methods_that_are_never_called_are_in_table(trained):
     """Those of GRPO and GKD that this trainer lacks, and of its base class those that a training leaves out."""
     theirs = {name for one in (GRPOTrainer, GKDTrainer) for name, value in vars(one).items() if callable_of(value)}
     helpers = {"_log_metric", "_log_completion_extra"}
@@ -89,8 +88,7 @@ def test_methods_of_trl_that_are_never_called_are_in_the_table(make_trainer):
     own = [name for name, value in vars(DistillationTrainer).items() if callable_of(value) and name != "__init__"]
     counting = type("Counting", (OPSDTrainer,), {name: counted(name) for name in own if name not in _UNCALLED})
     saves = {"save_strategy": "steps", "save_steps": 1, "remove_unused_columns": True}
-    trainer = make_trainer(counting, max_steps=1, eval_dataset=tiny.rows(2), **saves)
-    trainer.train()
+    trainer = trained(counting, max_steps=1, eval_dataset=tiny.rows(2), **saves)
     trainer.evaluate()
     written = {"_generate", "_generate_single_turn", "_tokenize_prompts", "_tool_call_loop"}
     assert set(own) & _UNCALLED.keys() == {"_get_last_hidden_state", *written}
@@ -101,14 +99,13 @@ def callable_of(value):
     return inspect.isfunction(getattr(value, "__func__", value))
 
 
-def test_a_tensor_is_recorded_as_a_number(make_trainer):
+def test_a_tensor_is_recorded_as_a_number(trained):
     class Recording(OPSDTrainer):
         def weigh(self, rollout, rows, targets):
             self.record("mine", rollout.weights.mean())
             return rollout.weights
 
-    trainer = make_trainer(Recording, max_steps=1, logging_steps=1)
-    trainer.train()
+    trainer = trained(Recording, max_steps=1, logging_steps=1)
     assert isinstance(trainer.state.log_history[0]["mine"], float)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from support import tiny, vision_language
+from support import tiny, tool_calls, vision_language
 from support.mirror_engine import Mirrored
-from trl.chat_template_utils import qwen3_chat_template
+from support.rollouts import Numbered
 
-from trl_opsd import FixedRollout, HFRollout, OPSDTrainer, RolloutBackend
+from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.data.outcomes import Visit
 from trl_opsd.methods.visits import Visits, is_skipped
 
@@ -80,10 +80,9 @@ OPTIONS = {
 """Two steps are an epoch."""
 
 
-def trained(make_trainer: Any, cls: type = OPSDTrainer, resume: str | None = None, **given: Any) -> Any:
-    trainer = make_trainer(cls, **{"rollout": Noting(), **OPTIONS, **given})
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+@pytest.fixture
+def trained(trained):
+    return lambda cls=OPSDTrainer, **given: trained(cls, **{"rollout": Noting(), **OPTIONS, **given})
 
 
 def contexts(**columns: list[Any]) -> Dataset:
@@ -95,8 +94,8 @@ def contexts(**columns: list[Any]) -> Dataset:
 # ---- What is saved ---------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_generated_or_read_for_a_skipped_prompt_and_its_tokens_are_counted(make_trainer):
-    found = trained(make_trainer, Watching, prompt_weight_fn=after_the_first)
+def test_skipped_prompts_cost_nothing_and_their_tokens_are_counted(trained):
+    found = trained(Watching, prompt_weight_fn=after_the_first)
     first, second = tiny.PROMPTS[:4], tiny.PROMPTS[4:]
     kept = [[one for one in half if WEIGHTS[one]] for half in (first, second)]
     assert found.rollout.calls == [(0, first), (1, second), (2, kept[0]), (3, kept[1])]
@@ -129,23 +128,22 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("other", WITH)
-def test_a_weight_equals_one_by_hand(make_trainer, other):
+def test_a_weight_equals_one_by_hand(trained, other):
     """Also the losses, whose denominator is the sum of the weights."""
     given = dict(WITH[other])
     if given.pop("teachers", False):
         given["teacher_model"] = {"one": tiny.qwen2(48, 1), "two": tiny.qwen2(40, 2)}
         given["train_dataset"] = contexts(teacher=["one", "two", "two", "one"] * 2)
     ours, by_hand = (
-        trained(make_trainer, cls, **given, **more)
+        trained(cls, **given, **more)
         for cls, more in ((OPSDTrainer, {"prompt_weight_fn": after_the_first}), (ByHand, {}))
     )
     assert tiny.logged(ours, "loss") == pytest.approx(tiny.logged(by_hand, "loss"), abs=2e-6)
     assert tiny.logged(ours, "divergence/mean") == pytest.approx(tiny.logged(by_hand, "divergence/mean"), abs=2e-6)
-    for mine, other_one in zip(ours.model.parameters(), by_hand.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other_one, rtol=0, atol=1e-6)
+    torch.testing.assert_close(tiny.weights(ours), tiny.weights(by_hand), rtol=0, atol=1e-6)
 
 
-def test_a_step_whose_prompts_are_all_skipped_changes_nothing(make_trainer, tmp_path):
+def test_a_step_whose_prompts_are_all_skipped_changes_nothing(make_trainer, trained, tmp_path):
     def once(row: dict[str, Any], last: Visit | None) -> bool:
         return last is None
 
@@ -161,7 +159,7 @@ def test_a_step_whose_prompts_are_all_skipped_changes_nothing(make_trainer, tmp_
         "teacher_prompt_fn": told,
         "optim": "adamw_torch",
     }
-    found = trained(make_trainer, Watching, prompt_weight_fn=once, **given)
+    found = trained(Watching, prompt_weight_fn=once, **given)
     assert len(read) == len(set(read)) == 8, "and never asks for the prompt of a teacher"
     two = make_trainer(model=str(tmp_path / "checkpoint-2")).model
     for mine, other in zip(found.model.parameters(), two.parameters(), strict=True):
@@ -176,23 +174,23 @@ def test_a_step_whose_prompts_are_all_skipped_changes_nothing(make_trainer, tmp_
     assert not any("completions/mean_length" in entry for entry in found.state.log_history[2:6])
 
 
-def test_an_evaluation_skips_nothing_and_is_no_visit(make_trainer):
+def test_an_evaluation_skips_nothing_and_is_no_visit(trained):
     def never(row: dict[str, Any], last: Visit | None) -> int:
         seen.append(last)
         return 0
 
     seen: list[Visit | None] = []
     given = {"eval_dataset": tiny.rows(4), "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
-    found = trained(make_trainer, prompt_weight_fn=never, **given)
+    found = trained(prompt_weight_fn=never, **given)
     assert [len(prompts) for _, prompts in found.rollout.calls] == [4]
     assert tiny.logged(found, "eval_divergence/mean")[0] > 0
     assert seen == [None] * 4
 
 
 @pytest.mark.parametrize("lmbda", [0.0, 0.5])
-def test_a_completion_of_the_dataset_is_skipped_too_and_was_no_generated_token(make_trainer, lmbda):
+def test_skipped_dataset_completions_count_no_generated_token(trained, lmbda):
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "completion": ["given"] * 8})
-    found = trained(make_trainer, Watching, prompt_weight_fn=after_the_first, lmbda=lmbda, train_dataset=data)
+    found = trained(Watching, prompt_weight_fn=after_the_first, lmbda=lmbda, train_dataset=data)
     assert found.read == [4, 4, 3, 2]
     written = {prompt for step, prompts in found.rollout.calls if step < 2 for prompt in prompts}
     assert bool(written) == bool(lmbda)
@@ -200,7 +198,7 @@ def test_a_completion_of_the_dataset_is_skipped_too_and_was_no_generated_token(m
     assert found.methods.get(Visits).tokens_saved == sum(len(answers[one]) for one in written if not WEIGHTS[one])
 
 
-def test_a_teacher_generates_nothing_for_a_skipped_prompt_and_what_it_would_have_is_saved(make_trainer):
+def test_teacher_writes_nothing_for_skipped_prompts_and_counts_savings(make_trainer):
     given = {"seq_kd": True, "lmbda": 0.0, "max_completion_length": 4, "prompt_weight_fn": after_the_first}
     trainer = make_trainer(rollout=Noting(), **OPTIONS, **given)
     generated, rows = trainer._generation._of_teachers, []
@@ -221,20 +219,10 @@ def test_a_teacher_generates_nothing_for_a_skipped_prompt_and_what_it_would_have
 # ---- What is known of a visit ----------------------------------------------------------------------------------------
 
 
-class Numbered(RolloutBackend):
-    """Writes the number of the prompt, and of the completion if the prompt is an even one."""
-
-    def bind(self, trainer):
-        """Nothing is needed."""
-
-    def complete(self, prompt_ids, step):
-        count: dict[tuple[int, ...], int] = defaultdict(int)
-        texts = []
-        for ids in map(tuple, prompt_ids):
-            number = tiny.PROMPTS.index(WORDS.decode(ids))
-            texts.append(f"{number}{'x' * (count[ids] * (1 - number % 2))}<|im_end|>")
-            count[ids] += 1
-        return WORDS(texts)["input_ids"]
+def numbered(prompt: str, which: int) -> str:
+    """The number of the prompt, and of the completion if the prompt is an even one."""
+    number = tiny.PROMPTS.index(prompt)
+    return f"{number}{'x' * (which * (1 - number % 2))}"
 
 
 def lengths(completions: list[str], prompts: list[str], **_: Any) -> list[float | None]:
@@ -242,20 +230,20 @@ def lengths(completions: list[str], prompts: list[str], **_: Any) -> list[float 
 
 
 GROUPS = {
-    "num_generations": 2, "per_device_train_batch_size": 4, "rollout": Numbered(), "reward_funcs": lengths,
+    "num_generations": 2, "per_device_train_batch_size": 4, "rollout": Numbered(numbered), "reward_funcs": lengths,
     "max_steps": 12,
 }  # fmt: skip
 """Two steps of four prompts are an epoch."""
 
 
-def test_flat_groups_are_skipped_every_other_time(make_trainer):
+def test_flat_groups_are_skipped_every_other_time(trained):
     called = []
 
     def prompt(row: dict[str, Any], completion: str, outcome: Any) -> str:
         called.append(completion)
         return f"{row['prompt']} {outcome.reward}"
 
-    found = trained(make_trainer, skip_prompts="flat_groups", teacher_prompt_fn=prompt, **GROUPS)
+    found = trained(skip_prompts="flat_groups", teacher_prompt_fn=prompt, **GROUPS)
     # Those of odd numbers have equal completions; the first of the others is no group with rewards.
     assert tiny.logged(found, "prompts/skipped") == [0, 0, 0.5, 0.5] * 3
     assert tiny.logged(found, "prompts/tokens_saved") == [0, 0, 8, 8] * 3
@@ -265,7 +253,7 @@ def test_flat_groups_are_skipped_every_other_time(make_trainer):
     assert "prompts skipped by their last visit (flat_groups)" in repr(found)
 
 
-def test_a_function_reads_divergence_rewards_and_tokens(make_trainer):
+def test_a_function_reads_divergence_rewards_and_tokens(trained):
     visits: dict[str, list[Visit | None]] = defaultdict(list)
 
     def noted(row: dict[str, Any], last: Visit | None) -> float:
@@ -280,7 +268,7 @@ def test_a_function_reads_divergence_rewards_and_tokens(make_trainer):
             return parts
 
     sums: dict[str, list[torch.Tensor]] = defaultdict(list)
-    trained(make_trainer, Divergences, prompt_weight_fn=noted, **GROUPS | {"max_steps": 3})
+    trained(Divergences, prompt_weight_fn=noted, **GROUPS | {"max_steps": 3})
     assert [len(one) for one in visits.values()] == [2, 2, 2, 2, 1, 1, 1, 1]
     for number, prompt in enumerate(tiny.PROMPTS[:4]):
         unknown, visit = visits[prompt]
@@ -291,7 +279,7 @@ def test_a_function_reads_divergence_rewards_and_tokens(make_trainer):
         assert visit == Visit(1, pytest.approx(divergence / weight), rewards, 4 + more)
 
 
-def test_what_is_logged_of_rewards_is_of_what_was_generated(make_trainer):
+def test_what_is_logged_of_rewards_is_of_what_was_generated(trained):
     def odd_ones(row: dict[str, Any], last: Visit | None) -> bool:
         return last is None or tiny.PROMPTS.index(row["prompt"]) % 2 == 1
 
@@ -300,24 +288,24 @@ def test_what_is_logged_of_rewards_is_of_what_was_generated(make_trainer):
         return [1.0 + len(one) for one in completions]
 
     rewarded: list[str] = []
-    found = trained(make_trainer, prompt_weight_fn=odd_ones, **GROUPS | {"reward_funcs": noted, "max_steps": 4})
+    found = trained(prompt_weight_fn=odd_ones, **GROUPS | {"reward_funcs": noted, "max_steps": 4})
     assert len(rewarded) == 2 * 8 + 2 * 4
     assert "" not in rewarded
     assert tiny.logged(found, "frac_reward_zero_std") == [0.5, 0.5, 1, 1]
     assert tiny.logged(found, "reward") == [2.25, 2.25, 2, 2]
 
 
-def test_only_completions_that_are_generated_are_rewarded(make_trainer):
+def test_only_completions_that_are_generated_are_rewarded(trained):
     def counted(completions: list[str], **_: Any) -> list[float]:
         calls.append(len(completions))
         return [0.0] * len(completions)
 
     given = GROUPS | {"reward_funcs": counted, "max_steps": 2}
     calls: list[int] = []
-    logged = trained(make_trainer, skip_prompts=1e9, **GROUPS | {"reward_funcs": counted, "max_steps": 4})
+    logged = trained(skip_prompts=1e9, **GROUPS | {"reward_funcs": counted, "max_steps": 4})
     assert "counted, logged only" in repr(logged)
     assert calls == [8, 8], "in the second epoch all prompts are skipped"
-    reads = trained(make_trainer, prompt_weight_fn=lambda row, last: 1, **given)
+    reads = trained(prompt_weight_fn=lambda row, last: 1, **given)
     assert "logged only" not in repr(reads)
     assert calls == [8, 8, 8, 8]
 
@@ -346,22 +334,22 @@ def test_which_prompts_are_skipped(kind, visit, skips):
 @pytest.mark.parametrize(
     ("options", "warns"), [({"max_steps": 2}, True), ({"max_steps": 3}, False), ({"num_train_epochs": 1}, True)]
 )
-def test_a_training_in_which_no_prompt_comes_again_is_warned_of(make_trainer, caplog, options, warns):
+def test_training_in_which_no_prompt_comes_again_warns(make_trainer, caplog, options, warns):
     make_trainer(skip_prompts=0.1, **{**OPTIONS, "max_steps": -1, **options})
     assert ("skips prompts that come again, but in this training none does" in caplog.text) is warns
 
 
-def test_a_report_has_no_sample_of_a_skipped_prompt(make_trainer, tmp_path):
-    trained(make_trainer, prompt_weight_fn=after_the_first, report=True)
+def test_a_report_has_no_sample_of_a_skipped_prompt(trained, tmp_path):
+    trained(prompt_weight_fn=after_the_first, report=True)
     lines = (tmp_path / "report" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(line)["samples"] for line in lines]
     assert len(samples) == 2
     assert all(one["tokens"] for each in samples for one in each)
 
 
-def test_rows_that_differ_are_different_prompts(make_trainer):
+def test_rows_that_differ_are_different_prompts(trained):
     data = Dataset.from_dict({"prompt": ["a"] * 4, "privileged_context": ["b", "c", "b", "d"]})
-    found = trained(make_trainer, prompt_weight_fn=lambda row, last: 1, train_dataset=data, max_steps=1)
+    found = trained(prompt_weight_fn=lambda row, last: 1, train_dataset=data, max_steps=1)
     assert len(found.methods.get(Visits)._last) == 3
 
 
@@ -369,15 +357,14 @@ def test_rows_that_differ_are_different_prompts(make_trainer):
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_resumed_run_skips_as_an_uninterrupted_one(make_trainer, tmp_path, step):
+def test_a_resumed_run_skips_as_an_uninterrupted_one(trained, tmp_path, step):
     given = {
         **GROUPS, "skip_prompts": "flat_groups", "max_steps": 6, "save_strategy": "steps", "save_steps": 1,
         "optim": "adamw_torch", "shuffle_dataset": True,
     }  # fmt: skip
-    whole = trained(make_trainer, **given)
-    again = trained(make_trainer, resume=str(tmp_path / f"checkpoint-{step}"), **given)
-    for mine, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    whole = trained(**given)
+    again = trained(resume=str(tmp_path / f"checkpoint-{step}"), **given)
+    assert torch.equal(tiny.weights(again), tiny.weights(whole))
     assert again.methods.get(Visits)._last == whole.methods.get(Visits)._last
     assert again.methods.get(Visits).tokens_saved == whole.methods.get(Visits).tokens_saved > 0
     for name in ("prompts/skipped", "prompts/tokens_saved_total"):
@@ -386,61 +373,41 @@ def test_a_resumed_run_skips_as_an_uninterrupted_one(make_trainer, tmp_path, ste
     assert tiny.logged(whole, "prompts/skipped")[:2] == [0, 0], "another training begins without visits"
 
 
-def test_importance_weights_are_known_beside_skipped_rows(make_trainer, tmp_path):
+def test_importance_weights_are_known_beside_skipped_rows(trained, tmp_path):
     given = {"divergence": "sampled_reverse_kl", "max_completion_length": 16}
-    found = trained(make_trainer, rollout=Mirrored(tiny.config(tmp_path)), prompt_weight_fn=after_the_first, **given)
+    found = trained(rollout=Mirrored(tiny.config(tmp_path)), prompt_weight_fn=after_the_first, **given)
     assert tiny.logged(found, "importance/mean") == pytest.approx([1] * 4, rel=1e-4)
     assert tiny.logged(found, "prompts/skipped") == [0, 0, 0.25, 0.5]
 
 
-def test_a_prompt_with_images_is_skipped_with_them(make_trainer):
+def test_a_prompt_with_images_is_skipped_with_them(trained):
     def every_other(row: dict[str, Any], last: Visit | None) -> float:
         seen.append(last)
         return 1.0 if last is None else len(seen) % 2
 
     seen: list[Visit | None] = []
     given = {**vision_language.arguments(), "rollout": HFRollout(), "max_completion_length": 4}
-    found = trained(make_trainer, train_dataset=vision_language.rows([2, 1, 0, 1]), prompt_weight_fn=every_other,
+    found = trained(train_dataset=vision_language.rows([2, 1, 0, 1]), prompt_weight_fn=every_other,
                     **given, max_steps=2)  # fmt: skip
     assert tiny.logged(found, "prompts/skipped") == [0, 0.5]
     assert None not in seen[4:], "the pixels are the same, whatever the object"
 
 
-class CallsOnce(RolloutBackend):
-    """Calls the tool, then answers."""
-
-    def bind(self, trainer):
-        self.tokenizer = trainer.processing_class
-
-    def complete(self, prompt_ids, step):
-        call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
-        turns = ["four<|im_end|>" if "<tool_response>" in self.tokenizer.decode(ids) else call for ids in prompt_ids]
-        return self.tokenizer(turns)["input_ids"]
-
-
-def test_answers_of_tools_are_no_generated_tokens(make_trainer):
-    words = tiny.tokenizer()
-    words.chat_template = qwen3_chat_template
+def test_answers_of_tools_are_no_generated_tokens(trained):
+    words = tool_calls.words()
     found = trained(
-        make_trainer,
         Watching,
         model=tiny.qwen2(max_position_embeddings=4096),
         teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=4096),
         train_dataset=tiny.rows(4).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
         processing_class=words,
-        rollout=CallsOnce(),
+        rollout=tool_calls.CallsOnce(),
         tools=[tiny.add],
         max_completion_length=400,
         max_steps=3,
         prompt_weight_fn=lambda row, last: last is None or last.skipped or len(row["prompt"][0]["content"]) > 5,
     )
-    generated = len(
-        words('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>')["input_ids"]
-    )
+    generated = sum(map(len, words([tool_calls.CALL, "four<|im_end|>"])["input_ids"]))
     assert tiny.logged(found, "prompts/skipped") == [0, 0.5, 0]
-    assert tiny.logged(found, "prompts/tokens_saved") == [
-        0,
-        2 * (generated + len(words("four<|im_end|>")["input_ids"])),
-        0,
-    ]
+    assert tiny.logged(found, "prompts/tokens_saved") == [0, 2 * generated, 0]
     assert found.read == [4, 2, 4]

@@ -31,7 +31,7 @@ def test_the_host_waits_once_per_step_between_forward_and_backward(make_trainer)
     assert device_waits.of_each_micro_batch(trainer) == [[], ["tolist"]] * 2
 
 
-def test_weights_are_copied_to_the_host_once_per_step_unless_changed(make_trainer):
+def test_unchanged_weights_are_copied_to_host_once_per_step(make_trainer):
     """To copy them in each micro-batch waits for the backward pass of the one before it."""
 
     class Changed(OPSDTrainer):

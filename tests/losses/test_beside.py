@@ -89,7 +89,7 @@ def test_the_target_is_the_teachers_distribution_moved_away(make_pair):
 
 
 @pytest.mark.parametrize("excludes", [False, True])
-def test_differences_are_limited_only_where_a_bias_may_exclude_a_token(make_pair, excludes):
+def test_differences_are_limited_only_where_bias_may_exclude_tokens(make_pair, excludes):
     student, teacher = make_pair()
     bias = torch.zeros(37).index_fill(0, torch.tensor([0, 5]), -torch.inf) if excludes else None
     teacher, other = (
@@ -133,7 +133,7 @@ def test_each_model_costs_one_product(make_pair, gradients, case, products):
     assert counter.get_total_flops() == 3 * STUDENT + TEACHER + products
 
 
-def test_a_target_that_is_a_sum_costs_nothing_but_its_product(make_pair, gradients):
+def test_target_that_is_a_sum_costs_only_its_product(make_pair, gradients):
     def operations(*beside):
         with Operations() as ran:
             gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), chunk_tokens=8, beside=beside)
@@ -183,7 +183,7 @@ def peak_bytes(compute):
 
 
 @pytest.mark.parametrize(("vocabulary", "chunk"), [(2048, 128), (4096, 96)])
-def test_memory_grows_by_the_tiles_of_models_that_are_not_added_up(make_pair, gradients, vocabulary, chunk):
+def test_memory_grows_by_tiles_of_models_not_added_up(make_pair, gradients, vocabulary, chunk):
     """What `trl-opsd plan` counts."""
 
     def peak(*beside):

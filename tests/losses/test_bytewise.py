@@ -73,7 +73,7 @@ def test_values_and_gradients_equal_the_dense_ones(divergence, chunk_tokens, bia
 
 @pytest.mark.parametrize("chunk_tokens", [None, 3])
 @pytest.mark.parametrize("spread", [1.0, 12.0])
-def test_ranges_of_many_blocks_are_as_exact_however_small_their_probability(chunk_tokens, spread):
+def test_ranges_of_many_blocks_are_exact_however_improbable(chunk_tokens, spread):
     vocabulary = wide_vocabulary()
     ids, student = drawn(vocabulary, 10, 10, spread=spread)
     least = logits_of(student)[:, : len(vocabulary.texts)].log_softmax(-1).gather(1, ids[:, None]).min()
@@ -180,7 +180,7 @@ def _first_bytes(probs, vocabulary):
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
-def test_a_step_costs_three_products_with_the_students_head_and_one_with_the_teachers(chunk_tokens):
+def test_step_costs_three_student_products_and_one_teacher_product(chunk_tokens):
     vocabulary = small_vocabulary()
     tokens, width, rows = 64, 512, len(vocabulary.texts)
     ids = torch.randint(1, rows - 1, (tokens,), generator=torch.Generator().manual_seed(0))
@@ -217,7 +217,7 @@ class BetweenDevices(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chunk_tokens", [20, 64])
-def test_indices_are_copied_to_a_device_once_for_all_tiles_and_nothing_waits(monkeypatch, chunk_tokens):
+def test_indices_are_copied_once_for_all_tiles_without_waiting(monkeypatch, chunk_tokens):
     """A device without numbers raises where the host needs one."""
     monkeypatch.setattr(byte_ranges, "has_streams", lambda device: False)
     monkeypatch.setattr(byte_ranges, "_product_dtype", lambda side: torch.float32)  # there is no autocast on it
@@ -236,7 +236,7 @@ def test_indices_are_copied_to_a_device_once_for_all_tiles_and_nothing_waits(mon
     assert watch.found == {("aten::_to_copy", True): 1}
 
 
-def test_gradients_of_several_tiles_are_multiplied_into_the_heads_at_once(monkeypatch):
+def test_gradients_of_several_tiles_meet_the_heads_at_once(monkeypatch):
     """As where products of low precision end in float32: here both are float64, which no rounding hides behind."""
     products = []
 

@@ -140,7 +140,7 @@ class TestProducts:
         reduce(per_token, torch.ones(2, 3), num_items=torch.tensor(11)).loss.backward()
         assert seen == [(0,)]
 
-    def test_the_head_is_cast_once_per_call_and_not_per_tile(self, make_pair):
+    def test_head_is_cast_once_per_call_not_per_tile(self, make_pair):
         casts = []
 
         class Casts(TorchDispatchMode):
@@ -207,7 +207,7 @@ class TestMemory:
         products = [shape[0] for shape in ran.shapes if shape[1] == 152064]
         assert products == [tile for tile in tiles for _ in range(2)]
 
-    def test_with_a_frozen_head_backward_keeps_no_tensor_of_the_teacher(self, make_pair):
+    def test_frozen_head_keeps_no_teacher_tensor_for_backward(self, make_pair):
         student, teacher = make_pair()
         student.hidden.requires_grad_()
         divergence = streamed_divergence(student, teacher, ForwardKL()).divergence

@@ -172,7 +172,7 @@ class TestChoice:
         monkeypatch.setattr("trl_opsd.losses.elementwise.find_spec", lambda name: None)
         assert step_for(ForwardKL(), None, CPU) is eager_
 
-    def test_a_kernel_that_fails_to_compile_warns_and_is_not_chosen(self, kernel):
+    def test_kernel_that_fails_to_compile_warns_and_is_unused(self, kernel):
         def fails(*args):
             raise RuntimeError("Failed to find C compiler.")
 

@@ -51,7 +51,7 @@ def test_values_entropy_and_gradients_equal_trls(make_pair, gradients, divergenc
 @pytest.mark.parametrize(
     ("divergence", "beta"), [(ForwardKL(), 0.0), (ReverseKL(), 1.0), (GeneralizedJSD(0.5), 0.5)], ids=repr
 )
-def test_rounding_over_a_large_vocabulary_is_as_small_as_in_trl(make_pair, gradients, divergence, beta):
+def test_rounding_over_large_vocabularies_is_as_small_as_trls(make_pair, gradients, divergence, beta):
     pair = make_pair(8, 50_021)
     _, truth = gradients(dense_divergence, pair, divergence)
     _, ours = gradients(streamed_divergence, pair, divergence)

@@ -82,7 +82,7 @@ def naive(values, entropies, weights, lengths):
     return torch.tensor(rows)
 
 
-def test_values_are_summed_by_place_and_where_the_student_is_least_certain():
+def test_values_are_summed_by_place_and_at_least_certainty():
     generator = torch.Generator().manual_seed(0)
     lengths = [43, 1, 7, 10, 30, 0, 43]
     real = (torch.arange(43) < torch.tensor(lengths)[:, None]).long()
@@ -98,7 +98,7 @@ def test_values_are_summed_by_place_and_where_the_student_is_least_certain():
 
 
 @pytest.mark.parametrize(("num_items", "loss"), [(None, 2.0), (14, 0.5), (torch.tensor(28), 0.25)])
-def test_the_loss_is_divided_by_the_weights_of_the_whole_step(num_items, loss):
+def test_loss_is_divided_by_weights_of_the_whole_step(num_items, loss):
     tokens = per_token([1.0, 2.0, 4.0])
     parts = reduce(tokens, WEIGHTS, num_items)
     parts.loss.backward()
@@ -107,7 +107,7 @@ def test_the_loss_is_divided_by_the_weights_of_the_whole_step(num_items, loss):
 
 
 @pytest.mark.parametrize("num_items", [None, 5])
-def test_a_micro_batch_without_tokens_has_zero_loss_and_a_gradient(num_items):
+def test_micro_batch_without_tokens_has_zero_loss_with_gradient(num_items):
     tokens = per_token([])
     parts = reduce(tokens, torch.zeros(2, 3), num_items, torch.ones(2, 3))
     parts.loss.backward()

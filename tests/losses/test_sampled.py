@@ -114,7 +114,7 @@ class TestEqualsTheOracle:
         assert found.divergence[3].isfinite()
 
 
-def test_the_mean_of_the_policy_gradient_is_the_gradient_of_the_reverse_kl():
+def test_mean_policy_gradient_is_the_reverse_kl_gradient():
     """Over all tokens of a small vocabulary, by their probabilities; also if another policy has sampled them."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = 7

@@ -304,7 +304,7 @@ class TestExtremes:
             gradients(streamed_divergence, pair, divergence), gradients(dense_divergence, pair, divergence), **CLOSE
         )
 
-    def test_columns_side_by_side_excluded_by_the_student_alone_give_no_nan(self, make_pair, gradients):
+    def test_adjacent_columns_the_student_alone_excludes_give_no_nan(self, make_pair, gradients):
         """A thread of the kernel has eight of them, and so no other."""
         student, teacher = make_pair()
         bias = torch.zeros(37).index_fill(0, torch.arange(8, 24), -torch.inf)
@@ -334,7 +334,7 @@ class TestExtremes:
 
     @pytest.mark.parametrize("temperature", [0.01, 1.0, 1000.0])
     @pytest.mark.parametrize("spread", [0.0, 1e-3])
-    def test_equal_logits_of_the_teacher_are_told_from_nearly_equal_ones(self, make_pair, temperature, spread):
+    def test_equal_teacher_logits_are_told_from_nearly_equal_ones(self, make_pair, temperature, spread):
         """Spread by 1e-3 over 5,000 ids, the entropy is less than 1e-6 nats from that of equal logits."""
         student, teacher = make_pair(vocabulary=5000, rich=True)
         head = replace(teacher.head, weight=teacher.head.weight * spread, bias=torch.full((5000,), 0.3))
@@ -343,7 +343,7 @@ class TestExtremes:
             assert compute(*pair, ReverseKL()).teacher_uniform.tolist() == [spread == 0] * 7
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_a_head_of_equal_rows_gives_equal_logits_in_any_precision(self, make_pair, dtype):
+    def test_equal_rows_of_heads_give_equal_logits_in_any_precision(self, make_pair, dtype):
         student, teacher = make_pair(vocabulary=5000)
         head = replace(teacher.head, weight=teacher.head.weight[:1].expand(5000, -1).contiguous().to(dtype))
         same = streamed_divergence(student, replace(teacher, hidden=teacher.hidden.to(dtype), head=head), ReverseKL())

@@ -79,7 +79,7 @@ def test_positions_leave_out_the_padding_around_a_row_only():
     assert positions(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 1, 1, 1], [0, 0, 1, 2, 2], [0] * 5, [0, 1, 2, 3, 4]]
 
 
-def test_a_masked_token_between_others_is_refused_where_rows_are_read_without_padding():
+def test_masked_token_between_others_is_refused_without_padding():
     holed = rollout()
     holed.completion_mask[0, 1] = 0
     hidden = completion_hidden(tiny.qwen2().eval(), holed)

@@ -73,7 +73,7 @@ def test_few_rows_are_grouped_as_the_best_of_all_ways(packed):
         assert found <= (1.25 if packed else 1.0) * best, (lengths, found, best)
 
 
-def test_padded_groups_are_of_similar_lengths_and_packed_ones_of_similar_sums():
+def test_padded_groups_share_lengths_and_packed_ones_sums():
     lengths = [1, 100, 2, 99, 3, 98]
     assert equal_groups(lengths, 3) == [[1, 3], [5, 4], [2, 0]]
     assert [sum(lengths[row] for row in group) for group in equal_groups(lengths, 3, packed=True)] == [101, 101, 101]

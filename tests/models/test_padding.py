@@ -77,7 +77,7 @@ class TestProof:
     def test_rows_are_padded_only_where_padding_changes_nothing(self, read, reading):
         assert prove_reading(read, 300, CPU, (32, 64), "student (X)") == reading
 
-    def test_rows_that_change_each_other_are_read_one_at_a_time(self):
+    def test_rows_that_change_each_other_are_read_alone(self):
         def alone_only(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
             return states(ids, mask, positions) * len(ids)
 
@@ -91,12 +91,12 @@ class TestProof:
             (mixes_rows, r"if more tokens follow"),
         ],
     )
-    def test_a_model_that_no_batching_makes_exact_is_refused_with_the_difference(self, read, message):
+    def test_model_that_no_batching_makes_exact_is_refused(self, read, message):
         with pytest.raises(ValueError, match=message):
             prove_reading(read, 300, CPU, (), "student (X)")
 
     @pytest.mark.parametrize("make", [tiny.qwen2, tiny.gpt2, tiny.gemma2])
-    def test_a_sound_model_is_proved_in_three_passes_without_random_numbers(self, make):
+    def test_sound_model_is_proved_in_three_passes(self, make):
         model, passes = make().train(), []
         model.base_model.register_forward_pre_hook(
             lambda module, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -191,7 +191,7 @@ class TestReading:
             assert largest_gap(model, ALONE) < 1e-5
 
     @pytest.mark.parametrize(("make", "looks"), [(tiny.gpt2, True), (tiny.qwen2, False)])
-    def test_a_model_that_looks_for_padding_where_there_is_no_mask_gets_one(self, make, looks, caplog):
+    def test_model_that_looks_for_padding_without_mask_gets_one(self, make, looks, caplog):
         model = make()
         model.config.pad_token_id = 0
         reading = Probed(model, "student").prove(PADDING).reading
@@ -230,9 +230,7 @@ class TestPacking:
         monkeypatch.setattr(backbone, "BLOCK_TOKENS", 30)
         return calls
 
-    def test_without_a_kernel_for_it_a_pass_has_few_tokens_and_its_states_and_gradients_are_those_of_rows_alone(
-        self, passes
-    ):
+    def test_small_packed_passes_equal_rows_alone(self, passes):
         model, gradients = tiny.qwen2(), []
         weights = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
@@ -247,27 +245,27 @@ class TestPacking:
                 assert passes == [(30, True)] * 2 + [(24, False)] * 2 + [(12, False)] * 2, "two layers each"
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
 
-    def test_a_kernel_for_packed_rows_gets_all_of_them_at_once(self, passes, monkeypatch):
+    def test_kernel_for_packed_rows_gets_all_at_once(self, passes, monkeypatch):
         monkeypatch.setattr(backbone, "has_varlen", lambda model: True)
         with torch.no_grad():
             assert largest_gap(tiny.qwen2(), PACKED) < 1e-5
         assert passes[:2] == [(66, True)] * 2
 
     @pytest.mark.parametrize("costs", [False, True])
-    def test_a_teacher_whose_passes_copy_its_weights_pads_rows_instead_of_reading_them_in_small_blocks(self, costs):
+    def test_teacher_whose_passes_copy_weights_pads_rows_instead(self, costs):
         class Placed(Resident):
             passes_cost = costs
 
         teacher = FrozenTeacher(Placed(tiny.qwen2(), CPU), padding_free=True)
         assert teacher.reading.packed is not costs
 
-    def test_a_training_compares_no_more_tokens_than_that_and_has_the_losses_of_padded_rows(self, passes, make_trainer):
+    def test_training_in_small_blocks_has_losses_of_padded_rows(self, passes, make_trainer):
         losses = []
         for packed in (True, False):
             trainer = make_trainer(padding_free=packed, max_steps=2, per_device_train_batch_size=8)
             passes.clear()
             trainer.train()
-            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+            losses.append(tiny.logged(trainer, "loss"))
             assert not packed or max(tokens for tokens, is_masked in passes if is_masked) <= 30
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         assert len(losses[0]) == 2
@@ -293,7 +291,7 @@ def test_a_mask_is_passed_only_where_it_changes_something(read, needs_mask):
 
 class TestTrainer:
     @pytest.mark.parametrize("masks_some", [False, True])
-    def test_rows_are_read_without_a_mask_unless_tokens_inside_are_masked(self, make_trainer, monkeypatch, masks_some):
+    def test_rows_are_read_unmasked_unless_tokens_inside_are_masked(self, make_trainer, monkeypatch, masks_some):
         calls = []
         attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -317,17 +315,16 @@ class TestTrainer:
         assert len(calls) >= 4
         assert set(calls[-4:]) == {(masks_some, not masks_some)}, "teacher and student"
 
-    def test_padding_is_proved_for_student_teacher_and_own_teacher(self, make_trainer):
+    def test_padding_is_proved_for_student_teacher_and_own_teacher(self, make_trainer, trained):
         trainer = make_trainer(model=bart(), teacher_model=longrope())
         assert (trainer.reading, trainer.teacher.reading) == (BY_LENGTH, Reading(16))
         trainer.train()
-        own = make_trainer(
+        own = trained(
             model=bart(),
             teacher_model=None,
             teacher_model_kind="live",
             train_dataset=tiny.rows().add_column("privileged_context", ["hint"] * 8),
         )
-        own.train()
         assert own.teacher.reading == own.reading == BY_LENGTH
 
     @pytest.mark.parametrize("make", [bart, longrope])

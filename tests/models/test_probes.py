@@ -51,7 +51,7 @@ def test_examination_goes_on_and_skips_what_a_failure_would_repeat():
     ]
 
 
-def test_subjects_own_errors_say_what_it_cannot_do_and_the_remedy():
+def test_errors_of_the_subject_itself_name_the_remedy():
     with pytest.raises(ValueError, match=r"^The model cannot read, TypeError: no mask\. Use another\.$"):
         require([explained(TypeError("no mask"))], "The model")
 

@@ -31,12 +31,11 @@ def test_a_student_that_passes_no_gradient_is_refused(make_trainer, lora):
         make_trainer(model=student, peft_config=adapter)
 
 
-def test_a_student_with_only_a_trainable_head_is_trained(make_trainer):
+def test_a_student_with_only_a_trainable_head_is_trained(trained):
     student = tiny.qwen2()
     student.model.requires_grad_(False)
     before = student.lm_head.weight.detach().clone()
-    trainer = make_trainer(model=student)
-    trainer.train()
+    trainer = trained(model=student)
     assert not torch.equal(trainer.model.lm_head.weight, before)
 
 

@@ -13,7 +13,7 @@ from environments import worlds
 from peft import LoraConfig
 from support import forks, tiny, vision_language
 from support.mirror_engine import BYTES, Mirrored
-from support.streamed_rollout import Apart
+from support.rollouts import Apart
 from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
@@ -238,11 +238,10 @@ class SeeingApart(Apart):
         return [[7, 8, 2] for _ in prompt_ids]
 
 
-def test_images_of_rows_that_are_generated_ahead_count_in_their_own_step(make_trainer):
+def test_images_of_rows_generated_ahead_count_in_their_step(trained):
     rows = vision_language.rows([1, 1, 2, 2])
-    trainer = make_trainer(train_dataset=rows, rollout=SeeingApart({}), overlap="ahead", max_steps=2,
+    trainer = trained(train_dataset=rows, rollout=SeeingApart({}), overlap="ahead", max_steps=2,
                            shuffle_dataset=False, **vision_language.arguments())  # fmt: skip
-    trainer.train()
     assert tiny.logged(trainer, "images/mean") == [1, 2]
 
 
@@ -287,7 +286,7 @@ def test_divergences_by_position_average_to_the_mean(make_trainer):
     assert min(tenths) < row["divergence/high_entropy"] != row["divergence/mean"]
 
 
-def test_every_metric_in_the_source_has_a_row_in_the_table():
+def test_every_metric_in_source_has_a_table_row():
     """Includes those of configurations that are not trained here."""
     package = Path(trl_opsd.__file__).parent
     source = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "metrics.py")
@@ -307,10 +306,9 @@ class Counting(OPSDTrainer):
         return super().complete(prompt_ids)
 
 
-def test_each_evaluation_dataset_has_its_own_metric_names(make_trainer):
+def test_each_evaluation_dataset_has_its_own_metric_names(trained):
     sets = {"short": tiny.rows(4), "long": tiny.rows(6)}
-    trainer = make_trainer(cls=Counting, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=1)
-    trainer.train()
+    trainer = trained(cls=Counting, eval_dataset=sets, eval_strategy="steps", eval_steps=1, max_steps=1)
     logs = [row for row in trainer.state.log_history if any(name.startswith("eval_") for name in row)]
     for row, (name, other) in zip(logs, [("short", "long"), ("long", "short")], strict=True):
         assert {"epoch", "step"} == {key for key in row if not key.startswith(f"eval_{name}_")}
@@ -371,11 +369,10 @@ def test_predict_of_several_datasets_is_refused(make_trainer):
         make_trainer().predict({"a": tiny.rows(2)})
 
 
-def test_summary_covers_steps_after_the_last_log(make_trainer):
+def test_summary_covers_steps_after_the_last_log(trained):
     options = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     for given in ({}, {**options, "eval_dataset": tiny.rows(2)}):
-        trainer = make_trainer(**{**options, "eval_strategy": "no", **given})
-        trainer.train()
+        trainer = trained(**{**options, "eval_strategy": "no", **given})
         *_, summary = trainer.state.log_history
         assert summary["step"] == 3
         assert {"train_runtime", "divergence/mean", "completions/mean_length", "time/complete"} <= set(summary)

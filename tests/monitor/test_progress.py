@@ -72,7 +72,7 @@ def test_other_processes_show_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_bar_names_the_phase_that_runs_in_a_terminal_only(monkeypatch, capsys):
+def test_bar_names_the_running_phase_in_a_terminal_only(monkeypatch, capsys):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

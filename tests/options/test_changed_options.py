@@ -35,7 +35,7 @@ LATE = "when the trainer was built, and its new value"
         ({"label_smoothing_factor": 0.1}, "has no effect"),
     ],
 )
-def test_an_option_changed_to_a_bad_value_is_refused_by_the_trainer(make_trainer, tmp_path, change, message):
+def test_trainer_refuses_option_changed_to_a_bad_value(make_trainer, tmp_path, change, message):
     args = tiny.config(tmp_path)
     for name, value in change.items():
         setattr(args, name, value)
@@ -137,7 +137,7 @@ def test_option_changed_after_construction_is_refused(make_trainer, name, value,
             run()
 
 
-def test_a_change_in_the_middle_of_a_training_is_refused_before_the_next_rollout(make_trainer):
+def test_change_within_training_is_refused_before_next_rollout(make_trainer):
     class Longer(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             args.max_completion_length += 8
@@ -163,13 +163,12 @@ def test_a_change_in_the_middle_of_a_training_is_refused_before_the_next_rollout
     ],
     ids=lambda change: ", ".join(change),
 )
-def test_options_that_are_read_later_may_be_changed_before_training(make_trainer, change):
+def test_options_that_are_read_later_may_be_changed_before_training(make_trainer, trained, change):
     late = make_trainer()
     for name, value in change.items():
         setattr(late.args, name, value)
     late.train()
-    early = make_trainer(**change)
-    early.train()
+    early = trained(**change)
     assert late.state.global_step == early.state.global_step
     pairs = zip(late.model.parameters(), early.model.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -217,15 +216,13 @@ def test_option_read_at_train_cannot_change_within_it(make_trainer, name, value,
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 0.5), ("nonfinite", "skip"), ("save_total_limit", 1)])
-def test_option_read_each_step_may_change_within_a_training(make_trainer, name, value):
-    trainer = make_trainer(callbacks=[Changing(name, value)])
-    trainer.train()
+def test_option_read_each_step_may_change_within_a_training(trained, name, value):
+    trainer = trained(callbacks=[Changing(name, value)])
     assert trainer.state.global_step == 3
 
 
-def test_accumulation_may_be_changed_between_two_trainings(make_trainer):
-    trainer = make_trainer(rollout=Counting(), max_steps=1)
-    trainer.train()
+def test_accumulation_may_be_changed_between_two_trainings(trained):
+    trainer = trained(rollout=Counting(), max_steps=1)
     trainer.args.gradient_accumulation_steps = 3
     trainer.train()
     assert trainer.rollout.asked == [2, 6]

@@ -246,7 +246,7 @@ def test_other_weights_or_prompts_of_the_teacher_do_not_warn(make_trainer, caplo
 
 
 @pytest.mark.quick
-def test_an_id_and_the_folder_of_its_snapshot_are_the_same_weights(tmp_path, monkeypatch):
+def test_an_id_and_its_snapshots_folder_are_same_weights(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--some--model" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     tiny.qwen2().config.save_pretrained(snapshot)
@@ -314,7 +314,7 @@ def test_optimizer_of_all_trained_parameters_does_not_warn(make_trainer, caplog)
         {"per_device_train_batch_size": 8},
     ],
 )
-def test_a_trainer_that_only_evaluates_may_be_frozen_and_have_zeros(make_trainer, options):
+def test_trainer_that_only_evaluates_may_be_frozen(make_trainer, options):
     trainer = make_trainer(
         model=tiny.qwen2().requires_grad_(False), train_dataset=None, eval_dataset=tiny.rows(), **options
     )

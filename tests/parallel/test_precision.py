@@ -288,22 +288,20 @@ MIXED = {
         ("teacher_model", "a layer in float16"),
     ],
 )
-def test_mixed_weight_dtypes_are_refused_unless_autocast_is_on(make_trainer, role, change):
+def test_mixed_weight_dtypes_are_refused_unless_autocast_is_on(make_trainer, trained, role, change):
     called = {"model": "student", "teacher_model": "teacher"}[role]
     with pytest.raises(ValueError, match=rf"The {called} .* has weights of dtypes .* in bfloat16 \('"):
         make_trainer(**{role: mixed(MIXED[change])})
     given = {"rollout": HFRollout(), "bf16": True, "max_steps": 1, "max_completion_length": 8}
-    trainer = make_trainer(WatchedTrainer, **{role: mixed(MIXED[change])}, **given)
-    trainer.train()
+    trainer = trained(WatchedTrainer, **{role: mixed(MIXED[change])}, **given)
     assert trainer.dtypes() == dict.fromkeys(PHASES, BF16)
 
 
-def test_a_float32_head_is_multiplied_in_float32_without_autocast(make_trainer):
+def test_a_float32_head_is_multiplied_in_float32_without_autocast(trained):
     """Without autocast, only a model that widens its hidden states itself can have such a head."""
     teacher = mixed(MIXED["head"])
     teacher.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-    trainer = make_trainer(WatchedTrainer, teacher_model=teacher, max_steps=1)
-    trainer.train()
+    trainer = trained(WatchedTrainer, teacher_model=teacher, max_steps=1)
     assert trainer.dtypes()["loss"] == ["bfloat16", "float32"]  # the teacher's hidden states; all else
 
 
@@ -334,10 +332,9 @@ def test_trained_float16_weights_are_refused(make_trainer, bf16):
         make_trainer(model=tiny.qwen2().half(), bf16=bf16)
 
 
-def test_an_adapter_on_float16_weights_learns(make_trainer):
+def test_an_adapter_on_float16_weights_learns(trained):
     lora = LoraConfig(r=4, target_modules="all-linear")
-    trainer = make_trainer(model=tiny.qwen2().half(), peft_config=lora, learning_rate=1e-2)
-    trainer.train()
+    trainer = trained(model=tiny.qwen2().half(), peft_config=lora, learning_rate=1e-2)
     losses = tiny.logged(trainer, "loss")
     assert losses[-1] == losses[-1] != losses[0]
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
@@ -348,7 +345,7 @@ LOST = r"(\d+)% of the student's trainable weights would not change in a step of
 
 @pytest.mark.quick
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
-def test_learning_rate_lost_in_bfloat16_warns_with_the_share_that_stays(make_trainer, rate):
+def test_learning_rate_lost_in_bfloat16_warns_with_the_share(make_trainer, rate):
     with pytest.warns(UserWarning, match=LOST) as warned:
         trainer = make_trainer(model=tiny.qwen2().bfloat16(), learning_rate=rate, weight_decay=0.0, max_steps=1)
     (said,) = (int(found[1]) for one in warned if (found := re.match(LOST, str(one.message))))

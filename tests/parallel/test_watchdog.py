@@ -25,9 +25,8 @@ class SlowToRead(OPSDTrainer):
 
 
 @pytest.mark.quick
-def test_slow_phase_is_reported_with_stacks(make_trainer, capfd):
-    trainer = make_trainer(SlowToRead, phase_timeout=0.2, max_steps=2)
-    trainer.train()
+def test_slow_phase_is_reported_with_stacks(trained, capfd):
+    trainer = trained(SlowToRead, phase_timeout=0.2, max_steps=2)
     assert trainer.state.global_step == 2, "it only reports"
     printed = capfd.readouterr().err
     assert printed.count("Rank 0 has been in phase 'teach' for 0.2 seconds (`phase_timeout`). It keeps running") == 1
@@ -39,9 +38,8 @@ def test_slow_phase_is_reported_with_stacks(make_trainer, capfd):
     assert capfd.readouterr().err == "", "no timer is left armed"
 
 
-def test_phases_below_timeout_are_not_reported(make_trainer, capfd):
-    trainer = make_trainer(phase_timeout=60.0, max_steps=1, save_strategy="steps", save_steps=1)
-    trainer.train()
+def test_phases_below_timeout_are_not_reported(trained, capfd):
+    trained(phase_timeout=60.0, max_steps=1, save_strategy="steps", save_steps=1)
     assert "in phase" not in capfd.readouterr().err
     for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
         timer.join(10)  # one that was cancelled ends at once, on a busy machine a little later

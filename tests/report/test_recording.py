@@ -72,22 +72,13 @@ def test_every_token_has_numbers_of_both_models(make_trainer, tmp_path, divergen
 
 
 @pytest.mark.quick
-def test_report_does_not_change_the_training(make_trainer, tmp_path):
-    def trained(report: bool):
-        trainer = make_trainer(
-            report=report,
-            logging_steps=1,
-            gradient_accumulation_steps=2,
-            output_dir=str(tmp_path / str(report)),
-            **EVALUATES,
-        )
-        trainer.train()
-        return trainer
-
-    plain, recorded = trained(False), trained(True)
-    for one, other in zip(plain.model.parameters(), recorded.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    losses = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in (plain, recorded)]
+def test_report_does_not_change_the_training(trained, tmp_path):
+    options = {"logging_steps": 1, "gradient_accumulation_steps": 2, **EVALUATES}
+    plain, recorded = (
+        trained(report=report, output_dir=str(tmp_path / str(report)), **options) for report in (False, True)
+    )
+    assert torch.equal(tiny.weights(plain), tiny.weights(recorded))
+    losses = [tiny.logged(one, "loss") for one in (plain, recorded)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
     assert not list((tmp_path / "False").glob("report*"))
@@ -137,7 +128,7 @@ def test_resumed_run_continues_report_and_new_run_replaces_it(make_trainer, tmp_
     ] == 2
 
 
-def test_evaluation_before_training_joins_its_report_and_second_training_replaces_it(make_trainer, tmp_path):
+def test_evaluation_joins_next_training_and_second_training_replaces_it(make_trainer, tmp_path):
     make_trainer(report=True, max_steps=1).train()
     trainer = make_trainer(report=True, eval_dataset=tiny.rows(2))
     trainer.evaluate()
@@ -192,15 +183,14 @@ def test_each_sample_names_its_teacher(make_trainer, tmp_path):
     assert max(same) < 1e-5 < min(other)
 
 
-def test_images_are_recorded_small_and_prompts_that_differ_in_them_alone_are_kept(make_trainer, tmp_path):
+def test_images_are_recorded_small_and_tell_prompts_apart(trained, tmp_path):
     colours = [["red"], [], ["lime", "blue"], ["yellow"]]
     images = [[Image.new("RGB", (400, 100), one) for one in each] for each in colours]
     prompts = [[{"role": "user", "content": "Which colour?"}]] * 4
     features = Features({"prompt": vision_language.rows([0]).features["prompt"], "images": List(ImageFeature())})
     rows = Dataset.from_dict({"prompt": prompts, "images": images}, features=features)
-    trainer = make_trainer(report=True, train_dataset=rows, rollout=HFRollout(), max_completion_length=4,
+    trained(report=True, train_dataset=rows, rollout=HFRollout(), max_completion_length=4,
                            **{**EVALUATES, "eval_dataset": rows}, **vision_language.arguments())  # fmt: skip
-    trainer.train()
     first, *_, last = (one for one in recorded_in(tmp_path) if one.split == "eval")
     for found in (first, last):
         images = [[Image.open(BytesIO(b64decode(one))) for one in sample.images] for sample in found.samples]
@@ -219,7 +209,7 @@ def test_images_are_recorded_small_and_prompts_that_differ_in_them_alone_are_kep
     assert "<img" in of_training
 
 
-def test_tokens_outside_loss_have_no_divergence_and_long_completions_are_cut(make_trainer, tmp_path):
+def test_tokens_outside_loss_have_no_divergence(make_trainer, tmp_path):
     long = [5 + place % 90 for place in range(TOKENS + 20)]
     rollout = FixedRollout(dict.fromkeys(tiny.recorded(tiny.tokenizer()), long))
     trainer = make_trainer(report=True, eval_dataset=tiny.rows(1), max_completion_length=TOKENS + 20, rollout=rollout)
@@ -290,9 +280,8 @@ def test_trajectory_is_recorded_by_turn_however_long_an_answer_is(make_trainer, 
         assert token.divergence == pytest.approx(nats.item(), rel=2e-3)
 
 
-def test_unwritable_report_does_not_stop_training(make_trainer, tmp_path, caplog):
+def test_unwritable_report_does_not_stop_training(trained, tmp_path, caplog):
     (tmp_path / "report").write_text("a file is in the way")
-    trainer = make_trainer(report=True, logging_steps=1)
-    trainer.train()
+    trainer = trained(report=True, logging_steps=1)
     assert trainer.state.global_step == 3
     assert caplog.text.count("the rest of this training is not recorded") == 1

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from support import tiny
+from support.rollouts import Numbered
 from tokenizers import AddedToken
 
-from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd import OPSDTrainer
 from trl_opsd.data.outcomes import Outcome, texts_of
 
 WORDS = tiny.tokenizer()
@@ -19,19 +19,9 @@ REWARDS = [1 / 3, 1.0, 5 / 3, 2 / 3]
 """Of the completions of each prompt."""
 
 
-class Numbered(RolloutBackend):
-    """Writes the number of a completion within its prompt, and characters, as many as its reward has thirds."""
-
-    def bind(self, trainer):
-        """Nothing is needed."""
-
-    def complete(self, prompt_ids, step):
-        count: dict[tuple[int, ...], int] = defaultdict(int)
-        texts = []
-        for ids in map(tuple, prompt_ids):
-            texts.append(f"{count[ids]}{'x' * round(3 * REWARDS[count[ids]] - 1)}<|im_end|>")
-            count[ids] += 1
-        return WORDS(texts)["input_ids"]
+def numbered(prompt: str, which: int) -> str:
+    """The number of a completion within its prompt, and characters, as many as its reward has thirds."""
+    return f"{which}{'x' * round(3 * REWARDS[which] - 1)}"
 
 
 def thirds(completions: list[str], **_: Any) -> list[float]:
@@ -57,16 +47,14 @@ class Keeping(OPSDTrainer):
         return super().compare(student, rollout, targets, num_items)
 
 
-def trained(make_trainer, cls: type = Keeping, **given: Any) -> Any:
+@pytest.fixture
+def trained(trained):
     options = {
         "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1, "shuffle_dataset": False,
         "optim": "sgd", "divergence": "forward_kl", "learning_rate": 1e-2, "max_grad_norm": 1e9,
+        "reward_funcs": thirds, "train_dataset": tiny.rows(),
     }  # fmt: skip
-    trainer = make_trainer(
-        cls, **{"reward_funcs": thirds, "rollout": Numbered(), "train_dataset": tiny.rows(), **options, **given}
-    )
-    trainer.train()
-    return trainer
+    return lambda cls=Keeping, **given: trained(cls, **{"rollout": Numbered(numbered), **options, **given})
 
 
 def log(trainer: Any) -> dict[str, float]:
@@ -78,8 +66,8 @@ GATES = {1.0: [0, 1, 1, 0], "reward": REWARDS, "advantage": ADVANTAGES.clamp(min
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_rows_count_by_their_reward(make_trainer, gate):
-    gated = trained(make_trainer, reward_gate=gate)
+def test_rows_count_by_their_reward(trained, gate):
+    gated = trained(reward_gate=gate)
     assert gated.gates == pytest.approx(GATES[gate] * 2)
     assert log(gated)["gate/mean"] == pytest.approx(sum(GATES[gate]) / 4)
 
@@ -89,36 +77,35 @@ def test_rows_count_by_their_reward(make_trainer, gate):
         def weigh(self, rollout, rows, targets):
             return rollout.weights * torch.tensor(GATES[gate] * 2)[:, None]
 
-    by_hand = trained(make_trainer, Weighing)
+    by_hand = trained(Weighing)
     assert log(gated)["loss"] == pytest.approx(log(by_hand)["loss"], abs=1e-6)
-    for mine, other in zip(gated.model.parameters(), by_hand.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+    torch.testing.assert_close(tiny.weights(gated), tiny.weights(by_hand), rtol=0, atol=1e-6)
 
 
-def test_a_gate_applies_in_training_only(make_trainer):
-    gated = trained(make_trainer, reward_gate=99.0, eval_dataset=tiny.rows(4))
+def test_a_gate_applies_in_training_only(trained):
+    gated = trained(reward_gate=99.0, eval_dataset=tiny.rows(4))
     found = gated.evaluate()
     assert gated.gates[:8] == [0.0] * 8
     assert found["eval_divergence/mean"] > 0
 
 
-def test_a_step_in_which_no_row_counts_changes_nothing(make_trainer):
+def test_a_step_in_which_no_row_counts_changes_nothing(trained):
     before = tiny.qwen2(32, seed=0)
-    gated = trained(make_trainer, reward_gate=99.0, optim="adamw_torch", weight_decay=0.1)
+    gated = trained(reward_gate=99.0, optim="adamw_torch", weight_decay=0.1)
     assert tiny.logged(gated, "gate/mean") == [0.0]
     assert not tiny.logged(gated, "loss") + tiny.logged(gated, "grad_norm")
     for mine, other in zip(gated.model.parameters(), before.parameters(), strict=True):
         assert torch.equal(mine, other)
 
 
-def test_a_row_without_a_reward_does_not_pass_a_gate(make_trainer):
+def test_a_row_without_a_reward_does_not_pass_a_gate(trained):
     def some(completions: list[str], **_: Any) -> list[float | None]:
         return [None if one.startswith("2") else 5.0 for one in completions]
 
-    assert trained(make_trainer, reward_gate=1.0, reward_funcs=some).gates == [1, 1, 0, 1] * 2
+    assert trained(reward_gate=1.0, reward_funcs=some).gates == [1, 1, 0, 1] * 2
 
 
-def test_the_teacher_reads_another_success_or_its_columns_or_the_row_is_left_out(make_trainer):
+def test_teacher_reads_another_success_or_the_row_is_masked(trained):
     class Reading(Keeping):
         def teach(self, rollout, rows):
             self.outcomes = [row.outcome for row in rows]
@@ -130,10 +117,8 @@ def test_the_teacher_reads_another_success_or_its_columns_or_the_row_is_left_out
 
     given = {"teacher_context": "group_success", "success_threshold": 1.5}
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
-    alone = trained(make_trainer, Reading, **given)
-    told = trained(
-        make_trainer, Reading, **given, train_dataset=data, teacher_prompt_template="{prompt}<{privileged_context}>"
-    )
+    alone = trained(Reading, **given)
+    told = trained(Reading, **given, train_dataset=data, teacher_prompt_template="{prompt}<{privileged_context}>")
     texts = ("0", "1xx", "2xxxx", "3x")
     for place, (prompt, number) in enumerate((prompt, number) for prompt in tiny.PROMPTS[:2] for number in range(4)):
         outcome = Outcome(
@@ -148,13 +133,13 @@ def test_the_teacher_reads_another_success_or_its_columns_or_the_row_is_left_out
     assert log(told)["gate/mean"] == 1
 
 
-def test_a_solution_that_does_not_fit_is_not_shown(make_trainer):
+def test_a_solution_that_does_not_fit_is_not_shown(trained):
     given = {
         "teacher_context": "group_success",
         "success_threshold": 1.5,
         "teacher_prompt_template": "{prompt}{privileged_context}" + "x" * 60,
     }
-    found = trained(make_trainer, teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=64), **given)
+    found = trained(teacher_model=tiny.qwen2(48, seed=1, max_position_embeddings=64), **given)
     assert found.gates == [0.0] * 8
     assert tiny.logged(found, "gate/mean") == [0.0]
 
@@ -191,14 +176,14 @@ def test_what_was_thought_is_not_shown():
     assert Outcome(1.0, 0, group).success(1.0) is None
 
 
-def test_a_function_reads_the_rewards_of_a_group_and_may_leave_a_row_out(make_trainer, caplog):
+def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
     read = []
 
     def prompt(row: dict[str, Any], completion: str, outcome: Outcome) -> str | None:
         read.append((completion, outcome))
         return None if outcome.reward > 1 else f"{row['prompt']} ({outcome.reward:.2f})"
 
-    found = trained(make_trainer, teacher_prompt_fn=prompt)
+    found = trained(teacher_prompt_fn=prompt)
     assert "only in evaluations" not in caplog.text + repr(found)
     assert [outcome.group[outcome.number][0] for _, outcome in read] == [text for text, _ in read]
     assert found.gates == [1, 1, 0, 1] * 2
@@ -207,7 +192,7 @@ def test_a_function_reads_the_rewards_of_a_group_and_may_leave_a_row_out(make_tr
 # ---- Controls --------------------------------------------------------------------------------------------------------
 
 
-def test_controls_take_the_teachers_part_away(make_trainer):
+def test_controls_take_the_teachers_part_away(trained):
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
     prompts = {}
     for control in (None, "shuffled", "unprivileged"):
@@ -219,7 +204,7 @@ def test_controls_take_the_teachers_part_away(make_trainer):
                 return super().teach(rollout, rows)
 
         given = {"num_generations": 2, "per_device_train_batch_size": 6, "teacher_control": control}
-        trained(make_trainer, Reading, train_dataset=data, reward_funcs=None, **given)
+        trained(Reading, train_dataset=data, reward_funcs=None, **given)
     own = [f"hint {row}\n\n{tiny.PROMPTS[row]}" for row in (0, 0, 1, 1, 2, 2)]
     assert prompts == {
         None: own,
@@ -229,7 +214,7 @@ def test_controls_take_the_teachers_part_away(make_trainer):
 
 
 @pytest.mark.parametrize("options", [{"contrast_weight": 0.5}, {"teacher_context": "group_success"}], ids=str)
-def test_a_shuffled_teacher_reads_nothing_of_its_own_row(make_trainer, options):
+def test_a_shuffled_teacher_reads_nothing_of_its_own_row(trained, options):
     names = ["prompt", "contrast_context"] if "contrast_weight" in options else ["prompt"]
     data = Dataset.from_dict({name: [f"{name} {row}" for row in range(6)] for name in names})
     read = []
@@ -240,7 +225,7 @@ def test_a_shuffled_teacher_reads_nothing_of_its_own_row(make_trainer, options):
             return super().teach(rollout, rows)
 
     given = {"teacher_control": "shuffled", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    trained(make_trainer, Reading, train_dataset=data, **{**given, **options})
+    trained(Reading, train_dataset=data, **{**given, **options})
     own, other = read[0][0], "prompt 1"
     assert own["prompt"] == "prompt 0"
     if "contrast_weight" in options:
@@ -250,21 +235,21 @@ def test_a_shuffled_teacher_reads_nothing_of_its_own_row(make_trainer, options):
         assert [row.gate for row, *_ in read] == [1, 1, 1, 1] * 2, "by its own group"
 
 
-def test_an_evaluation_has_the_teacher_that_a_control_replaces(make_trainer):
+def test_an_evaluation_has_the_teacher_that_a_control_replaces(trained):
     """Also of a single row, which cannot be shuffled."""
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
     given = {"train_dataset": data, "eval_dataset": data.select([0]), "reward_funcs": None, "num_generations": 1}
     found = [
-        trained(make_trainer, learning_rate=1e-12, teacher_control=control, **given).evaluate()["eval_divergence/mean"]
+        trained(learning_rate=1e-12, teacher_control=control, **given).evaluate()["eval_divergence/mean"]
         for control in (None, "shuffled", "unprivileged")
     ]
     assert found == pytest.approx([found[0]] * 3, abs=1e-6)
 
 
-def test_the_constant_control_pushes_the_least_likely_fifth_down_and_nothing_else(make_trainer):
+def test_constant_control_only_pushes_the_least_likely_fifth_down(trained):
     student = tiny.qwen2(32, seed=0).double()
     given = {"teacher_control": "constant", "divergence": None, "reward_funcs": None, "num_generations": 1}
-    found = trained(make_trainer, **given)
+    found = trained(**given)
     losses, kept = [], 0
     for prompt in tiny.PROMPTS:
         ids, written = WORDS(prompt)["input_ids"], WORDS("0<|im_end|>")["input_ids"]
@@ -286,10 +271,10 @@ def test_the_constant_control_pushes_the_least_likely_fifth_down_and_nothing_els
 
 
 @pytest.mark.parametrize("criterion", ["teacher_confidence", "student_surprise"])
-def test_tokens_are_selected_by_the_teachers_certainty_or_the_students_surprise(make_trainer, criterion):
+def test_tokens_are_selected_by_certainty_or_surprise(trained, criterion):
     student, teacher = tiny.qwen2(32, seed=0), tiny.qwen2(48, seed=1)
     given = {"reward_funcs": None, "num_generations": 1, "token_selection": criterion, "token_fraction": 0.5}
-    found = trained(make_trainer, **given)
+    found = trained(**given)
     total, kept = 0.0, 0
     for prompt in tiny.PROMPTS:
         ids, written = WORDS(prompt)["input_ids"], WORDS("0<|im_end|>")["input_ids"]

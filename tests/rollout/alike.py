@@ -148,7 +148,7 @@ class Alike:
         assert gap(trainer) <= 1e-4
         assert failure.tb, "which holds what was built, so that it was closed and not collected"
 
-    def test_rows_of_agents_are_asked_for_one_by_one_from_any_thread(self, serve):
+    def test_agents_rows_are_asked_singly_from_any_thread(self, serve):
         trainer = serve(top_k=1, max_completion_length=20)
         prompts = trainer.tokenize(tiny.PROMPTS)
         ask = trainer.rollout.one_by_one(prompts, 0)

@@ -39,8 +39,7 @@ def main(folder: Path, server: dict[str, object]) -> dict[str, Any]:
         "completions": trainer.complete(prompts),
         "expected": by_hf(trainer, prompts),
         "beside none": trainer.complete(prompts if process == 1 else []),
-        "gaps": [row["rollout/logprob_gap"] for row in trainer.state.log_history if "rollout/logprob_gap" in row]
-        + [trainer.rollout._proof.check()],
+        "gaps": [*tiny.logged(trainer, "rollout/logprob_gap"), trainer.rollout._proof.check()],
     }
     rows = trainer.rollout.stream(prompts, 3)
     if process == 0:  # takes none before the other has all: nothing is collective any more

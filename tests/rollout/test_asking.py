@@ -173,7 +173,7 @@ def test_cancelling_reaches_a_checked_stream_in_another_thread(server):
     until(lambda: server.given_up == {0, 2, 3})
 
 
-def test_a_generator_running_in_another_thread_is_closed_at_its_next_yield():
+def test_generator_in_another_thread_closes_at_next_yield():
     inside, go_on, events = threading.Event(), threading.Event(), []
 
     def waiting():

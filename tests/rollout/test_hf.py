@@ -85,7 +85,7 @@ class TestTokens:
         assert len(written) > 30
         assert max(written) < 130
 
-    def test_placeholders_are_masked_without_a_copy_to_the_device_in_each_step(self):
+    def test_placeholders_are_masked_without_copies_in_each_step(self):
         mask = KnownTokensOnly(6, [2, 4])
         ids, scores = torch.tensor([[1]]), torch.zeros(1, 8)
         with OtherDevice() as device:
@@ -285,7 +285,7 @@ class TestOptionsOfCheckpoints:
 
 
 class TestFallback:
-    def test_plain_generate_is_announced_once_by_each_trainer_with_its_reason(self, make_writing, caplog):
+    def test_plain_generate_is_announced_once_with_its_reason(self, make_writing, caplog):
         for trainer in (make_writing(generation_kwargs={"use_cache": False}) for _ in range(2)):
             for _ in range(2):
                 trainer.complete(trainer.tokenize(PROMPTS))
@@ -347,7 +347,7 @@ class TestStream:
 
     @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"generation_kwargs": {"do_sample": False}}], ids=str)
     @pytest.mark.parametrize("make", [tiny.qwen2, lambda: lora(tiny.qwen2())], ids=["full", "LoRA"])
-    def test_each_row_comes_when_it_has_ended_with_the_tokens_of_complete(self, make_writing, make, options):
+    def test_ended_rows_come_at_once_with_tokens_of_complete(self, make_writing, make, options):
         trainer = make_writing(model=make(), **options)
         prompt_ids = trainer.tokenize(PROMPTS * 3)
         torch.manual_seed(0)
@@ -475,7 +475,7 @@ class TestCompile:
         assert compiled.complete(prompt_ids) == expected
         assert calls == ["eager"]
 
-    def test_graphs_are_recorded_once_per_size_and_read_no_stale_values(self, make_writing):
+    def test_graphs_are_recorded_once_per_size_without_stale_values(self, make_writing):
         """With training, longer prompts, fewer and more rows in between; one graph per size and set of addresses."""
         torch._dynamo.reset()
         recorded = Recordings()

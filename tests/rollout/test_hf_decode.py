@@ -127,7 +127,7 @@ class TestGreedy:
 
 
 @pytest.mark.parametrize("config", [options, pytest.param(compiling, marks=pytest.mark.long)])
-def test_a_token_under_a_mask_reads_each_key_once_for_all_heads_that_share_it(monkeypatch, config):
+def test_masked_token_reads_each_shared_key_once(monkeypatch, config):
     model, shapes, attend = (
         tiny.qwen2(num_attention_heads=4, num_key_value_heads=2),
         [],
@@ -144,7 +144,7 @@ def test_a_token_under_a_mask_reads_each_key_once_for_all_heads_that_share_it(mo
     assert set(shapes) == {(True, (4, 9), 4), (True, (2, 2), 2)}, "prefill, and tokens after it"
 
 
-def test_attention_of_a_users_own_is_called_and_registered_as_elsewhere():
+def test_own_attention_is_called_and_registered_as_elsewhere():
     calls, model = [], tiny.qwen2(num_attention_heads=4, num_key_value_heads=2)
 
     def own(*given, **more):

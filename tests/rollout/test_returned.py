@@ -210,7 +210,7 @@ def test_completions_that_begin_with_their_prompts_warn(make_trainer, caplog, cl
         lambda _, prompts: [[] for _ in prompts],
     ],
 )
-def test_completions_that_do_not_begin_with_their_prompts_do_not_warn(make_trainer, caplog, answer):
+def test_completions_that_do_not_repeat_prompts_do_not_warn(make_trainer, caplog, answer):
     make_trainer(rollout=Answering(answer)).train()
     assert REPEATED not in caplog.text
 
@@ -236,7 +236,7 @@ def test_completions_of_a_subclass_are_checked(make_trainer, written):
 
 
 @pytest.mark.parametrize("verb", ["complete", "teach", "weigh"])
-def test_a_student_left_in_evaluation_mode_is_trained_in_training_mode(make_trainer, verb):
+def test_student_left_in_evaluation_mode_trains_in_training_mode(trained, verb):
     class Leaving(OPSDTrainer):
         modes: list[bool] = []  # noqa: RUF012
 
@@ -249,8 +249,7 @@ def test_a_student_left_in_evaluation_mode_is_trained_in_training_mode(make_trai
         return getattr(OPSDTrainer, verb)(self, *args)
 
     setattr(Leaving, verb, leaves)
-    trainer = make_trainer(Leaving)
-    trainer.train()
+    trainer = trained(Leaving)
     assert trainer.modes == [True] * 3
     logged = {name for entry in trainer.state.log_history for name in entry}
     assert "completions/mean_length" in logged

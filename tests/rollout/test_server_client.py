@@ -125,7 +125,7 @@ def test_an_absent_server_is_an_error_after_the_server_timeout(faults, caplog):
     assert time.monotonic() - began < 4
 
 
-def test_a_server_that_is_never_ready_is_an_error_after_the_server_timeout(faults, monkeypatch):
+def test_server_that_is_never_ready_fails_after_its_timeout(faults, monkeypatch):
     faults.answers["/health"] = (503, {})
     with pytest.raises(ValueError, match="/health returned 503, expected 200"):
         client(faults.server_port, waits=0.3)
@@ -293,7 +293,7 @@ def test_a_server_that_names_no_model_is_refused(faults, models):
         client(faults.server_port)
 
 
-def test_a_server_that_cannot_be_sent_weights_is_refused_at_once(faults):
+def test_server_without_weight_transfer_is_refused_at_once(faults):
     faults.answers[INFO] = (200, {"vllm_config": {**CONFIG, "weight_transfer_config": None}})
     with pytest.raises(
         ValueError, match=r"cannot be sent weights: start it with `--weight-transfer-config '\{\"backend"
@@ -343,7 +343,7 @@ def test_an_error_of_the_server_is_quoted(faults, path, ask):
     assert len(str(error.value)) < 700
 
 
-def test_a_prefix_cache_that_is_not_reset_in_time_is_an_error(faults, monkeypatch):
+def test_prefix_cache_not_reset_in_time_is_an_error(faults, monkeypatch):
     monkeypatch.setattr(vllm_server, "_ABORT_SECONDS", 0.3)
     speaker = client(faults.server_port)
     faults.answers["/reset_prefix_cache"] = (200, {"success": False})
@@ -385,7 +385,7 @@ def test_requests_to_loopback_bypass_the_proxy(faults, monkeypatch):
     assert client(faults.server_port).facts.model == "student"
 
 
-def test_an_api_key_is_sent_and_a_missing_one_is_named(faults, monkeypatch):
+def test_api_key_is_sent_and_a_missing_one_named(faults, monkeypatch):
     def guarded(handler: _Handler) -> None:
         knows = handler.headers.get("Authorization") == "Bearer s3cret"
         found = {"data": [{"id": "student"}]} if knows else {"error": "Unauthorized"}

@@ -170,7 +170,7 @@ def test_another_kind_of_server_is_refused(server):
 # ---- Completions -----------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_asked_for_in_one_request_and_each_has_its_own_options(server, client):
+def test_rows_of_one_request_have_options_of_their_own(server, client):
     rows = [ROW, ([8], {"max_tokens": 2, "temperature": 0.5, "seed": 3}), ([1] * 19, {"max_tokens": 9, "logprobs": 0})]
     first, second, third = client.write(rows)
     assert first.prompt_ids == [5, 6, 7]
@@ -309,7 +309,7 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
         ("/update_weight_version", (500, b"oops"), "returned 500: oops"),
     ],
 )
-def test_a_failed_update_is_an_error_at_once_and_none_follows(server, client, monkeypatch, path, answer, message):
+def test_failed_update_is_an_error_and_none_follows(server, client, monkeypatch, path, answer, message):
     client.connect(torch.device("cpu"))
     client.update(weights())
     server.answers[path] = answer

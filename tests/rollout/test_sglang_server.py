@@ -107,7 +107,7 @@ def test_options_reach_a_server(serve):
     assert all(len(ids) == 16 for ids in never.complete(prompts))
 
 
-def test_rows_come_as_they_end_and_are_given_up_when_weights_are_sent(serve):
+def test_rows_come_as_they_end_until_weights_are_sent(serve):
     trainer = serve(top_k=1, max_completion_length=150)
     prompts = trainer.tokenize(tiny.PROMPTS)
     trainer.complete(prompts[:1])

@@ -174,7 +174,7 @@ def test_a_context_shorter_than_the_students_limits_prompts_and_completions(make
     assert all(len(ids) <= 16 for ids in short.complete([[5] * 8]))
 
 
-def test_a_closed_or_collected_engine_leaves_no_weights_and_the_process_unchanged(make):
+def test_closed_or_collected_engine_leaves_nothing_in_the_process(make):
     """Process groups and other engines live on, as in a notebook, where one trainer follows another.
 
     Its worker on a CPU replaces `set_num_threads`, that on a GPU sets the precision; both freeze all objects.

@@ -73,7 +73,7 @@ def context(trainer):
 
 
 @pytest.mark.long
-def test_the_longest_row_of_all_datasets_sets_the_length_of_an_engine(make, monkeypatch):
+def test_longest_row_of_all_datasets_sets_an_engines_length(make, monkeypatch):
     assert context(make()) == 60 + COMPLETION
     assert context(make(eval_dataset={"short": rows(4), "long": rows(300, 7)})) == 300 + COMPLETION
     assert context(make(train=(5, 7), eval_dataset=rows(6))) == 8 + COMPLETION, "for which no row is counted"
@@ -108,7 +108,7 @@ def test_few_rows_are_counted(make, monkeypatch):
     assert sum(counted) <= 6, "the first, for each reader, and the longest"
 
 
-def test_later_datasets_with_longer_prompts_are_refused_before_any_is_generated_for(make):
+def test_longer_prompts_of_later_datasets_are_refused_before_generation(make):
     trainer = make(eval_dataset=rows(20, 21))
     longer = rows(30, 61)
     message = (
@@ -146,7 +146,7 @@ def test_an_engine_that_the_teachers_context_bounds_keeps_that_bound(make):
     assert trainer.limits.context == 70
 
 
-def test_rows_that_an_engine_was_not_built_for_are_not_dropped(make):
+def test_rows_an_engine_was_not_built_for_are_kept(make):
     """`overlong_prompts` drops what the models cannot read."""
     trainer = make(args={"overlong_prompts": "drop"})
     with pytest.raises(ValueError, match=r"has 61 tokens.*set `vllm_max_model_length`"):

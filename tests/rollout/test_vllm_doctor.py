@@ -25,7 +25,7 @@ def examine(model) -> dict:
     return {one.name: one for one in checks.examine(pair, vllm=True)}
 
 
-def test_a_stale_engine_fails_one_check_and_a_fresh_one_none(tmp_path, monkeypatch):
+def test_stale_engine_fails_one_check_a_fresh_one_none(tmp_path, monkeypatch):
     monkeypatch.setattr(VLLMEngine, "close", lambda self: None)  # the second has what the first has left
     model = student(tmp_path).eval()
     found = examine(model)

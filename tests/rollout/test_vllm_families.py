@@ -114,7 +114,7 @@ def test_an_adapter_on_layers_vllm_does_not_support_is_merged(make, shape, layer
         ("qwen3_moe", "self_attn.q_proj", "runs a mixture of experts with Triton"),
     ],
 )
-def test_layers_without_adapter_support_are_known_before_an_engine_is_built(family, layer, why):
+def test_layers_without_adapter_support_are_known_before_construction(family, layer, why):
     config = AutoConfig.for_model(family)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     found = why_no_adapter(config, "auto", [f"model.layers.0.{layer}"])
@@ -134,7 +134,7 @@ def test_vllm_leaves_the_class_of_a_student_unchanged(make, tmp_path):
         assert Starcoder2Model.__bases__ == bases
 
 
-def test_changes_to_a_class_are_undone_on_error_and_restored_by_retyped():
+def test_class_changes_are_undone_on_error():
     class Root(nn.Module):
         def says(self):
             return "root"

@@ -124,7 +124,7 @@ def test_completions_after_images_equal_those_of_generate(seeing, family, lora):
     assert max(gaps + proven) <= 1e-4
 
 
-def test_a_tower_that_is_not_sent_is_found_by_the_proof(seeing, monkeypatch):
+def test_proof_finds_a_tower_that_is_not_sent(seeing, monkeypatch):
     trainer = seeing("idefics3")
     load = VLLMEngine.load
 
@@ -136,7 +136,7 @@ def test_a_tower_that_is_not_sent_is_found_by_the_proof(seeing, monkeypatch):
         trainer.complete(prompts_of(trainer))
 
 
-def test_outputs_of_the_tower_of_earlier_weights_are_not_used_again(seeing, monkeypatch):
+def test_tower_outputs_of_earlier_weights_are_not_used_again(seeing, monkeypatch):
     trainer = seeing("idefics3", vllm_sync_check="every")
     prompts = prompts_of(trainer)
     trainer.complete(prompts)
@@ -159,7 +159,7 @@ def test_a_missing_torchvision_is_named(seeing):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("both_ways", "supported", "blind"), [(1, 0, True), (1, 1, False), (0, 0, False)])
-def test_an_attention_that_ignores_later_tokens_of_an_image_is_known(monkeypatch, both_ways, supported, blind):
+def test_attention_that_ignores_later_image_tokens_is_known(monkeypatch, both_ways, supported, blind):
     """As vLLM's on a CPU, which computes a Gemma 3 that attends to all tokens of an image as if it did not."""
     backends = [SimpleNamespace(supports_mm_prefix=lambda one=one: bool(one)) for one in (True, supported)]
     config = SimpleNamespace(is_mm_prefix_lm=bool(both_ways))
@@ -169,7 +169,7 @@ def test_an_attention_that_ignores_later_tokens_of_an_image_is_known(monkeypatch
     assert ("attend to later ones" in str(engine.why_blind)) is blind
 
 
-def test_a_stream_is_refused_when_images_come_that_the_engine_would_misread(seeing, monkeypatch):
+def test_stream_with_images_the_engine_misreads_is_refused(seeing, monkeypatch):
     monkeypatch.setattr(VLLMEngine, "why_blind", "it squints")
     rows = vision_language.rows([0, 1]).to_iterable_dataset()
     trainer = seeing("idefics3", train_dataset=rows, max_steps=1)
@@ -181,7 +181,7 @@ def test_a_stream_is_refused_when_images_come_that_the_engine_would_misread(seei
 
 
 @pytest.mark.quick
-def test_the_ids_of_a_later_turn_are_appended_to_those_before_expansion():
+def test_ids_of_later_turns_follow_those_before_expansion():
     processor = vision_language.processor("idefics3", **RESIZED)
     prompt = probe_prompts(partial(read_with_images, processor))[0]
     image = processor.tokenizer.image_token_id

@@ -82,7 +82,7 @@ def test_an_adapter_that_is_not_lora_is_refused(make):
 
 
 @pytest.mark.quick
-def test_an_engine_that_takes_no_adapter_is_gone_before_the_next_starts(monkeypatch):
+def test_engine_without_adapters_is_gone_before_the_next_starts(monkeypatch):
     loaded = []
 
     class Engine:
@@ -109,7 +109,7 @@ def test_an_engine_that_takes_no_adapter_is_gone_before_the_next_starts(monkeypa
 
 
 @pytest.mark.quick
-def test_an_engine_is_put_on_the_device_of_its_process_not_on_its_local_rank(monkeypatch):
+def test_engine_is_on_its_process_device_not_its_local_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")  # as SLURM counts tasks that see one device each
     with launcher_environment():
         assert os.environ["LOCAL_RANK"] == "3"

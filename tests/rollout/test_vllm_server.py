@@ -128,7 +128,7 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
     assert seeds[-1] == [3] * 4
 
 
-def test_streamed_rows_have_their_sampling_log_probabilities_where_the_loss_reads_them(serve):
+def test_streamed_rows_have_sampling_log_probabilities_the_loss_reads(serve):
     trainer = serve(divergence="sampled_reverse_kl")
     trainer.model.train()
     prompts = trainer.tokenize(tiny.PROMPTS)
@@ -141,7 +141,7 @@ def test_streamed_rows_have_their_sampling_log_probabilities_where_the_loss_read
         torch.testing.assert_close(torch.tensor(found), logprobs[-len(completion) :], rtol=0, atol=1e-4)
 
 
-def test_weights_end_a_stream_so_that_no_row_has_two_states(serve):
+def test_weights_end_streams_so_no_row_has_two_states(serve):
     trainer = serve(top_k=1, max_completion_length=150)
     prompts = trainer.tokenize(tiny.PROMPTS)
     left, taken = trainer.rollout.stream(prompts, 0), trainer.rollout.stream([*prompts, [5] * (CONTEXT - 2)], 0)

@@ -42,7 +42,7 @@ def check(folder: Path, names: tuple[str, ...]) -> dict[str, Any]:
     return results
 
 
-def test_engines_get_base_and_adapter_of_a_student_sharded_by_zero3(tmp_path):
+def test_engines_get_base_and_adapter_of_a_zero3_student(tmp_path):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
     forks.results("zero3_cpu", vllm_sharded.main, tmp_path, ["adapter"])
     assert check(tmp_path, ("adapter",))["held"] < 0.3, "the student is not gathered to verify a sync"
@@ -51,7 +51,7 @@ def test_engines_get_base_and_adapter_of_a_student_sharded_by_zero3(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2], ids=["an engine in each", "an engine over both"])
 @pytest.mark.parametrize("strategy", VARIANTS)
-def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processes(tmp_path, strategy, size):
+def test_engines_get_whole_sharded_student_and_failure_ends_both(tmp_path, strategy, size):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
     names = VARIANTS[strategy]
     printed = launch(strategy, Path(vllm_sharded.__file__), tmp_path, size, *names, status=1, **QUIET)
@@ -65,7 +65,7 @@ def test_engines_get_all_of_a_sharded_student_and_one_failure_ends_both_processe
 
 
 @pytest.mark.long
-def test_two_engines_over_two_processes_each_generate_what_one_process_does(tmp_path):
+def test_engines_over_two_processes_generate_what_one_does(tmp_path):
     tiny.qwen2(64, seed=0).save_pretrained(tmp_path / "student")
     together = forks.results("ddp", vllm_sharded.written_together, tmp_path, 2, processes=4)
     (alone,) = forks.results("alone", vllm_sharded.written_together, tmp_path, 1).values()

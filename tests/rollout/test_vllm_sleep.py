@@ -113,7 +113,7 @@ def test_an_engine_sleeps_once_per_generation_batch_whatever_its_turns(watch, tm
     assert trainer.state.log_history[0]["tools/call_frequency"] == 3
 
 
-def test_an_engine_sleeps_once_per_evaluation_of_several_batches_and_datasets(watch):
+def test_engine_sleeps_once_per_evaluation(watch):
     rows = tiny.rows()
     trainer, engine = watch(eval_dataset={"a": rows, "b": rows})
     once = ["wake weights", "load", "wake kv_cache", *["write"] * 8, "sleep 2"]
@@ -123,7 +123,7 @@ def test_an_engine_sleeps_once_per_evaluation_of_several_batches_and_datasets(wa
     assert engine.calls[1 + len(once) :] == [*once[:3], *["write"] * 4, "sleep 2"]
 
 
-def test_weights_that_change_in_an_evaluation_are_sent_and_checked_without_sleep(watch):
+def test_weights_changed_in_evaluation_are_sent_without_sleep(watch):
     class Moves(TrainerCallback):
         def on_prediction_step(self, args, state, control, model=None, **kwargs):
             with torch.no_grad():
@@ -167,7 +167,7 @@ def test_an_engine_sleeps_after_a_manual_sync(watch):
     assert engine.calls[1:] == ["wake weights", "load", "wake kv_cache", "sleep 2"]
 
 
-def test_an_engine_closed_in_a_session_is_not_put_to_sleep(watch, monkeypatch):
+def test_engine_closed_in_session_is_not_put_to_sleep(watch, monkeypatch):
     trainer, engine = watch()
     monkeypatch.setattr(engine._engine, "close", lambda: engine.calls.append("closed"))
     with trainer.rollout.session():

@@ -351,7 +351,7 @@ def fails_halfway(sends, reached=9):
     ],
     ids=["dora", "modules_to_save", "bias", "rank"],
 )
-def test_an_adapter_of_a_kind_vllm_does_not_support_is_merged(make, overrides, why):
+def test_adapter_of_a_kind_unknown_to_vllm_is_merged(make, overrides, why):
     trainer = make(peft_config=lora(**overrides))
     assert trainer.rollout._mode == "full"
     assert why in weight_sync.chosen_sync("auto", trainer.model, backend.LORA_RANKS)[1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from support import tiny
 from trl import DistillationTrainer
 
-from trl_opsd import FixedRollout
+from trl_opsd import FixedRollout, OPSDTrainer
 
 TOLERANCE = 1e-5
 
@@ -16,6 +18,22 @@ class Replaying(DistillationTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, has_tool_images=False):
         return FixedRollout(tiny.recorded(self.processing_class)).complete(prompt_ids, 0)
+
+
+def made(cls: type, config: Any, **given: Any) -> Any:
+    """A tiny student's trainer, TRL's or ours, which replays what was recorded."""
+    words = tiny.tokenizer()
+    recorded = {"rollout": FixedRollout(tiny.recorded(words))} if issubclass(cls, OPSDTrainer) else {}
+    arguments = {"train_dataset": tiny.rows(), "processing_class": words, **recorded, **given}
+    if "model" not in given:
+        arguments |= {"model": tiny.qwen2(32, seed=0), "teacher_model": tiny.qwen2(48, seed=1)}
+    return cls(args=config, **arguments)
+
+
+def trained(cls: type, config: Any, **given: Any) -> Any:
+    trainer = made(cls, config, **given)
+    trainer.train()
+    return trainer
 
 
 def losses(trainer: DistillationTrainer) -> torch.Tensor:

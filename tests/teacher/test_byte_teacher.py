@@ -90,7 +90,7 @@ def expected(answer, prompt, student, teacher, temperature=1.0, kept=slice(None)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_loss_is_that_of_each_row_alone_with_both_models_read_apart(make, temperature):
+def test_loss_is_that_of_rows_and_models_read_alone(make, temperature):
     trainer = make(divergence="reverse_kl", max_steps=1, temperature=temperature, max_completion_length=60)
     alone = [
         expected(answer, prompt, trainer.model, trainer.teacher.teacher.model, temperature)
@@ -134,7 +134,7 @@ def test_weights_do_not_depend_on_how_rows_are_read(make, options):
     assert (weights - tiny.weights(make())).abs().max() > 1e-3
 
 
-def test_an_equal_tokenizer_gives_the_divergence_of_tokens_within_two_percent(make_trainer):
+def test_equal_tokenizer_gives_token_divergence_within_two_percent(make_trainer):
     losses = {}
     for mode in (None, "bytes"):
         trainer = make_trainer(cross_tokenizer=mode, teacher_processing_class=tiny.tokenizer(), max_steps=1)
@@ -276,7 +276,7 @@ def test_options_that_change_rows_work_together(make):
     assert "hint" in trainer.teaching.readers.tokenizers["teacher"].decode(read)
 
 
-def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(make, tmp_path):
+def test_resumed_run_has_the_weights_of_an_uninterrupted_one(make, tmp_path):
     given = {"output_dir": str(tmp_path / "run"), "max_steps": 4, "max_completion_length": 60, "many": 3}
     whole = make(**given, save_strategy="steps", save_steps=2)
     whole.train()
@@ -403,7 +403,7 @@ def test_each_model_has_its_own_chat_template(make):
     assert 0 < tiny.logged(trainer, "loss")[0] < 50
 
 
-def test_what_began_before_a_token_that_does_not_count_is_read():
+def test_beginnings_before_tokens_that_do_not_count_are_read():
     vocabulary = ByteVocabulary.of(MINE, "it")
     token, reads = vocabulary.reads([b"a", b"b", b"c", b"d"])
     assert {tuple(one) for one in reads[:, 1:3].tolist()} >= {(3, 0), (2, 0)}

@@ -54,7 +54,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_head_and_norm_are_those_of_the_model_and_nothing_else_is_read(name, tmp_path):
+def test_only_head_and_norm_of_the_model_are_read(name, tmp_path):
     model = serving.spread_norms(FAMILIES[name]()).eval()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]

@@ -9,10 +9,6 @@ from support import tiny
 from trl_opsd import FixedRollout, OPSDTrainer
 
 
-def weights(trainer):
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
 def poison_embedding(value):
     def change(model):
         model.model.embed_tokens.weight[50:120] = value
@@ -49,10 +45,10 @@ def test_a_broken_teacher_is_named_and_the_student_stays_unchanged(make_trainer,
     trainer = make_trainer(gradient_accumulation_steps=2)
     with torch.no_grad():
         change(trainer.teacher.model)  # before, it would be refused at construction
-    before = weights(trainer)
+    before = tiny.weights(trainer)
     with pytest.raises(error, match=message):
         trainer.train()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(before, weights(trainer), strict=True))
+    assert torch.equal(before, tiny.weights(trainer))
 
 
 @pytest.mark.quick
@@ -61,7 +57,7 @@ def test_a_teacher_that_breaks_during_training_keeps_earlier_steps(make_trainer)
 
     class Breaking(OPSDTrainer):
         def teach(self, rollout, rows):
-            seen.append(weights(self))
+            seen.append(tiny.weights(self))
             targets = super().teach(rollout, rows)
             if len(seen) == 3:
                 targets.hidden[0, 0, 0] = float("nan")
@@ -71,8 +67,8 @@ def test_a_teacher_that_breaks_during_training_keeps_earlier_steps(make_trainer)
     with pytest.raises(FloatingPointError, match="The teacher's logits are NaN"):
         trainer.train()
     assert trainer.state.global_step == 2
-    assert not torch.equal(seen[0][0], seen[2][0])
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen[2], weights(trainer), strict=True))
+    assert not torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[2], tiny.weights(trainer))
 
 
 def test_a_broken_student_is_named(make_trainer):
@@ -100,9 +96,8 @@ def test_repeated_tokens_do_not_make_a_teacher_look_broken(make_trainer):
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1000.0])
-def test_no_temperature_makes_a_sound_teacher_look_uniform(make_trainer, temperature):
-    trainer = make_trainer(temperature=temperature, max_steps=1)
-    trainer.train()
+def test_no_temperature_makes_a_sound_teacher_look_uniform(trained, temperature):
+    trainer = trained(temperature=temperature, max_steps=1)
     assert trainer.state.global_step == 1
 
 

@@ -70,7 +70,7 @@ def plain_logits(model):
 
 class TestBase:
     @pytest.mark.quick
-    def test_with_lora_the_teacher_is_the_frozen_model_under_the_adapter(self, make_own):
+    def test_lora_teacher_is_the_frozen_model_under_the_adapter(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))
         trainer = make_own("base", peft_config=LORA)
         weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -137,7 +137,7 @@ class TestBase:
             make_own("base", peft_config=lora)
 
     @pytest.mark.refusal
-    def test_a_base_weight_that_changes_is_an_error_at_the_next_checkpoint(self, make_own):
+    def test_changed_base_weight_is_error_at_the_next_checkpoint(self, make_own):
         class Drift(TrainerCallback):
             def on_step_end(self, args, state, control, model, **kwargs):
                 if state.global_step == 3:
@@ -157,7 +157,7 @@ class TestBase:
         assert trained
         assert not [name for name in trained if "layers.0" in name]
 
-    def test_with_full_fine_tuning_the_teacher_is_a_copy_of_the_student_as_given(self, make_own):
+    def test_full_fine_tuning_is_taught_by_the_given_student(self, make_own):
         before = plain_logits(tiny.qwen2(32, seed=0))
         trainer = make_own("base")
         trainer.train()
@@ -238,7 +238,7 @@ class TestEma:
     @pytest.mark.parametrize(
         "lora", [pytest.param(None, marks=pytest.mark.long, id="full"), pytest.param(LORA, id="lora")]
     )
-    def test_a_resumed_run_continues_the_same_average_of_what_is_trained(self, make_own, lora, tmp_path):
+    def test_resumed_run_continues_the_average_of_what_is_trained(self, make_own, lora, tmp_path):
         saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "teacher_update_rate": 0.3}
         whole = make_own("ema", peft_config=lora, **saving)
         whole.train()
@@ -247,8 +247,7 @@ class TestEma:
         again = make_own("ema", peft_config=lora, **saving)
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert torch.equal(read(whole.teacher), read(again.teacher))
-        for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        assert torch.equal(tiny.weights(whole), tiny.weights(again))
 
     @pytest.mark.refusal
     def test_a_checkpoint_without_an_average_is_refused(self, make_own, tmp_path):
@@ -275,8 +274,7 @@ class TestEma:
         far = make_own("ema", teacher_update_rate=0.3, teacher_offload=offload)
         far.train()
         assert torch.equal(read(near.teacher), read(far.teacher))
-        for mine, theirs in zip(near.model.parameters(), far.model.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        assert torch.equal(tiny.weights(near), tiny.weights(far))
 
     @pytest.mark.refusal
     def test_an_average_of_more_than_lora_weights_is_refused(self, make_own):

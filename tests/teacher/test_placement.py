@@ -182,7 +182,7 @@ class TestOrder:
 
 
 class TestPinned:
-    def test_a_gpu_pins_the_bytes_of_the_weights_and_unpins_them_after_use(self, monkeypatch):
+    def test_gpu_pins_weights_only_while_they_are_used(self, monkeypatch):
         pinned: dict[int, int] = {}
         runtime = SimpleNamespace(
             cudaHostRegister=lambda address, nbytes, _: pinned.update({address: nbytes}), cudaHostUnregister=pinned.pop
@@ -255,7 +255,7 @@ class TestBytes:
         padding = 256 * len(tensors_of(model)) * passes
         assert passes * layers + once <= prefetcher.moved_bytes - before <= passes * layers + once + padding
 
-    def test_each_row_is_read_once_per_optimizer_step_in_the_same_passes_by_each_placement(self, make_trainer):
+    def test_every_placement_reads_rows_once_in_the_same_passes(self, make_trainer):
         passes: dict[str, list[int]] = {}
         for offload in ("none", "cpu", "stream"):
             trainer = make_trainer(
@@ -270,7 +270,7 @@ class TestBytes:
         assert passes["none"] == passes["cpu"] == passes["stream"]
         assert 2 <= len(read) <= 8, "a few passes over rows of similar length"
 
-    def test_targets_of_a_bfloat16_teacher_take_two_bytes_per_hidden_unit(self, make_trainer):
+    def test_bfloat16_targets_take_two_bytes_per_hidden_unit(self, make_trainer):
         trainer = make_trainer(teacher_model=tiny.qwen2(48, 1).bfloat16())
         targets = trainer.teacher.targets(rollout())
         assert targets.hidden.dtype == torch.bfloat16
@@ -341,9 +341,8 @@ class TestPasses:
     def test_the_device_of_targets_follows_from_option_and_size(self, choice, nbytes, where):
         assert targets_device(choice, nbytes, torch.device("cuda")) == torch.device(where)
 
-    def test_targets_are_kept_on_the_device_of_the_config(self, make_trainer):
-        trainer = make_trainer(teacher_cache_device="cpu")
-        trainer.train()
+    def test_targets_are_kept_on_the_device_of_the_config(self, trained):
+        trainer = trained(teacher_cache_device="cpu")
         assert trainer.teacher.targets(rollout()).hidden.device == CPU
 
     def test_returned_memory_is_no_longer_counted(self):

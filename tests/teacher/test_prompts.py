@@ -103,7 +103,7 @@ def test_the_template_joins_prompt_and_context(tmp_path):
 
 
 @pytest.mark.quick
-def test_text_that_ends_with_the_cue_of_an_answer_stays_last(tmp_path):
+def test_text_ending_with_an_answers_cue_stays_last(tmp_path):
     trainer = make(tmp_path, [{"privileged_context": "It is 4."}, {"privileged_context": "It is blue."}])
     ids = trainer.processing_class(["It is 4.\n\n2+2=", "It is blue.\n\nThe sky is"])["input_ids"]
     same(targets(trainer), direct(trainer, ids))
@@ -169,7 +169,7 @@ def test_teacher_columns_survive_the_removal_of_unused_ones(tmp_path):
     for remove in (False, True):
         trainer = make(tmp_path, rows, remove_unused_columns=remove)
         trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses.append(tiny.logged(trainer, "loss"))
     assert losses[0] == losses[1] != []
 
 
@@ -231,7 +231,7 @@ def test_a_context_without_a_user_message_to_join_is_refused(tmp_path):
         )
 
 
-def test_rows_too_long_for_the_teacher_alone_are_dropped_on_request(tmp_path):
+def test_rows_too_long_for_the_teacher_are_dropped_on_request(tmp_path):
     rows = [{"prompt": "a", "teacher_prompt": "b" * length} for length in (5, 240, 7)]
     trainer = OPSDTrainer(
         model=tiny.qwen2(32, 0),

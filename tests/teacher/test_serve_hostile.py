@@ -253,7 +253,7 @@ class TestFailures:
         ("token", "reason", "health"),
         [(12, "OutOfMemoryError: no memory left.", 200), (13, "RuntimeError: device-side assert triggered.", 503)],
     )
-    def test_a_failed_pass_is_answered_with_an_error_and_the_server_lives(self, caplog, token, reason, health):
+    def test_failed_pass_is_answered_and_the_server_lives(self, caplog, token, reason, health):
         with running(tiny.qwen2(48, 1), Poisoned) as server:
             answer = server.post(body(input=[token, 5, 5]))
             assert answer.status == 500

@@ -37,7 +37,7 @@ def changed(folder, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_the_revision_of_a_model_from_the_hub_is_a_commit(without_weights, tmp_path, monkeypatch):
+def test_revision_of_a_hub_model_is_a_commit(without_weights, tmp_path, monkeypatch):
     model, main_is, older = tmp_path / "hub/models--lab--teacher", "1234567890" * 4, "abcdef0123" * 4
     for one in (main_is, older):
         (model / "snapshots" / one).mkdir(parents=True)
@@ -76,7 +76,7 @@ class TestRefusals:
             (["another"], "another"),
         ],
     )
-    def test_a_wrong_option_exits_with_status_2_and_names_the_expected(self, capsys, arguments, message):
+    def test_wrong_option_exits_with_2_and_names_the_expected(self, capsys, arguments, message):
         with pytest.raises(SystemExit) as ended:
             main(["model", *arguments])
         assert ended.value.code == 2

@@ -38,7 +38,7 @@ def test_training_equals_that_with_a_local_teacher(make_trainer, untied, diverge
 
 
 @pytest.mark.long
-def test_a_teacher_in_bfloat16_is_as_close_to_its_float32_as_in_the_process(half, caplog):
+def test_served_bfloat16_is_as_close_to_float32_as_local(half, caplog):
     path, url = half
     cpu = torch.device("cpu")
     ids = torch.randint(3, tiny.VOCABULARY, (6, 150), generator=torch.Generator().manual_seed(0))

@@ -26,7 +26,7 @@ def other():
     return serving.spread_norms(tiny.qwen2(64, seed=1), by=0.7)
 
 
-def test_each_row_is_read_once_up_to_the_last_token_that_counts(served, checkpoint):
+def test_row_is_read_once_up_to_last_counted_token(served, checkpoint):
     with pretended(checkpoint[1]) as server:
         teacher, rollout = served(server), rows()
         server.asked.clear()
@@ -224,7 +224,7 @@ def test_a_wrong_server_is_refused_at_the_start(served, checkpoint, name):
         served(server)
 
 
-def test_an_absent_server_is_refused_with_the_command_that_starts_one(served, checkpoint):
+def test_absent_server_is_refused_with_a_command_starting_one(served, checkpoint):
     with pretended(checkpoint[1]) as server:
         pass
     with pytest.raises(ValueError, match=r"No teacher server at http://127.0.0.1:\d+ after `teacher_server_timeout=0`"):

@@ -110,17 +110,16 @@ def test_a_run_resumes_with_another_server_or_a_local_teacher(make_trainer, tmp_
             make_trainer(**saving, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_one_of_several_teachers_may_be_behind_a_server(make_trainer, tmp_path):
+def test_one_of_several_teachers_may_be_behind_a_server(trained, tmp_path):
     path = serving.save_teacher(tmp_path / "untied", seed=1)
     rows = tiny.rows().add_column("teacher", ["big", "small"] * 4)
     losses = []
     with pretended(AutoModelForCausalLM.from_pretrained(path)) as server:
         for options in ({}, {"teacher_server_url": {"big": server.url}, "teacher_offload": "cpu"}):
-            trainer = make_trainer(
+            trainer = trained(
                 teacher_model={"big": path, "small": tiny.qwen2(48, seed=2)}, train_dataset=rows, **options
             )
-            trainer.train()
-            losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+            losses.append(tiny.logged(trainer, "loss"))
         assert len(server.asked) > 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

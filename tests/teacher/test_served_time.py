@@ -79,7 +79,7 @@ def test_teachers_behind_servers_share_the_deadline(tmp_path):
         assert deadline(args) == 900 / share
 
 
-def test_a_server_that_hangs_at_the_start_fails_within_its_own_timeout(served, checkpoint, monkeypatch):
+def test_server_that_hangs_at_start_fails_within_its_timeout(served, checkpoint, monkeypatch):
     monkeypatch.setattr(replicas, "_PROBE_SECONDS", 0.5)
     with pretended(checkpoint[1], after(30)) as server:
         for timeout, seconds in ((0.0, 0.5), (1.0, 1.0)):
@@ -93,7 +93,7 @@ def test_a_server_that_hangs_at_the_start_fails_within_its_own_timeout(served, c
             served(server, deadline=1000.0)
 
 
-def test_a_server_that_is_busy_at_the_start_is_waited_for(served, checkpoint, breathless):
+def test_server_that_is_busy_at_start_is_waited_for(served, checkpoint, breathless):
     with pretended(checkpoint[1], refuse_then(7, well)) as server:
         check_equal(served(server), checkpoint[1], rows())
 
@@ -127,7 +127,7 @@ def test_a_busy_server_is_not_asked_before_retry_after(served, checkpoint, breat
         assert len(server.asked) == 2 + 4 + 4, "each of four rows was refused once"
 
 
-def test_rows_of_a_busy_server_go_to_others_and_it_is_kept(served, checkpoint, caplog):
+def test_rows_leave_a_busy_server_that_is_kept(served, checkpoint, caplog):
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1]) as busy:
         teacher = served(busy, good)
         busy.fault = refuse_then(1000, well, **{"Retry-After": "8"})

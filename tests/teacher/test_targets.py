@@ -43,7 +43,7 @@ def kept(targets: TeacherTargets) -> torch.Tensor:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_targets_take_the_bytes_of_one_state_per_token_that_may_count(dtype):
+def test_targets_take_one_state_per_token_that_may_count(dtype):
     rollout, model = ragged(), tiny.qwen2(48, 1).to(dtype)
     targets = frozen(model).targets(rollout)
     tokens = int(rollout.counts.sum())
@@ -65,7 +65,7 @@ def test_each_state_is_that_of_its_token():
     torch.testing.assert_close(targets.hidden, padded * rollout.counts[..., None], rtol=0, atol=1e-6)
 
 
-def test_passes_may_have_any_rows_in_any_order_and_be_narrower():
+def test_passes_may_have_any_rows_order_and_width():
     rollout = ragged()
     padded = completion_hidden(tiny.qwen2(48, 1).eval(), rollout).detach()
     keeper = Keeper(rollout.weights, "auto")
@@ -143,12 +143,11 @@ CASES = {
     "case",
     [pytest.param(one, marks=[pytest.mark.long] * (one in ("kept on the host", "several widths"))) for one in CASES],
 )
-def test_losses_and_weights_are_those_of_padded_targets_to_the_bit(make_trainer, case):
+def test_losses_and_weights_equal_padded_targets_to_the_bit(trained, case):
     found = []
     for cls in CASES[case][:2]:
         options = {"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 2, **CASES[case][2]()}
-        trainer = make_trainer(cls, **options)
-        trainer.train()
+        trainer = trained(cls, **options)
         logs = [{name: row.get(name) for name in ("loss", "grad_norm")} for row in trainer.state.log_history]
         found.append((logs, list(trainer.model.parameters())))
     (logs, weights), (padded_logs, padded_weights) = found

@@ -25,7 +25,7 @@ def padded(model, rows=PADDED):
 
 def trained(trainer):
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = tiny.logged(trainer, "loss")
     return losses, {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
@@ -93,7 +93,7 @@ def test_a_teacher_whose_tokenizer_is_not_here_is_accepted(make_trainer, loaded_
     assert "not compared" not in caplog.text
 
 
-def test_a_teacher_tokenizer_with_custom_code_warns_and_is_not_compared(make_trainer, loaded_from, tmp_path, caplog):
+def test_teacher_tokenizer_with_custom_code_warns_uncompared(make_trainer, loaded_from, tmp_path, caplog):
     tiny.tokenizer().save_pretrained(tmp_path / "teacher")
     described = json.loads((tmp_path / "teacher" / "tokenizer_config.json").read_text())
     described |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
@@ -104,7 +104,7 @@ def test_a_teacher_tokenizer_with_custom_code_warns_and_is_not_compared(make_tra
 
 @pytest.mark.refusal
 @pytest.mark.before_loading
-def test_a_tokenizer_for_a_teacher_that_does_not_exist_is_refused(make_trainer):
+def test_tokenizer_for_a_missing_teacher_is_refused(make_trainer):
     with pytest.raises(ValueError, match=r"has \['tutor'\], but the teachers are \['teacher'\]"):
         make_trainer(teacher_processing_class={"tutor": tiny.tokenizer()})
 
@@ -112,11 +112,11 @@ def test_a_tokenizer_for_a_teacher_that_does_not_exist_is_refused(make_trainer):
 @pytest.mark.parametrize(
     ("student", "teacher", "shared"), [(259, 259, None), (300, 300, None), (259, 300, 259), (320, 300, 259)]
 )
-def test_ids_beyond_the_tokenizer_are_shared_only_by_heads_of_one_size(student, teacher, shared):
+def test_only_heads_of_one_size_share_ids_beyond_tokenizers(student, teacher, shared):
     assert shared_vocabulary(student, {"teacher": teacher}, tiny.tokenizer()) == shared
 
 
 @pytest.mark.refusal
-def test_a_head_with_fewer_rows_than_the_tokenizer_has_tokens_is_refused():
+def test_head_with_fewer_rows_than_tokens_is_refused():
     with pytest.raises(ValueError, match=r"head of the big one has 258 rows, .* 259 tokens \(rows of all heads: stud"):
         shared_vocabulary(300, {"big one": 258}, tiny.tokenizer())

@@ -1,10 +1,13 @@
-"""A rollout that replays recorded completions as an engine apart from the trainer would: one by one, in any order."""
+"""Rollouts whose completions follow from prompts alone, and as an engine would write them: one by one, in any order."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
+
+from support import tiny
 
 from trl_opsd import FixedRollout
 
@@ -45,3 +48,30 @@ class Apart(FixedRollout):
             self.events.append("ended")
         finally:
             self.events.append("closed")
+
+
+class Answering(Apart):
+    """Completes each prompt with what a function makes of its token ids."""
+
+    def __init__(self, answer: Callable[[list[int]], list[int]], apart: bool = False) -> None:
+        super().__init__({})
+        self._answer, self.writes_apart = answer, apart
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        return [self._answer(ids) for ids in prompt_ids]
+
+
+class Numbered(FixedRollout):
+    """Writes what a function makes of a prompt's text and of how often the batch had that prompt before."""
+
+    def __init__(self, write: Callable[[str, int], str]) -> None:
+        super().__init__({})
+        self._write = write
+
+    def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
+        words, count = tiny.tokenizer(), Counter[str]()
+        texts = []
+        for prompt in words.batch_decode(prompt_ids):
+            texts.append(f"{self._write(prompt, count[prompt])}<|im_end|>")
+            count[prompt] += 1
+        return words(texts)["input_ids"]
