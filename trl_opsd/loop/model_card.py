@@ -21,7 +21,7 @@ from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
-from trl_opsd.report.recording import PAGE
+from trl_opsd.report.records import PAGE
 
 SELF_DISTILLATION = {
     "title": "Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models",
