@@ -212,10 +212,11 @@ def phases(
     ranges = byte_ranges(teacher, scored, load)[1] + scored * teacher.width * size if load.by_bytes else None
     tile, head = loss(student, teacher, micro * load.length, load)
     awake = None if choice.sleeps or not engine else engine
-    images = [(student, load.batch), (teacher, passes // of_row), (student, micro, load.checkpointing)]
-    seen = [_of_images(shape, rows, load, *graph) for shape, rows, *graph in images]
-    if not by_loop:
-        seen[0] = None, None
+    seen = [
+        _of_images(student, load.batch, load) if by_loop else (None, None),
+        _of_images(teacher, passes // of_row, load),
+        _of_images(student, micro, load, load.checkpointing),
+    ]
     idle, active = _frozen(student, teacher, load, choice)
     before = of_student.gradients if by_zero3 else None  # which never frees them
     kept = of_student.kept or None

@@ -52,7 +52,7 @@ def options(plan: Plan, asked: Asked) -> dict[str, Any]:
     of_adapter = {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
     address = f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"
     here = {"teacher_model_name_or_path": asked.sources[1], "teacher_dtype": dtype, "teacher_offload": choice.teacher}
-    groups = [
+    groups: list[tuple[Any, dict[str, Any]]] = [
         (load.by_bytes, {"cross_tokenizer": "bytes"}),
         (choice.engine != TRANSFORMERS, of_engine),
         (choice.engine == SERVER, {"vllm_mode": "server"}),
@@ -169,10 +169,10 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
     right = [Column(head, justify="right") for head in ("rows", unit, f"host {unit}", "GPUs")]
     columns: list[Column | str] = ["sharding", "teacher", "engine", *right[:2], "in", *right[2:], "fits"]
     table = Table(*columns, title="Placements", box=None, collapse_padding=True)
-    for one in plans:
-        (phase, peak), of = one.peak, one.choice
-        row = of.sharding, of.teacher, of.engine, str(of.micro), f"{peak / size:.1f}", phase, f"{one.host / size:.0f}"
-        table.add_row(*row, str(load.gpus + one.servers), "yes" if one.fits else "no")
+    for each in plans:
+        (phase, peak), of = each.peak, each.choice
+        row = of.sharding, of.teacher, of.engine, str(of.micro), f"{peak / size:.1f}", phase, f"{each.host / size:.0f}"
+        table.add_row(*row, str(load.gpus + each.servers), "yes" if each.fits else "no")
     console.print(table)
     if not plan.fits:
         console.print(f"\nDoes not fit in any placement. {reason(plan, asked.memory)} {_REMEDY}")
