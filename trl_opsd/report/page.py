@@ -94,9 +94,9 @@ def charts(log: Sequence[Mapping[str, Any]], groups: Sequence[tuple[str, str, st
             names = re.compile(f"{re.escape(f'{split}_' if split else '')}(?:{pattern})")
             for name, value in sorted(entry.items()):  # a log loaded from JSON may have another order
                 if (match := names.fullmatch(name)) and _is_number(value) and (of_evaluations or not split):
-                    part = match[1] if names.groups else None
+                    part: str | None = match[1] if names.groups else None
                     where = (split or "training") if of_evaluations or not part else None
-                    part = PHASES.get(part, part) if name.startswith("time/") else part
+                    part = PHASES.get(part, part) if part and pattern.startswith("time/") else part
                     curve = ", ".join(filter(None, [part, where]))
                     points[curve][entry["step"]] = float(value)
         # With a single reward function, its curve equals their sum: draw it once.
@@ -113,7 +113,10 @@ def _by_place(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
     places = [f"divergence/position_{tenth}" for tenth in range(TENTHS)]
     having = [entry for entry in log if any(_is_number(entry.get(name)) for name in places)]
     curves = [
-        Curve(f"step {step}", tuple((at, float(y)) for at, y in enumerate(map(entry.get, places), 1) if _is_number(y)))
+        Curve(
+            f"step {step}",
+            tuple((at, float(entry[one])) for at, one in enumerate(places, 1) if _is_number(entry.get(one))),
+        )
         for step, entry in {entry["step"]: entry for entry in having[:1] + having[-1:]}.items()
     ]
     return [Chart("Divergence by position", "nats per token", "tenth of the completion", tuple(curves))] * bool(curves)

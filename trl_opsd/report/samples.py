@@ -185,9 +185,9 @@ def _tokens(
     numbers: Iterable[tuple[Any, ...] | None], ids: Sequence[int], before: list[int], decode: Callable[..., str]
 ) -> Iterator[Token]:
     for of, text, last in zip(numbers, _pieces(ids, decode), [*before[-1:], *ids], strict=False):
-        *values, best, shares = of or (None, None, None, (), ())
+        nats, student, teacher, best, shares = of or (None, None, None, (), ())
         choices = tuple((_after(last, one, decode), share) for one, share in zip(best, shares, strict=True))
-        yield Token(text, *values, choices)
+        yield Token(text, nats, student, teacher, choices)
 
 
 def _pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
