@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
@@ -178,15 +179,6 @@ def _frozen(student: Shape, teacher: Shape, load: Load, choice: Choice) -> tuple
     return {"idle teacher": idle, "idle origin": its_idle}, scoring
 
 
-def _of_images(shape: Shape, rows: int, load: Load, checkpointing: bool | None = None) -> tuple[int | None, int | None]:
-    """Pixels of these rows and what a vision tower takes in a pass; with a graph (`checkpointing` is not `None`) it is
-    trained: a LoRA adapter on all linear layers is on the tower's, too.
-    """
-    if not shape.images.positions:
-        return None, None
-    return rows * shape.images.pixels, rows * shape.images.activations(load.itemsize, checkpointing)
-
-
 def phases(
     student: Shape, teacher: Shape, load: Load, choice: Choice, activations: Callable[..., int], engine: int = 0
 ) -> dict[str, Parts]:
@@ -213,9 +205,9 @@ def phases(
     tile, head = loss(student, teacher, micro * load.length, load)
     awake = None if choice.sleeps or not engine else engine
     seen = [
-        _of_images(student, load.batch, load) if by_loop else (None, None),
-        _of_images(teacher, passes // of_row, load),
-        _of_images(student, micro, load, load.checkpointing),
+        student.images.of(load.batch, size) if by_loop else (None, None),
+        teacher.images.of(passes // of_row, size),
+        student.images.of(micro, size, load.checkpointing),
     ]
     idle, active = _frozen(student, teacher, load, choice)
     before = of_student.gradients if by_zero3 else None  # which never frees them
@@ -401,19 +393,6 @@ class Plan:
         """The phase that needs most memory, and its bytes on one device."""
         return max(((phase, sum(parts.values())) for phase, parts in self.phases.items()), key=lambda one: one[1])
 
-    @property
-    def largest(self) -> tuple[str, int]:
-        """The largest part of that phase."""
-        return max(self.phases[self.peak[0]].items(), key=lambda one: one[1])
-
-
-def _placements(load: Load, host: float | None, shares_weights: bool) -> Iterator[tuple[str, str]]:
-    """All placements, those with less traffic first; offloading the student needs a known `host` memory in bytes."""
-    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]
-    for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:
-        kept = ["none", "cpu", "stream", *(["zero3"] if sharding.startswith("zero3") else []), "served"]
-        yield from ((sharding, teacher) for teacher in (["itself"] if shares_weights else kept))
-
 
 def considered(
     student: Shape,
@@ -428,7 +407,7 @@ def considered(
     """A plan for each placement, with the largest micro-batch that fits, or that of one row.
 
     One that does not fit without the student's activations in training is left without them. An unknown `host` memory
-    is taken as enough for an offloaded teacher.
+    is taken as enough for an offloaded teacher, but not for an offloaded student.
     """
     # Of a device, for an engine in the same process: a multiple of `_STEP`, or more than 1 if it does not fit.
     share = math.ceil(engine_bytes(student, load) / memory / _STEP) * _STEP if engine == "vllm" else 0.0
@@ -443,9 +422,11 @@ def considered(
         made = Plan(choice, parts, needed, host is None or needed <= SHARE * host, share, sum(1 << n for n in devices))
         return made if made.peak[1] <= SHARE * memory else replace(made, fits=False)
 
+    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]
     found = []
-    for sharding, kept in _placements(load, host, shares_weights):
-        for generates in ENGINES[engine]:
+    for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:  # those with less traffic first
+        teachers = ["none", "cpu", "stream", *["zero3"] * sharding.startswith("zero3"), "served"]
+        for kept, generates in product(["itself"] if shares_weights else teachers, ENGINES[engine]):
             for rows in (rows for rows in range(load.batch, 0, -1) if load.batch % rows == 0):
                 choice = Choice(sharding, kept, rows, generates)
                 last = plan(choice, lambda *_: 0)

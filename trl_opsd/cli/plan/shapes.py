@@ -45,10 +45,17 @@ class Images:
     counted_by: str = "processor"
     """Or `"config"`."""
 
-    def activations(self, itemsize: int, checkpointing: bool | None = None) -> int:
-        """Bytes in the vision tower; `None`: without a graph, else what a training pass keeps."""
+    def of(self, rows: int, itemsize: int, checkpointing: bool | None = None) -> tuple[int | None, int | None]:
+        """Bytes of pixels of these rows, and in the vision tower in a pass; `None` where there are none.
+
+        With a graph (`checkpointing` is not `None`) the tower is trained, as a LoRA adapter on all linear layers is on
+        its layers, too, and keeps what a language model does.
+        """
+        if not self.positions:
+            return None, None
+        inside = self.inside if checkpointing is None else 2 * self.inside
         kept = 0 if checkpointing is None else self.layers * (self.input if checkpointing else self.inside)
-        return itemsize * self.positions * (kept + self.inside * (1 if checkpointing is None else 2))
+        return rows * self.pixels, rows * itemsize * self.positions * (kept + inside)
 
 
 @dataclass(frozen=True, slots=True)

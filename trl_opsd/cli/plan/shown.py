@@ -116,7 +116,8 @@ def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
 
 def reason(plan: Plan, memory: float) -> str:
     """Why a plan does not fit, in a sentence."""
-    (phase, peak), (part, size) = plan.peak, plan.largest
+    phase, peak = plan.peak
+    part, size = max(plan.phases[phase].items(), key=lambda one: one[1])
     if peak <= SHARE * memory:
         return f"Offloading needs {_amount(plan.host)} of host memory, more than the machine has."
     return (
