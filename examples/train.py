@@ -23,8 +23,7 @@ from score import held_out, result
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.cli.train import script
-from trl_opsd.cli.train.options import OptionParser, Task
-from trl_opsd.cli.train.script import Splits
+from trl_opsd.cli.train.options import OptionParser, Splits, Task
 
 
 def data() -> Splits:

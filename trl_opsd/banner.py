@@ -10,13 +10,7 @@ from typing import Any
 
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers import (
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.peft import CausalLM, is_peft
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
@@ -41,8 +35,6 @@ _OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
 _BY_FUNCTION = "`teacher_prompt_fn`"
 _TOO_LOW = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
-_KINDS = {"base": "the initial student", "ema": "moving average of the student", "live": "the current student"}
-"""What each `teacher_model_kind` is."""
 
 
 class Banner(TrainerCallback):
@@ -94,11 +86,18 @@ class Described:
     def _parts(self) -> Iterator[tuple[str, str]]:
         args, teachers = self.trainer.args, self.trainer.teaching.teachers
         yield "student", self._student()
-        kind = f"{self._kind(args.teacher_model_kind)}: " if args.teacher_model_kind else ""
+        kinds = {
+            None: "",
+            "base": f"the {'student without its adapter' if is_peft(self.trainer.model) else 'initial student'}: ",
+            "ema": f"moving average of the student (update rate {args.teacher_update_rate:g}, every "
+            f"{args.teacher_sync_steps} steps): ",
+            "live": "the current student: ",
+        }
         copies = teachers.average.copies.values() if teachers.average else ()
         averaged = f"; averaged in {sizes(copies)}" if copies else ""
         for name, teacher in teachers.items():
-            yield "teacher" if len(teachers) == 1 else f"teacher {name!r}", f"{kind}{teacher}{averaged}"
+            of_teacher = f"{kinds[args.teacher_model_kind]}{teacher}{averaged}"
+            yield "teacher" if len(teachers) == 1 else f"teacher {name!r}", of_teacher
         yield "attention", self._attention()
         yield "processes", self.trainer.strategy
         yield "steps", self._steps()
@@ -126,25 +125,13 @@ class Described:
 
     def _attention(self) -> str:
         """The implementation in each model, or in all of them."""
-        teachers = {name: getattr(one, "teacher", one) for name, one in self.trainer.teaching.teachers.items()}
         found = {"student": self.trainer.model.config._attn_implementation}
-        for name, teacher in teachers.items():
-            if isinstance(model := getattr(teacher, "model", None), CausalLM):  # else a server's, or a user's own
+        for name, teacher in self.trainer.teaching.teachers.items():
+            model = getattr(getattr(teacher, "teacher", teacher), "model", None)
+            if isinstance(model, CausalLM):  # else a server's, or a user's own
                 found[name] = model.config._attn_implementation
         same = len({*found.values()}) == 1
         return found["student"] if same else ", ".join(f"{name} {kind}" for name, kind in found.items())
-
-    def _kind(self, kind: str) -> str:
-        """What a teacher of this `teacher_model_kind` is."""
-        if kind == "base" and is_peft(self.trainer.model):
-            return "the student without its adapter"
-        args = self.trainer.args
-        often = (
-            f" (update rate {args.teacher_update_rate:g}, every {args.teacher_sync_steps} steps)"
-            if kind == "ema"
-            else ""
-        )
-        return f"{_KINDS[kind]}{often}"
 
     def _steps(self) -> str:
         args, state = self.trainer.args, self.trainer.state
@@ -157,15 +144,13 @@ class Described:
         return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"
 
     def _completions(self) -> str:
-        options, limit = self.trainer.generation_config, self.trainer.limits.completion
-        rollout = self.trainer.rollout
-        # What it takes from the student's own config; `None` if it may not even follow the options.
-        of_student = getattr(rollout, "of_student", None)
-        context = self.trainer.limits.context if self.trainer.args.has_engine else None
-        where = f"by {rollout}" + (f" with a context of {context} tokens" if context else "")
+        trainer, options, limit = self.trainer, self.trainer.generation_config, self.trainer.limits.completion
+        context = trainer.limits.context if trainer.args.has_engine else None
+        where = f"by {trainer.rollout}" + (f" with a context of {context} tokens" if context else "")
         shown = [where, f"at most {min(options.max_new_tokens or limit, limit)} tokens"]
-        if of_student is not None:
-            others = {**(self.trainer.args.generation_kwargs or {}), **of_student}
+        # What it takes from the student's own config; `None` if it may not even follow the options.
+        if (of_student := getattr(trainer.rollout, "of_student", None)) is not None:
+            others = {**(trainer.args.generation_kwargs or {}), **of_student}
             sampling = {name: of_student.get(name, getattr(options, name)) for name in SAMPLING}
             beams = others.pop("num_beams", options.num_beams) or 1
             shown += [
@@ -173,10 +158,10 @@ class Described:
                 _listed(sampling) if options.do_sample else "greedy",
                 _listed({name: value for name, value in others.items() if name not in (*SAMPLING, "do_sample")}),
             ]
-            if (evaluated := self.trainer.args.eval_temperature) is not None:
+            if (evaluated := trainer.args.eval_temperature) is not None:
                 shown.append(f"in evaluations {f'temperature {evaluated:g}' if evaluated else 'greedy'}")
-        if self.trainer.tools:
-            shown.append(f"with the tools {', '.join(tool.__name__ for tool in self.trainer.tools)}")
+        if trainer.tools:
+            shown.append(f"with the tools {', '.join(tool.__name__ for tool in trainer.tools)}")
         return ", ".join(filter(None, shown))
 
     def _optimizer(self) -> str:
@@ -216,17 +201,13 @@ class Described:
             yield _OF_TEACHER, f"what {_BY_FUNCTION} returns, shown after the first step"
         else:
             name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
-            later = "".join(f" + {one}" for one in self._later(dataset))
-            yield name, ("the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)) + later
-
-    def _later(self, dataset: AnyDataset) -> Iterator[str]:
-        """What the teacher's prompt has beside the row's text."""
-        if self.trainer.teaching.readers.intake.is_told:
-            yield "what the environment tells"
-        if self.trainer.args.teacher_context is not None:
-            yield "a success of its group"
-        if not {*TEACHER_IMAGE_COLUMNS}.isdisjoint(columns_of(dataset) or ()):
-            yield "its own images"
+            later = {
+                "what the environment tells": readers.intake.is_told,
+                "a success of its group": trainer.args.teacher_context is not None,
+                "its own images": not {*TEACHER_IMAGE_COLUMNS}.isdisjoint(columns_of(dataset) or ()),
+            }
+            own = "the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)
+            yield name, " + ".join([own, *(text for text, is_there in later.items() if is_there)])
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as is known: a function or a subclass may read any."""

@@ -213,6 +213,21 @@ def test_an_engine_with_other_weights_is_found():
         checks.reproduces(pair(), rollout=Stale())
 
 
+@pytest.mark.parametrize("check", [checks.zero_with_itself, checks.equals_reference])
+def test_nan_in_a_gradient_alone_fails(check, monkeypatch):
+    monkeypatch.setattr(checks, "_compared", lambda mine, *_: (torch.zeros(1), torch.full((1,), torch.nan)))
+    monkeypatch.setattr(checks, "_reference", lambda *_: (torch.zeros(1), torch.zeros(1)))
+    with pytest.raises(ValueError, match="nan"):
+        check(pair())
+
+
+def test_nan_in_a_later_row_of_a_rollout_fails(monkeypatch):
+    found = iter([0.0, float("nan"), 0.0])
+    monkeypatch.setattr(checks, "_shortfall", lambda *_: next(found))
+    with pytest.raises(ValueError, match="generated a token that is nan nats less likely"):
+        checks.reproduces(pair())
+
+
 def test_a_teacher_that_draws_random_numbers_is_found():
     made = pair()
     layer = made.teacher.model.model.layers[1].mlp

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from trl_opsd.cli.main import app
 from trl_opsd.report.page import charts, facts, page, picture, write
-from trl_opsd.report.recording import Recorded, append, recorded_in, state_file, tell
+from trl_opsd.report.records import Recorded, append, recorded_in, state_file, tell
 from trl_opsd.report.samples import Sample, Token
 
 pytest.importorskip("vl_convert")

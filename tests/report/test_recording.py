@@ -18,7 +18,8 @@ from transformers import TrainerState
 
 from trl_opsd import FixedRollout, HFRollout
 from trl_opsd.report.page import write
-from trl_opsd.report.recording import Recording, log_of, recorded_in
+from trl_opsd.report.recording import Recording
+from trl_opsd.report.records import log_of, recorded_in
 from trl_opsd.report.samples import CHUNK, TEXT, TOKENS, Sample
 from trl_opsd.types import Rollout
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from environments.worlds import call, given, once, rows
 from support import tiny
 
-from trl_opsd.report.recording import recorded_in
+from trl_opsd.report.records import recorded_in
 
 pytestmark = pytest.mark.trackers
 

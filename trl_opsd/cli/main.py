@@ -54,23 +54,23 @@ def doctor(
     from contextlib import redirect_stdout
 
     from trl_opsd.cli.doctor.checks import document, examine, show
-    from trl_opsd.cli.doctor.pair import Settings, collected, load_pair, read_settings
+    from trl_opsd.cli.doctor.pair import collected, load_pair, read_settings
     from trl_opsd.loop.memory import is_out_of_memory
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
-        settings: Settings | ValueError | None = None
+        settings = wrong = None
         try:
-            settings = None if config is None else read_settings(str(config))
+            settings = read_settings(str(config)) if config else None
         except ValueError as error:
-            settings = error
-        named = settings.models if isinstance(settings, Settings) else (None, None)
+            wrong = error
+        named = settings.models if settings else (None, None)
         models = student or named[0], teacher or named[1]
         if None in models:
-            why = f" {settings}" if isinstance(settings, ValueError) else ""
+            why = f" {wrong}" if wrong else ""
             raise ValueError(f"expected STUDENT and TEACHER, or a --config FILE that sets both.{why}")
         try:
-            loading = settings.loading if isinstance(settings, Settings) else ({}, {})
-            by_bytes = isinstance(settings, Settings) and settings.given.config.cross_tokenizer is not None
+            loading = settings.loading if settings else ({}, {})
+            by_bytes = settings is not None and settings.given.config.cross_tokenizer is not None
             pair = load_pair(*models, tiny, loading, by_bytes)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
             more = (
@@ -79,7 +79,7 @@ def doctor(
             )
             raise ValueError(f"{error}{more}") from error
         with collected():  # what a trainer says of prompts that are not the user's
-            findings = examine(pair, settings, vllm)
+            findings = examine(pair, settings or wrong, vllm)
     print(document(pair, findings)) if as_json else show(pair, findings)
     raise typer.Exit(int(any(one.verdict == "failed" for one in findings)))
 

@@ -19,9 +19,8 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
-from trl_opsd.config import OPSDConfig
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
-from trl_opsd.report.recording import PAGE
+from trl_opsd.report.records import PAGE
 
 SELF_DISTILLATION = {
     "title": "Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models",
@@ -35,13 +34,6 @@ SELF_DISTILLATION = {
         }"""),  # noqa: E501
 }
 """The paper of a student that is its own teacher; TRL's is that of distillation from another model."""
-
-_SELF = {
-    "base": "the model itself before training",
-    "ema": "an exponential moving average of the model itself",
-    "live": "the current model itself",
-}
-"""What each `teacher_model_kind` is; all of them read more than the student."""
 
 _FIGURES = re.compile(r"(.+_)?(divergence|rewards/.+)/mean")
 """Names in the log that the card shows, also of evaluations."""
@@ -83,12 +75,16 @@ def about(trainer: DistillationTrainer, settings: Mapping[str, str]) -> dict[str
 
 
 def _taught(trainer: DistillationTrainer) -> dict[str, str]:
-    several = len(trainer.teachers) > 1
+    args, several = trainer.args, len(trainer.teachers) > 1
     taught = {
-        f"teacher `{name}`" if several else "teacher": _teacher(trainer, one) for name, one in trainer.teachers.items()
+        f"teacher `{name}`" if several else "teacher": _teacher(trainer, it) for name, it in trainer.teachers.items()
     }
-    at, source = temperatures_in_words(*trainer.temperatures), _source(trainer.args)
-    return {**taught, "objective": f"`{trainer.divergence!r}` at {at}{shape_in_words(trainer.args)}, over {source}"}
+    source = "its own completions"
+    if args.lmbda < 1:
+        own = f"{source} for a share of {args.lmbda:g} of the rows, and "
+        source = f"{own if args.lmbda else ''}completions of the {'teacher' if args.seq_kd else 'dataset'}"
+    at = temperatures_in_words(*trainer.temperatures)
+    return {**taught, "objective": f"`{trainer.divergence!r}` at {at}{shape_in_words(args)}, over {source}"}
 
 
 def _teacher(trainer: DistillationTrainer, teacher: Any) -> str:
@@ -96,19 +92,13 @@ def _teacher(trainer: DistillationTrainer, teacher: Any) -> str:
     if args.teacher_model_kind is None:
         model = getattr(teacher, "model", None)
         return f"a `{type(teacher).__name__}`" if model is None else _shown(model)
-    text = _SELF[args.teacher_model_kind]
-    if args.teacher_model_kind == "base" and is_peft(trainer.model):
-        text += ", without its adapter"
-    if args.teacher_model_kind == "ema":
-        text += f" (`teacher_update_rate={args.teacher_update_rate:g}`)"
-    return f"{text}, given context that the student did not see"
-
-
-def _source(args: OPSDConfig) -> str:
-    if args.lmbda == 1:
-        return "its own completions"
-    own = f"its own completions for a share of {args.lmbda:g} of the rows, and "
-    return f"{own if args.lmbda else ''}completions of the {'teacher' if args.seq_kd else 'dataset'}"
+    kinds = {
+        "base": f"the model itself before training{', without its adapter' if is_peft(trainer.model) else ''}",
+        "ema": "an exponential moving average of the model itself "
+        f"(`teacher_update_rate={args.teacher_update_rate:g}`)",
+        "live": "the current model itself",
+    }
+    return f"{kinds[args.teacher_model_kind]}, given context that the student did not see"
 
 
 def figures(logs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -6,7 +6,6 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,30 +21,18 @@ PHASES = {"complete": "generate", "teach": "score", "compare": "train"} | {
 """Displayed names of the phases: in rows, on bars, in a dry run, in a report."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    title: str
-    width: int
-    form: str
-    of: tuple[str, ...]
-    """Names in a log; the first that is there is shown."""
-
-    def cell(self, values: Mapping[str, Any]) -> str:
-        found = (values.get(name) for name in self.of)
-        return next((format(value, self.form) for value in found if value is not None), "")
-
-
-_COLUMNS = (
-    _Column("divergence", 10, "#.4g", ("divergence/mean",)),
-    _Column("reward", 6, ".3f", ("reward",)),
-    _Column("length", 6, ".1f", ("completions/mean_length",)),
-    _Column("tokens/s", 8, ",.0f", ("tokens_per_second",)),
-    _Column("s/step", 6, ".2f", ("step_time",)),
-    _Column("gen", 5, ".2f", ("time/complete",)),
-    _Column("score", 5, ".2f", ("time/teach",)),
-    _Column("train", 5, ".2f", ("time/compare",)),
-    _Column("GiB", 3, ".1f", ("peak",)),
-)
+_COLUMNS = {
+    "divergence": ("divergence/mean", 10, "#.4g"),
+    "reward": ("reward", 6, ".3f"),
+    "length": ("completions/mean_length", 6, ".1f"),
+    "tokens/s": ("tokens_per_second", 8, ",.0f"),
+    "s/step": ("step_time", 6, ".2f"),
+    "gen": ("time/complete", 5, ".2f"),
+    "score": ("time/teach", 5, ".2f"),
+    "train": ("time/compare", 5, ".2f"),
+    "GiB": ("peak", 3, ".1f"),
+}
+"""By title: name in a log, width, and format."""
 _LABEL = 8
 
 
@@ -72,22 +59,20 @@ class Rows:
         """The lines for a log of a training, of an evaluation, or at the end."""
         if "train_runtime" in logs:
             return [f"{step} steps in {in_words(logs['train_runtime'])}"]
-        if (prefix := evaluated(logs)) is None:
-            return self._row(f"{step}/{steps}", {**logs, "peak": self._peak() / 2**30})
-        start = prefix + "_"
-        return self._row(
-            prefix, {name.removeprefix(start): one for name, one in logs.items() if name.startswith(start)}
-        )
-
-    def _row(self, label: str, values: Mapping[str, Any]) -> list[str]:
-        cells = {one.title: found for one in _COLUMNS if (found := one.cell(values))}
+        prefix = evaluated(logs)
+        start, label = (f"{prefix}_", prefix) if prefix else ("", f"{step}/{steps}")
+        values = {name.removeprefix(start): one for name, one in logs.items() if name.startswith(start)}
+        values |= {} if prefix else {"peak": self._peak() / 2**30}
+        shown = {title: (values.get(name), form) for title, (name, _, form) in _COLUMNS.items()}
+        cells = {title: format(value, form) for title, (value, form) in shown.items() if value is not None}
         new = cells.keys() - self._shown
         self._shown |= new
         header = [self._line("step", {title: title for title in self._shown})] if new else []
         return [*header, self._line(label, cells)]
 
     def _line(self, label: str, cells: Mapping[str, str]) -> str:
-        shown = [f"{cells.get(one.title, ''):>{one.width}}" for one in _COLUMNS if one.title in self._shown]
+        widths = {title: width for title, (_, width, _) in _COLUMNS.items() if title in self._shown}
+        shown = [f"{cells.get(title, ''):>{width}}" for title, width in widths.items()]
         return "  ".join([f"{label:>{_LABEL}}", *shown]).rstrip()
 
 

@@ -6,19 +6,18 @@ import base64
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from trl_opsd.monitor.progress import PHASES, evaluated, in_words
-from trl_opsd.report.recording import PAGE, Recorded, about, log_of, recorded_in
+from trl_opsd.report.records import PAGE, Recorded, about, log_of, recorded_in
 from trl_opsd.report.samples import Sample
 from trl_opsd.types.loss import TENTHS
-
-Point = tuple[float, float]
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's palette, distinguishable with any colour vision; each colour also has its own dashes."""
@@ -27,12 +26,11 @@ _GREY = "#7f7f7f"
 """Readable on white and on black."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """One line of a chart."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +61,13 @@ class Chart:
     def rows(self) -> list[tuple[float, list[float | None]]]:
         """The numbers of all curves by place on the horizontal axis: at most forty, with the first and the last."""
         at = sorted({x for curve in self.curves for x, _ in curve.points})
-        stride = math.ceil(len(at) / 39) or 1
-        at = [x for number, x in enumerate(at) if number % stride == 0 or number == len(at) - 1]
         values = [dict(curve.points) for curve in self.curves]
-        return [(x, [one.get(x) for one in values]) for x in at]
+        return [(x, [one.get(x) for one in values]) for x in at[: -1 : math.ceil(len(at) / 39) or 1] + at[-1:]]
+
+    @property
+    def figures(self) -> list[tuple[str, list[float]]]:
+        """The numbers of each curve over the steps, with its name."""
+        return [(f"{self.title}, {one.name}", [y for _, y in one.points]) for one in self.curves if self.axis == "step"]
 
 
 _GROUPS = (
@@ -78,9 +79,8 @@ _GROUPS = (
     ("Speed", "tokens per second", r"tokens_per_second", False),
     ("Learning rate", "", r"learning_rate", False),
 )
-"""Title, unit, names in a log (a group in the pattern names the curve), and whether evaluations are drawn too."""
-
-
+"""Title, unit, names in a log (a group in the pattern names the curve), and whether evaluations are drawn too: their
+times and speeds cannot be compared with those of training."""
 _LOSS = ("Loss", "", r"loss", True)
 
 
@@ -88,47 +88,42 @@ def charts(log: Sequence[Mapping[str, Any]], groups: Sequence[tuple[str, str, st
     """The charts that a `log_history` has figures for."""
     found = []
     for title, unit, pattern, of_evaluations in groups:
-        points: dict[str, dict[float, float]] = {}
+        points: dict[str, dict[float, float]] = defaultdict(dict)
         for entry in log:
             split = evaluated(entry)
-            # Times and speeds of an evaluation cannot be compared with those of training.
-            if split and not of_evaluations:
-                continue
+            names = re.compile(f"{re.escape(f'{split}_' if split else '')}(?:{pattern})")
             for name, value in sorted(entry.items()):  # a log loaded from JSON may have another order
-                short = name.removeprefix(f"{split}_") if split else name
-                match = re.fullmatch(pattern, short)
-                if match and _is_number(value) and (not split or short != name):
-                    part = match.group(1) if match.re.groups else None
+                if (match := names.fullmatch(name)) and _is_number(value) and (of_evaluations or not split):
+                    part: str | None = match[1] if names.groups else None
                     where = (split or "training") if of_evaluations or not part else None
-                    part = PHASES.get(part, part) if part and name.startswith("time/") else part
+                    part = PHASES.get(part, part) if part and pattern.startswith("time/") else part
                     curve = ", ".join(filter(None, [part, where]))
-                    points.setdefault(curve, {})[entry["step"]] = float(value)
+                    points[curve][entry["step"]] = float(value)
         # With a single reward function, its curve equals their sum: draw it once.
-        different = {
-            name: one for name, one in points.items() if ", " not in name or points.get(name.rpartition(", ")[2]) != one
-        }
-        if different:
-            curves = tuple(Curve(name, tuple(sorted(one.items()))) for name, one in different.items())
+        drawn = [name for name in points if ", " not in name or points.get(name.rpartition(", ")[2]) != points[name]]
+        if drawn:
+            curves = tuple(Curve(name, tuple(sorted(points[name].items()))) for name in drawn)
             found.append(Chart(title, unit, "step", curves))
-            if title == "Divergence" and (places := _by_place(log)) is not None:
-                found.append(places)
+            found += _by_place(log) if title == "Divergence" else []
     return found
 
 
-def _by_place(log: Sequence[Mapping[str, Any]]) -> Chart | None:
+def _by_place(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """The divergence of each tenth of the completions, in the first and the last log that has it."""
-    names = [f"divergence/position_{tenth}" for tenth in range(TENTHS)]
-    having = [entry for entry in log if any(_is_number(entry.get(name)) for name in names)]
-    ends = {entry["step"]: entry for entry in (having[:1] + having[-1:])}
+    places = [f"divergence/position_{tenth}" for tenth in range(TENTHS)]
+    having = [entry for entry in log if any(_is_number(entry.get(name)) for name in places)]
     curves = [
         Curve(
             f"step {step}",
-            tuple((tenth + 1, float(entry[name])) for tenth, name in enumerate(names) if _is_number(entry.get(name))),
+            tuple((at, float(entry[one])) for at, one in enumerate(places, 1) if _is_number(entry.get(one))),
         )
-        for step, entry in ends.items()
+        for step, entry in {entry["step"]: entry for entry in having[:1] + having[-1:]}.items()
     ]
-    unit = "nats per token"
-    return Chart("Divergence by position", unit, "tenth of the completion", tuple(curves)) if curves else None
+    return [Chart("Divergence by position", "nats per token", "tenth of the completion", tuple(curves))] * bool(curves)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def facts(log: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -136,15 +131,8 @@ def facts(log: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     found = [("Steps", f"{max(entry['step'] for entry in log)}")] if log else []
     times = [entry["train_runtime"] for entry in log if _is_number(entry.get("train_runtime"))]
     found += [("Time", in_words(one)) for one in times[-1:]]
-    for chart in charts(log)[:3]:
-        for curve in chart.curves if chart.axis == "step" else ():
-            (_, first), (_, last) = curve.points[0], curve.points[-1]
-            found.append((f"{chart.title}, {curve.name}", f"{chart.shown(first)} → {chart.shown(last)}"))
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ends = [(name, chart.shown(y[0]), chart.shown(y[-1])) for chart in charts(log)[:3] for name, y in chart.figures]
+    return found + [(name, f"{first} → {last}") for name, first, last in ends]
 
 
 def picture(chart: Chart) -> str:
@@ -152,7 +140,6 @@ def picture(chart: Chart) -> str:
     import vl_convert  # large, and needed by a report alone
 
     names = [curve.name for curve in chart.curves]
-    values = [{"x": x, "y": y, "curve": curve.name} for curve in chart.curves for x, y in curve.points]
     # A single point draws no line, so points are marked.
     is_short = any(len(curve.points) < 2 for curve in chart.curves)
     # Rewards and rates may vary little far from 0; other axes begin there.
@@ -166,7 +153,7 @@ def picture(chart: Chart) -> str:
         "width": 270,
         "height": 150,
         "padding": {"left": 14, "right": 4, "top": 4, "bottom": 4},  # a page's font may be wider than that measured
-        "data": {"values": values},
+        "data": {"values": [{"x": x, "y": y, "curve": curve.name} for curve in chart.curves for x, y in curve.points]},
         "mark": {"type": "line", "strokeWidth": 1.8, "point": {"size": 20} if is_short else False},
         "encoding": {
             "x": {"field": "x", "type": "quantitative", "title": chart.axis, "axis": {"tickCount": 6}},
@@ -185,22 +172,6 @@ def picture(chart: Chart) -> str:
     return svg
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The first and the last samples of a dataset, side by side."""
-
-    name: str
-    first: int
-    last: int | None
-    """Optimizer steps; `None` where there is only one."""
-    pairs: list[tuple[Sample | None, Sample | None]]
-
-    @property
-    def differs(self) -> bool:
-        """Whether no prompt was recorded twice."""
-        return self.last is not None and not any(first and last for first, last in self.pairs)
-
-
 def write(run: Path, log: Sequence[Mapping[str, Any]] | None = None, to: Path | None = None) -> Path:
     """Writes the report of a run (its `output_dir`, or a checkpoint), by default to `report.html` in it.
 
@@ -215,38 +186,33 @@ def compare(runs: tuple[Path, Path], to: Path | None = None) -> Path:
 
     Raises what [`write`] raises; an error names the run.
     """
-    of_runs: list[dict[str, Chart]] = []
-    for run in runs:
+    names = [run.resolve().name for run in runs]
+    names = list(map(str, runs)) if names[0] == names[1] else names
+    joined: dict[str, Chart] = {}
+    for run, name in zip(runs, names, strict=True):
         try:
-            of_runs.append({chart.title: chart for chart in charts(log_of(run), (_LOSS, *_GROUPS))})
-            if not of_runs[-1]:
+            drawn = charts(log_of(run), (_LOSS, *_GROUPS))
+            if not drawn:
                 raise ValueError("no log yet")
         except ValueError as error:
             raise ValueError(f"{run}: {error}") from error
-    names = [run.resolve().name for run in runs]
-    names = list(map(str, runs)) if names[0] == names[1] else names
-    joined, figures = [], []
-    for chart in {**of_runs[1], **of_runs[0]}.values():
-        both = [(name, curve) for name, of in zip(names, of_runs, strict=True) if chart.title in of
-                for curve in of[chart.title].curves]  # fmt: skip
-        curves = tuple(Curve(f"{name}: {one.name}".removesuffix(": "), one.points) for name, one in both)
-        joined.append(replace(chart, curves=curves))
-        figures += [
-            (
-                f"{chart.title}, {one.name}",
-                f"{chart.shown(values[0])} → {chart.shown(values[-1])} "
-                f"(lowest {chart.shown(min(values))}, highest {chart.shown(max(values))})",
-            )
-            for one in curves
-            if (values := [y for _, y in one.points]) and chart.axis == "step"
-        ]
+        for chart in drawn:
+            named = tuple(Curve(f"{name}: {one.name}".removesuffix(": "), one.points) for one in chart.curves)
+            before = joined[chart.title].curves if chart.title in joined else ()
+            joined[chart.title] = replace(chart, curves=before + named)
+    figures = []
+    for chart in joined.values():
+        for title, y in chart.figures:
+            first, last, least, most = map(chart.shown, (y[0], y[-1], min(y), max(y)))
+            figures.append((title, f"{first} → {last} (lowest {least}, highest {most})"))
     said = list(map(about, runs))
     differing = {
         topic: " | ".join(f"{name}: {one.get(topic, '–')}" for name, one in zip(names, said, strict=True))
         for topic in {**said[0], **said[1]}
         if said[0].get(topic) != said[1].get(topic)
     }
-    return _published(_rendered(" and ".join(names), figures, differing, joined), to or runs[0] / "comparison.html")
+    text = _rendered(" and ".join(names), figures, differing, list(joined.values()))
+    return _published(text, to or runs[0] / "comparison.html")
 
 
 def _published(text: str, file: Path) -> Path:
@@ -266,7 +232,7 @@ def page(
     """The page as HTML, from a `log_history`, samples, and a description by topic."""
     if not (log or recorded):
         raise ValueError("no log or sample yet")
-    return _rendered(name, facts(log), described or {}, charts(log), _splits(recorded))
+    return _rendered(name, facts(log), described or {}, charts(log), recorded)
 
 
 def _rendered(
@@ -274,9 +240,11 @@ def _rendered(
     figures: Sequence[tuple[str, str]],
     described: Mapping[str, str],
     drawn: Sequence[Chart],
-    splits: Sequence[_Split] = (),
+    recorded: Sequence[Recorded] = (),
 ) -> str:
-    shown = [one for split in splits for pair in split.pairs for one in pair if one is not None]
+    # Evaluations first, because they show the same prompts before and after.
+    names = sorted(dict.fromkeys(one.split for one in recorded), key=lambda name: name == "train")
+    splits = [_Split(name, *_ends([one for one in recorded if one.split == name])) for name in names]
     environment = Environment(
         loader=PackageLoader("trl_opsd.report", "template"),
         autoescape=select_autoescape(default=True),
@@ -291,26 +259,34 @@ def _rendered(
         described=described,
         charts=[(one, base64.b64encode(picture(one).encode()).decode()) for one in drawn],
         splits=splits,
-        top=_top(shown),
-        has_teachers=any(one.teacher for one in shown),
+        top=_top([one for split in splits for pair in split.pairs for one in pair if one is not None]),
     )
 
 
-def _splits(recorded: Sequence[Recorded]) -> list[_Split]:
-    """The samples by dataset, evaluations first, because they show the same prompts before and after."""
-    names = sorted(dict.fromkeys(one.split for one in recorded), key=lambda name: name == "train")
-    found = []
-    for name in names:
-        theirs = sorted((one for one in recorded if one.split == name), key=lambda one: one.step)
-        first, last = theirs[0], theirs[-1]
-        if first.step == last.step:
-            found.append(_Split(name, last.step, None, [(one, None) for one in last.samples]))
-        else:
-            # Evaluations repeat their prompts, so that the same one is shown before and after.
-            after = {(one.prompt, one.images): one for one in last.samples}
-            pairs = [(one, after.pop((one.prompt, one.images), None)) for one in first.samples]
-            found.append(_Split(name, first.step, last.step, [*pairs, *((None, one) for one in after.values())]))
-    return found
+class _Split(NamedTuple):
+    """The first and the last samples of a dataset, side by side."""
+
+    name: str
+    first: int
+    last: int | None
+    """Optimizer steps; `None` where there is only one."""
+    pairs: list[tuple[Sample | None, Sample | None]]
+
+    @property
+    def differs(self) -> bool:
+        """Whether no prompt was recorded twice."""
+        return self.last is not None and not any(first and last for first, last in self.pairs)
+
+
+def _ends(recorded: list[Recorded]) -> tuple[int, int | None, list[tuple[Sample | None, Sample | None]]]:
+    """The first and the last step of a dataset's samples, and these in pairs with the same prompt."""
+    recorded.sort(key=lambda one: one.step)
+    first, last = recorded[0], recorded[-1]
+    if first.step == last.step:
+        return last.step, None, [(one, None) for one in last.samples]
+    after = {(one.prompt, one.images): one for one in last.samples}
+    pairs = [(one, after.pop((one.prompt, one.images), None)) for one in first.samples]
+    return first.step, last.step, [*pairs, *((None, one) for one in after.values())]
 
 
 def _top(samples: Sequence[Sample]) -> float:

@@ -6,7 +6,7 @@ B rows · C completion tokens · n tokens of a row in the loss · V vocabulary s
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import groupby
@@ -96,7 +96,6 @@ def samples_of(
     # A sampled estimate says little about a single token: the reverse KL, its mean, is recorded instead.
     measure = ReverseKL() if isinstance(objective.divergence, SampledReverseKL) else objective.divergence
     objective = replace(objective, divergence=measure, chunk_tokens=CHUNK, kl_clip=None, anchor_weight=0.0)
-    temperatures, vocabulary = objective.temperatures, objective.vocabulary
     prompts, found = rollout.prompt_lists(), []
     for row in rows:
         number = 0 if targets.teacher is None else int(targets.teacher[row])
@@ -107,40 +106,14 @@ def samples_of(
         is_cut = len(generated) > TOKENS
         end = generated[TOKENS - 1] + 1 if is_cut else len(mask_C)
         places_n = rollout.weights[row, :end].nonzero().squeeze(1).cpu()
-        teacher_head = teacher_heads[number]
-        student = LazyLogits(
-            hidden_BCH[row].detach().index_select(0, places_n.to(hidden_BCH.device)).to(head.weight.device),
-            head,
-            temperatures[0],
-        )
-        by_bytes = targets.rows[row] if targets.rows is not None else None
-        ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
-        values: dict[int, Any] = {}
-        if len(places_n) and isinstance(by_bytes, ByteTargets):  # which have no distribution over tokens
-            spelled = Spelled.of([by_bytes], [0], places_n)
-            theirs = by_bytes.hidden[spelled.kept.to(by_bytes.hidden.device)], teacher_head
-            sampled = Sampled(ids_n.to(student.hidden.device))
-            nats_n = objective.of((student.hidden, head), theirs, None, sampled, spelled=spelled).divergence.tolist()
-            of_student_n, _, _ = _said(student, vocabulary, ids_n)
-            values = {
-                place: (nats, p, None, (), ())
-                for place, nats, p in zip(places_n.tolist(), nats_n, of_student_n, strict=True)
-            }
-        elif len(places_n):
-            teacher = LazyLogits(
-                targets.of(row, places_n).to(teacher_head.weight.device), teacher_head, temperatures[1]
+        numbers: dict[int, tuple[Any, ...]] = {}
+        if len(places_n):
+            hidden_nH = hidden_BCH[row].detach().index_select(0, places_n.to(hidden_BCH.device)).to(head.weight.device)
+            ids_n = rollout.completion_ids[row].index_select(0, places_n.to(rollout.completion_ids.device)).cpu()
+            columns = _numbers(
+                (hidden_nH, head), teacher_heads[number], targets, row, places_n, ids_n, objective, origin
             )
-            heads = heads_beside(teacher_head, origin)
-            beside = {
-                name: (states_nH.to(heads[name].weight.device), heads[name])
-                for name, states_nH in targets.beside_of(row, places_n).items()
-            }
-            pair = (student.hidden, head), (teacher.hidden, teacher_head)
-            nats_n = objective.of(*pair, None, None, beside).divergence.tolist()
-            of_student_n, _, _ = _said(student, vocabulary, ids_n)
-            of_teacher_n, best_nK, ids_nK = _said(teacher, vocabulary, ids_n)
-            columns = (nats_n, of_student_n, of_teacher_n, ids_nK, best_nK)
-            values = dict(zip(places_n.tolist(), zip(*columns, strict=True), strict=True))
+            numbers = dict(zip(places_n.tolist(), zip(*columns, strict=True), strict=True))
         tokens: list[Token] = []
         answers: list[tuple[int, str]] = []
         ids, before = rollout.completion_ids[row].tolist(), prompts[row]
@@ -148,7 +121,7 @@ def samples_of(
             places = list(run)
             written = [ids[place] for place in places]
             if is_generated:
-                tokens += _tokens(places, written, values, before, tokenizer)
+                tokens += _tokens(map(numbers.get, places), written, before, tokenizer.decode)
             else:
                 answers.append((len(tokens), _middle_cut(tokenizer.decode(written))))
             before = written
@@ -166,8 +139,37 @@ def samples_of(
     return found
 
 
+def _numbers(
+    student: tuple[Tensor, OutputHead],
+    teacher_head: OutputHead,
+    targets: TeacherTargets,
+    row: int,
+    places_n: Tensor,
+    ids_n: Tensor,
+    objective: Objective,
+    origin: OutputHead | None,
+) -> tuple[Sequence[Any], ...]:
+    """The columns of [`Token`] but its text, with ids in place of the teacher's choices, and their probabilities."""
+    temperatures, vocabulary = objective.temperatures, objective.vocabulary
+    of_student, _, _ = _said(LazyLogits(*student, temperatures[0]), vocabulary, ids_n)
+    by_bytes = targets.rows[row] if targets.rows is not None else None
+    if isinstance(by_bytes, ByteTargets):  # which have no distribution over tokens
+        spelled = Spelled.of([by_bytes], [0], places_n)
+        theirs = by_bytes.hidden[spelled.kept.to(by_bytes.hidden.device)], teacher_head
+        found = objective.of(student, theirs, None, Sampled(ids_n.to(student[0].device)), spelled=spelled)
+        return found.divergence.tolist(), of_student, [None] * len(ids_n), *[[()] * len(ids_n)] * 2
+    theirs = targets.of(row, places_n).to(teacher_head.weight.device), teacher_head
+    heads = heads_beside(teacher_head, origin)
+    beside = {
+        name: (states_nH.to(heads[name].weight.device), heads[name])
+        for name, states_nH in targets.beside_of(row, places_n).items()
+    }
+    nats_n = objective.of(student, theirs, None, None, beside).divergence.tolist()
+    return nats_n, of_student, *_said(LazyLogits(*theirs, temperatures[1]), vocabulary, ids_n)
+
+
 def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
-    """A model's probabilities of these tokens, and the largest at each position with their ids."""
+    """A model's probabilities of these tokens, the ids of the likeliest at each position, and their probabilities."""
     given, largest, which = [], [], []
     # In chunks, since these logits are formed in full.
     for hidden_cH, ids_c in zip(logits.hidden.split(CHUNK), ids_n.split(CHUNK), strict=True):
@@ -176,19 +178,16 @@ def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[li
         best = probabilities_cV.topk(min(CHOICES, probabilities_cV.size(1)), dim=1)
         largest += best.values.tolist()
         which += best.indices.tolist()
-    return given, largest, which
+    return given, which, largest
 
 
 def _tokens(
-    places: Sequence[int], ids: Sequence[int], values: dict[int, Any], before: list[int], tokenizer: Any
+    numbers: Iterable[tuple[Any, ...] | None], ids: Sequence[int], before: list[int], decode: Callable[..., str]
 ) -> Iterator[Token]:
-    for place, text, last in zip(places, _pieces(ids, tokenizer.decode), [*before[-1:], *ids], strict=False):
-        if place not in values:
-            yield Token(text)
-            continue
-        nats, student, teacher, best, probabilities = values[place]
-        named = tuple((_after(last, one, tokenizer.decode), p) for one, p in zip(best, probabilities, strict=True))
-        yield Token(text, nats, student, teacher, named)
+    for of, text, last in zip(numbers, _pieces(ids, decode), [*before[-1:], *ids], strict=False):
+        nats, student, teacher, best, shares = of or (None, None, None, (), ())
+        choices = tuple((_after(last, one, decode), share) for one, share in zip(best, shares, strict=True))
+        yield Token(text, nats, student, teacher, choices)
 
 
 def _pieces(ids: Sequence[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
@@ -208,8 +207,7 @@ def _after(last: int, token: int, decode: Callable[[list[int]], str]) -> str:
 
 
 def _middle_cut(text: str) -> str:
-    half = TEXT // 2
-    return text if len(text) <= TEXT else f"{text[:half]} … {text[-half:]}"
+    return text if len(text) <= TEXT else f"{text[: TEXT // 2]} … {text[-TEXT // 2 :]}"
 
 
 def _thumbnail(image: Any) -> str:

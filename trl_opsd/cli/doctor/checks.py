@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.versions import installed, outside
-from trl_opsd.cli.doctor.pair import LAYERS, Pair, Settings, Side, share_by_bytes
+from trl_opsd.cli.doctor.pair import LAYERS, TEXTS, Pair, Settings
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images
 from trl_opsd.data.tokenization import check_that_all_is_read, check_token_maps, largest_id
@@ -30,7 +32,7 @@ from trl_opsd.models.backbone import completion_hidden, logits_of
 from trl_opsd.models.probes import GRADIENTS, HEAD, IMAGES, PADDING, Doubt, Finding, Probe, Probed, findings
 from trl_opsd.models.tokenizers import ensure_special_tokens
 from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
-from trl_opsd.rollout import RolloutBackend
+from trl_opsd.rollout import FixedRollout, RolloutBackend
 from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
 
@@ -44,94 +46,79 @@ def same_ids(pair: Pair) -> str:
     """Both tokenizers give every token the same id."""
     if pair.assumes_tokenizer:
         raise Doubt("The teacher has no tokenizer to compare: it is assumed to use the student's.")
-    if pair.by_bytes:
-        return _by_bytes(pair)
     check_token_maps(pair.student.tokenizer, pair.teacher.tokenizer)
     return f"The same {len(pair.student.tokenizer.get_vocab())} tokens, id by id."
 
 
-def _by_bytes(pair: Pair) -> str:
-    """How much of three rows `cross_tokenizer="bytes"` compares."""
-    held, outcomes = share_by_bytes(pair)
-    said = f"Both spell what they read; {held / outcomes:.0%} of {outcomes} bytes of three rows can be compared."
-    if held < outcomes / 2:
-        raise Doubt(f"{said} The rest is left out: see docs/tokenizers.md.")
-    return said
+def same_bytes(pair: Pair) -> str:
+    """Both tokenizers spell bytes of which `cross_tokenizer="bytes"` can compare enough."""
+    read = pair.student.tokenizer
+    prompts, answers = zip(*TEXTS, strict=True)
+    ids = [tuple(read(prompt)["input_ids"]) for prompt in prompts]
+    recorded = dict(zip(ids, (read(one, add_special_tokens=False)["input_ids"] for one in answers), strict=True))
+    options = {"cross_tokenizer": "bytes", "max_completion_length": max(map(len, recorded.values()))}
+    with _started(pair, prompts, FixedRollout(recorded), **options) as trainer:
+        used = trainer.evaluate(trainer.train_dataset)["eval_cross/used"]
+    of = f"{used:.0%} of {len(''.join(answers).encode())} bytes of three rows can be compared"
+    if used < 0.5:
+        raise Doubt(f"Both spell what they read; {of}. The rest is left out: see docs/tokenizers.md.")
+    return f"Both spell what they read; {of}."
 
 
 def same_sizes(pair: Pair) -> str:
     """Both heads have a row for each token."""
-    shared, rows = pair.vocabulary, (pair.student.rows, pair.teacher.rows)
-    tokens = largest_id(pair.student.tokenizer) + 1
-    if tokens > rows[0]:
+    shared, rows, tokens = pair.vocabulary, pair.student.rows, largest_id(pair.student.tokenizer) + 1
+    if tokens > rows:
         raise ValueError(
-            f"The tokenizer has {tokens} tokens, but both heads have {rows[0]} rows: use the tokenizer the models were "
+            f"The tokenizer has {tokens} tokens, but both heads have {rows} rows: use the tokenizer the models were "
             "trained with."
         )
     if shared is None:
-        return f"Both heads have {rows[0]} rows."
-    return f"Heads of {rows[0]} and {rows[1]} rows; the {shared} ids of the tokenizer are compared."
+        return f"Both heads have {rows} rows."
+    return f"Heads of {rows} and {pair.teacher.rows} rows; the {shared} ids of the tokenizer are compared."
 
 
 def end_token(pair: Pair) -> str:
     """A completion can end, and the generation config knows with which"""
     tokenizer = pair.student.tokenizer
     ensure_special_tokens(tokenizer, pair.student.rows)
-    known = end_ids(pair.student)
-    if tokenizer.eos_token_id not in known:
-        shown = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(known)))
+    if tokenizer.eos_token not in (known := pair.student.ends):
         raise Doubt(
-            f"The end token is {tokenizer.eos_token!r} in the tokenizer and {shown} in the generation config: make "
-            "them agree, or completions may not end at the tokenizer's."
+            f"The end token is {tokenizer.eos_token!r} in the tokenizer and {', '.join(map(repr, known))} in the "
+            "generation config: make them agree, or completions may not end at the tokenizer's."
         )
     return f"{tokenizer.eos_token!r}, id {tokenizer.eos_token_id}."
 
 
-def end_ids(side: Side) -> list[int]:
-    """The ids that end a completion, as the model's generation config has them; the tokenizer's, if it has none."""
-    found = side.model.generation_config.eos_token_id
-    listed = found if isinstance(found, list) else [] if found is None else [found]
-    return listed or [side.tokenizer.eos_token_id]
-
-
 def template(pair: Pair) -> str:
     """The chat template writes all that the user says, opens the answer, and closes it with an end token."""
-    mine = pair.student.tokenizer
+    mine, theirs = pair.student.tokenizer, pair.teacher.tokenizer
     if mine.chat_template is None:
         raise Doubt("The tokenizer has no chat template: prompts have to be text, not conversations.")
-    check_that_all_is_read([_QUESTION, _ANSWER, _QUESTION], partial(_rendered, mine), "A conversation")
-    opening = _rendered(mine).removeprefix(str(mine.apply_chat_template([_QUESTION], tokenize=False)))
+
+    def rendered(*messages: dict[str, str], by: Any = mine, opened: bool = True) -> str:
+        return str(by.apply_chat_template([*messages], tokenize=False, add_generation_prompt=opened))
+
+    check_that_all_is_read([_QUESTION, _ANSWER, _QUESTION], lambda marked: rendered(*marked), "A conversation")
+    opening = rendered(_QUESTION).removeprefix(rendered(_QUESTION, opened=False))
     if not opening:
         raise ValueError(
             "The chat template ignores `add_generation_prompt`, so the student would have to generate the start of its "
             "own turn. Use a template with a generation prompt, such as that of an instruct model."
         )
-    if (
-        not pair.by_bytes
-        and pair.teacher.tokenizer.chat_template
-        and _rendered(pair.teacher.tokenizer) != _rendered(mine)
-    ):
+    if not pair.by_bytes and theirs.chat_template and rendered(_QUESTION, by=theirs) != rendered(_QUESTION):
         raise Doubt(
             "The chat templates of teacher and student render a conversation differently, and the student's is used "
             "for both: the teacher sees a format it was not trained on."
         )
-    _check_ending(pair.student)
-    return f"Opens an answer with {opening!r}."
-
-
-def _check_ending(side: Side) -> None:
-    text = side.tokenizer.apply_chat_template([_QUESTION, _ANSWER], tokenize=False)
-    ends = [token for token in side.tokenizer.convert_ids_to_tokens(end_ids(side)) if token]
-    after = str(text).rpartition(str(_ANSWER["content"]))[2]
-    if ends and not any(token in after for token in ends):
+    after = rendered(_QUESTION, _ANSWER, opened=False).rpartition(_ANSWER["content"])[2]
+    if pair.student.ends and not any(token in after for token in pair.student.ends):
         raise Doubt(
-            f"After an answer the chat template renders {after!r}, which contains no end token ({', '.join(ends)}): a "
-            "model trained on it never learned to stop, so completions run to their limit."
+            f"After an answer the chat template renders {after!r}, which contains no end token "
+            f"({', '.join(pair.student.ends)}): a model trained on it never learned to stop, so completions run to "
+            "their limit."
         )
-
-
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]] = (_QUESTION,)) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    return f"Opens an answer with {opening!r}."
 
 
 # ---- States of the teacher, and the loss of this pair against its reference in float64 -------------------------------
@@ -157,11 +144,7 @@ def repeats(pair: Pair) -> str:
             f"The teacher's logits differ by {gap:.1e} of the largest between two forward passes over the same tokens: "
             "it draws random numbers, or keeps state between passes."
         )
-    return (
-        "Two forward passes agree bit for bit."
-        if gap == 0
-        else f"Two forward passes agree up to {gap:.0e} of the largest logit."
-    )
+    return f"Two forward passes agree {f'up to {gap:.0e} of the largest logit' if gap else 'bit for bit'}."
 
 
 def depends_on_input(pair: Pair) -> str:
@@ -181,7 +164,7 @@ def zero_with_itself(pair: Pair) -> str:
     """A model as its own teacher has divergence and gradient 0."""
     mine = _lazy(pair, "student")
     for name, divergence in _DIVERGENCES.items():
-        largest = max(float(one.abs().max()) for one in _compared(streamed_divergence, mine, mine, divergence))
+        largest = _largest(_compared(streamed_divergence, mine, mine, divergence))
         if not largest < _ROUNDING:
             raise ValueError(f"`{name}` between the student and itself, or its gradient, is {largest:.2g}: expected 0.")
     return f"{', '.join(_DIVERGENCES)}: 0, with gradient 0."
@@ -194,7 +177,9 @@ def equals_reference(pair: Pair) -> str:
         expected = _reference(mine, yours, divergence, pair.vocabulary)
         for chunk in (1, 7, None):  # the smallest tile, one that divides nothing, and all tokens
             found = _compared(streamed_divergence, mine, yours, divergence, chunk, pair.vocabulary)
-            if (gap := max(map(_gap, found, expected))) > _ROUNDING or gap != gap:
+            pairs = zip(found, expected, strict=True)
+            gap = _largest((one - exact) / exact.abs().max().clamp(min=_NOTHING) for one, exact in pairs)
+            if not gap <= _ROUNDING:
                 raise ValueError(
                     f"`{name}` with {chunk or 'all'} tokens at a time differs from its reference by {gap:.2g} of "
                     "the largest value."
@@ -233,10 +218,9 @@ def half_precision(pair: Pair) -> str:
             firsts.append((mine.hidden.float() @ mine.head.weight.float().T).argmax(-1))
         values.append(float(found.divergence.mean()))
     alike = float((firsts[0] == firsts[1]).float().mean())
-    said = (
-        f"{values[0]:.4g} nats in float32, {values[1]:.4g} in bfloat16; the same top token at {alike:.0%} of positions."
-    )
-    if not abs(values[1] - values[0]) <= 0.1 * abs(values[0]) + 1e-3:
+    exact, rounded = values
+    said = f"{exact:.4g} nats in float32, {rounded:.4g} in bfloat16; the same top token at {alike:.0%} of positions."
+    if not abs(rounded - exact) <= 0.1 * abs(exact) + 1e-3:
         raise Doubt(f"{said} Train in float32, or compare a short run in both.")
     return said
 
@@ -269,6 +253,11 @@ def _compared(
     return value_N.detach(), student.hidden.grad
 
 
+def _largest(found: Iterable[Tensor]) -> float:
+    """The largest absolute value in some tensors; NaN if any is, which Python's `max` may pass over."""
+    return float(torch.stack([one.abs().max() for one in found]).max())
+
+
 _SLICE, _TOKENS_AT_ONCE = 2048, 16
 """Rows of a head, and tokens, in float64 at once."""
 
@@ -277,29 +266,24 @@ def _reference(
     mine: LazyLogits, yours: LazyLogits, divergence: Divergence, vocabulary: int | None
 ) -> tuple[Tensor, Tensor]:
     """[N] and [N, H], float64: the reference and its gradient, without a copy of a head."""
+
+    def logits(one: LazyLogits, at: int) -> LazyLogits:
+        # They are themselves the logits of unit vectors as states, with logits as the head.
+        states_nH = one.hidden[at : at + _TOKENS_AT_ONCE].double()
+        logits_Vn = torch.cat([part.double() @ states_nH.T for part in one.head.weight.split(_SLICE)])
+        unit_nn = torch.eye(len(states_nH), dtype=torch.float64, device=states_nH.device)
+        return replace(one, hidden=unit_nn, head=replace(one.head, weight=logits_Vn.requires_grad_()))
+
     value_N, gradient_NH = [], []
     for at in range(0, len(mine.hidden), _TOKENS_AT_ONCE):
-        # The logits are themselves those of unit vectors as states, with logits as the head.
-        student, teacher = (_in_float64(one, slice(at, at + _TOKENS_AT_ONCE)) for one in (mine, yours))
-        logits_Vn = student.head.weight.requires_grad_()
+        student, teacher = logits(mine, at), logits(yours, at)
         value_n = dense_divergence(student, teacher, divergence, vocabulary=vocabulary).divergence
-        value_n.sum().backward()
-        assert logits_Vn.grad is not None
-        parts = zip(logits_Vn.grad.split(_SLICE), mine.head.weight.split(_SLICE), strict=True)
+        value_n.sum().backward(inputs=[student.head.weight])
+        assert student.head.weight.grad is not None
+        parts = zip(student.head.weight.grad.split(_SLICE), mine.head.weight.split(_SLICE), strict=True)
         value_N.append(value_n.detach())
         gradient_NH.append(sum(gradient_Rn.T @ part.double() for gradient_Rn, part in parts))
     return torch.cat(value_N), torch.cat(gradient_NH)
-
-
-def _in_float64(one: LazyLogits, tokens: slice) -> LazyLogits:
-    states_nH = one.hidden[tokens].double()
-    logits_Vn = torch.cat([part.double() @ states_nH.T for part in one.head.weight.split(_SLICE)])
-    unit_nn = torch.eye(len(states_nH), dtype=torch.float64, device=states_nH.device)
-    return replace(one, hidden=unit_nn, head=replace(one.head, weight=logits_Vn))
-
-
-def _gap(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=_NOTHING))
 
 
 # ---- What engines generate -------------------------------------------------------------------------------------------
@@ -310,43 +294,47 @@ _TIE = 0.02
 """Nats by which a generated token may be less likely than the likeliest: other kernels round differently."""
 
 
-def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any) -> str:
-    """Generates the likeliest token at each place, and checks that the student agrees; `options` are a training's."""
-    tokenizer, (asked, _) = pair.student.tokenizer, pair.texts
-    recorded: dict[str, float] = {}
-
-    class Noting(OPSDTrainer):
-        def record(self, name: str, value: float, count: float = 1) -> None:
-            recorded[name] = float(value)
-            super().record(name, value, count)
-
+@contextmanager
+def _started(
+    pair: Pair, prompts: Sequence[str], rollout: RolloutBackend | None = None, **options: Any
+) -> Iterator[OPSDTrainer]:
+    """A trainer after all checks of its start; `options` are a training's."""
     with TemporaryDirectory() as folder:
+        rows, on_cpu = len(prompts), pair.device.type == "cpu"
         config = OPSDConfig(
-            output_dir=folder, max_completion_length=TOKENS, top_k=1, report_to="none", bf16=False, max_steps=1,
-            per_device_train_batch_size=len(asked), use_cpu=pair.device.type == "cpu", **options,
+            output_dir=folder, report_to="none", bf16=False, max_steps=1, use_cpu=on_cpu, disable_tqdm=True,
+            per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **options,
         )  # fmt: skip
-        trainer = Noting(
+        trainer = OPSDTrainer(
             model=pair.student.model,
             teacher_model=pair.teacher.model,
             args=config,
-            train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(asked)}),
-            processing_class=tokenizer,
+            train_dataset=Dataset.from_dict({"prompt": [*prompts]}),
+            processing_class=pair.student.tokenizer,
+            teacher_processing_class=pair.teacher.tokenizer if pair.by_bytes else None,
             rollout=rollout,
         )
         try:
-            with trainer.rollout.session():
-                answered = trainer.rollout.complete([*asked], 0)
+            yield trainer
         finally:
             trainer.rollout.close()
-    gap = max(_shortfall(pair, *row) for row in zip(asked, answered, strict=True))
+
+
+def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any) -> str:
+    """Generates the likeliest token at each place, and checks that the student agrees; `options` are a training's."""
+    asked, _ = pair.texts
+    texts, greedy = pair.student.tokenizer.batch_decode(asked), {"max_completion_length": TOKENS, "top_k": 1}
+    with _started(pair, texts, rollout, **greedy, **options) as trainer, trainer.rollout.session():
+        answered = trainer.rollout.complete([*asked], 0)
+        gaps = [one for logged in trainer._metrics.values() for one in logged.get("rollout/logprob_gap", ())]
+    gap = _largest([torch.tensor([_shortfall(pair, *row) for row in zip(asked, answered, strict=True)])])
     if not gap < _TIE:  # not `>=`: NaN has to fail, too
         raise ValueError(
             f"{trainer.rollout}, decoding greedily, generated a token that is {gap:.3g} nats less likely than the most "
             "likely one by the student's own logits: its weights differ from the student's, or its computation does."
         )
-    said = f"{sum(map(len, answered))} tokens, each the student's most likely (within {max(gap, 0.0):.1g} nats)"
-    told = recorded.get("rollout/logprob_gap")
-    return f"{said}." if told is None else f"{said}; its log-probabilities match the student's within {told:.1g} nats."
+    said = f"{sum(map(len, answered))} tokens, each the student's most likely (within {gap:.1g} nats)"
+    return f"{said}; its log-probabilities match the student's within {max(gaps):.1g} nats." if gaps else f"{said}."
 
 
 @torch.no_grad()
@@ -379,7 +367,7 @@ def judged(settings: Settings | ValueError, student: str, teacher: str) -> str:
     return "All settings are known, consistent and in effect."
 
 
-def _versions() -> str:
+def versions(_: Pair) -> str:
     """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
     if found := outside(installed()):
         raise Doubt(f"Not tested: {', '.join(found)}.")
@@ -436,12 +424,14 @@ _VLLM: Probe[Pair] = Probe("vLLM rollout", partial(reproduces, use_vllm=True, vl
 def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:
     """All findings, in the order of the checks; `settings` are of a training, or why they cannot be read."""
     checks = [*CHECKS, *([_VLLM] if vllm else [])]
-    if pair.by_bytes:  # what compares ids
-        checks = [one for one in checks if "vocabularies" not in (one.name, *one.needs)]
+    if pair.by_bytes:  # instead of what compares ids
+        of_ids = {"tokenizers", "vocabularies"}
+        checks = [one for one in checks if of_ids.isdisjoint((one.name, *one.needs))]
+        checks.append(Probe("tokenizers", same_bytes, needs=_BOTH))
     checks += [_images(role) for role in ("student", "teacher") if getattr(pair, role).sees]
     if settings:
         checks.append(Probe("settings", lambda pair: judged(settings, pair.student.source, pair.teacher.source)))
-    checks.append(Probe("versions", lambda pair: _versions()))
+    checks.append(Probe("versions", versions))
     # stdout has the answer alone.
     return list(findings(checks, pair, lambda name: print(f"{name} ...", file=sys.stderr, flush=True)))
 
@@ -454,11 +444,12 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped":
 def verdict(findings: Sequence[Finding]) -> str:
     """All findings in a sentence."""
     of = {kind: [one.name for one in findings if one.verdict == kind] for kind in _COLOURS}
-    rest = f"; {len(of['warning'])} with warnings" if of["warning"] else ""
-    rest += f"; {len(of['skipped'])} skipped" if of["skipped"] else ""
-    if of["failed"]:
-        return f"Not ready: {len(of['failed'])} of {len(findings)} checks failed ({', '.join(of['failed'])}){rest}."
-    return f"Ready: {len(of['ok'])} of {len(findings)} checks passed{rest}."
+    rest = [
+        f"; {len(of[kind])} {said}" for kind, said in (("warning", "with warnings"), ("skipped", "skipped")) if of[kind]
+    ]
+    passed = f"Ready: {len(of['ok'])} of {len(findings)} checks passed"
+    failed = f"Not ready: {len(of['failed'])} of {len(findings)} checks failed ({', '.join(of['failed'])})"
+    return f"{failed if of['failed'] else passed}{''.join(rest)}."
 
 
 def document(pair: Pair, findings: Sequence[Finding]) -> str:
@@ -476,13 +467,11 @@ def document(pair: Pair, findings: Sequence[Finding]) -> str:
 
 def show(pair: Pair, findings: Sequence[Finding]) -> None:
     """Prints a table and the verdict."""
-    console, narrow = Console(), [Column(title, no_wrap=True) for title in ("check", "verdict")]
-    columns = *narrow, Column("s", justify="right", no_wrap=True), Column("finding", overflow="fold")
-    table = Table(*columns, box=None, pad_edge=False)
+    console, names = Console(), [Column(title, no_wrap=True) for title in ("check", "verdict", "s")]
+    table = Table(*names, Column("finding", overflow="fold"), box=None, pad_edge=False)
     for one in findings:
-        colour = _COLOURS[one.verdict]
-        # Rich reads brackets as markup.
-        table.add_row(one.name, f"[{colour}]{one.verdict}[/]", f"{one.seconds:.1f}", one.said.replace("[", r"\["))
+        text = Text(one.verdict, _COLOURS[one.verdict])
+        table.add_row(one.name, text, f"{one.seconds:4.1f}", escape(one.said))
     console.print(table)
     if pair.tiny:
         console.print(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import PartialState
@@ -21,20 +20,14 @@ from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.cli.train.launch import launch_options
 from trl_opsd.cli.train.options import Given, OptionParser
 from trl_opsd.cli.train.script import set_loading, warn_of_options
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.tokenization import shared_vocabulary
-from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
-from trl_opsd.models.backbone import completion_hidden, model_shape
+from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer
 from trl_opsd.models.weights import without_weights
-from trl_opsd.teacher import FrozenTeacher
-from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, location, processor_at
-from trl_opsd.teacher.frozen import Resident
-from trl_opsd.types import LazyLogits, OutputHead, Rollout
-from trl_opsd.types.bytewise import ByteTargets
+from trl_opsd.types import Rollout
 
 LAYERS = 2
 """Layers of a tiny model."""
@@ -49,7 +42,7 @@ _MOST = {
     "first_k_dense_replace": 1,
 }
 """Maximum values in a tiny model: sizes that neither its head nor its attention depends on."""
-_TEXTS = (
+TEXTS = (
     ("Name a colour.", " Blue is one, and so is green."),
     ("What does a teacher do with the answers that a student has written?", " It reads them."),
     ("Why?", " Because each token of an answer is compared, one after another, with what the teacher expects."),
@@ -76,6 +69,13 @@ class Side:
     def rows(self) -> int:
         """Rows of the output head."""
         return int(self.model.get_output_embeddings().weight.size(0))
+
+    @property
+    def ends(self) -> list[str]:
+        """Tokens that end a completion, as the model's generation config has them; the tokenizer's, if it has none."""
+        found = self.model.generation_config.eos_token_id
+        listed = found if isinstance(found, list) else [] if found is None else [found]
+        return [one for one in self.tokenizer.convert_ids_to_tokens(listed or [self.tokenizer.eos_token_id]) if one]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Pair:
     @cached_property
     def texts(self) -> tuple[tuple[list[int], ...], ...]:
         """Token ids of prompts, and of completions."""
-        return tuple(zip(*([self._ids(text) for text in row] for row in _TEXTS), strict=True))
+        return tuple(zip(*([self._ids(text) for text in row] for row in TEXTS), strict=True))
 
     def _ids(self, text: str) -> list[int]:
         tokenizer = self.student.tokenizer
@@ -125,31 +125,6 @@ class Pair:
         return Rollout.of([prompt * (1 + longer) for prompt in prompts], completions, self.device)
 
 
-@torch.no_grad()
-def share_by_bytes(pair: Pair) -> tuple[int, int]:
-    """How many bytes of three rows `cross_tokenizer="bytes"` compares, and how many they have."""
-    mine, yours = (
-        ByteVocabulary.of(side.tokenizer, f"the {role}'s tokenizer").within(side.rows)
-        for role, side in (("student", pair.student), ("teacher", pair.teacher))
-    )
-    completions = [mine.ids_of(text) for _, text in _TEXTS]
-    read, its = (
-        Rollout.of([one.ids_of(text) for text, _ in _TEXTS], completions, pair.device) for one in (mine, yours)
-    )
-    teacher = ByteTeacher(FrozenTeacher(Resident(pair.teacher.model, pair.device)), mine, yours, lambda: 1.0)
-    hidden_NH = completion_hidden(pair.student.model, read, pair.probed["student"].reading)[read.counts]
-    held, outcomes = 0, 0
-    states = hidden_NH.split([len(ids) for ids in completions])
-    for ids, row, hidden_nH in zip(completions, teacher.targets(its).rows or (), states, strict=True):
-        assert isinstance(row, ByteTargets), "its targets are by byte"
-        token, reads = mine.reads(mine.spelled(ids))
-        model = LazyLogits(hidden_nH, OutputHead.of(pair.student.model))
-        _, escape = byte_logarithms(model, mine.table, torch.tensor(ids), token, reads)
-        held += int((row.held & (escape[: len(row.held)].cpu() <= MOST_ESCAPE)).sum())
-        outcomes += len(token)
-    return held, outcomes
-
-
 def load_pair(
     student: str,
     teacher: str,
@@ -160,47 +135,42 @@ def load_pair(
     """Loads both models in float32, of the classes that a training loads; `loading` goes to `from_pretrained`."""
     disable_progress_bar()
     PartialState()  # which warnings need
-    mine, yours = loading
-    if tiny:
-        needed = tiny_bytes(*map(_tiny_config, (student, teacher), loading))
-        free = free_bytes()
+    places = [{"trust_remote_code": bool(one.get("trust_remote_code")), **place_of(one)} for one in loading]
+    configs, models = [], []
+    for role, source, options in zip(("student", "teacher"), (student, teacher), loading, strict=True):
+        language_config(source, role, options, f"{'teacher_' * (role == 'teacher')}trust_remote_code")
+    if tiny:  # random weights; vocabulary, hidden size and head stay as they are
+        configs = [
+            shrunk(AutoConfig.from_pretrained(student, **places[0])),
+            shrunk(AutoConfig.from_pretrained(teacher, **places[1])),
+        ]
+        needed, free = tiny_bytes(*configs), free_bytes()
         says = f"`--tiny` needs about {needed / 1e9:.1f} GB of memory for these heads; {free / 1e9:.1f} GB are free"
         if needed > free:
             raise ValueError(f"{says}: free some, use a larger machine, or examine a smaller model of each family.")
         print(f"{says}.", file=sys.stderr, flush=True)
-    of_student = _model(student, "student", tiny, mine)
-    processing = loaded_processing_class(student, mine, bool(mine.get("trust_remote_code")))
-    tokenizer = text_tokenizer(processing)
-    of_teacher, theirs, reads = _model(teacher, "teacher", tiny, yours), None, None
-    if has_tokenizer(teacher, place_of(yours)):
-        theirs, reads = (
-            AutoTokenizer.from_pretrained(teacher, **_located(yours)),
-            processor_at(teacher, _located(yours)),
-        )
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    for number, (role, source) in enumerate({"student": student, "teacher": teacher}.items()):
+        if tiny:
+            torch.manual_seed(number)  # different weights, or the divergence would be 0
+            model: PreTrainedModel = without_weights(configs[number], torch.float32)
+        else:
+            options = {"dtype": "float32", "device_map": None, "use_safetensors": True, **loading[number]}
+            with whole_checkpoint(role):
+                model = create_model_from_path(source, **options)
+        models.append(model.to(device).eval())
+    processing = loaded_processing_class(student, loading[0], places[0]["trust_remote_code"])
+    tokenizer, theirs, reads = text_tokenizer(processing), None, None
+    if has_tokenizer(teacher, place_of(loading[1])):
+        theirs = AutoTokenizer.from_pretrained(teacher, **places[1])
+        reads = processor_at(teacher, places[1])
     return Pair(
-        student=Side(student, of_student, tokenizer, processing),
-        teacher=Side(teacher, of_teacher, theirs or tokenizer, reads),
+        student=Side(student, models[0], tokenizer, processing),
+        teacher=Side(teacher, models[1], theirs or tokenizer, reads),
         tiny=tiny,
         assumes_tokenizer=theirs is None,
         by_bytes=by_bytes,
     )
-
-
-def _model(source: str, role: str, tiny: bool, loading: Mapping[str, Any]) -> PreTrainedModel:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    trust = "trust_remote_code" if role == "student" else "teacher_trust_remote_code"
-    language_config(source, role, loading, trust)
-    if tiny:  # random weights; vocabulary, hidden size and head stay as they are
-        torch.manual_seed(("student", "teacher").index(role))  # different weights, or the divergence would be 0
-        model = without_weights(_tiny_config(source, loading), torch.float32)
-    else:
-        with whole_checkpoint(role):
-            model = create_model_from_path(source, dtype="float32", device_map=None, use_safetensors=True, **loading)
-    return model.to(device).eval()
-
-
-def _tiny_config(source: str, loading: Mapping[str, Any]) -> PretrainedConfig:
-    return shrunk(AutoConfig.from_pretrained(source, **_located(loading)))
 
 
 _LIBRARIES = 1_500_000_000
@@ -229,10 +199,6 @@ def free_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-def _located(loading: Mapping[str, Any]) -> dict[str, Any]:
-    return {"trust_remote_code": bool(loading.get("trust_remote_code")), **place_of(loading)}
-
-
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     """A config with two layers, narrow feed-forward parts and tied embeddings, in place; of a multimodal one: text."""
     text: Any = config.get_text_config()
@@ -248,9 +214,6 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
 
 
 # ---- The settings of a training, from its file ----------------------------------------------------------------------
-
-_ATTENTION = ("eager", "sdpa")
-"""Attention implementations that compute in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,19 +240,21 @@ class Settings:
 
 
 def _kept(loading: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: loading[name] for name in LOCATION_OPTIONS if loading.get(name) is not None}
-    attention = loading.get("attn_implementation")
-    return {**kept, "attn_implementation": attention} if attention in _ATTENTION else kept
+    is_exact = loading.get("attn_implementation") in ("eager", "sdpa")  # the others do not compute in float32
+    names = (*LOCATION_OPTIONS, *["attn_implementation"] * is_exact)
+    return {name: loading[name] for name in names if loading.get(name) is not None}
 
 
 def read_settings(file: str) -> Settings:
     """The settings in a file of `trl-opsd train`; a `ValueError` if the parser rejects it."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(message)
+
     parser = OptionParser(prog="trl-opsd train", launch_options=launch_options())
-    with collected() as warned, redirect_stderr(io.StringIO()) as printed:
-        try:
-            given = parser.given(["--config", file])
-        except SystemExit:  # the parser prints its error for a command line and exits
-            raise ValueError(printed.getvalue().partition("error: ")[2].partition("\n`trl-opsd")[0]) from None
+    parser.error = refuse  # type: ignore[method-assign]
+    with collected() as warned:
+        given = parser.given(["--config", file])
         warn_of_options(given)
         set_loading(given.extra, given.config, given.model)
     return Settings(given, tuple(warned))

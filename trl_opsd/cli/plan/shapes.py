@@ -45,10 +45,17 @@ class Images:
     counted_by: str = "processor"
     """Or `"config"`."""
 
-    def activations(self, itemsize: int, checkpointing: bool | None = None) -> int:
-        """Bytes in the vision tower; `None`: without a graph, else what a training pass keeps, as in [`_estimated`]."""
+    def of(self, rows: int, itemsize: int, checkpointing: bool | None = None) -> tuple[int | None, int | None]:
+        """Bytes of pixels of these rows, and in the vision tower in a pass; `None` where there are none.
+
+        With a graph (`checkpointing` is not `None`) the tower is trained, as a LoRA adapter on all linear layers is on
+        its layers, too, and keeps what a language model does.
+        """
+        if not self.positions:
+            return None, None
+        inside = self.inside if checkpointing is None else 2 * self.inside
         kept = 0 if checkpointing is None else self.layers * (self.input if checkpointing else self.inside)
-        return itemsize * self.positions * (kept + self.inside * (1 if checkpointing is None else 2))
+        return rows * self.pixels, rows * itemsize * self.positions * (kept + inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +171,20 @@ def _as_processed(source: str, sizes: Sequence[tuple[int, int]]) -> tuple[int, i
 def _as_configured(config: Any, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     """The same, without what only a processor knows: tiles, limits of the resolution, tokens between images."""
     vision, tokens, positions = config.vision_config, 0, 0
-    patch, fixed = (_first(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
+    stated = [getattr(vision, name, None) for name in ("patch_size", "image_size")]
+    patch, fixed = (size[0] if isinstance(size, list | tuple) else size for size in stated)
     names = ("spatial_merge_size", "scale_factor")
     merge = max(getattr(one, name, 1) for one in (vision, config) for name in names)
-    stated = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
+    each = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
     if patch is None:
         raise ValueError(
             f"The processor of this {config.model_type} cannot be loaded, and its config has no patch size."
         )
     for size in sizes:
         rows, columns = ((fixed or max(round(side / patch / merge), 1) * patch * merge) // patch for side in size)
-        tokens += stated or rows * columns // merge**2
+        tokens += each or rows * columns // merge**2
         positions += rows * columns
     return tokens, positions, positions * 3 * patch**2 * getattr(vision, "temporal_patch_size", 1)
-
-
-def _first(size: Any) -> Any:
-    return size[0] if isinstance(size, list | tuple) else size
 
 
 def _count(module: nn.Module) -> int:
@@ -200,10 +204,6 @@ def _grouped_product(first: Tensor, second: Tensor, offsets: Tensor | None = Non
     return first.new_empty(offsets.size(0), first.size(0), second.size(1))
 
 
-_SHAPES = {"aten._grouped_mm.default": _grouped_product}
-"""Operations, by name, whose result is only allocated, as its values are not needed."""
-
-
 class _Live(TorchDispatchMode):
     """Tracks the bytes of all storages that operations create, until they are freed."""
 
@@ -217,21 +217,16 @@ class _Live(TorchDispatchMode):
         if function is torch.ops.prim.device.default:  # two of three calls
             return args[0].fake_device
         self.kernels += not (function.is_view or str(function) == "aten._unsafe_view.default")
-        result = _SHAPES.get(str(function), function)(*args, **(kwargs or {}))
+        of_experts = str(function) == "aten._grouped_mm.default"
+        result = (_grouped_product if of_experts else function)(*args, **(kwargs or {}))
         for one in tree_leaves(result):
-            if isinstance(one, Tensor):
-                self._count(one)
+            # Views share a storage, which is counted once.
+            if isinstance(one, Tensor) and id(storage := one.untyped_storage()) not in self._seen:
+                self._seen[id(storage)] = size = storage.nbytes()
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, id(storage), size)
         return result
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()  # views share a storage, which is counted once
-        if id(storage) in self._seen:
-            return
-        size = storage.nbytes()
-        self._seen[id(storage)] = size
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, id(storage), size)
 
     def _free(self, key: int, size: int) -> None:
         self._seen.pop(key, None)
@@ -242,35 +237,25 @@ def traced_activations(config: PretrainedConfig, rows: int, tokens: int, product
     """Peak bytes of a training pass, besides weights and gradients, which exist already; the head is not applied."""
     # With copies of weights that autocast makes, and the gradient of the largest weight before it is added. `products`
     # is "float32"; "autocast", bfloat16 with float32 weights; or "bfloat16" with bfloat16 weights.
-    dtype = torch.bfloat16 if products == "bfloat16" else torch.float32
     with torch.device("meta"):
-        model = without_weights(config, dtype).train()
+        model = without_weights(config, torch.bfloat16 if products == "bfloat16" else torch.float32).train()
     try:
-        return _traced(model, rows, tokens, products, checkpointing)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            if checkpointing:
+                getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False})
+            parameters = list(model.parameters())
+            for one in parameters:
+                one.grad = torch.empty_like(one)  # exists already, so that only activations are counted
+            known = [*parameters, *(one.grad for one in parameters), *model.buffers()]
+            ids_BL, mask_BL = torch.zeros(rows, tokens, dtype=torch.long), torch.ones(rows, tokens, dtype=torch.long)
+            with _Live(known) as live:
+                with torch.autocast("cpu", torch.bfloat16, enabled=products == "autocast"):
+                    states_BLH = hidden_states(model, ids_BL, mask_BL)
+                states_BLH.backward(torch.empty_like(states_BLH))
+            return live.peak
     except Exception:  # some families read values while they run, and cannot be traced
-        return _estimated(model, rows * tokens, checkpointing)
-
-
-def _estimated(model: PreTrainedModel, tokens: int, checkpointing: bool) -> int:
-    """What each layer keeps, or with checkpointing its input, and twice that of one layer for its gradients."""
-    layer = bytes_per_token(model, 0)
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None) or 1
-    inputs = model_shape(model)[1] * model.dtype.itemsize
-    return int(tokens * (layers * (inputs if checkpointing else layer) + 2 * layer))
-
-
-def _traced(model: PreTrainedModel, rows: int, tokens: int, products: str, checkpointing: bool) -> int:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
-        if checkpointing:
-            getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False})
-        parameters = list(model.parameters())
-        for one in parameters:
-            one.grad = torch.empty_like(one)  # exists already, so that only activations are counted
-        known = [*parameters, *(one.grad for one in parameters), *model.buffers()]
-        ids_BL, mask_BL = torch.zeros(rows, tokens, dtype=torch.long), torch.ones(rows, tokens, dtype=torch.long)
-        with _Live(known) as live:
-            with torch.autocast("cpu", torch.bfloat16, enabled=products == "autocast"):
-                states_BLH = hidden_states(model, ids_BL, mask_BL)
-            states_BLH.backward(torch.empty_like(states_BLH))
-        return live.peak
+        # What each layer keeps, or with checkpointing its input, and twice that of one layer for its gradients.
+        layer, inputs = bytes_per_token(model, 0), model_shape(model)[1] * model.dtype.itemsize
+        layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 1
+        return int(rows * tokens * (layers * (inputs if checkpointing else layer) + 2 * layer))

@@ -40,34 +40,38 @@ class Asked:
         """Student and teacher with their roles, if they read images."""
         return [(role, one) for role, one in zip(("student", "teacher"), self.shapes, strict=True) if one.images.tokens]
 
+    def seconds(self, plan: Plan, **changed: Any) -> dict[str, float]:
+        """Seconds of a plan by phase, with another choice where `changed`."""
+        return seconds(*self.shapes, self.load, replace(plan.choice, **changed), self.rates)
+
 
 def options(plan: Plan, asked: Asked) -> dict[str, Any]:
     """A plan as the options of `trl-opsd train`."""
-    load, choice = asked.load, plan.choice
-    found: dict[str, Any] = {
+    load, choice, dtype = asked.load, plan.choice, "bfloat16" if asked.load.half else "float32"
+    of_engine = {"use_vllm": True, "vllm_max_model_length": load.row(asked.shapes[0])}
+    of_adapter = {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
+    address = f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"
+    here = {"teacher_model_name_or_path": asked.sources[1], "teacher_dtype": dtype, "teacher_offload": choice.teacher}
+    groups: list[tuple[Any, dict[str, Any]]] = [
+        (load.by_bytes, {"cross_tokenizer": "bytes"}),
+        (choice.engine != TRANSFORMERS, of_engine),
+        (choice.engine == SERVER, {"vllm_mode": "server"}),
+        (choice.engine not in (TRANSFORMERS, SERVER), {"vllm_gpu_memory_utilization": plan.engine_share}),
+        (choice.sleeps, {"vllm_enable_sleep_mode": True}),
+        (load.lora, of_adapter),
+        (True, {"itself": {"teacher_model_kind": "base"}, "served": {"teacher_server_url": address}}.get(
+            choice.teacher, here)),
+    ]  # fmt: skip
+    return {
         "model_name_or_path": asked.sources[0],
-        "dtype": "bfloat16" if load.lora and load.half else "float32",
+        "dtype": dtype if load.lora else "float32",
         "per_device_train_batch_size": choice.micro,
         "gradient_accumulation_steps": load.batch // choice.micro,
         "max_completion_length": load.length,
         CHECKPOINTING: load.checkpointing,
         "bf16": load.half,
+        **{name: value for applies, group in groups if applies for name, value in group.items()},
     }
-    if load.by_bytes:
-        found["cross_tokenizer"] = "bytes"
-    if choice.engine != TRANSFORMERS:
-        found |= {"use_vllm": True, "vllm_max_model_length": load.row(asked.shapes[0])}
-        of_server = {"vllm_mode": "server"}
-        found |= of_server if choice.engine == SERVER else {"vllm_gpu_memory_utilization": plan.engine_share}
-        found |= {"vllm_enable_sleep_mode": True} if choice.sleeps else {}
-    if load.lora:
-        found |= {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
-    if choice.teacher == "itself":
-        return {**found, "teacher_model_kind": "base"}
-    if choice.teacher == "served":
-        return {**found, "teacher_server_url": f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"}
-    teacher = {"teacher_model_name_or_path": asked.sources[1], "teacher_dtype": "bfloat16" if load.half else "float32"}
-    return {**found, **teacher, "teacher_offload": choice.teacher}
 
 
 def accelerate_file(plan: Plan, gpus: int) -> str:
@@ -80,51 +84,40 @@ def accelerate_file(plan: Plan, gpus: int) -> str:
 
 def command(plan: Plan, gpus: int) -> str:
     """The command that launches a plan."""
-    return (
-        f"trl-opsd train --config run.yaml --accelerate_config {plan.choice.sharding}"
-        f"{'' if plan.choice.sharding == 'single' else f' --num_processes {gpus}'}"
-    )
+    sharding, processes = plan.choice.sharding, f" --num_processes {gpus}"
+    return f"trl-opsd train --config run.yaml --accelerate_config {sharding}{'' if sharding == 'single' else processes}"
+
+
+def _placed(plan: Plan, gpus: int) -> dict[str, Any]:
+    choice = plan.choice
+    found = {"sharding": choice.sharding, "teacher": choice.teacher, "engine": choice.engine}
+    return {**found, "gpus": gpus + plan.servers, "host": plan.host, "fits": plan.fits}
 
 
 def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
     """A plan as JSON; all bytes are those of one device."""
+    gpus = asked.load.gpus
     found = {
-        "fits": plan.fits,
+        **_placed(plan, gpus),
         "estimate": True,
-        "sharding": plan.choice.sharding,
-        "teacher": plan.choice.teacher,
-        "engine": plan.choice.engine,
-        "command": command(plan, asked.load.gpus),
-        "gpus": asked.load.gpus + plan.servers,
+        "command": command(plan, gpus),
         "memory": int(asked.memory),
         "usable": int(SHARE * asked.memory),
         "phases": plan.phases,
-        "seconds": _seconds(plan, asked),
-        "host": plan.host,
+        "seconds": asked.seconds(plan),
         "reason": None if plan.fits else reason(plan, asked.memory),
         "images": {role: asdict(shape.images) for role, shape in asked.seeing},
         "options": options(plan, asked),
-        "accelerate_file": accelerate_file(plan, asked.load.gpus),
-        "placements": [
-            {
-                "sharding": one.choice.sharding,
-                "teacher": one.choice.teacher,
-                "engine": one.choice.engine,
-                "gpus": asked.load.gpus + one.servers,
-                "micro_batch": one.choice.micro,
-                "peak": one.peak[1],
-                "host": one.host,
-                "fits": one.fits,
-            }
-            for one in plans
-        ],
+        "accelerate_file": accelerate_file(plan, gpus),
+        "placements": [{**_placed(one, gpus), "micro_batch": one.choice.micro, "peak": one.peak[1]} for one in plans],
     }
     return json.dumps(found, indent=2)
 
 
 def reason(plan: Plan, memory: float) -> str:
     """Why a plan does not fit, in a sentence."""
-    (phase, peak), (part, size) = plan.peak, plan.largest
+    phase, peak = plan.peak
+    part, size = max(plan.phases[phase].items(), key=lambda one: one[1])
     if peak <= SHARE * memory:
         return f"Offloading needs {_amount(plan.host)} of host memory, more than the machine has."
     return (
@@ -142,35 +135,49 @@ def _amount(bytes_: float) -> str:
     return f"{bytes_ / size:.1f} {name}"
 
 
+_REMEDY = (
+    "Try more or larger devices, LoRA (`--lora 16`), fewer rows, fewer tokens, or `--host-memory` to allow offloading."
+)
+
+
 def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
     """Prints a plan for a person."""
-    console = Console(highlight=False)
-    console.print(_parts(plan, asked))
-    rates = asked.rates
+    console, rates, load, choice = Console(highlight=False), asked.rates, asked.load, plan.choice
+    (size, unit), by_phase = _unit(plan.peak[1]), plan.phases.values()
+    title = f"{choice.sharding}, teacher: {choice.teacher}, engine: {choice.engine}, micro-batch: {choice.micro}"
+    table = Table(unit, *(Column(phase, justify="right") for phase in plan.phases), title=title, box=None)
+    for name in dict.fromkeys(name for parts in by_phase for name, of_part in parts.items() if of_part):
+        table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "" for parts in by_phase))
+    table.add_row("sum", *(f"{sum(parts.values()) / size:.2f}" for parts in by_phase), style="bold")
+    table.add_row("seconds", *(f"{value:.2f}" for value in asked.seconds(plan).values()))
+    console.print(table)
     console.print(
-        f"Estimates per device, for {asked.load.gpus} device(s) of {asked.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} "
+        f"Estimates per device, for {load.gpus} device(s) of {asked.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} "
         f"of it usable. Seconds assume {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} GB/s of memory "
         f"bandwidth and {rates.link / 1e9:.0f} GB/s from host to device, and exclude traffic between devices.\n"
     )
-    eager, graphs = (
-        seconds(*asked.shapes, asked.load, replace(plan.choice, engine=one), rates)["rollout"]
-        for one in (TRANSFORMERS, AWAKE)
-    )
+    eager, graphs = (asked.seconds(plan, engine=one)["rollout"] for one in (TRANSFORMERS, AWAKE))
     console.print(
         f"Generation takes {eager:.1f} s with transformers, assuming {rates.launch * 1e6:g} µs of host time for each "
-        f"of {asked.load.kernels(asked.shapes[0]):,} kernels per token, and {graphs:.1f} s with vLLM (CUDA graphs).\n"
+        f"of {load.kernels(asked.shapes[0]):,} kernels per token, and {graphs:.1f} s with vLLM (CUDA graphs).\n"
     )
     for role, one in asked.seeing:
-        found = one.images
         console.print(
-            f"The {role}'s images take {found.tokens:,} tokens and {found.positions:,} positions of its vision tower "
-            f"in each row, by its {found.counted_by}.\n"
+            f"The {role}'s images take {one.images.tokens:,} tokens and {one.images.positions:,} positions of its "
+            f"vision tower in each row, by its {one.images.counted_by}.\n"
         )
-    console.print(_placements(plans, asked.load.gpus))
+    size, unit = _unit(max(one.peak[1] for one in plans))
+    right = [Column(head, justify="right") for head in ("rows", unit, f"host {unit}", "GPUs")]
+    columns: list[Column | str] = ["sharding", "teacher", "engine", *right[:2], "in", *right[2:], "fits"]
+    table = Table(*columns, title="Placements", box=None, collapse_padding=True)
+    for each in plans:
+        (phase, peak), of = each.peak, each.choice
+        row = of.sharding, of.teacher, of.engine, str(of.micro), f"{peak / size:.1f}", phase, f"{each.host / size:.0f}"
+        table.add_row(*row, str(load.gpus + each.servers), "yes" if each.fits else "no")
+    console.print(table)
     if not plan.fits:
         console.print(f"\nDoes not fit in any placement. {reason(plan, asked.memory)} {_REMEDY}")
         return
-    load, choice = asked.load, plan.choice
     if plan.servers:
         console.print(f"\nServers need {plan.servers} more device(s): {load.gpus + plan.servers} in all.")
     tokens = choice.micro * load.row(asked.shapes[0])
@@ -184,36 +191,3 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
     if text := accelerate_file(plan, load.gpus):
         console.print(f"The accelerate file `{choice.sharding}`, included in this package:\n")
         console.print(text, markup=False, soft_wrap=True)
-
-
-_REMEDY = (
-    "Try more or larger devices, LoRA (`--lora 16`), fewer rows, fewer tokens, or `--host-memory` to allow offloading."
-)
-
-
-def _parts(plan: Plan, asked: Asked) -> Table:
-    choice = plan.choice
-    title = f"{choice.sharding}, teacher: {choice.teacher}, engine: {choice.engine}, micro-batch: {choice.micro}"
-    size, unit = _unit(plan.peak[1])
-    table = Table(unit, *(Column(phase, justify="right") for phase in plan.phases), title=title, box=None)
-    for name in dict.fromkeys(name for parts in plan.phases.values() for name, of_part in parts.items() if of_part):
-        table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "" for parts in plan.phases.values()))
-    table.add_row("sum", *(f"{sum(parts.values()) / size:.2f}" for parts in plan.phases.values()), style="bold")
-    table.add_row("seconds", *(f"{value:.2f}" for value in _seconds(plan, asked).values()))
-    return table
-
-
-def _placements(plans: Sequence[Plan], gpus: int) -> Table:
-    size, unit = _unit(max(one.peak[1] for one in plans))
-    right = [Column(title, justify="right") for title in ("rows", unit, f"host {unit}", "GPUs")]
-    columns: list[Column | str] = ["sharding", "teacher", "engine", *right[:2], "in", *right[2:], "fits"]
-    table = Table(*columns, title="Placements", box=None, collapse_padding=True)
-    for one in plans:
-        (phase, peak), choice = one.peak, one.choice
-        row = (choice.sharding, choice.teacher, choice.engine, str(choice.micro), f"{peak / size:.1f}", phase)
-        table.add_row(*row, f"{one.host / size:.0f}", str(gpus + one.servers), "yes" if one.fits else "no")
-    return table
-
-
-def _seconds(plan: Plan, asked: Asked) -> dict[str, float]:
-    return seconds(*asked.shapes, asked.load, plan.choice, asked.rates)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import SUPPRESS, ArgumentError, ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
+from itertools import chain
 from logging import getLogger
 from pathlib import Path
 from subprocess import CalledProcessError
 
 import torch
-import yaml
 from accelerate.commands.config import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -30,34 +30,29 @@ _NOT_HERE = {"help", "module", "no_python", "env", "vm", "tpu_use_cluster"}
 def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
     """Trains with these arguments of the command `prog`, in this process if that is enough, or else in a launch."""
     parser = OptionParser(prog=prog, launch_options=launch_options())
-    if any(name in os.environ for name in _OF_A_PROCESS):
-        _train(arguments, parser)
+    is_launched = any(name in os.environ for name in _OF_A_PROCESS)
+    launcher, script = ([], list(arguments)) if is_launched else separated(arguments, parser)
+    several = launcher or torch.accelerator.device_count() > 1 or Path(default_config_file).is_file()
+    if is_launched or not several:
+        from trl_opsd.cli.train.script import end, main  # which imports the trainer
+
+        end(main(script, parser))
         return
-    launcher, script = separated(arguments, parser)
-    if launcher or torch.accelerator.device_count() > 1 or Path(default_config_file).is_file():
-        parser.check(script)  # once, before each process of the launch imports the trainer to find the same mistake
-        command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, "train", *script]
-        agent = getLogger("torch.distributed.elastic.multiprocessing.api")
-        agent.disabled = True  # it would report a failure that the process has printed already
-        try:
-            launch_command(launch_command_parser().parse_args(command))
-        except ChildFailedError as error:
-            for rank, one in error.failures.items():
-                if one.exitcode < 0:  # a signal, of which the process could say nothing itself
-                    print(f"{prog}: error: {one.signal_name()} ended the process of rank {rank}.", file=sys.stderr)
-            sys.exit(max(1, *(one.exitcode for one in error.failures.values())))
-        except CalledProcessError as error:
-            sys.exit(max(1, error.returncode))
-        finally:
-            agent.disabled = False
-    else:
-        _train(script, parser)
-
-
-def _train(arguments: Sequence[str], parser: OptionParser) -> None:
-    from trl_opsd.cli.train.script import end, main  # which imports the trainer
-
-    end(main(arguments, parser))
+    parser.check(script)  # once, before each process of the launch imports the trainer to find the same mistake
+    command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, "train", *script]
+    agent = getLogger("torch.distributed.elastic.multiprocessing.api")
+    agent.disabled = True  # it would report a failure that the process has printed already
+    try:
+        launch_command(launch_command_parser().parse_args(command))
+    except ChildFailedError as error:
+        for rank, one in error.failures.items():
+            if one.exitcode < 0:  # a signal, of which the process could say nothing itself
+                print(f"{prog}: error: {one.signal_name()} ended the process of rank {rank}.", file=sys.stderr)
+        sys.exit(max(1, *(one.exitcode for one in error.failures.values())))
+    except CalledProcessError as error:
+        sys.exit(max(1, error.returncode))
+    finally:
+        agent.disabled = False
 
 
 def launch_options() -> set[str]:
@@ -78,31 +73,17 @@ def separated(arguments: Sequence[str], parser: OptionParser) -> tuple[list[str]
             own._add_action(action)
             action.default = SUPPRESS
     found, script = own.parse_known_args(list(arguments))
-    in_file = _in_file(script, allowed - vars(found).keys())
-    launcher = [*in_file, *_without(list(arguments), script)]
+    ahead = list(script)  # in the same order, among the others
+    given = [one for one in arguments if not (ahead and ahead[0] == one and ahead.pop(0))]
+    _, options = parser.read(script)
+    in_file = {name: options[name] for name in options if name in allowed - vars(found).keys()}
+    set_there = {f"--{name}": value for name, value in in_file.items() if value not in (None, False)}
+    flags = ([name] if value is True else [name, str(value)] for name, value in set_there.items())
+    launcher = [*chain.from_iterable(flags), *given]
     while f"--{_CONFIG}" in launcher:
         at = launcher.index(f"--{_CONFIG}")
         launcher[at : at + 2] = ["--config_file", _accelerate_file(launcher[at + 1], parser)]
     return launcher, script
-
-
-def _without(arguments: Sequence[str], part: Sequence[str]) -> list[str]:
-    """Arguments without `part`, which is in the same order."""
-    ahead = list(part)
-    return [one for one in arguments if not (ahead and ahead[0] == one and ahead.pop(0))]
-
-
-def _in_file(script: Sequence[str], allowed: set[str]) -> list[str]:
-    """The launch options in the YAML file of a training; errors in it are reported when the training reads it."""
-    own = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    own.add_argument("--config")
-    try:
-        options = yaml.safe_load(Path(own.parse_known_args(script)[0].config).read_text(encoding="utf-8"))
-    except (ArgumentError, TypeError, OSError, UnicodeDecodeError, yaml.YAMLError):
-        return []
-    named = options.items() if isinstance(options, dict) else ()
-    given = {name: value for name, value in named if name in allowed and value not in (None, False)}
-    return [part for name, value in given.items() for part in (f"--{name}", *([] if value is True else [str(value)]))]
 
 
 def _accelerate_file(given: str, parser: OptionParser) -> str:

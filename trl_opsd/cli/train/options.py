@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
+from datasets import Dataset, IterableDataset
 
 from trl_opsd._compat.trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_opsd.config import OPSDConfig
@@ -23,7 +24,9 @@ from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
 if TYPE_CHECKING:
     from trl_opsd import OPSDTrainer
-    from trl_opsd.cli.train.script import Splits
+
+Splits = Mapping[str, Dataset | IterableDataset]
+"""Datasets by the name of a split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +45,6 @@ class Task:
     """`reward_funcs` of the trainer."""
     evaluate: Callable[[OPSDTrainer], None]
     """Called before and after training; collective."""
-
-
-Tasks = Mapping[str, Task]
-"""Tasks by name."""
 
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
@@ -97,14 +96,12 @@ class ExtraArguments:
 
 def loaded_rewards(names: Sequence[str] | None) -> list[Any] | None:
     """The reward functions of these names."""
-    return None if names is None else [_loaded_reward(name) for name in names]
-
-
-def _loaded_reward(name: str) -> Any:
-    module, _, function = name.rpartition(".")
+    found = []
     sys.path.insert(0, os.getcwd())  # as for a script that is run there
     try:
-        return getattr(import_module(module or "trl.rewards"), function)
+        for name in names or ():
+            module, _, function = name.rpartition(".")
+            found.append(getattr(import_module(module or "trl.rewards"), function))
     except (AttributeError, ImportError) as error:
         raise ValueError(
             f"`reward_funcs`: {name!r} was not found ({error}): expected the name of a function in `trl.rewards`, or "
@@ -112,6 +109,7 @@ def _loaded_reward(name: str) -> Any:
         ) from error
     finally:
         sys.path.pop(0)
+    return None if names is None else found
 
 
 _FILE = "--config FILE reads any of these options from a YAML file; the command line takes precedence."
@@ -156,10 +154,14 @@ class OptionParser(TrlParser):
     may also have `launch_options`, for whoever launches the training.
     """
 
-    def __init__(self, tasks: Tasks | None = None, launch_options: Collection[str] = (), **parser: Any) -> None:
+    def __init__(
+        self, tasks: Mapping[str, Task] | None = None, launch_options: Collection[str] = (), **parser: Any
+    ) -> None:
         self.tasks, self._elsewhere = tasks or {}, launch_options
+        told = {"choices": [*self.tasks], "help": "Train on a built-in task, with its models, data and options."}
+        of_task = make_dataclass("TaskArguments", [("task", str | None, field(default=None, metadata=told))])
         super().__init__(
-            [*GROUPS, *([_task_group(self.tasks)] if self.tasks else [])],
+            [*GROUPS, *[of_task] * bool(self.tasks)],
             allow_abbrev=False,
             usage=f"%(prog)s [--config FILE]{' [--task TASK]' if self.tasks else ''} [--OPTION VALUE ...]",
             description=f"{_FILE}{_LAUNCHED if launch_options else ''}",
@@ -174,32 +176,29 @@ class OptionParser(TrlParser):
     def given(self, args: Iterable[str]) -> Given:
         """The options of a run; the command line overrides the file of `--config`, and that a task's own options."""
         share_tracebacks()
-        extra, script, config, model, mixture, *named = super().parse_args_and_config(self._with_defaults(args))
+        rest, config = self.read(args)
+        os.environ.update({name: str(value) for name, value in config.get("env", {}).items()})
+        extra, script, config, model, mixture, *named = self.parse_args_into_dataclasses(args=rest)
         return Given(extra, script, config, model, mixture, named[0].task if named else None)
 
     def check(self, args: Iterable[str]) -> None:
         """Ends the program on a wrong name or kind of value; makes no config, which would start the launch's state."""
-        given = self._with_defaults(args)
-        if "--config" in given:
-            at = given.index("--config")
-            self.set_defaults_with_config(**self._read(given[at + 1]))
-            given = [*given[:at], *given[at + 2 :]]
-        self.parse_args(given)
+        self.parse_args(self.read(args)[0])
 
-    def _with_defaults(self, args: Iterable[str]) -> list[str]:
-        """The arguments, with `--config FILE` in two, after checking the file and setting the task's options."""
+    def read(self, args: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
+        """The arguments without `--config FILE`, and that file's options, which are defaults now, as are a task's."""
         own = ArgumentParser(add_help=False, allow_abbrev=False)
         own.error = self.error  # type: ignore[method-assign]
         own.add_argument("--config", action="append", default=[])
         own.add_argument("--task")
-        given, _ = own.parse_known_args(args := list(args))
+        given, rest = own.parse_known_args(list(args))
         if len(given.config) > 1:
             self.error(f"--config is given {len(given.config)} times: expected once")
-        config = self._read(given.config[0]) if given.config else {}
+        config = self._file(given.config[0]) if given.config else {}
         if task := self.tasks.get(str(given.task or config.get("task"))):
             self.set_defaults_with_config(**yaml.safe_load(task.options.read_text(encoding="utf-8")))
-        # in two, as TRL's parser looks for `--config` alone
-        return [part for one in args for part in (one.split("=", 1) if one.startswith("--config=") else [one])]
+        self.set_defaults_with_config(**config)
+        return [*rest, *(["--task", given.task] if given.task else [])], config
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -207,10 +206,6 @@ class OptionParser(TrlParser):
             named = [one.partition("=")[0] for one in unknown if one.startswith("--")]
             self.error(self._unknown("option", named) if named else f"unexpected argument {unknown[0]!r}")
         return found, []
-
-    def set_defaults_with_config(self, **config: Any) -> list[str]:
-        ours = {name: value for name, value in config.items() if name not in self._elsewhere}
-        return super().set_defaults_with_config(**ours)
 
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -221,7 +216,7 @@ class OptionParser(TrlParser):
             print(f"{self.prog}: error: {message}\n`{self.prog} --help` lists all options.", file=sys.stderr)
         raise SystemExit(2)
 
-    def _read(self, path: str) -> dict[str, Any]:
+    def _file(self, path: str) -> dict[str, Any]:
         """The options of a YAML file; ends the program on one that is unknown: TRL's error for it has no hint."""
         try:
             config = _OnceLoader(Path(path).read_text(encoding="utf-8")).get_single_data()
@@ -229,7 +224,9 @@ class OptionParser(TrlParser):
             self.error(f"--config {path}: {error}")
         if not isinstance(config, dict):
             self.error(f"--config {path}: expected a mapping of options to values, got {type(config).__name__}")
-        known = {"env", *self._elsewhere, *(action.dest for action in self._actions)}  # TRL's parser reads `env`
+        if not isinstance(config.get("env", {}), dict):
+            self.error(f"--config {path}: `env` has to be a mapping of names to values")
+        known = {"env", *self._elsewhere, *(action.dest for action in self._actions)}
         if unknown := [str(name) for name in config if name not in known]:
             self.error(f"--config {path}: {self._unknown('key', unknown)}")
         return config
@@ -237,15 +234,6 @@ class OptionParser(TrlParser):
     def _unknown(self, what: str, names: Iterable[str]) -> str:
         """Lists unknown names, each with what to do instead."""
         known = [action.dest for action in self._actions]
-        lines = []
-        for name in names:
-            plain = name.removeprefix("--").replace("-", "_")
-            hint = _HERE.get(plain) or instead(plain, known, OPSDConfig)
-            lines.append(f"unknown {what} {name!r}{hint and ': '}{hint}")
-        return "; ".join(lines)
-
-
-def _task_group(names: Iterable[str]) -> type:
-    """A dataclass with the option that names a built-in task."""
-    told = {"choices": list(names), "help": "Train on a built-in task, with its models, data and options."}
-    return make_dataclass("TaskArguments", [("task", str | None, field(default=None, metadata=told))])
+        plain = {name: name.removeprefix("--").replace("-", "_") for name in names}
+        hints = {name: _HERE.get(one) or instead(one, known, OPSDConfig) for name, one in plain.items()}
+        return "; ".join(f"unknown {what} {name!r}{hint and ': '}{hint}" for name, hint in hints.items())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from trl_opsd._compat.trl import (
     get_peft_config,
     get_quantization_config,
 )
-from trl_opsd.cli.train.options import ExtraArguments, Given, OptionParser, Task, loaded_rewards
+from trl_opsd.cli.train.options import ExtraArguments, Given, OptionParser, Splits, loaded_rewards
 from trl_opsd.config import OPSDConfig
 from trl_opsd.monitor.progress import PHASES
 from trl_opsd.monitor.progress import in_words as duration
@@ -43,20 +43,46 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
         arguments = [*arguments, "--use_cpu"]
     parser = parser or OptionParser()
     given = parser.given(arguments)
+    extra, script, config, model = given.extra, given.script, given.config, given.model
     task = parser.tasks[given.task] if given.task else None
-    if task:
-        _take(task, given)
-    if given.model.model_name_or_path is None:
+    if task:  # which has a dataset, and models where no others are named
+        if script.dataset_name or given.mixture.datasets:
+            raise ValueError(f"`task={given.task!r}` comes with its own dataset: remove the task or the other dataset.")
+        model.model_name_or_path = model.model_name_or_path or task.student
+        if config.teacher_model_kind is None and extra.teacher_models is None:
+            config.teacher_model_name_or_path = config.teacher_model_name_or_path or task.teacher
+    if model.model_name_or_path is None:
         built_in = f"; or train on a built-in task, with `--task {next(iter(parser.tasks))}`" if parser.tasks else ""
         raise ValueError(f"No student: pass `--model_name_or_path`{built_in}.")
     warn_of_options(given)
-    set_loading(given.extra, given.config, given.model)
-    with _dry(given.config) if given.extra.dry_run else nullcontext():
-        trainer = _built(given, task)
-        if given.extra.dry_run:
-            _dry_run(trainer)
-        else:
-            _train(trainer, task)
+    set_loading(extra, config, model)
+    with TemporaryDirectory(prefix="trl_opsd-dry-run-") if extra.dry_run else nullcontext() as folder:
+        if folder:  # a run of one step, which leaves nothing behind
+            config.output_dir, config.report_to, config.push_to_hub, config.eval_on_start = folder, [], False, False
+        data, is_evaluated = task.data() if task else loaded(script, given.mixture), config.eval_strategy != "no"
+        trainer = OPSDTrainer(
+            model=model.model_name_or_path,
+            teacher_model=extra.teacher_models,
+            args=config,
+            train_dataset=_split(data, "dataset_train_split", script.dataset_train_split),
+            eval_dataset=_split(data, "dataset_test_split", script.dataset_test_split) if is_evaluated else None,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+            reward_funcs=task.rewards if task else loaded_rewards(extra.reward_funcs),
+        )
+        if folder:
+            trainer.add_callback(_OneStep())
+            trainer.train()
+            if trainer.accelerator.is_main_process:
+                print(_summary(trainer.state.log_history[0], trainer.state.max_steps))
+            return trainer
+        if task:
+            task.evaluate(trainer)
+        resume = config.resume_from_checkpoint  # a string on the command line
+        trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
+        trainer.save_model()
+        if task:
+            task.evaluate(trainer)
     return trainer
 
 
@@ -64,40 +90,6 @@ def end(trainer: OPSDTrainer) -> None:
     """Waits for the other processes, because they fail if one exits first."""
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-
-
-def _take(task: Task, given: Given) -> None:
-    """Sets the models of a task where no others are named."""
-    if given.script.dataset_name or given.mixture.datasets:
-        raise ValueError(f"`task={given.task!r}` comes with its own dataset: remove the task or the other dataset.")
-    given.model.model_name_or_path = given.model.model_name_or_path or task.student
-    if given.config.teacher_model_kind is None and given.extra.teacher_models is None:
-        given.config.teacher_model_name_or_path = given.config.teacher_model_name_or_path or task.teacher
-
-
-def _built(given: Given, task: Task | None) -> OPSDTrainer:
-    data = task.data() if task else loaded(given.script, given.mixture)
-    script, evaluated = given.script, given.config.eval_strategy != "no"
-    return OPSDTrainer(
-        model=given.model.model_name_or_path,
-        teacher_model=given.extra.teacher_models,
-        args=given.config,
-        train_dataset=_split(data, "dataset_train_split", script.dataset_train_split),
-        eval_dataset=_split(data, "dataset_test_split", script.dataset_test_split) if evaluated else None,
-        quantization_config=get_quantization_config(given.model),
-        peft_config=get_peft_config(given.model),
-        reward_funcs=task.rewards if task else loaded_rewards(given.extra.reward_funcs),
-    )
-
-
-def _train(trainer: OPSDTrainer, task: Task | None) -> None:
-    if task:
-        task.evaluate(trainer)
-    resume = trainer.args.resume_from_checkpoint  # a string on the command line
-    trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
-    trainer.save_model()
-    if task:
-        task.evaluate(trainer)
 
 
 # ---- Options of the script ------------------------------------------------------------------------------------------
@@ -119,12 +111,14 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
 
 def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDConfig) -> dict[str, Any]:
     """Options of a group and the dict `of_model`, combined; `options` maps to names in that."""
-    given = getattr(config, of_model) or {}
-    set_here = {name: getattr(group, option) for option, name in options.items()}
+    given: dict[str, Any] = getattr(config, of_model) or {}
+    found: dict[str, Any] = {}
     for option, name in options.items():
-        if name in given and set_here[name] not in (None, getattr(type(group), option)):
-            check_once(option, set_here[name], of_model, name, given[name])
-    return {**{name: value for name, value in set_here.items() if value is not None}, **given}
+        value = getattr(group, option)
+        if name in given and value not in (None, getattr(type(group), option)):
+            check_once(option, value, of_model, name, given[name])
+        found |= {} if value is None else {name: value}
+    return {**found, **given}
 
 
 _DATA = ("dataset_name", "dataset_config", "dataset_streaming")
@@ -159,8 +153,6 @@ def warn_of_options(given: Given) -> None:
 
 
 # ---- Data -----------------------------------------------------------------------------------------------------------
-
-Splits = Mapping[str, Dataset | IterableDataset]
 
 FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 """How a single file is loaded, by its suffix."""
@@ -197,23 +189,6 @@ def _split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
 
 
 # ---- Dry runs -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _dry(config: OPSDConfig) -> Iterator[None]:
-    """Changes the options, before the trainer is built, so that a run of one step leaves nothing behind."""
-    with TemporaryDirectory(prefix="trl_opsd-dry-run-") as folder:
-        config.output_dir, config.report_to, config.push_to_hub = folder, [], False
-        config.eval_on_start = False
-        yield
-
-
-def _dry_run(trainer: OPSDTrainer) -> None:
-    """Runs one generation batch and one optimizer step, and prints a summary in the main process. Collective."""
-    trainer.add_callback(_OneStep())
-    trainer.train()
-    if trainer.accelerator.is_main_process:
-        print(_summary(trainer.state.log_history[0], trainer.state.max_steps))
 
 
 class _OneStep(TrainerCallback):
