@@ -23,13 +23,8 @@ from transformers import AutoModelForSequenceClassification, EarlyStoppingCallba
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
-<<<<<<< HEAD
-from trl_opsd import HFRollout, OPSDTrainer, RolloutBackend
-from trl_opsd.methods.rewards import advantages
-=======
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd.loop.batch_rewards import advantages
->>>>>>> tests
+from trl_opsd.methods.rewards import advantages
 
 WORDS = tiny.tokenizer()
 PROMPTS = [f"{'so ' * (number % 3)}{number}=" for number in range(8)]
@@ -575,18 +570,11 @@ FAILING = [
 ]
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("function", "words"), FAILING)
 def test_errors_of_reward_functions_name_function_and_rows(make_trainer, function, words):
-    trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(), reward_funcs=function)
+    trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(numbered), reward_funcs=function)
     where = f"The reward function '{function.__name__}' failed for row 0 of an evaluation batch to row 1 of .*: "
     with pytest.raises(RuntimeError, match=where + words):
-=======
-@pytest.mark.parametrize(("function", "error", "words"), FAILING)
-def test_errors_of_reward_functions_name_function_and_rows(make_trainer, function, error, words):
-    trainer = make_trainer(eval_dataset=rows(2), rollout=Numbered(numbered), reward_funcs=function)
-    with pytest.raises(error, match=words):
->>>>>>> tests
         trainer.evaluate()
 
 
