@@ -317,7 +317,7 @@ def test_tiny_says_what_it_needs_and_refuses_more_than_is_free(folders, monkeypa
 
 def test_the_reference_holds_no_copy_of_a_head_and_gradients_once():
     made = pair(tiny.qwen2(512, vocab_size=8192), tiny.qwen2(2048, seed=1, vocab_size=8192))
-    mine, yours = (checks._lazy(made, role) for role in ("student", "teacher"))
+    mine, yours = (checks._logits_after(made, role) for role in ("student", "teacher"))
     measure, peaks, found = checks._DIVERGENCES["jsd"], [], []
     for reference in (checks._reference, partial(checks._compared, checks.dense_divergence)):
         with _Live([]) as live:
