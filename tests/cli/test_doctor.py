@@ -316,7 +316,7 @@ def test_tiny_says_its_needs_and_refuses_more_than_free(folders, monkeypatch):
 
 def test_reference_holds_no_head_copy_and_gradients_once():
     made = pair(tiny.qwen2(512, vocab_size=8192), tiny.qwen2(2048, seed=1, vocab_size=8192))
-    mine, yours = (checks._lazy(made, role) for role in ("student", "teacher"))
+    mine, yours = (checks._logits_after(made, role) for role in ("student", "teacher"))
     measure, peaks, found = checks._DIVERGENCES["jsd"], [], []
     for reference in (checks._reference, partial(checks._compared, checks.dense_divergence)):
         with _Live([]) as live:

@@ -40,7 +40,7 @@ from trl_opsd.cli.plan.memory import (
     tracer,
 )
 from trl_opsd.cli.plan.shapes import shape_of
-from trl_opsd.cli.plan.shown import Asked, options
+from trl_opsd.cli.plan.shown import PlanRequest, options
 from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.models.weights import cached_numbers, cached_per_token
 
@@ -436,7 +436,7 @@ def test_engine_takes_its_share_unless_it_sleeps(lora, resting):
         assert sum(learns.values()) == sum(alone.values()) + held[2]
         assert "KV cache" not in one.phases["rollout"]
         assert one.host - other.host == (resting * student.parameters if one.choice.sleeps else 0)
-        told = options(one, Asked(("a", "b"), (student, student), load, Rates(), 80e9))
+        told = options(one, PlanRequest(("a", "b"), (student, student), load, Rates(), 80e9))
         assert told["vllm_gpu_memory_utilization"] == one.engine_share
         assert told.get("vllm_enable_sleep_mode", False) is one.choice.sleeps
     apart = considered(*given, engine="server", **traced)

@@ -142,7 +142,7 @@ def plan(
     """
     from trl_opsd.cli.plan.memory import Load, Rates, best, considered, tracer
     from trl_opsd.cli.plan.shapes import shape_of
-    from trl_opsd.cli.plan.shown import Asked, document, show
+    from trl_opsd.cli.plan.shown import PlanRequest, document, show
 
     size = fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", image_size or "")
     if bool(images) != bool(size):
@@ -167,18 +167,18 @@ def plan(
                 f"context has {shape.context}: lower one of them."
             )
     rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9, launch * 1e-6)
-    asked = Asked(sources, shapes, load, rates, gpu_memory * 1e9)
+    request = PlanRequest(sources, shapes, load, rates, gpu_memory * 1e9)
     host = None if host_memory is None else host_memory * 1e9
-    search = partial(considered, *shapes, load, asked.memory, host, tracer(shapes[0], load), asked.shares_weights)
+    search = partial(considered, *shapes, load, request.memory, host, tracer(shapes[0], load), request.shares_weights)
     for tried in [engine] if engine else [Engine.vllm, Engine.transformers]:
         plans = search(tried.value)
         found = best(plans)
         if found.fits and not found.servers:
             break
     if as_json:
-        print(document(found, plans, asked))
+        print(document(found, plans, request))
     else:
-        show(found, plans, asked)
+        show(found, plans, request)
         if found.fits and engine is Engine.transformers and best(search("vllm")).fits:
             print("vLLM in the same process would also fit: --engine vllm.")
     raise typer.Exit(0 if found.fits else 1)

@@ -189,7 +189,7 @@ def compare(runs: tuple[Path, Path], to: Path | None = None) -> Path:
     names = [run.resolve().name for run in runs]
     names = list(map(str, runs)) if names[0] == names[1] else names
     joined: dict[str, Chart] = {}
-    for run, name in zip(runs, names, strict=True):
+    for run, name in zip(reversed(runs), reversed(names), strict=True):  # the first in front
         try:
             drawn = charts(log_of(run), (_LOSS, *_GROUPS))
             if not drawn:
@@ -199,7 +199,7 @@ def compare(runs: tuple[Path, Path], to: Path | None = None) -> Path:
         for chart in drawn:
             named = tuple(Curve(f"{name}: {one.name}".removesuffix(": "), one.points) for one in chart.curves)
             before = joined[chart.title].curves if chart.title in joined else ()
-            joined[chart.title] = replace(chart, curves=before + named)
+            joined[chart.title] = replace(chart, curves=named + before)
     figures = []
     for chart in joined.values():
         for title, y in chart.figures:

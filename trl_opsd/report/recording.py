@@ -69,18 +69,13 @@ class Recording(TrainerCallback):
             if self._works:
                 self._try(tell, self._run, self._about())
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         has_begun = state.max_steps > 0  # the log of an evaluation alone must not replace that of an earlier training
         samples, self._evaluation = self._evaluation, {}
         if samples:
-            recorded = Recorded(state.global_step, evaluated(metrics or {}) or "eval", tuple(samples.values()))
+            recorded = Recorded(
+                state.global_step, evaluated(of.get("metrics") or {}) or "eval", tuple(samples.values())
+            )
             self._keep(recorded)
             self._before += [] if has_begun else [recorded]
         if has_begun:

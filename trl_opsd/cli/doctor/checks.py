@@ -57,7 +57,7 @@ def same_bytes(pair: Pair) -> str:
     ids = [tuple(read(prompt)["input_ids"]) for prompt in prompts]
     recorded = dict(zip(ids, (read(one, add_special_tokens=False)["input_ids"] for one in answers), strict=True))
     options = {"cross_tokenizer": "bytes", "max_completion_length": max(map(len, recorded.values()))}
-    with _started(pair, prompts, FixedRollout(recorded), **options) as trainer:
+    with _started(pair, prompts, FixedRollout(recorded), **options) as (trainer, _):
         used = trainer.evaluate(trainer.train_dataset)["eval_cross/used"]
     of = f"{used:.0%} of {len(''.join(answers).encode())} bytes of three rows can be compared"
     if used < 0.5:
@@ -150,7 +150,7 @@ def repeats(pair: Pair) -> str:
 def depends_on_input(pair: Pair) -> str:
     """The teacher's states depend on what it reads."""
     # Not bit for bit, as the guard of a training compares them: attention rounds the average of equal values.
-    states_NH = _lazy(pair, "teacher", pair.read_by("student")).hidden
+    states_NH = _logits_after(pair, "teacher", pair.read_by("student")).hidden
     spread, largest = (states_NH - states_NH.mean(0)).abs().max(), states_NH.abs().max()
     if spread < _ALIKE * largest:
         raise ValueError(
@@ -162,7 +162,7 @@ def depends_on_input(pair: Pair) -> str:
 
 def zero_with_itself(pair: Pair) -> str:
     """A model as its own teacher has divergence and gradient 0."""
-    mine = _lazy(pair, "student")
+    mine = _logits_after(pair, "student")
     for name, divergence in _DIVERGENCES.items():
         largest = _largest(_compared(streamed_divergence, mine, mine, divergence))
         if not largest < _ROUNDING:
@@ -172,7 +172,7 @@ def zero_with_itself(pair: Pair) -> str:
 
 def equals_reference(pair: Pair) -> str:
     """Values and gradients equal those of the reference, for any number of tokens at a time."""
-    mine, yours, said = _lazy(pair, "student"), _lazy(pair, "teacher"), []
+    mine, yours, said = _logits_after(pair, "student"), _logits_after(pair, "teacher"), []
     for name, divergence in _DIVERGENCES.items():
         expected = _reference(mine, yours, divergence, pair.vocabulary)
         for chunk in (1, 7, None):  # the smallest tile, one that divides nothing, and all tokens
@@ -196,8 +196,8 @@ def same_in_parts(pair: Pair) -> str:
     # Each row's gradient is subtracted where that of all is, as a second one takes as much memory as the model.
     for sign, parts in ((1, [[0, 1, 2]]), (-1, [[0], [1], [2]])):
         for rows in parts:
-            student = _lazy(pair, "student", mine.select(rows).cut(), trained=True)
-            teacher = _lazy(pair, "teacher", yours.select(rows).cut())
+            student = _logits_after(pair, "student", mine.select(rows).cut(), trained=True)
+            teacher = _logits_after(pair, "teacher", yours.select(rows).cut())
             value_N = streamed_divergence(student, teacher, _DIVERGENCES["forward_kl"], vocabulary=pair.vocabulary)
             (sign * value_N.divergence.sum()).backward()
         norms.append(sum(float(one.grad.norm()) ** 2 for one in model.parameters() if one.grad is not None) ** 0.5)
@@ -213,7 +213,7 @@ def half_precision(pair: Pair) -> str:
     values, firsts = [], []
     for enabled in (False, True):
         with torch.autocast(pair.device.type, torch.bfloat16, enabled=enabled):
-            mine, yours = _lazy(pair, "student"), _lazy(pair, "teacher")
+            mine, yours = _logits_after(pair, "student"), _logits_after(pair, "teacher")
             found = streamed_divergence(mine, yours, _DIVERGENCES["forward_kl"], vocabulary=pair.vocabulary)
             firsts.append((mine.hidden.float() @ mine.head.weight.float().T).argmax(-1))
         values.append(float(found.divergence.mean()))
@@ -225,7 +225,7 @@ def half_precision(pair: Pair) -> str:
     return said
 
 
-def _lazy(pair: Pair, role: str, rollout: Rollout | None = None, trained: bool = False) -> LazyLogits:
+def _logits_after(pair: Pair, role: str, rollout: Rollout | None = None, trained: bool = False) -> LazyLogits:
     """The logits of a model after the rows that it reads; with a gradient for its weights if `trained`."""
     probed, rollout = pair.probed[role], rollout or pair.read_by(role)
     head = OutputHead.of(probed.model)
@@ -297,15 +297,22 @@ _TIE = 0.02
 @contextmanager
 def _started(
     pair: Pair, prompts: Sequence[str], rollout: RolloutBackend | None = None, **options: Any
-) -> Iterator[OPSDTrainer]:
-    """A trainer after all checks of its start; `options` are a training's."""
+) -> Iterator[tuple[OPSDTrainer, dict[str, float]]]:
+    """A trainer after all checks of its start, and what it records; `options` are a training's."""
+    recorded: dict[str, float] = {}
+
+    class Noting(OPSDTrainer):
+        def record(self, name: str, value: float, count: float = 1) -> None:
+            recorded[name] = float(value)
+            super().record(name, value, count)
+
     with TemporaryDirectory() as folder:
         rows, on_cpu = len(prompts), pair.device.type == "cpu"
         config = OPSDConfig(
             output_dir=folder, report_to="none", bf16=False, max_steps=1, use_cpu=on_cpu, disable_tqdm=True,
             per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **options,
         )  # fmt: skip
-        trainer = OPSDTrainer(
+        trainer = Noting(
             model=pair.student.model,
             teacher_model=pair.teacher.model,
             args=config,
@@ -315,7 +322,7 @@ def _started(
             rollout=rollout,
         )
         try:
-            yield trainer
+            yield trainer, recorded
         finally:
             trainer.rollout.close()
 
@@ -324,9 +331,8 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
     """Generates the likeliest token at each place, and checks that the student agrees; `options` are a training's."""
     asked, _ = pair.texts
     texts, greedy = pair.student.tokenizer.batch_decode(asked), {"max_completion_length": TOKENS, "top_k": 1}
-    with _started(pair, texts, rollout, **greedy, **options) as trainer, trainer.rollout.session():
+    with _started(pair, texts, rollout, **greedy, **options) as (trainer, recorded), trainer.rollout.session():
         answered = trainer.rollout.complete([*asked], 0)
-        gaps = [one for logged in trainer._metrics.values() for one in logged.get("rollout/logprob_gap", ())]
     gap = _largest([torch.tensor([_shortfall(pair, *row) for row in zip(asked, answered, strict=True)])])
     if not gap < _TIE:  # not `>=`: NaN has to fail, too
         raise ValueError(
@@ -334,7 +340,8 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
             "likely one by the student's own logits: its weights differ from the student's, or its computation does."
         )
     said = f"{sum(map(len, answered))} tokens, each the student's most likely (within {gap:.1g} nats)"
-    return f"{said}; its log-probabilities match the student's within {max(gaps):.1g} nats." if gaps else f"{said}."
+    told = recorded.get("rollout/logprob_gap")
+    return f"{said}." if told is None else f"{said}; its log-probabilities match the student's within {told:.1g} nats."
 
 
 @torch.no_grad()
@@ -351,7 +358,7 @@ def _shortfall(pair: Pair, prompt: list[int], completion: list[int]) -> float:
 # ---- Settings and versions -------------------------------------------------------------------------------------------
 
 
-def judged(settings: Settings | ValueError, student: str, teacher: str) -> str:
+def check_settings(settings: Settings | ValueError, student: str, teacher: str) -> str:
     """Settings are known, consistent and have an effect; `student` and `teacher` are those examined."""
     if isinstance(settings, ValueError):
         raise settings
@@ -430,7 +437,9 @@ def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: boo
         checks.append(Probe("tokenizers", same_bytes, needs=_BOTH))
     checks += [_images(role) for role in ("student", "teacher") if getattr(pair, role).sees]
     if settings:
-        checks.append(Probe("settings", lambda pair: judged(settings, pair.student.source, pair.teacher.source)))
+        checks.append(
+            Probe("settings", lambda pair: check_settings(settings, pair.student.source, pair.teacher.source))
+        )
     checks.append(Probe("versions", versions))
     # stdout has the answer alone.
     return list(findings(checks, pair, lambda name: print(f"{name} ...", file=sys.stderr, flush=True)))

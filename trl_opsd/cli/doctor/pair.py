@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.cli.train.launch import launch_options
-from trl_opsd.cli.train.options import Given, OptionParser
+from trl_opsd.cli.train.options import OptionParser, RunOptions
 from trl_opsd.cli.train.script import set_loading, warn_of_options
 from trl_opsd.data.tokenization import shared_vocabulary
 from trl_opsd.models.backbone import model_shape
@@ -220,7 +220,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
 class Settings:
     """The settings in a file."""
 
-    given: Given
+    given: RunOptions
     warnings: tuple[str, ...]
     """Warnings of this package when they are read."""
 

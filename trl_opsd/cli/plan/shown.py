@@ -19,7 +19,7 @@ from trl_opsd.cli.plan.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """The request for a plan."""
 
     sources: tuple[str, str]
@@ -45,13 +45,13 @@ class Asked:
         return seconds(*self.shapes, self.load, replace(plan.choice, **changed), self.rates)
 
 
-def options(plan: Plan, asked: Asked) -> dict[str, Any]:
+def options(plan: Plan, request: PlanRequest) -> dict[str, Any]:
     """A plan as the options of `trl-opsd train`."""
-    load, choice, dtype = asked.load, plan.choice, "bfloat16" if asked.load.half else "float32"
-    of_engine = {"use_vllm": True, "vllm_max_model_length": load.row(asked.shapes[0])}
+    load, choice, dtype = request.load, plan.choice, "bfloat16" if request.load.half else "float32"
+    of_engine = {"use_vllm": True, "vllm_max_model_length": load.row(request.shapes[0])}
     of_adapter = {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
     address = f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"
-    here = {"teacher_model_name_or_path": asked.sources[1], "teacher_dtype": dtype, "teacher_offload": choice.teacher}
+    here = {"teacher_model_name_or_path": request.sources[1], "teacher_dtype": dtype, "teacher_offload": choice.teacher}
     groups: list[tuple[Any, dict[str, Any]]] = [
         (load.by_bytes, {"cross_tokenizer": "bytes"}),
         (choice.engine != TRANSFORMERS, of_engine),
@@ -63,7 +63,7 @@ def options(plan: Plan, asked: Asked) -> dict[str, Any]:
             choice.teacher, here)),
     ]  # fmt: skip
     return {
-        "model_name_or_path": asked.sources[0],
+        "model_name_or_path": request.sources[0],
         "dtype": dtype if load.lora else "float32",
         "per_device_train_batch_size": choice.micro,
         "gradient_accumulation_steps": load.batch // choice.micro,
@@ -94,20 +94,20 @@ def _placed(plan: Plan, gpus: int) -> dict[str, Any]:
     return {**found, "gpus": gpus + plan.servers, "host": plan.host, "fits": plan.fits}
 
 
-def document(plan: Plan, plans: Sequence[Plan], asked: Asked) -> str:
+def document(plan: Plan, plans: Sequence[Plan], request: PlanRequest) -> str:
     """A plan as JSON; all bytes are those of one device."""
-    gpus = asked.load.gpus
+    gpus = request.load.gpus
     found = {
         **_placed(plan, gpus),
         "estimate": True,
         "command": command(plan, gpus),
-        "memory": int(asked.memory),
-        "usable": int(SHARE * asked.memory),
+        "memory": int(request.memory),
+        "usable": int(SHARE * request.memory),
         "phases": plan.phases,
-        "seconds": asked.seconds(plan),
-        "reason": None if plan.fits else reason(plan, asked.memory),
-        "images": {role: asdict(shape.images) for role, shape in asked.seeing},
-        "options": options(plan, asked),
+        "seconds": request.seconds(plan),
+        "reason": None if plan.fits else reason(plan, request.memory),
+        "images": {role: asdict(shape.images) for role, shape in request.seeing},
+        "options": options(plan, request),
         "accelerate_file": accelerate_file(plan, gpus),
         "placements": [{**_placed(one, gpus), "micro_batch": one.choice.micro, "peak": one.peak[1]} for one in plans],
     }
@@ -140,28 +140,28 @@ _REMEDY = (
 )
 
 
-def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
+def show(plan: Plan, plans: Sequence[Plan], request: PlanRequest) -> None:
     """Prints a plan for a person."""
-    console, rates, load, choice = Console(highlight=False), asked.rates, asked.load, plan.choice
+    console, rates, load, choice = Console(highlight=False), request.rates, request.load, plan.choice
     (size, unit), by_phase = _unit(plan.peak[1]), plan.phases.values()
     title = f"{choice.sharding}, teacher: {choice.teacher}, engine: {choice.engine}, micro-batch: {choice.micro}"
     table = Table(unit, *(Column(phase, justify="right") for phase in plan.phases), title=title, box=None)
     for name in dict.fromkeys(name for parts in by_phase for name, of_part in parts.items() if of_part):
         table.add_row(name, *(f"{parts[name] / size:.2f}" if name in parts else "" for parts in by_phase))
     table.add_row("sum", *(f"{sum(parts.values()) / size:.2f}" for parts in by_phase), style="bold")
-    table.add_row("seconds", *(f"{value:.2f}" for value in asked.seconds(plan).values()))
+    table.add_row("seconds", *(f"{value:.2f}" for value in request.seconds(plan).values()))
     console.print(table)
     console.print(
-        f"Estimates per device, for {load.gpus} device(s) of {asked.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} "
+        f"Estimates per device, for {load.gpus} device(s) of {request.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} "
         f"of it usable. Seconds assume {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} GB/s of memory "
         f"bandwidth and {rates.link / 1e9:.0f} GB/s from host to device, and exclude traffic between devices.\n"
     )
-    eager, graphs = (asked.seconds(plan, engine=one)["rollout"] for one in (TRANSFORMERS, AWAKE))
+    eager, graphs = (request.seconds(plan, engine=one)["rollout"] for one in (TRANSFORMERS, AWAKE))
     console.print(
         f"Generation takes {eager:.1f} s with transformers, assuming {rates.launch * 1e6:g} µs of host time for each "
-        f"of {load.kernels(asked.shapes[0]):,} kernels per token, and {graphs:.1f} s with vLLM (CUDA graphs).\n"
+        f"of {load.kernels(request.shapes[0]):,} kernels per token, and {graphs:.1f} s with vLLM (CUDA graphs).\n"
     )
-    for role, one in asked.seeing:
+    for role, one in request.seeing:
         console.print(
             f"The {role}'s images take {one.images.tokens:,} tokens and {one.images.positions:,} positions of its "
             f"vision tower in each row, by its {one.images.counted_by}.\n"
@@ -176,18 +176,18 @@ def show(plan: Plan, plans: Sequence[Plan], asked: Asked) -> None:
         table.add_row(*row, str(load.gpus + each.servers), "yes" if each.fits else "no")
     console.print(table)
     if not plan.fits:
-        console.print(f"\nDoes not fit in any placement. {reason(plan, asked.memory)} {_REMEDY}")
+        console.print(f"\nDoes not fit in any placement. {reason(plan, request.memory)} {_REMEDY}")
         return
     if plan.servers:
         console.print(f"\nServers need {plan.servers} more device(s): {load.gpus + plan.servers} in all.")
-    tokens = choice.micro * load.row(asked.shapes[0])
-    tile = loss_tile(*asked.shapes, choice.micro * load.length, load)
+    tokens = choice.micro * load.row(request.shapes[0])
+    tile = loss_tile(*request.shapes, choice.micro * load.length, load)
     console.print(
         f"\nFits with micro-batches of {tokens:,} tokens; the loss computes logits for {tile:,} tokens at a time. Put "
         f"these options and a `dataset_name` into run.yaml, then run [bold]{command(plan, load.gpus)}[/]\n",
         soft_wrap=True,
     )
-    console.print(yaml.safe_dump(options(plan, asked), sort_keys=False), markup=False, soft_wrap=True)
+    console.print(yaml.safe_dump(options(plan, request), sort_keys=False), markup=False, soft_wrap=True)
     if text := accelerate_file(plan, load.gpus):
         console.print(f"The accelerate file `{choice.sharding}`, included in this package:\n")
         console.print(text, markup=False, soft_wrap=True)

@@ -123,7 +123,7 @@ GROUPS = (ExtraArguments, ScriptArguments, OPSDConfig, ModelConfig, DatasetMixtu
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RunOptions:
     """The options of a run, in the order of `GROUPS`."""
 
     extra: ExtraArguments
@@ -173,13 +173,13 @@ class OptionParser(TrlParser):
             "when computing in bfloat16."
         )
 
-    def given(self, args: Iterable[str]) -> Given:
+    def given(self, args: Iterable[str]) -> RunOptions:
         """The options of a run; the command line overrides the file of `--config`, and that a task's own options."""
         share_tracebacks()
         rest, config = self.read(args)
         os.environ.update({name: str(value) for name, value in config.get("env", {}).items()})
         extra, script, config, model, mixture, *named = self.parse_args_into_dataclasses(args=rest)
-        return Given(extra, script, config, model, mixture, named[0].task if named else None)
+        return RunOptions(extra, script, config, model, mixture, named[0].task if named else None)
 
     def check(self, args: Iterable[str]) -> None:
         """Ends the program on a wrong name or kind of value; makes no config, which would start the launch's state."""

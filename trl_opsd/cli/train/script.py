@@ -22,7 +22,7 @@ from trl_opsd._compat.trl import (
     get_peft_config,
     get_quantization_config,
 )
-from trl_opsd.cli.train.options import ExtraArguments, Given, OptionParser, Splits, loaded_rewards
+from trl_opsd.cli.train.options import ExtraArguments, OptionParser, RunOptions, Splits, loaded_rewards
 from trl_opsd.config import OPSDConfig
 from trl_opsd.monitor.progress import PHASES
 from trl_opsd.monitor.progress import in_words as duration
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
     warn_of_options(given)
     set_loading(extra, config, model)
     with TemporaryDirectory(prefix="trl_opsd-dry-run-") if extra.dry_run else nullcontext() as folder:
-        if folder:  # a run of one step, which leaves nothing behind
-            config.output_dir, config.report_to, config.push_to_hub, config.eval_on_start = folder, [], False, False
+        if folder:
+            _leave_nothing(config, folder)
         data, is_evaluated = task.data() if task else loaded(script, given.mixture), config.eval_strategy != "no"
         trainer = OPSDTrainer(
             model=model.model_name_or_path,
@@ -128,7 +128,7 @@ _4_BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant
 _OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
 
 
-def warn_of_options(given: Given) -> None:
+def warn_of_options(given: RunOptions) -> None:
     """Warns of options of the script that have no effect; `OPSDTrainer` does so for those of its config."""
     extra, script, config, model, mixture = given.extra, given.script, given.config, given.model, given.mixture
     own_data = "the task comes with its own dataset" if given.task else "`datasets` is loaded"
@@ -189,6 +189,10 @@ def _split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
 
 
 # ---- Dry runs -------------------------------------------------------------------------------------------------------
+
+
+def _leave_nothing(config: OPSDConfig, folder: str) -> None:
+    config.output_dir, config.report_to, config.push_to_hub, config.eval_on_start = folder, [], False, False
 
 
 class _OneStep(TrainerCallback):
