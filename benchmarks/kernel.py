@@ -186,7 +186,7 @@ def target_oracle(given: dict[str, Any]) -> Any:
     """Log-probabilities of the target, in float64."""
     import torch
 
-    from trl_opsd.losses.target import FARTHEST
+    from trl_opsd.losses.elementwise import FARTHEST
 
     logs = []
     for finish, products in zip(given["finishes"], given["products"].double(), strict=True):

@@ -116,6 +116,25 @@ def test_files_import_lower_floors_only():
     assert {str(file): found for file in FILES if (found := too_high(file, read(file)))} == {}
 
 
+def test_no_circle_within_a_room():
+    """Also through imports within functions, and of types alone."""
+    files = {".".join(("trl_opsd", *file.with_suffix("").parts)).removesuffix(".__init__"): file for file in FILES}
+    arrows = {
+        name: {other for other in imports(file, read(file)) & files.keys() if room(files[other]) == room(file)} - {name}
+        for name, file in files.items()
+    }
+
+    def reached(start):
+        found, ahead = set(), [*arrows[start]]
+        while ahead:
+            if (one := ahead.pop()) not in found:
+                found.add(one)
+                ahead += arrows[one]
+        return found
+
+    assert {name for name in files if name in reached(name)} == set()
+
+
 def test_losses_import_torch_only():
     imported = {file.name: libraries(file, read(file)) for file in FILES if room(file) == "losses"}
     assert {name for name, found in imported.items() if "triton" in found} <= {"fused.py", "device.py"}

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_checks.ceilings import copied, multiplied
 from gpu_checks.findings import Findings
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, streamed_divergence
-from trl_opsd.losses.elementwise import Finish, eager_, step_for
+from trl_opsd.losses.elementwise import Finish, eager_
+from trl_opsd.losses.kernels import step_for
 from trl_opsd.losses.streamed import memory_of, tile_bytes
 
 # Predicted for 8,192 tokens, V 152,064 and widths 1536 and 3584 on an H100: S is 6.4 ms at 600 TFLOP/s and T 14.9 (4.8

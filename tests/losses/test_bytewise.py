@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL, byte_ranges, bytewise, streamed
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL, byte_ranges, bytewise, side
 from trl_opsd.losses.byte_ranges import _FLOOR
 from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms, bytewise_divergence
 from trl_opsd.losses.dense import dense_byte_logarithms
@@ -220,7 +220,7 @@ class BetweenDevices(TorchDispatchMode):
 def test_indices_are_copied_once_for_all_tiles_without_waiting(monkeypatch, chunk_tokens):
     """A device without numbers raises where the host needs one."""
     monkeypatch.setattr(byte_ranges, "has_streams", lambda device: False)
-    monkeypatch.setattr(byte_ranges, "_product_dtype", lambda side: torch.float32)  # there is no autocast on it
+    monkeypatch.setattr(byte_ranges, "product_dtype", lambda side: torch.float32)  # there is no autocast on it
     vocabulary, device = small_vocabulary(), torch.device("meta")
     vocabulary.table.to(device)
     ids = torch.randint(1, len(vocabulary.texts) - 1, (64,), generator=torch.Generator().manual_seed(0))
@@ -244,9 +244,9 @@ def test_gradients_of_several_tiles_meet_the_heads_at_once(monkeypatch):
         products.append(total.shape)
         total.copy_(beta * total.double() + alpha * a @ b)
 
-    monkeypatch.setattr(streamed, "_operand", lambda tensor, dtype: tensor.detach().double())
-    monkeypatch.setattr(streamed, "_addmm_", addmm)
-    monkeypatch.setattr(bytewise, "_addmm_", addmm)
+    monkeypatch.setattr(side, "operand", lambda tensor, dtype: tensor.detach().double())
+    monkeypatch.setattr(side, "addmm_", addmm)
+    monkeypatch.setattr(bytewise, "addmm_", addmm)
     vocabulary = wide_vocabulary()
     ids, student = drawn(vocabulary, 10, 5)
     assert_equals_dense(vocabulary, ids, student, ReverseKL(), 1, pulls=True)

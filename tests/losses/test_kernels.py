@@ -14,7 +14,8 @@ import torch
 from packaging.version import Version
 
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.losses.elementwise import eager_, step_for
+from trl_opsd.losses.elementwise import eager_
+from trl_opsd.losses.kernels import step_for
 from trl_opsd.losses.target import target_, target_step
 
 triton = pytest.importorskip("triton", reason="Triton is not made for this system")
@@ -152,14 +153,14 @@ class TestChoice:
         def use(step):
             module = SimpleNamespace(fused_=step, fused_target_=step, KERNELS={ForwardKL: None, ReverseKL: None})
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-            monkeypatch.setattr("trl_opsd.losses.elementwise.import_module", lambda name: module)
+            monkeypatch.setattr("trl_opsd.losses.kernels.import_module", lambda name: module)
             return step
 
         return use
 
     def test_on_a_cpu_triton_is_not_even_imported(self, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setattr("trl_opsd.losses.elementwise.import_module", lambda name: pytest.fail(name))
+        monkeypatch.setattr("trl_opsd.losses.kernels.import_module", lambda name: pytest.fail(name))
         assert step_for(ForwardKL(), None, CPU) is eager_
 
     def test_a_kernel_with_the_eager_numbers_is_chosen(self, kernel):
@@ -169,7 +170,7 @@ class TestChoice:
 
     def test_without_triton_the_eager_steps_are_chosen(self, kernel, monkeypatch):
         kernel(lambda *args: pytest.fail("called"))
-        monkeypatch.setattr("trl_opsd.losses.elementwise.find_spec", lambda name: None)
+        monkeypatch.setattr("trl_opsd.losses.kernels.find_spec", lambda name: None)
         assert step_for(ForwardKL(), None, CPU) is eager_
 
     def test_kernel_that_fails_to_compile_warns_and_is_unused(self, kernel):

@@ -49,6 +49,7 @@ class Overriding(OPSDTrainer):
         return super().weigh(rollout, rows, targets) * 0.5 ** torch.arange(rollout.weights.size(1))
 
 
+@pytest.mark.quick
 def test_weights_of_a_method_are_those_of_an_override(make_trainer):
     ours, theirs = trained(make_trainer, Early()), trained(make_trainer, cls=Overriding)
     assert_same(ours, theirs)
@@ -74,7 +75,7 @@ HOOKS = [
 ]  # fmt: skip
 
 
-def test_a_step_asks_in_the_order_of_the_hooks_and_an_evaluation_fewer(make_trainer):
+def test_hooks_are_asked_in_order_in_steps_and_evaluations(make_trainer):
     class Rewriting(Asked):
         def teacher_prompt(self, row, completion_text, prompt):
             return prompt
@@ -138,7 +139,7 @@ class Hinting(Method):
         return f"{row['prompt']} {completion_text}" if row["prompt"] != tiny.PROMPTS[0] else None
 
 
-def test_a_prompt_of_a_method_is_read_and_without_one_the_row_does_not_count(make_trainer):
+def test_teachers_read_a_methods_prompt_or_the_row_counts_not(make_trainer):
     def hinted(row: Mapping[str, Any], completion: str) -> str:
         return f"{row['prompt']} {completion}"
 
@@ -159,7 +160,7 @@ class Skipping(Method):
             row.prompt_weight = 0.0 if row["prompt"] == tiny.PROMPTS[1] else 2.0
 
 
-def test_a_prompt_of_weight_0_is_generated_for_by_none_and_counted_nowhere(make_trainer):
+def test_nothing_is_generated_or_counted_for_prompts_of_weight_0(make_trainer):
     def weight(row: Mapping[str, Any], last: Any) -> float:
         return 0.0 if row["prompt"] == tiny.PROMPTS[1] else 2.0
 
@@ -211,7 +212,8 @@ def test_sums_of_micro_batches_are_added_once_a_step(make_trainer):
     assert trainer.state.global_step == 2
 
 
-def test_wrong_methods_are_refused_before_anything_is_loaded(make_trainer):
+@pytest.mark.quick
+def test_wrong_methods_are_refused_before_loading(make_trainer):
     class Looking(Method):
         def generated(self, batch):
             pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -24,8 +24,6 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
 
 if TYPE_CHECKING:
-    from trl_opsd.loop.ahead import Ahead
-    from trl_opsd.loop.overlap import Overlap
     from trl_opsd.parallel.prefetch import Closable
     from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
@@ -46,8 +44,8 @@ class Generation:
 
     def __init__(self, host: TrainerHost) -> None:
         self._host = host
-        self.overlap: Overlap | Ahead | None = None
-        """What completes the prompts of a training in place of the trainer, with `overlap`."""
+        self.overlapping: Callable[[list[list[int]]], list[list[int]]] | None = None
+        """Completes the prompts of a training in place of the verb `complete`, with `overlap`."""
         self.rows: Sequence[BatchRow] = ()
         """The rows being generated."""
         self._surplus: list[list[int]] = []
@@ -217,8 +215,8 @@ class Generation:
     def _written(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns, as token ids up to the first end token; raises if these cannot be trained on."""
         host, name = self._host, type(self.rollout).__name__
-        by: Overlap | Ahead | TrainerHost = host if self.overlap is None or not host.model.training else self.overlap
-        completions = host.turns.first(prompt_ids) if host.turns.are_apart else by.complete(prompt_ids)
+        complete = self.overlapping if self.overlapping is not None and host.model.training else host.complete
+        completions = host.turns.first(prompt_ids) if host.turns.are_apart else complete(prompt_ids)
         if self._is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)

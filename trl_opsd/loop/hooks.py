@@ -169,7 +169,8 @@ class TrainerHooks(TrainerMembers):
             from trl_opsd.loop.ahead import Ahead
 
             self._ahead = Ahead(self, self._generation, self._next)
-        self._generation.overlap = self._overlap or self._ahead
+        if (overlapping := self._overlap or self._ahead) is not None:
+            self._generation.overlapping = overlapping.complete
         self._read_once = ReadOnce(self.args, BUILD)
         self._read_at_start = ReadOnce(self.args, START)
 

@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import Prompt, Row
+from trl_opsd.data.readers import Readers
+from trl_opsd.environments import Environments
 from trl_opsd.host import Host
-from trl_opsd.methods.rows import BatchRow
+from trl_opsd.losses.objective import Objective
+from trl_opsd.methods.order import Methods
+from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.models.padding import Reading
+from trl_opsd.parallel.prefetch import Closable
+from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.rollout import PromptIds
 
-if TYPE_CHECKING:
-    from trl_opsd.loop.teaching import Teaching
-    from trl_opsd.loop.turns import Turns
-    from trl_opsd.losses.objective import Objective
-    from trl_opsd.methods.order import Methods
-    from trl_opsd.models.shared_rows import RowGroup
+
+class TeachingHost(Protocol):
+    """What other objects of the loop ask of `Teaching`."""
+
+    teachers: Teachers
+    readers: Readers
+    vocabulary: int | None
+    spelling: Any
+    names: tuple[str, ...]
+    logs_rewards: bool
+    first_made: Any
+    steps_ahead: int
+    prompts: Any
+
+    @property
+    def batch_name(self) -> str: ...
+    @property
+    def begins_early(self) -> bool: ...
+
+    def read_rows(self, rows: Sequence[Row]) -> list[BatchRow]: ...
+    def as_rows(self, rows: Sequence[Row]) -> list[BatchRow]: ...
+    def rows_of(self, batch: Mapping[str, Any], rollout: Rollout) -> list[BatchRow]: ...
+    def expect(self, rollout: Rollout, rows: Sequence[BatchRow]) -> None: ...
+
+
+class TurnsHost(Protocol):
+    """What they ask of `Turns`."""
+
+    environments: Environments | None
+    ended: dict[int, Any]
+    counts: list[tuple[int, int, int]]
+
+    @property
+    def are_apart(self) -> bool: ...
+
+    def first(self, prompt_ids: list[list[int]]) -> list[list[int]]: ...
+    def run(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> Written: ...
+    def stream(self, prompt_ids: list[list[int]]) -> Closable[tuple[int, list[int]]]: ...
+    def tell(self, number: int, row: BatchRow) -> None: ...
+    def end(self, rows: Sequence[BatchRow]) -> None: ...
 
 
 class TrainerHost(Host, Protocol):
@@ -40,10 +80,10 @@ class TrainerHost(Host, Protocol):
     eval_dataset: Any
     dropped_prompts: Counter[str]
     base_samples: Any
-    row_group: RowGroup | None
-    teaching: Teaching
+    row_group: Any
+    teaching: TeachingHost
     methods: Methods
-    turns: Turns
+    turns: TurnsHost
     pictures: Pictures
     max_tool_calling_iterations: int
     log_completions: bool

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, _product_dtype, _Side, memory_of, tile_of
+from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
+from trl_opsd.losses.streamed import _GROUP_TILES, memory_of, tile_of
 from trl_opsd.types import LazyLogits
 from trl_opsd.types.bytewise import BACK, OUTCOMES, ByteTable
 from trl_opsd.types.targets import has_streams
@@ -47,7 +48,7 @@ class Plan:
 
     tiles: list[Tile]
     table: ByteTable
-    side: _Side
+    side: Side
     own_N: Tensor
     """Places of the tokens among the sorted ones."""
     memory_SV: Tensor
@@ -61,8 +62,8 @@ class Plan:
     def of(cls, model: LazyLogits, chunk_tokens: int | None, table: ByteTable, ids: Tensor, *given: Tensor) -> Plan:
         """`given` are the token of each position, its reads [R, 4], and what else is copied, in host memory."""
         tokens, device, host = len(model.hidden), model.head.weight.device, table.to(torch.device("cpu"))
-        side, (token, reads, *_) = _Side.of(model, _product_dtype(model), None), given
-        columns = -(-len(table.order) // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+        side, (token, reads, *_) = Side.of(model, product_dtype(model), None), given
+        columns = -(-len(table.order) // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
         node_R, position_R = reads[:, 3], reads[:, 0].contiguous()
         ranges_R = (host.first[node_R + 1] - host.first[node_R]).cumsum(0)
         group = 0 if (dtype := side.weight_VH.dtype) == torch.float32 else _GROUP_TILES * dtype.itemsize

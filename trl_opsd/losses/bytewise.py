@@ -22,7 +22,8 @@ from torch import Tensor
 
 from trl_opsd.losses.byte_ranges import ByteTile, Plan, Tile
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.streamed import _GROUP_TILES, _addmm_, _Side, _Streamed
+from trl_opsd.losses.side import Side, addmm_
+from trl_opsd.losses.streamed import _GROUP_TILES, _Streamed
 from trl_opsd.types import LazyLogits, PerToken, Sampled
 from trl_opsd.types.bytewise import OUTCOMES, ByteTable, Spelled
 
@@ -204,14 +205,14 @@ class _Fold:
         )
         return value, torch.stack([one.float() for one in found])
 
-    def _add(self, side: _Side, given_ST: Tensor, states: slice, gradients: list[Tensor | None]) -> None:
+    def _add(self, side: Side, given_ST: Tensor, states: slice, gradients: list[Tensor | None]) -> None:
         """Adds what the gradient of some logits is for hidden states, and the first rows of weight and bias."""
         hidden_NH, weight_VH, bias_V = gradients
         slope = side.gain * (1.0 if side.finish.cap is None else side.finish.cap)
         if hidden_NH is not None:
-            _addmm_(hidden_NH[states], given_ST, side.weight_VH, alpha=slope, beta=1)
+            addmm_(hidden_NH[states], given_ST, side.weight_VH, alpha=slope, beta=1)
         if weight_VH is not None:
-            _addmm_(weight_VH[: given_ST.size(1)], given_ST.T, side.hidden_NH[states], alpha=slope, beta=1)
+            addmm_(weight_VH[: given_ST.size(1)], given_ST.T, side.hidden_NH[states], alpha=slope, beta=1)
         if bias_V is not None:
             bias_V[: given_ST.size(1)].add_(given_ST.sum(0, dtype=torch.float32), alpha=slope)
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
-from trl_opsd.losses.elementwise import top_shared_
+from trl_opsd.losses.elementwise import FARTHEST, top_shared_
 from trl_opsd.losses.sampled import SampledReverseKL, drawn
-from trl_opsd.losses.target import FARTHEST
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import Beside, LazyLogits, PerToken, Sampled
 

@@ -5,14 +5,9 @@ R rows (tokens) · V vocabulary size
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +21,11 @@ STATISTICS = 9
 INFINITE = 1e7
 """Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
 cause so much; no finite logits come near."""
+
+FARTHEST = 80.0
+"""Most nats, without a bound, between two log-probabilities of a token that a bias may exclude in one model."""
+Push: TypeAlias = tuple[float, float | None]
+"""[`~types.Beside.push`] and `bound` of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def eager_(
     if weights_R is not None:
         values_2R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
     if gradient_RV is not None:
-        # With respect to the products up to the factor `cap`, which `_Side.backproject_` multiplies in.
+        # With respect to the products up to the factor `cap`, which `Side.backproject_` multiplies in.
         assert found_RV is not None, "it was wanted"
         if slope_RV is not None:
             found_RV.mul_(slope_RV)
@@ -176,73 +176,3 @@ def top_shared_(logits_2RV: Tensor) -> Tensor:
     total_R = logits_2RV[0].sub_(first_R1).exp_().sum(-1)
     mass_R = ((top_2RK[0] - first_R1).exp_() * both_RK).sum(-1) / total_R
     return torch.stack([both_RK.float().mean(-1), mass_R.float()])
-
-
-# ---- The kernel, where one works ------------------------------------------------------------------------------------
-
-_CLIP = 0.01
-"""Clip of the trial, in nats."""
-_TRIED = 3, 100
-"""Rows and columns of the trial tile; the columns are no multiple of a block, so that masks are tested."""
-_LIMIT = 1e-4
-"""Largest difference from the eager steps that is rounding, relative to the largest number."""
-
-
-def kernels(device: torch.device) -> Any:
-    """The module of the kernels, or `None` where none can work on this device."""
-    # Triton's interpreter runs kernels on a CPU, for tests.
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return None
-    return import_module("trl_opsd.losses.fused") if find_spec("triton") else None
-
-
-def step_for(divergence: Divergence, clip: float | None, device: torch.device) -> Step:
-    """The kernel for this divergence on this device, or the eager steps where none works."""
-    fused = kernels(device)
-    known = fused is not None and type(divergence) in fused.KERNELS
-    step: Step = fused.fused_ if known and _works(fused.fused_, divergence, clip is not None, device) else eager_
-    return step
-
-
-@cache
-def _works(step: Step, divergence: Divergence, clips: bool, device: torch.device) -> bool:
-    run = partial(_on_a_tile, divergence=divergence, clip=_CLIP if clips else None, device=device)
-    return agree(run, step, eager_, f"{divergence}")
-
-
-def agree(run: Callable[[Any], Sequence[Tensor]], kernel: Any, eager: Any, name: str) -> bool:
-    """Whether a kernel is compiled here and gives the numbers of its eager equivalent in a trial; warns if not."""
-    try:
-        ours, expected = run(kernel), run(eager)
-    except Exception as error:
-        # Compiling needs a C compiler and a device that Triton knows; whatever is missing, the eager steps work.
-        found = f"failed with {type(error).__name__}: {error}"
-    else:
-        gap = max(_gap(one, other) for one, other in zip(ours, expected, strict=True))
-        if gap <= _LIMIT:
-            return True
-        found = f"differs by {gap:.1e} from the computation without it"
-    warnings.warn(
-        f"The Triton kernel of {name} {found}. The loss is computed without it, which is correct but slower.",
-        stacklevel=2,
-    )
-    return False
-
-
-def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number, of which all may be 0."""
-    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-9))
-
-
-def _on_a_tile(
-    step: Step, divergence: Divergence, clip: float | None, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """Statistics and gradient of a small random tile."""
-    rows, columns = _TRIED
-    values = torch.randn(2, rows, 128, generator=torch.Generator().manual_seed(0)).mul_(3).to(device)
-    student_RV, teacher_RV = values[..., :columns]
-    plain, numbers_R = Finish(None, None), torch.arange(rows, device=device)
-    sampled = Sampled(ids=numbers_R, pull=numbers_R - 1.0, logprobs=-1.0 - numbers_R)
-    # The gradient is written in place of the student's logits, as in training.
-    statistics = step(divergence, clip, (plain, plain), student_RV, teacher_RV, None, sampled, student_RV)
-    return (*statistics, student_RV)

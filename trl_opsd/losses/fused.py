@@ -23,9 +23,8 @@ from torch.nn.functional import pad
 
 from trl_opsd.losses.device import KERNELS, MEAN_GAP, THIRD_PASS, tanh
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.elementwise import INFINITE, STATISTICS, Finish
+from trl_opsd.losses.elementwise import FARTHEST, INFINITE, STATISTICS, Finish, Push
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.losses.target import FARTHEST, Push
 from trl_opsd.types import Sampled
 
 __all__ = ["KERNELS", "fused_", "fused_target_"]

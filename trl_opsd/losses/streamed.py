@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trl_opsd.losses.divergence import Divergence
-from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, step_for, top_shared_
+from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, top_shared_
+from trl_opsd.losses.kernels import step_for
+from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
 from trl_opsd.losses.target import is_sum, project_target_
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import Beside, LazyLogits, PerToken, Sampled
@@ -35,9 +37,6 @@ _GROUP_TILES = 4
 """Tiles whose low-precision gradient is collected before it is multiplied into the head's. Reading and writing the
 head's gradient once per tile would cost more than the product: at 790 TFLOP/s and 4.3 TB/s, for any tile under 735
 tokens."""
-_STRIDE_ELEMENTS = 64
-"""Rows of logits are aligned to multiples of this: products have no fast kernel for unaligned rows, and models with
-heads of 151936 and 152064 rows share 151665 ids."""
 _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits of a block, which goes through all elementwise steps before the next: on a CPU, as many as fit its cache."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
@@ -131,7 +130,7 @@ def streamed_divergence(
     """
     check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled, beside, anchor)
     beside = [one for one in beside if one.push or one.anchor]
-    dtypes = tuple(map(_product_dtype, (student, teacher, *(one.logits for one in beside))))
+    dtypes = tuple(map(product_dtype, (student, teacher, *(one.logits for one in beside))))
     anchor = anchor or divergence
     fold = _Fold(student, teacher, divergence, kl_clip, sampled, dtypes, chunk_tokens, vocabulary, beside, anchor)
     inputs = (student.hidden, student.head.weight, student.head.bias)
@@ -216,16 +215,16 @@ class _Fold:
         # Statistics are those of `eager_`, the first with pull and anchors added, then `ranked`, `top_shared`,
         # `top_mass`, and the anchors' part.
         # The gradients are those of the sum of the weighted divergences, in float32.
-        student = _Side.of(self.student, self.dtypes[0], self.vocabulary)
+        student = Side.of(self.student, self.dtypes[0], self.vocabulary)
         given = self.teacher, *(one.logits for one in self.beside)
-        sides = [_Side.of(one, dtype, self.vocabulary) for one, dtype in zip(given, self.dtypes[1:], strict=True)]
+        sides = [Side.of(one, dtype, self.vocabulary) for one, dtype in zip(given, self.dtypes[1:], strict=True)]
         teacher, others = sides[0], list(zip(self.beside, sides[1:], strict=True))
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
         device, dtype = student.hidden_NH.device, student.weight_VH.dtype
 
         # In float32 the gradient overwrites the student's logits; lower-precision products need it in their own dtype.
         in_place = dtype == torch.float32 or not any(wanted)
-        stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+        stride = -(-vocabulary // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
         anchor = next((number for number, one in enumerate(self.beside) if one.anchor), None)
         # What is only added to the target needs no tile.
         held = [bool(one.anchor) or not is_sum(teacher, others) for one in self.beside]
@@ -313,81 +312,6 @@ class _Fold:
         return found_9R[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One model's hidden states and head in the dtype of their products, with scale, temperature and cap folded in."""
-
-    hidden_NH: Tensor
-    weight_VH: Tensor
-    gain: float
-    """Multiplier of the product."""
-    finish: Finish
-    """What turns products into logits, its bias already multiplied by `gain`."""
-
-    @classmethod
-    def of(cls, lazy: LazyLogits, dtype: torch.dtype, vocabulary: int | None) -> _Side:
-        head = lazy.head
-        # Scale and temperature cost nothing inside the product; below a cap the temperature has to be applied after it.
-        gain = head.scale / (lazy.temperature if head.softcap is None else head.softcap)
-        return cls(
-            hidden_NH=_operand(lazy.hidden, dtype),
-            weight_VH=_operand(head.weight[:vocabulary], dtype),
-            gain=gain,
-            finish=Finish(
-                bias=None if head.bias is None else head.bias[:vocabulary].float() * gain,
-                cap=None if head.softcap is None else head.softcap / lazy.temperature,
-            ),
-        )
-
-    def project_(self, out_CV: Tensor, rows: slice, times: float = 1.0, carry: float = 0.0) -> None:
-        """Writes `times` the product of these rows into the first rows of a tile, plus `carry` times what is there."""
-        tile_CV = out_CV[: rows.stop - rows.start]
-        _addmm_(tile_CV, self.hidden_NH[rows], self.weight_VH.T, alpha=self.gain * times, beta=carry)
-
-    def backproject_(
-        self,
-        gradient_GV: Tensor,
-        rows: slice,
-        hidden_NH: Tensor | None,
-        weight_VH: Tensor | None,
-        bias_V: Tensor | None,
-    ) -> None:
-        """Propagates the gradient of these rows' logits to hidden states, weight and bias, where given."""
-        gradient_GV = gradient_GV[: rows.stop - rows.start]
-        # The first group overwrites, so the head's gradient needs no zeroing.
-        slope, carry = self.gain * (1.0 if self.finish.cap is None else self.finish.cap), float(rows.start > 0)
-        if hidden_NH is not None:
-            _addmm_(hidden_NH[rows], gradient_GV, self.weight_VH, alpha=slope, beta=0)
-        if weight_VH is not None:
-            _addmm_(weight_VH, gradient_GV.T, self.hidden_NH[rows], alpha=slope, beta=carry)
-        if bias_V is not None:
-            sum_V = gradient_GV.sum(0, dtype=torch.float32).mul_(slope)
-            bias_V.copy_(sum_V if rows.start == 0 else sum_V.add_(bias_V))
-
-
-def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: float) -> None:
-    """`total = beta * total + alpha * a @ b` in float32, without rounding the product to the factors' dtype first."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b, alpha=alpha, beta=beta)
-    else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, alpha=alpha, beta=beta, out=total)
-
-
-def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor in the dtype it is multiplied in: only CUDA has low-precision products with float32 output."""
-    tensor = tensor.detach().to(dtype)
-    # Elsewhere the factor is rounded as autocast would, and multiplied in float32.
-    return tensor if tensor.is_cuda and dtype in (torch.float16, torch.bfloat16) else tensor.float()
-
-
-def _product_dtype(side: LazyLogits) -> torch.dtype:
-    kind = side.hidden.device.type
-    # Products with `out` are not autocast, so its dtype is applied here.
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return torch.promote_types(side.hidden.dtype, side.head.weight.dtype)
-
-
 def _is_uniform(upstream_N: Tensor) -> bool:
     """Whether all tokens have the same upstream gradient, as far as that is known without a device synchronisation."""
     if upstream_N.numel() <= 1 or upstream_N.stride(0) == 0:
@@ -417,9 +341,9 @@ def streamed_entropy(
     It is the `student_entropy` of [`~losses.streamed_divergence`] up to rounding, for one product with a head instead
     of two; `chunk_tokens` and `vocabulary` are those of that function. With `ids`, [N], it is `-log p` of these tokens.
     """
-    side = _Side.of(model, _product_dtype(model), vocabulary)
+    side = Side.of(model, product_dtype(model), vocabulary)
     tokens, width, device = len(side.hidden_NH), len(side.weight_VH), side.hidden_NH.device
-    stride = -(-width // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+    stride = -(-width // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
     tile_tokens = max(1, min(tokens, chunk_tokens or tile_of(tokens, 4 * stride, memory_of(device))))
     tile_CV = torch.empty(tile_tokens, stride, device=device)[:, :width]
     entropy_N = torch.empty(tokens, device=device)

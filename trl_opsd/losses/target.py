@@ -7,33 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.elementwise import Finish, agree, kernels
+from trl_opsd.losses.elementwise import FARTHEST, Finish, Push
+from trl_opsd.losses.kernels import agree, kernels
+from trl_opsd.losses.side import Side
 from trl_opsd.types import Beside
 
-if TYPE_CHECKING:
-    from trl_opsd.losses.streamed import _Side
-
-FARTHEST = 80.0
-"""Most nats, without a bound, between two log-probabilities of a token that a bias may exclude in one model."""
-Push: TypeAlias = tuple[float, float | None]
-"""[`~types.Beside.push`] and `bound` of a model."""
 TargetStep: TypeAlias = Callable[[Sequence[Finish], Sequence[Tensor], Sequence[Push]], None]
 """A function with the arguments and the effect of [`target_`]."""
 
 
-def is_sum(teacher: _Side, others: Sequence[tuple[Beside, _Side]]) -> bool:
+def is_sum(teacher: Side, others: Sequence[tuple[Beside, Side]]) -> bool:
     """Whether the target's logits are a sum of products, up to a constant per row, which a softmax does not see."""
     pushed = [(one, side) for one, side in others if one.push]
     return teacher.finish.is_plain and all(one.bound is None and side.finish.is_plain for one, side in pushed)
 
 
 def project_target_(
-    teacher: _Side, others: Sequence[tuple[Beside, _Side]], tiles_CV: Sequence[Tensor], rows: slice, block: int
+    teacher: Side, others: Sequence[tuple[Beside, Side]], tiles_CV: Sequence[Tensor], rows: slice, block: int
 ) -> None:
     """Writes the target into the first of these tiles, and the products of others into theirs, which in a sum may be
     the first; `block` are the rows that eager steps take at once.

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
 from trl_opsd.losses.byte_ranges import _POSITION_BYTES, _RANGE_BYTES
 from trl_opsd.losses.elementwise import EVERY
-from trl_opsd.losses.streamed import _GROUP_TILES, _STRIDE_ELEMENTS, tile_of
+from trl_opsd.losses.side import STRIDE_ELEMENTS
+from trl_opsd.losses.streamed import _GROUP_TILES, tile_of
 from trl_opsd.teacher.bytewise import _ROWS
 from trl_opsd.teacher.frozen import PASS_BYTES
 from trl_opsd.types.bytewise import BACK, OUTCOMES
@@ -243,7 +244,7 @@ def phases(
 
 def _tile(vocabulary: int, tokens: int, load: Load, tiles: int, more: int = 0) -> tuple[int, int, int]:
     """Tokens whose logits are formed at once, bytes of one of them, and its logits, padding included."""
-    stride = -(-vocabulary // _STRIDE_ELEMENTS) * _STRIDE_ELEMENTS
+    stride = -(-vocabulary // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
     group = _GROUP_TILES * load.itemsize if load.half else 0
     of_token = stride * (4 * tiles + group) + more
     return tile_of(tokens, of_token, load.memory), of_token, stride
