@@ -343,7 +343,7 @@ ROWS = [
     trained_on(
         "no chat template",
         "messages",
-        "the tokenizer has no chat template",
+        "Cannot use chat template functions because tokenizer.chat_template is not set",
         prompts(GOOD, GOOD),
         processing_class=without_template(),
     ),
