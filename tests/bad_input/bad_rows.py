@@ -162,17 +162,27 @@ DATASETS = [
             before_loading=True,
         )
         for name, message in [
-            ("prompts", r"only \['prompts'\]: rename the column that holds the prompts"),
-            ("messages", r"only \['messages'\]: rename the column that holds the prompts"),
+            ("prompts", r"`dataset.rename_column\('prompts', 'prompt'\)`"),
+            ("problem", r"`dataset.rename_column\('problem', 'prompt'\)`"),
+            ("text", r"`dataset.rename_column\('text', 'prompt'\)`"),
+            ("x", r"`dataset.rename_column\('question', 'prompt'\)`"),
+            ("messages", r"`dataset.rename_column\('messages', 'prompt'\)`"),
         ]
     ),
     Case(
         "dataset without prompt",
         "but with conversations in a stream",
-        r"row 0 of train_dataset has no column 'prompt', only \['conversations'\]",
+        r"row 0 of train_dataset has no column .*`dataset.rename_column\('conversations', 'prompt'\)`",
         lambda lab: lab.make(
             train_dataset=IterableDataset.from_generator(lambda: iter([{"conversations": SHAREGPT}] * 4))
         ).train(),
+    ),
+    trained_on(
+        "message without role or content",
+        "of ShareGPT",
+        r"a dict with \['from', 'value'\]: .* `\[.*'human': 'user'.* for one in row\['prompt'\]\]`",
+        prompts(SHAREGPT[:1], SHAREGPT[:1]),
+        before_loading=True,
     ),
     *(
         trained_on(
@@ -343,7 +353,7 @@ ROWS = [
     trained_on(
         "no chat template",
         "messages",
-        "the tokenizer has no chat template",
+        "Cannot use chat template functions because tokenizer.chat_template is not set",
         prompts(GOOD, GOOD),
         processing_class=without_template(),
     ),

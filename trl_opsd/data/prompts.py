@@ -17,6 +17,11 @@ from typing import Any, TypeAlias
 
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS, filled, free, images_in, places
 
+_SHAREGPT = "{'role': {'human': 'user', 'gpt': 'assistant'}.get(one['from'], one['from']), 'content': one['value']}"
+"""Code that converts a message in ShareGPT's format."""
+_PROMPTS = ("question", "problem", "query", "instruction", "input", "text", "messages", "conversation", "conversations")
+"""Names of the prompt column in other trainers and well-known datasets."""
+
 
 def check_columns(
     columns: Iterable[str] | None, where: str, teachers: Collection[str] = (), optional: Collection[str] = ()
@@ -26,9 +31,11 @@ def check_columns(
         return
     names = list(columns)
     if "prompt" not in names:
+        # A misspelt 'prompt' first, then the names that well-known datasets use.
+        likely = [*get_close_matches("prompt", names, n=1, cutoff=0.75), *(one for one in _PROMPTS if one in names)]
         raise ValueError(
             f"{where} has no column 'prompt', only {names}: rename the column that holds the prompts, for instance "
-            "`dataset.rename_column('question', 'prompt')`."
+            f"`dataset.rename_column({(likely or ['question'])[0]!r}, 'prompt')`."
         )
     if teachers and "teacher" not in names:
         raise ValueError(
@@ -124,7 +131,8 @@ def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | Non
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         found = f"a dict with {sorted(map(str, message))}" if isinstance(message, dict) else _kind(message)
-        raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'.")
+        hint = f", `[{_SHAREGPT} for one in row['prompt']]`" if found == "a dict with ['from', 'value']" else ""
+        raise ValueError(f"{where} is {found}: expected a dict with 'role' and 'content'{hint}.")
     content = message["content"]
     # A call of tools may stand in place of content.
     if content is None and message.get("tool_calls"):

@@ -198,11 +198,6 @@ class Reader:
         kind = common_kind(prompts, kind)
         for prompt in {one.processor: one for one in reversed(prompts)}.values():
             tokenizer = self.tokenizer_of(prompt)
-            if kind == "messages" and not tokenizer.chat_template:
-                raise ValueError(
-                    f"{prompt.where} is a list of messages, but the tokenizer has no chat template: set "
-                    "`tokenizer.chat_template`, or give the prompts as text."
-                )
             if kind == "text" and (added := added_at_end(tokenizer)):
                 raise ValueError(
                     f"{prompt.where} is text, to which the tokenizer appends {added!r}, so the completion would follow "

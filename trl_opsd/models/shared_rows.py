@@ -99,13 +99,6 @@ def check_shareable(student: CausalLM, size: int, attention: str | None) -> None
         raise ValueError(_unsupported(student, f"it has layers of the kind {', '.join(map(repr, sorted(others)))}"))
     if "position_ids" not in inspect.signature(backbone_of(student).forward).parameters:
         raise ValueError(_unsupported(student, "it takes no `position_ids`"))
-    heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    if heads % size or (keys % size and size % keys):
-        raise ValueError(
-            f"`sp_size={size}`: the student has {heads} attention heads and {keys} key-value heads, not divisible over "
-            f"{size} processes: choose a size that divides both."
-        )
 
 
 def _unsupported(student: CausalLM, why: str) -> str:
