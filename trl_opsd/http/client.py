@@ -38,6 +38,9 @@ _CONCURRENT = 256
 _MAX_BYTES = 2048 * MIB
 """Limit of a response where a request has none: a token with its log-probability takes about 100 bytes."""
 
+_MAX_PAUSE = 60.0
+"""Upper bound of a server's `Retry-After`."""
+
 TokenId: TypeAlias = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
 
@@ -67,6 +70,14 @@ class ServerKind:
     """A server that is up answers health checks within this time, however busy its model is."""
 
 
+class BusyError(ServerError):
+    """A server accepts no more work, also because of other runs, until `seconds` have passed."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
     """The status and content of a server's answer."""
@@ -85,12 +96,17 @@ class Response:
         return self.content.decode(errors="replace")
 
     def check_status(self, hint: str = "") -> Response:
-        """Itself; a `ServerError` unless the status is 200."""
-        if self.status != 200:
-            if self.status in (401, 403):
-                hint = f" Set the environment variable `{self.token}` to the server's key."
-            raise ServerError(f"{self.request} returned {self.status}: {self.text[:500]}{hint}")
-        return self
+        """Itself; a `ServerError` unless the status is 200, a `BusyError` if it says that it is busy."""
+        if self.status == 200:
+            return self
+        if self.status in (401, 403):
+            hint = f" Set the environment variable `{self.token}` to the server's key."
+        error = ServerError(f"{self.request} returned {self.status}: {self.text[:500]}{hint}")
+        if self.status in (429, 503):
+            # A `Retry-After` may also be a date, which differing clocks cannot compare.
+            said = float(self.retry_after) if self.retry_after.isdecimal() else 0.0
+            error = BusyError(str(error), min(said, _MAX_PAUSE))
+        raise error
 
     def parse(self, schema: type[Parsed]) -> Parsed:
         """The content of a successful response."""
@@ -136,7 +152,7 @@ class HTTPClient:
         self, kind: ServerKind, url: str, deadline: float, origin: str = "", background: Background | None = None
     ) -> None:
         self.url = url
-        self._kind, self._deadline, self._origin = kind, deadline, origin
+        self.kind, self._deadline, self._origin = kind, deadline, origin
         self._trust_env = not is_this_machine(urlsplit(url).hostname)  # a proxy cannot reach our loopback
         self._headers = {**token_header(kind.token), "Accept-Encoding": "identity", "Connection": "close"}
         self._background = background or Background()
@@ -169,7 +185,7 @@ class HTTPClient:
 
     async def until_up(self, seconds: float) -> None:
         """As [`wait_until_up`], in the background."""
-        kind, began, has_warned = self._kind, monotonic(), False
+        kind, began, has_warned = self.kind, monotonic(), False
         while reason := await self._why_down():
             if monotonic() - began >= seconds:
                 raise ValueError(
@@ -183,7 +199,7 @@ class HTTPClient:
 
     async def _why_down(self) -> str | None:
         try:
-            response = await self.request("GET", "/health", seconds=self._kind.health_seconds)
+            response = await self.request("GET", "/health", seconds=self.kind.health_seconds)
         except ServerError as error:
             return str(error)
         return None if response.status == 200 else f"/health returned {response.status}, expected 200"
@@ -196,7 +212,7 @@ class HTTPClient:
         A `ServerError` if it does not end within `seconds`, by default the client's deadline, or has too many bytes.
         """
         # The deadline covers name resolution, connecting, sending, headers and body.
-        request, within = f"{self._kind.subject} at {self.url}{path}", seconds or self._deadline
+        request, within = f"{self.kind.subject} at {self.url}{path}", seconds or self._deadline
         try:
             return await self._send(request, method, path, within, max_bytes or _MAX_BYTES, options)
         except aiohttp.ConnectionTimeoutError:
@@ -233,7 +249,7 @@ class HTTPClient:
                         "that the expected server is listening there."
                     )
             retry = response.headers.get("Retry-After", "")
-            return Response(request, response.status, content, self._kind.token, retry)
+            return Response(request, response.status, content, self.kind.token, retry)
 
 
 class Responses(Iterator[tuple[int, T]]):
