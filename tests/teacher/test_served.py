@@ -6,13 +6,14 @@ import pytest
 import serving
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from served_lab import check_equal, rows
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher import FrozenTeacher, Resident
 from trl_opsd.teacher.served import ServedTeacher
 
-pytest.importorskip("vllm")
+ModelRegistry = pytest.importorskip("vllm").ModelRegistry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -61,6 +62,20 @@ def test_a_teacher_in_bfloat16_is_as_close_to_its_float32_as_in_the_process(half
     here = FrozenTeacher(Resident(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), cpu))
     print(f"\nKL to float32: {kl(served):.2e} served, {kl(here):.2e} in the process")
     assert 0 < kl(served) < 1.5 * kl(here)
+
+
+@pytest.mark.long
+def test_vllm_serves_a_family_that_it_does_not_know_through_transformers(tmp_path):
+    def helium(width):
+        return tiny.model(AutoConfig.for_model("helium", **{**tiny._sizes(width), "head_dim": 32}), seed=1)
+
+    path = serving.save_teacher(tmp_path / "helium", helium)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert type(model).__name__ not in ModelRegistry.get_supported_archs()
+    # On a CPU nothing is moved: weights are in host memory.
+    flags = ["--dtype", "float32", "--model-impl", "transformers", "--cpu-offload-gb", "1"]
+    with serving.pooling(path, tmp_path / "log", *flags) as url:
+        check_equal(ServedTeacher(path, [url], torch.device("cpu"), deadline=100.0), model, rows())
 
 
 def test_a_server_of_another_checkpoint_is_refused(untied, tmp_path):
