@@ -100,8 +100,6 @@ SGLANG = [
     sglang(
         "no end tokens", "ignores 'stop_token_ids' as well", generation_kwargs={"ignore_eos": True, "stop_token_ids": 5}
     ),
-    sglang("no JSON", "cannot be sent to SGLang", generation_kwargs={"logit_bias": {"5": float("inf")}}),
-    sglang("range", r"`repetition_penalty=2.5`: SGLang supports values up to 2.0", repetition_penalty=2.5),
     sglang("absent", r"No SGLang server at http://127.0.0.1:9 after `sglang_server_timeout=0`"),
 ]
 

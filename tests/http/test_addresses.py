@@ -11,9 +11,7 @@ pytestmark = pytest.mark.quick
 
 def test_a_client_of_an_unspecified_address_stays_on_this_machine():
     assert all(map(is_this_machine, ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "::")))
-    assert not any(
-        map(is_this_machine, (None, "", "10.0.0.1", "gpu", "localhost.evil.example", "2130706433"))
-    )
+    assert not any(map(is_this_machine, (None, "", "10.0.0.1", "gpu", "localhost.evil.example", "2130706433")))
 
 
 def test_a_token_is_sent_as_it_is_or_refused(monkeypatch):

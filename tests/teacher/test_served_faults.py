@@ -213,7 +213,7 @@ AT_START = {
         "started for another task: start it with `vllm serve TEACHER --runner pooling",
     ),
     "token": ({"fault": lambda *_: (401, b"{}", {})}, ServerError, "`TRL_OPSD_TEACHER_TOKEN`"),
-    "no vLLM": ({"models": {"hello": "world"}}, ServerError, r"/v1/models returned data=.*: Field required"),
+    "no vLLM": ({"models": {"hello": "world"}}, ServerError, r"/v1/models returned data\.0\.id=.*: Field required"),
     "both ways": ({"fault": lambda server, states: states.flip(0)}, ServerError, "depend on later tokens"),
     "zeroed": ({"fault": lambda server, states: states[1:2].expand_as(states)}, ServerError, "were not loaded"),
 }  # fmt: skip

@@ -8,21 +8,18 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.server import pydantic
-from trl_opsd.http.client import MIB, Background, Count, HTTPClient, Schema, ServerKind
+from trl_opsd.http.client import MIB, Background, Count, HTTPClient, Schema, ServerKind, at
 from trl_opsd.http.in_turn import InTurn, WrongAnswerError
 from trl_opsd.http.urls import TEACHER_TOKEN
 from trl_opsd.teacher.checkpoint_head import FinalNorm
-
-T = TypeVar("T")
 
 START = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_embed"}\''
 """How to start a server, for messages."""
@@ -144,17 +141,14 @@ def word(dtype: torch.dtype) -> str:
 
 
 class _Model(Schema):
-    id: str
+    """The first of the models that are listed; the others are adapters on it."""
+
+    id: str = at("data", 0, "id")
     """The name that requests must contain."""
-    root: str | None = None
+    root: str | None = at("data", 0, "root", default=None)
     """The path or model id that was loaded."""
-    max_model_len: Count | None = None
+    max_model_len: Count | None = at("data", 0, "max_model_len", default=None)
     """Maximum tokens of a request; `None` where there is no limit."""
-
-
-class _Models(Schema):
-    data: Annotated[list[_Model], pydantic.Field(min_length=1)]
-    """Of several the first, as the others are adapters on it."""
 
 
 class _Server(HTTPClient):
@@ -165,7 +159,7 @@ class _Server(HTTPClient):
     async def connect(self, seconds: float) -> None:
         """Waits until the server is up, and reads which model it serves; a `ValueError` if it is not up in time."""
         await self.until_up(seconds)
-        self.model = (await self.request("GET", "/v1/models")).parse(_Models).data[0]
+        self.model = (await self.request("GET", "/v1/models")).parse(_Model)
 
     async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
         """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary."""
@@ -206,7 +200,8 @@ class TeacherServers:
         self._background = Background()
         self._servers = [_Server(KIND, url, KIND.health_seconds, background=self._background) for url in urls]
         self._in_turn = InTurn(self._servers, _NAME, deadline, "ddp_timeout")
-        self._background.run(_all([one.connect(timeout) for one in self._servers]))
+        for one in [self._background.start(one.connect(timeout)) for one in self._servers]:
+            one.result()
         model = self._servers[0].model
         self.source = model.root or model.id  # the path or model id, as the first server reports it
         contexts = [one.model.max_model_len for one in self._servers]
@@ -219,12 +214,11 @@ class TeacherServers:
         spread = [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
         # The second row differs in its last token only, which no earlier state may depend on.
         rows = [spread, [*spread[:-1], spread[0]]]
-        alone = [InTurn([one], _NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers for _ in rows]
-        asked = [self._states(one, row) for one, row in zip(alone, rows * len(self._servers), strict=True)]
-        read = self._background.run(_all(asked))
-        first = read[0]
-        for server, one, other in zip(self._servers, read[::2], read[1::2], strict=True):
-            self._compare(server.url, one, other, first)
+        alone = [InTurn([one], _NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        asked = [[self._start(one, row) for row in rows] for one in alone]
+        first = asked[0][0].result()
+        for server, (one, other) in zip(self._servers, asked, strict=True):
+            self._compare(server.url, one.result(), other.result(), first)
         self.dtype = served_dtype(first)
         return first
 
@@ -249,14 +243,11 @@ class TeacherServers:
 
     def start(self, ids: Sequence[int]) -> Future[Tensor]:
         """Starts to score a row of L token ids; the future has its states, [L, H], or a `ServerError`."""
-        return self._background.start(self._states(self._in_turn, ids))
+        return self._start(self._in_turn, ids)
 
-    def _states(self, servers: InTurn[_Server], ids: Sequence[int]) -> Coroutine[Any, Any, Tensor]:
-        return servers.answer(
-            lambda server, seconds: server.states(ids, self.expected, self.dtype, seconds),
-            f"scored a row of {len(ids)} tokens",
+    def _start(self, servers: InTurn[_Server], ids: Sequence[int]) -> Future[Tensor]:
+        expected, dtype = self.expected, self.dtype
+        answer = servers.answer(
+            lambda server, seconds: server.states(ids, expected, dtype, seconds), f"scored a row of {len(ids)} tokens"
         )
-
-
-async def _all(coroutines: Sequence[Awaitable[T]]) -> list[T]:
-    return await asyncio.gather(*coroutines)
+        return self._background.start(answer)
