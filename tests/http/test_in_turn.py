@@ -63,6 +63,21 @@ def test_a_wrong_answer_drops_an_address_at_once():
     assert asked.count("a") == 1
 
 
+def late() -> ServerError:
+    error = ServerError("no answer in time")
+    error.__cause__ = TimeoutError()
+    return error
+
+
+def test_an_address_that_hangs_is_dropped_at_once_if_there_is_another():
+    found, asked = answered(addresses("ab"), {"a": late()}, 6)
+    assert found == ["of b"] * 6
+    assert asked.count("a") == 1
+    with pytest.raises(ServerError, match="All of the servers have failed"):
+        answered(alone := addresses("a"), {"a": late()})
+    assert alone._dropped == ["  a: no answer in time"]
+
+
 def test_a_busy_address_is_kept():
     servers, faults = addresses("ab"), {"a": BusyError("full", 0.0)}
     assert answered(servers, faults, 12)[0] == ["of b"] * 12

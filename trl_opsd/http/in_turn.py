@@ -1,6 +1,6 @@
 """Several addresses of one thing: requests go to them in turn, and one that fails is sent to the next.
 
-An address that fails again and again, or answers wrongly once, is dropped.
+An address that fails again and again is dropped; one that answers wrongly, or leaves others to answer in time, at once.
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ class InTurn(Generic[C]):
                         address.failures = 0
                         return found
         except TimeoutError:
-            errors = "\n".join(f"  {one.client.url}: {one.last_error}" for one in self._live)
-            raise ServerError(
+            errors = [*self._dropped, *(f"  {one.client.url}: {one.last_error}" for one in self._live)]
+            message = (
                 f"None of {self._name} {what} within {self._deadline:g} seconds (from `{self._origin}`): see their "
-                f"logs, and raise `{self._origin}` if they just need more time.\n{errors}"
-            ) from None
+                f"logs, and raise `{self._origin}` if they just need more time."
+            )
+            raise ServerError("\n".join([message, *errors])) from None
 
     async def _next(self, turn: int) -> _Address[C]:
         """The next address in turn that may be asked now; waits if there is none."""
@@ -88,13 +89,16 @@ class InTurn(Generic[C]):
         raise ServerError("\n".join([f"All of {self._name} have failed:", *self._dropped]))
 
     def _count(self, address: _Address[C], error: ServerError, began: float) -> None:
-        """Lets an address rest, and drops it if its answer was wrong or it failed too often. Busy is no failure."""
+        """Lets an address rest, or drops it. Busy is no failure."""
         address.last_error, address.free_at = str(error), monotonic() + PAUSE
         if isinstance(error, BusyError):
             address.free_at = monotonic() + max(error.seconds, PAUSE)
         elif began >= address.failed_at:  # requests in flight at a failure fail with it, and count once
             address.failures, address.failed_at = address.failures + 1, monotonic()
-        if address in self._live and (isinstance(error, WrongAnswerError) or address.failures >= self._failures):
+        # A server that hangs would get its share of the requests, each for as long as an attempt may take.
+        hangs = len(self._live) > 1 and isinstance(error.__cause__, TimeoutError)
+        is_unfit = hangs or isinstance(error, WrongAnswerError) or address.failures >= self._failures
+        if address in self._live and is_unfit:
             self._live.remove(address)
             self._dropped.append(f"  {address.client.url}: {error}")
             if self._live:
