@@ -375,5 +375,6 @@ def shared_errors() -> Iterator[None]:
     messages = gather_object([None if error is None else str(error)])
     if error is not None:
         raise error
-    if message := next(filter(None, messages), None):  # the error itself cannot always be sent
-        raise ServerError(message)
+    for message in messages:
+        if message is not None:  # the error itself cannot always be sent
+            raise ServerError(message)

@@ -96,16 +96,13 @@ class _Row(Schema):
         limit, ends, kind = sampling["max_new_tokens"], sampling["stop_token_ids"], reason.get("type")
         if kind == "length" and len(ids) == limit:
             return
-        if kind == "stop" and ids and ids[-1] == reason.get("matched"):
-            if ids[-1] in ends or any(sampling.get(grammar) for grammar in _GRAMMARS):
-                return
-            raise ServerError(
-                f"The SGLang server ended a completion at token {ids[-1]}, an end token of its own model; the "
-                f"student's are {ends}. Start it with a checkpoint that has the same end tokens."
-            )
+        is_stopped = kind == "stop" and bool(ids) and ids[-1] == reason.get("matched")
+        if is_stopped and (ids[-1] in ends or any(sampling.get(grammar) for grammar in _GRAMMARS)):
+            return
+        hint = " Start it with a checkpoint that has the student's end tokens." if is_stopped else ""
         raise ServerError(
             f"The SGLang server generated {len(ids)} tokens and reported the finish reason {shown(reason)}: expected "
-            f"{limit} tokens, or fewer with one of {shown(ends)} as the last."
+            f"{limit} tokens, or fewer with one of {shown(ends)} as the last.{hint}"
         )
 
 
