@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -30,6 +30,8 @@ from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
 from trl_opsd.types import Completion
+
+T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -173,18 +175,19 @@ class GenerationClient(ABC):
 
         return self.http.post_each(self.path, bodies, read)
 
+    def _in_main(self, call: Callable[[], T]) -> T | None:
+        """Calls it in the main process alone, whose error is raised in all."""
+        with shared_errors():
+            return call() if self._is_main else None
+
     def connect(self, vocabulary: int, device: torch.device) -> None:
         """Connects to send the weights of a student, which has so many tokens and is on a device."""
-        self.vocabulary, self.device = vocabulary, device
-        with shared_errors():
-            if self._is_main:
-                self.device = self.open(device)  # where weights have to be from now on
+        self.vocabulary = vocabulary
+        self.device = self._in_main(lambda: self.open(device)) or device  # where weights have to be from now on
 
     def check_connected(self) -> None:
         """Raises `ServerError` if it was closed, or weights cannot be sent any more."""
-        with shared_errors():
-            if self._is_main:
-                self.connected()
+        self._in_main(self.connected)
 
     def load(self, stream: Stream) -> None:
         """Replaces all weights; all processes iterate over the stream, and the main one sends it."""
@@ -196,9 +199,7 @@ class GenerationClient(ABC):
 
     def forget_prefixes(self) -> None:
         """Resets the prefix cache, which was computed with earlier weights."""
-        with shared_errors():
-            if self._is_main:
-                self.reset_prefixes()
+        self._in_main(self.reset_prefixes)
 
     def wipe_cache(self) -> None:  # noqa: B027
         """No-op: the server loaded real weights; its cache holds no NaNs."""
