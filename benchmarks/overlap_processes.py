@@ -2,7 +2,7 @@
 
     python benchmarks/overlap_processes.py --repeats 2
 
-A real vLLM server writes, `python -m trl_opsd.teacher.serve` reads, this process learns: random models, whose rows end
+A real vLLM server writes, another one reads, this process learns: random models, whose rows end
 at tokens that are drawn, so that lengths are geometric. The engine has a core of its own and the other two share one,
 with a thread each, so that max(rollout, teach + learn), as measured in the steps that wait, bounds a step that
 overlaps. Runs alternate; seconds are medians over their steps without the first of each, with the smallest and the
@@ -131,14 +131,12 @@ def main() -> None:
         os.sched_setaffinity(0, cores[:1])  # which processes inherit that are started now
         with server_lab.running(folder, str(folder / "student"), context=256) as server:
             os.sched_setaffinity(0, cores[-1:])
-            port = serving.free_port()
-            command = [sys.executable, "-m", "trl_opsd.teacher.serve", str(folder / "teacher"), "--port", str(port)]
-            with serving.running(command, port, folder / "teacher.log"):
+            with serving.pooling(str(folder / "teacher"), folder / "teacher.log") as teacher:
                 tcp_transfer.use(patch)
                 found: dict[str | None, list[dict[str, float]]] = {overlap: [] for overlap in OVERLAPS}
                 for _ in range(asked.repeats):
                     for overlap in OVERLAPS:
-                        url = {"teacher_server_url": f"http://127.0.0.1:{port}"}
+                        url = {"teacher_server_url": teacher}
                         found[overlap] += run(overlap, asked, folder, **url, **server)
                 print(table(found))
 

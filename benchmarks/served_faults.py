@@ -3,7 +3,7 @@
     python benchmarks/served_faults.py
 
 Prints, for each fault, after how many seconds the training ended, beside one without the fault; the largest difference
-of a weight from that one; and what was logged or raised. The servers are `python -m trl_opsd.teacher.serve`, in
+of a weight from that one; and what was logged or raised. The servers are vLLM's, in
 processes of their own; the one that answers garbage is a stand-in.
 """
 
@@ -42,22 +42,12 @@ class Server:
 
     def __init__(self, path: str, log: Path, stack: ExitStack) -> None:
         port = serving.free_port()
-        command = [sys.executable, "-m", "trl_opsd.teacher.serve", path, "--port", str(port)]
-        stack.enter_context(serving.running(command, port, log))
+        command = serving.pooling_command(path, port, "--dtype", "float32")
+        self._process = stack.enter_context(serving.running(command, port, log, **serving.VLLM))
         self.url = f"http://127.0.0.1:{port}"
-        self._process = _listening(port)
 
     def send(self, sign: signal.Signals) -> None:
-        os.kill(self._process, sign)
-
-
-def _listening(port: int) -> int:
-    """The process that was started with this port."""
-    for one in Path("/proc").glob("[0-9]*/cmdline"):
-        words = one.read_bytes().split(b"\0")
-        if b"trl_opsd.teacher.serve" in words and str(port).encode() in words:
-            return int(one.parent.name)
-    raise RuntimeError(f"no process has the port {port}")
+        os.killpg(self._process.pid, sign)
 
 
 class Faulty(FixedRollout):
@@ -80,7 +70,12 @@ def trained(folder: Path, path: str, urls: list[str], happens: Callable[[], None
         model=tiny.qwen2(32),
         teacher_model=path,
         args=tiny.config(
-            folder / "out", max_steps=STEPS, learning_rate=1e-3, teacher_server_url=urls, teacher_server_timeout=10.0
+            folder / "out",
+            max_steps=STEPS,
+            learning_rate=1e-3,
+            teacher_server_url=urls,
+            teacher_server_timeout=10.0,
+            ddp_timeout=40,
         ),
         train_dataset=tiny.rows(),
         processing_class=words,
@@ -105,7 +100,7 @@ class Said(logging.Handler):
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    logger, said = logging.getLogger("trl_opsd.teacher.replica"), Said()
+    logger, said = logging.getLogger("trl_opsd.http.client"), Said()
     logger.addHandler(said)
     try:
         yield said.lines

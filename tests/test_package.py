@@ -117,9 +117,9 @@ def test_a_plain_install_has_everything_that_the_core_imports():
     triton = {name for name, said in failed.items() if "No module named 'triton'" in said}
     assert failed.keys() == vllm | server | triton, failed
     assert {"trl_opsd.rollout.vllm", "trl_opsd._compat.vllm"} <= vllm
-    assert {"trl_opsd.teacher.served", "trl_opsd.rollout.sglang", "trl_opsd.teacher.serve.server"} <= server
+    assert {"trl_opsd.teacher.served", "trl_opsd.rollout.sglang", "trl_opsd.teacher.servers"} <= server
     assert triton <= {"trl_opsd.losses.device", "trl_opsd.losses.fused"}
-    optional = r"trl_opsd\.(_compat|rollout|http\.client|teacher\.(serve\.|served|replicas?$|answered))"
+    optional = r"trl_opsd\.(_compat|rollout|http\.(client|in_turn)|teacher\.serve(d|rs))"
     assert [name for name in vllm | server if not re.match(optional, name)] == []
 
 

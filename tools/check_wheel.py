@@ -68,7 +68,7 @@ DRY_RUN = (
     *("--teacher_model_name_or_path", "Qwen/Qwen2.5-1.5B-Instruct"),
     *("--dataset_name", "rows.jsonl", "--max_completion_length", "8", "--use_cpu", "--output_dir", "dry"),
 )
-WITH_SMALL_EXTRAS = "import trl_opsd.report.page, trl_opsd.teacher.serve.server, vl_convert, aiohttp"
+WITH_SMALL_EXTRAS = "import trl_opsd.report.page, trl_opsd.teacher.servers, vl_convert, aiohttp"
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "trl_opsd"
-TOOLS = ("cli", "report", "teacher/serve")
+TOOLS = ("cli", "report")
 """Commands and the page of a report: nothing that trains imports them."""
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 

@@ -179,7 +179,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         list | str | dict | None,
         Option(server_urls, may_differ=True, also="teacher_model_server_url teacher_server_urls use_teacher_server"),
     ] = None
-    """URL of a server that has the teacher's layers; several are replicas, and a dict has those of several teachers.
+    """URL of a server that has the teacher's layers. Several are tried in turn; a dict has those of several teachers.
     `teacher_model` is then the checkpoint of its output head; see `docs/teachers.md`."""
     teacher_server_timeout: Annotated[float, Option(at_least(0), (TEACHER_SERVER,))] = 240.0
     """Seconds to wait for the teacher's servers to be up, and then for their first rows, for these at least 30."""

@@ -98,7 +98,7 @@ class Alike:
         assert gap(trainer) <= 1e-4, "and it does not count as sent"
 
         with monkeypatch.context() as patch:
-            patch.setattr(self.client, "forget_prefixes", lambda self: None)
+            patch.setattr(self.client, "reset_prefixes", lambda self: None)
             with torch.no_grad():
                 trainer.model.get_output_embeddings().weight.mul_(1.3)
                 trainer.model.get_input_embeddings().weight[5:].mul_(-1)
@@ -199,7 +199,7 @@ class Alike:
         assert len({tuple(ids) for found in results for ids in found["completions"]}) == 4, "they can be told apart"
         assert len({seed for found in results for seed in found["seeds"]}) == 4
         assert "[5, 1000], cannot be sent" in results[0]["error"], "the other process asked for it"
-        assert results[1]["error"] == results[0]["error"], "although only the main process talks to the server"
+        assert results[1]["error"] == results[0]["error"], "which no process waits for"
 
 
 def connected_in_vain(sends: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ SECONDS = 10.0
 """A test fails when it has waited this long."""
 PROMPTS = [[0], [1], [2], [3]]
 """Each begins with its number, by which the server knows it."""
-FACTS = Facts(model="student", dtype=torch.float32, context=64, block_size=16)
+FACTS = Facts(model="student", dtype=torch.float32, context=64, block_size=16, longest_prompt=64)
 
 
 class Rows(ThreadingHTTPServer):
@@ -58,13 +58,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        ((number, *_),) = body["prompt"]
+        number, *_ = body["prompt"]
         server.asked[number] = body
         while not server.ended[number].wait(0.01):
             if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
                 server.given_up.add(number)
                 return
-        choice = {"index": 0, "token_ids": [7] * (number + 1), "prompt_token_ids": server.echoed([number])}
+        choice = {"token_ids": [7] * (number + 1), "prompt_token_ids": server.echoed([number])}
         self.send_response(server.status)
         self.end_headers()
         self.wfile.write(json.dumps({"choices": [choice]}).encode())
@@ -86,7 +86,8 @@ def asked(server: Rows, deadline: float = SECONDS) -> Iterator[tuple[int, Any]]:
     """The rows of all prompts."""
     url = f"http://127.0.0.1:{server.server_port}"
     client = VLLMServerClient(tiny.config("nothing is written", vllm_server_base_url=url), deadline, FACTS)
-    return client.write_each([(ids, {"max_tokens": 8, "seed": 10 + ids[0]}) for ids in PROMPTS])
+    client.vocabulary = 100
+    return client.write_each(PROMPTS, [{"max_tokens": 8, "seed": 10 + ids[0]} for ids in PROMPTS])
 
 
 def until(condition: Callable[[], bool]) -> None:

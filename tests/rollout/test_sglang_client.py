@@ -38,7 +38,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[tuple[str, Any]] = []
         self.answers: dict[str, tuple[int, Any]] = {"/health": (200, b""), "/server_info": (200, dict(INFO))}
-        self.spoil: Callable[[list[dict[str, Any]]], Any] = lambda rows: rows
+        self.spoil: Callable[[dict[str, Any]], Any] = lambda row: row
         self.version = "default"
         self.received: dict[str, torch.Tensor] = {}
 
@@ -49,7 +49,7 @@ class Server(ThreadingHTTPServer):
         if path in self.answers:
             return self.answers[path]
         if path == "/generate":
-            return 200, self.spoil([self.row(*each) for each in zip(*_columns(body), strict=True)])
+            return 200, self.spoil(self.row(*_told(body)))
         if path == "/init_weights_update_group":
             self.join(body)
         if path == "/update_weights_from_distributed":
@@ -83,7 +83,7 @@ class Server(ThreadingHTTPServer):
         self.group = distributed.ProcessGroupGloo(store, body["rank_offset"], size, timedelta(seconds=20))
 
 
-def _columns(body: dict[str, Any]) -> tuple[Any, ...]:
+def _told(body: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(body[name] for name in ("input_ids", "sampling_params", "return_logprob", "logprob_start_len"))
 
 
@@ -125,7 +125,14 @@ def client(server: Server) -> Iterator[SGLangClient]:
 def connected(server: Server, **given: Any) -> SGLangClient:
     url = f"http://127.0.0.1:{server.server_port}"
     args = tiny.config("nothing is written", **{"sglang_server_url": url, "sglang_server_timeout": 0.0, **given})
-    return SGLangClient(args, deadline=DEADLINE)
+    made = SGLangClient(args, deadline=DEADLINE)
+    made.vocabulary = VOCABULARY
+    return made
+
+
+def wrote(client: SGLangClient, rows: list[tuple[list[int], dict[str, Any]]], ask: str = "write") -> list[Any]:
+    """The completions of prompts with their options; those of `write_each` with their numbers."""
+    return list(getattr(client, ask)([ids for ids, _ in rows], [options for _, options in rows]))
 
 
 # ---- The server ------------------------------------------------------------------------------------------------------
@@ -170,9 +177,9 @@ def test_another_kind_of_server_is_refused(server):
 # ---- Completions -----------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_one_request_have_options_of_their_own(server, client):
+def test_each_row_is_a_request_with_its_own_options(server, client):
     rows = [ROW, ([8], {"max_tokens": 2, "temperature": 0.5, "seed": 3}), ([1] * 19, {"max_tokens": 9, "logprobs": 0})]
-    first, second, third = client.write(rows)
+    first, second, third = wrote(client, rows)
     assert first.prompt_ids == [5, 6, 7]
     assert first.completion_ids == [9] * 4
     assert first.prompt_logprobs == [-0.25] * 2
@@ -180,58 +187,48 @@ def test_rows_of_one_request_have_options_of_their_own(server, client):
     assert (second.completion_ids, second.logprobs, second.prompt_logprobs) == ([9] * 2, [], [])
     assert len(third.completion_ids) == 5, "up to the context of the server"
     assert (len(third.logprobs), third.prompt_logprobs) == (5, [])
-    [(_, body)] = [asked for asked in server.asked if asked[0] == "/generate"]
-    assert body["sampling_params"] == [
+    bodies = {len(body["input_ids"]): body for path, body in server.asked if path == "/generate"}
+    assert [bodies[len(ids)]["sampling_params"] for ids, _ in rows] == [
         {"stop_token_ids": [2], "max_new_tokens": 4},
         {"stop_token_ids": [], "max_new_tokens": 2, "temperature": 0.5},
         {"stop_token_ids": [], "max_new_tokens": 5},
     ]
-    assert body["return_logprob"] == [True, False, True]
-    assert body["logprob_start_len"] == [0, -1, -1]
-    assert client.write([]) == []
+    assert [bodies[len(ids)]["return_logprob"] for ids, _ in rows] == [True, False, True]
+    assert [bodies[len(ids)]["logprob_start_len"] for ids, _ in rows] == [0, -1, -1]
+    assert wrote(client, []) == []
 
 
 def test_a_prompt_that_fills_the_context_is_not_sent(server, client, caplog):
     rows = [([1] * 20, {"max_tokens": 2}), ROW]
-    assert [row.completion_ids for row in client.write(rows)] == [[], [9] * 4]
+    assert [row.completion_ids for row in wrote(client, rows)] == [[], [9] * 4]
     assert "1 prompts of a batch exceed 19 tokens" in caplog.text
-    assert [(number, len(row.completion_ids)) for number, row in client.write_each(rows)] == [
+    assert [(number, len(row.completion_ids)) for number, row in wrote(client, rows, "write_each")] == [
         (0, 0),
         (1, 4),
     ]
 
 
-def told(**changes: Any) -> Callable[[list[dict[str, Any]]], Any]:
-    """Answers with these entries about the first row."""
-
-    def spoil(rows: list[dict[str, Any]]) -> Any:
-        rows[0]["meta_info"].update(changes)
-        return rows
-
-    return spoil
+def told(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    """Answers with these entries."""
+    return lambda row: {**row, "meta_info": {**row["meta_info"], **changes}}
 
 
-def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, Any]]], Any]:
-    """Answers the first row with this end and these tokens."""
+def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[dict[str, Any]], Any]:
+    """Answers with this end and these tokens."""
     logprobs = [[-0.5, token, None] for token in ids]
     spoil = told(finish_reason=reason, output_token_logprobs=logprobs)
-    return lambda rows: spoil([{**rows[0], "output_ids": ids}, *rows[1:]])
+    return lambda row: spoil({**row, "output_ids": ids})
 
 
 @pytest.mark.parametrize("ask", ["write", "write_each"])
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda rows: [], "returned 0 rows for 1 prompts"),
-        (lambda rows: rows * 2, "returned 2 rows for 1 prompts"),
-        (lambda rows: {"error": "no"}, "returned content=.*: Input should be a valid array"),
-        (lambda rows: b"<html>", "Invalid JSON"),
-        (lambda rows: ["x"], "returned 0='x': Input should be an object"),
-        (
-            lambda rows: [{**rows[0], "output_ids": [9, 9, 9, -1]}],
-            r"0.output_ids.3=-1: Input should be greater than or equal to 0",
-        ),
-        (lambda rows: [{**rows[0], "meta_info": None}], "meta_info=None"),
+        (lambda row: [row], "returned content=.*: Input should be an object"),
+        (lambda row: {"error": "no"}, "output_ids=.*: Field required"),
+        (lambda row: b"<html>", "Invalid JSON"),
+        (lambda row: {**row, "output_ids": [9, 9, 9, -1]}, r"output_ids.3=-1: Input should be greater than or equal"),
+        (lambda row: {**row, "meta_info": None}, "meta_info=None"),
         (told(prompt_tokens=2), "counted 2 tokens in a prompt of 3"),
         (told(finish_reason={"type": "abort", "message": "out of memory"}), "out of memory.*expected 4 tokens"),
         (ended({"type": "length", "length": 2}, [9, 9]), "generated 2 tokens and .*expected 4 tokens"),
@@ -240,7 +237,7 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
         (ended({"type": "stop", "matched": "NaN happened"}, [9, 0]), "NaN happened"),
         (
             ended({"type": "stop", "matched": 3}, [9, 3]),
-            r"token 3, an end token of its own model; the student's are \[2\]",
+            r"'matched': 3.*one of \[2\] as the last. Start it with a checkpoint that has the student's end tokens",
         ),
         (ended({"type": "stop", "matched": 2}, []), "generated 0 tokens"),
         (told(output_token_logprobs=[[-0.5, 9, None]] * 3), "log-probabilities .*a finite one for each of 4"),
@@ -255,18 +252,18 @@ def ended(reason: dict[str, Any], ids: list[int]) -> Callable[[list[dict[str, An
 )
 def test_an_answer_to_another_request_is_refused(server, client, ask, spoil, message):
     client.version = server.version = "run-1"
-    list(getattr(client, ask)([ROW]))
+    wrote(client, [ROW], ask)
     server.spoil = spoil
     with pytest.raises(ServerError, match=message):
-        list(getattr(client, ask)([ROW]))
+        wrote(client, [ROW], ask)
 
 
 def test_a_row_that_ends_early_ends_with_an_end_token(server, client):
     server.spoil = ended({"type": "stop", "matched": 2}, [9, 2])
-    [row] = client.write([ROW])
+    [row] = wrote(client, [ROW])
     assert row.completion_ids == [9, 2]
     server.spoil = ended({"type": "stop", "matched": 8}, [9, 8])
-    [row] = client.write([(ROW[0], {**ROW[1], "regex": "a+"})])
+    [row] = wrote(client, [(ROW[0], {**ROW[1], "regex": "a+"})])
     assert row.completion_ids == [9, 8], "a grammar has ended it"
 
 
@@ -280,7 +277,7 @@ def weights(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
 
 def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeypatch):
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 50)
-    client.connect(torch.device("cpu"))
+    client.open(torch.device("cpu"))
     for factor in (1.0, 2.0, 3.0):
         server.asked.clear()
         client.update(weights(factor))
@@ -291,12 +288,12 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
         for name, tensor in weights(factor):
             assert torch.equal(server.received[name], tensor)
         assert client.version == server.version
-        assert len(client.write([ROW])) == 1
-    client.forget_prefixes()
+        assert len(wrote(client, [ROW])) == 1
+    client.reset_prefixes()
     assert server.paths()[-1] == "/flush_cache"
     server.answers["/flush_cache"] = (400, b"Flush cache failed.")
     with pytest.raises(ServerError, match=r"did not reset its prefix cache.*Flush cache failed"):
-        client.forget_prefixes()
+        client.reset_prefixes()
 
 
 @pytest.mark.parametrize(
@@ -310,7 +307,7 @@ def test_weights_arrive_in_parts_and_the_version_follows(server, client, monkeyp
     ],
 )
 def test_failed_update_is_an_error_and_none_follows(server, client, monkeypatch, path, answer, message):
-    client.connect(torch.device("cpu"))
+    client.open(torch.device("cpu"))
     client.update(weights())
     server.answers[path] = answer
     monkeypatch.setattr(sglang, "MEET_SECONDS", 3.0)  # what a process may wait for at its end
@@ -331,14 +328,14 @@ def test_a_server_that_does_not_connect_is_an_error(server, client, monkeypatch)
     monkeypatch.setattr(sglang, "MEET_SECONDS", 1.0)
     server.answers["/init_weights_update_group"] = (400, {"success": False, "message": "no such backend"})
     with pytest.raises(ServerError, match=r"returned 400: .*no such backend"):
-        client.connect(torch.device("cpu"))
+        client.open(torch.device("cpu"))
     server.answers["/init_weights_update_group"] = (200, {"success": True, "message": ""})
     with pytest.raises(ServerError, match=r"did not connect to 127.0.0.1 port \d+ of this machine"):
-        client.connect(torch.device("cpu"))
+        client.open(torch.device("cpu"))
 
 
 def test_an_open_session_is_closed_first(server, client):
-    client.connect(torch.device("cpu"))
+    client.open(torch.device("cpu"))
     assert server.paths()[-2:] == ["/end_weight_update", "/init_weights_update_group"]
     client.close()
     assert server.paths()[-1] == "/destroy_weights_update_group"

@@ -16,8 +16,8 @@ from alike import Alike, stir
 from server_lab import CONTEXT
 from vllm_lab import by_hf, gap, student
 
+from trl_opsd.http.client import HTTPClient
 from trl_opsd.rollout import vllm_server, weight_sync
-from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.served import ServedRollout
 from trl_opsd.rollout.vllm_server import VLLMServerClient
 
@@ -63,8 +63,7 @@ def test_options_reach_a_server(serve, monkeypatch):
     texts = trainer.processing_class.batch_decode(trainer.complete(prompts), skip_special_tokens=True)
     assert all(len(text) == 3 and text.isdigit() for text in texts), texts
 
-    write = VLLMServerClient.write
-    monkeypatch.setattr(VLLMServerClient, "write", lambda self, rows: write(self, backwards(rows)))
+    swap_prompts(monkeypatch)
     with pytest.raises(RuntimeError, match=r"For row 0 .* the vLLM server returned another prompt"):
         trainer.complete(prompts)
     monkeypatch.undo()
@@ -103,9 +102,10 @@ def test_a_sampled_row_depends_on_its_seed_alone(serve, monkeypatch, tmp_path):
     rollout, seeds = trainer.rollout, []
     write_each = VLLMServerClient.write_each
 
-    def recording(self, rows):
-        seeds.append([options["seed"] for _, options in rows])
-        return write_each(self, rows)
+    def recording(self, prompt_ids, options):
+        if "prompt_logprobs" not in options[0]:  # those of the proof of a sync
+            seeds.append([one["seed"] for one in options])
+        return write_each(self, prompt_ids, options)
 
     monkeypatch.setattr(VLLMServerClient, "write_each", recording)
     prompts = [trainer.tokenize(["a"])[0]] * 4
@@ -154,15 +154,20 @@ def test_weights_end_streams_so_no_row_has_two_states(serve):
             list(stream)
 
 
-def backwards(rows: list[Row]) -> list[Row]:
-    """The rows with each other's prompts."""
-    return [(ids, options) for (ids, _), (_, options) in zip(rows[::-1], rows, strict=True)]
+def swap_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are sent with each other's prompts."""
+    post_each = HTTPClient.post_each
+
+    def swapped(self, path, bodies, read):
+        others = [{**one, "prompt": other["prompt"]} for one, other in zip(bodies, bodies[::-1], strict=True)]
+        return post_each(self, path, others, read)
+
+    monkeypatch.setattr(HTTPClient, "post_each", swapped)
 
 
 def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
     trainer = serve(top_k=1)
-    write_each = VLLMServerClient.write_each
-    monkeypatch.setattr(VLLMServerClient, "write_each", lambda self, rows: write_each(self, backwards(rows)))
+    swap_prompts(monkeypatch)
     with pytest.raises(RuntimeError, match=r"For row \d of this batch the vLLM server returned another prompt"):
         list(trainer.rollout.stream(trainer.tokenize(tiny.PROMPTS), 0))
 

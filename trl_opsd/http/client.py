@@ -33,10 +33,12 @@ MIB = 2**20
 
 _CONNECT_SECONDS = 10.0
 """A running server accepts connections at once, however busy its model is."""
-_CONCURRENT = 256
+_CONCURRENT = 512
 """Concurrent requests of one [`Responses`]: each has a connection, and a process can often open only 1,024 files."""
 _MAX_BYTES = 2048 * MIB
 """Limit of a response where a request has none: a token with its log-probability takes about 100 bytes."""
+_MAX_PAUSE = 60.0
+"""Upper bound of a server's `Retry-After`."""
 
 TokenId: TypeAlias = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
@@ -46,6 +48,11 @@ class Schema(pydantic.BaseModel):
     """A part of a response: types are not coerced, unknown keys are ignored."""
 
     model_config = pydantic.ConfigDict(strict=True, frozen=True)
+
+
+def at(key: str, *path: str | int, **default: Any) -> Any:
+    """A field of a `Schema` that lies deeper in the response."""
+    return pydantic.Field(validation_alias=pydantic.AliasPath(key, *path), **default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +74,14 @@ class ServerKind:
     """A server that is up answers health checks within this time, however busy its model is."""
 
 
+class BusyError(ServerError):
+    """A server accepts no more work, also because of other runs, until `seconds` have passed."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
     """The status and content of a server's answer."""
@@ -85,12 +100,17 @@ class Response:
         return self.content.decode(errors="replace")
 
     def check_status(self, hint: str = "") -> Response:
-        """Itself; a `ServerError` unless the status is 200."""
-        if self.status != 200:
-            if self.status in (401, 403):
-                hint = f" Set the environment variable `{self.token}` to the server's key."
-            raise ServerError(f"{self.request} returned {self.status}: {self.text[:500]}{hint}")
-        return self
+        """Itself; a `ServerError` unless the status is 200, a `BusyError` if it says that it is busy."""
+        if self.status == 200:
+            return self
+        if self.status in (401, 403):
+            hint = f" Set the environment variable `{self.token}` to the server's key."
+        message = f"{self.request} returned {self.status}: {self.text[:500]}{hint}"
+        if self.status in (429, 503):
+            # A `Retry-After` may also be a date, which differing clocks cannot compare.
+            said = float(self.retry_after) if self.retry_after.isdecimal() else 0.0
+            raise BusyError(message, min(said, _MAX_PAUSE))
+        raise ServerError(message)
 
     def parse(self, schema: type[Parsed]) -> Parsed:
         """The content of a successful response."""
@@ -98,7 +118,9 @@ class Response:
         try:
             return schema.model_validate_json(self.content)
         except pydantic.ValidationError as errors:
-            raise ServerError(f"{self.request} returned {first_error(errors)}.") from errors
+            error = errors.errors(include_url=False)[0]
+            where = ".".join(map(str, error["loc"]))[:80] or "content"
+            raise ServerError(f"{self.request} returned {where}={shown(error['input'])}: {error['msg']}.") from errors
 
 
 class Background:
@@ -135,8 +157,8 @@ class HTTPClient:
     def __init__(
         self, kind: ServerKind, url: str, deadline: float, origin: str = "", background: Background | None = None
     ) -> None:
-        self.url = url
-        self._kind, self._deadline, self._origin = kind, deadline, origin
+        self.kind, self.url = kind, url
+        self._deadline, self._origin = deadline, origin
         self._trust_env = not is_this_machine(urlsplit(url).hostname)  # a proxy cannot reach our loopback
         self._headers = {**token_header(kind.token), "Accept-Encoding": "identity", "Connection": "close"}
         self._background = background or Background()
@@ -149,13 +171,11 @@ class HTTPClient:
         """As [`request`], with POST, and waits for the response; an interrupt cancels it."""
         return self._background.run(self.request("POST", path, **options))
 
-    def post_each(
-        self, path: str, bodies: Sequence[dict[str, Any] | None], read: Callable[[int, Response], T]
-    ) -> Responses[T]:
+    def post_each(self, path: str, bodies: Sequence[Any], read: Callable[[int, Response], T]) -> Responses[T]:
         """Sends one POST per JSON body, whose response `read` parses; without a body the response is empty."""
         turn = asyncio.Semaphore(_CONCURRENT)
 
-        async def post(body: dict[str, Any] | None) -> Response:
+        async def post(body: Any) -> Response:
             if body is None:
                 return Response("", 200, bytearray(), "")
             async with turn:
@@ -169,8 +189,15 @@ class HTTPClient:
 
     async def until_up(self, seconds: float) -> None:
         """As [`wait_until_up`], in the background."""
-        kind, began, has_warned = self._kind, monotonic(), False
-        while reason := await self._why_down():
+        kind, began, has_warned = self.kind, monotonic(), False
+        while True:
+            try:
+                status = (await self.request("GET", "/health", seconds=kind.health_seconds)).status
+                if status == 200:
+                    return
+                reason = f"/health returned {status}, expected 200"
+            except ServerError as error:
+                reason = str(error)
             if monotonic() - began >= seconds:
                 raise ValueError(
                     f"No {kind.name} server at {self.url} after `{kind.timeout}={seconds:g}` seconds: {reason}. Start "
@@ -181,13 +208,6 @@ class HTTPClient:
                 has_warned = True
             await asyncio.sleep(min(2.0, max(seconds, 0.0)))
 
-    async def _why_down(self) -> str | None:
-        try:
-            response = await self.request("GET", "/health", seconds=self._kind.health_seconds)
-        except ServerError as error:
-            return str(error)
-        return None if response.status == 200 else f"/health returned {response.status}, expected 200"
-
     async def request(
         self, method: str, path: str, *, seconds: float | None = None, max_bytes: int | None = None, **options: Any
     ) -> Response:
@@ -195,10 +215,32 @@ class HTTPClient:
 
         A `ServerError` if it does not end within `seconds`, by default the client's deadline, or has too many bytes.
         """
-        # The deadline covers name resolution, connecting, sending, headers and body.
-        request, within = f"{self._kind.subject} at {self.url}{path}", seconds or self._deadline
+        # The deadline covers name resolution, connecting, sending, headers and body: aiohttp cancels all of a request.
+        # `requests` does not: dripped headers, or a redirect's body, take their time.
+        request, within = f"{self.kind.subject} at {self.url}{path}", seconds or self._deadline
+        limit, content = max_bytes or _MAX_BYTES, bytearray()
         try:
-            return await self._send(request, method, path, within, max_bytes or _MAX_BYTES, options)
+            async with (
+                asyncio.timeout(within),
+                aiohttp.ClientSession(
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(within, _CONNECT_SECONDS)),
+                    connector=aiohttp.TCPConnector(force_close=True),  # a server may close a kept one as it is reused
+                    trust_env=self._trust_env,
+                    auto_decompress=False,  # a small response could expand to gigabytes; a compressed one is an error
+                    headers=self._headers,
+                ) as session,
+                # A redirect is not followed, but returned: it would be sent the token.
+                session.request(method, f"{self.url}{path}", allow_redirects=False, **options) as response,
+            ):
+                async for part in response.content.iter_any():
+                    content += part
+                    if len(content) > limit:  # counted here: a header may state any length
+                        raise ServerError(
+                            f"{request} returned more than {limit / MIB:.0f} MiB, the limit for this request: check "
+                            "that the expected server is listening there."
+                        )
+                retry = response.headers.get("Retry-After", "")
+                return Response(request, response.status, content, self.kind.token, retry)
         except aiohttp.ConnectionTimeoutError:
             raise ServerError(f"{request} accepted no connection within {_CONNECT_SECONDS:g} seconds") from None
         except TimeoutError as error:
@@ -206,34 +248,6 @@ class HTTPClient:
             raise ServerError(f"{request} did not respond within {within:g} seconds{origin}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerError(f"{request} failed ({type(error).__name__}: {error}): see its log") from error
-
-    async def _send(
-        self, request: str, method: str, path: str, within: float, max_bytes: int, options: dict[str, Any]
-    ) -> Response:
-        # aiohttp cancels all of a request. `requests` does not: dripped headers, or a redirect's body, take their time.
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=min(within, _CONNECT_SECONDS))
-        async with (
-            asyncio.timeout(within),
-            aiohttp.ClientSession(
-                timeout=limits,
-                connector=aiohttp.TCPConnector(force_close=True),  # a server may close a kept one as it is reused
-                trust_env=self._trust_env,
-                auto_decompress=False,  # a small response could expand to gigabytes; one that is compressed is an error
-                headers=self._headers,
-            ) as session,
-            # A redirect is not followed, but returned: it would be sent the token.
-            session.request(method, f"{self.url}{path}", allow_redirects=False, **options) as response,
-        ):
-            content = bytearray()
-            async for part in response.content.iter_any():
-                content += part
-                if len(content) > max_bytes:  # counted here: a header may state any length
-                    raise ServerError(
-                        f"{request} returned more than {max_bytes / MIB:.0f} MiB, the limit for this request: check "
-                        "that the expected server is listening there."
-                    )
-            retry = response.headers.get("Retry-After", "")
-            return Response(request, response.status, content, self._kind.token, retry)
 
 
 class Responses(Iterator[tuple[int, T]]):
@@ -274,13 +288,6 @@ def warn_in_main(message: str) -> None:
     """Warns in the main process; accelerate's logger would need a state, which a teacher used alone lacks."""
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         logger.warning(message)
-
-
-def first_error(errors: pydantic.ValidationError) -> str:
-    """Where the first error is, what is there, and what is expected."""
-    error = errors.errors(include_url=False)[0]
-    where = ".".join(map(str, error["loc"]))[:80] or "content"
-    return f"{where}={shown(error['input'])}: {error['msg']}"
 
 
 def shown(value: Any) -> str:

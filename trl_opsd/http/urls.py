@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 # From the environment, because command lines are visible to other users, and options are logged.
 TEACHER_TOKEN = "TRL_OPSD_TEACHER_TOKEN"
-"""The variable with the token of a teacher's server, for the trainer and for the server."""
+"""The variable with the token of a teacher's server, or of a proxy before it."""
 ROLLOUT_TOKEN = "TRL_OPSD_ROLLOUT_TOKEN"
 """The variable with the `--api-key` of a vLLM or SGLang server that generates completions."""
 
@@ -69,38 +69,24 @@ def _url(option: str, given: str) -> str:
     return url
 
 
-def is_loopback(host: str | None) -> bool:
-    """Whether a server that listens on a host name or address is reached from this machine alone.
-
-    `0.0.0.0` and `::` are not: what listens there listens on every interface.
-    """
-    return host == "localhost" or _is(host, "is_loopback")
-
-
 def is_this_machine(host: str | None) -> bool:
     """Whether a client that connects to a host name or address gets no further than this machine, past any proxy.
 
     `0.0.0.0` and `::` are: a connection to them is one to loopback.
     """
-    return is_loopback(host) or _is(host, "is_unspecified")
-
-
-def _is(host: str | None, what: str) -> bool:
     try:
-        return bool(getattr(ipaddress.ip_address(host or ""), what))
+        address = ipaddress.ip_address(host or "")
     except ValueError:
-        return False
-
-
-def token_in(variable: str) -> str | None:
-    """The token (vLLM and SGLang: API key) in an environment variable; errors do not quote it."""
-    token = os.environ.get(variable, "")
-    if token and not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError(f"{variable} contains spaces, line breaks or non-ASCII characters: expected `A-Za-z0-9_-`.")
-    return token or None
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 def token_header(variable: str) -> dict[str, str]:
-    """The authorization header for a server with a token; empty if the variable has none."""
-    token = token_in(variable)
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
+    """The authorization header with the token (vLLM and SGLang: API key) of an environment variable; empty without one.
+
+    An error does not quote it.
+    """
+    token = os.environ.get(variable, "")
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError(f"{variable} contains spaces, line breaks or non-ASCII characters: expected `A-Za-z0-9_-`.")
+    return {"Authorization": f"Bearer {token}"} if token else {}

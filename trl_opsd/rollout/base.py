@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 from trl_opsd.host import Host
 from trl_opsd.rollout.returned import rows_of
@@ -151,9 +151,6 @@ class FixedRollout(RolloutBackend):
 
 
 # ---- Engines, which are not the student itself: each is sent its weights, and checked (`SyncedRollout`) --------------
-
-Row: TypeAlias = tuple[list[int], dict[str, Any]]
-"""A prompt and its options, as [`Engine.write`] takes them."""
 
 
 class Engine(Protocol):

@@ -1,18 +1,17 @@
 """Generates with a server of any kind, to which whole weights are sent, and yields rows as they end.
 
-The main process sends the requests of all and broadcasts the completions; rows of a `stream` are requested by each
-process, and the student may be trained on some while others are being generated. How a kind of server is called, and
-sent weights, is its client's.
+Each process requests its own rows; those of a `stream` are taken as they end, and the student may be trained on some
+while others are being generated. How a kind of server is called, and sent weights, is its client's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -23,15 +22,16 @@ from trl_opsd._compat.peft import CausalLM, Weight
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.host import Host
-from trl_opsd.http.client import HTTPClient, Responses, ServerKind, shown
+from trl_opsd.http.client import HTTPClient, Response, Responses, ServerKind, shown
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
-from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
 from trl_opsd.types import Completion
+
+T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -46,6 +46,8 @@ class Facts:
     """Context length in tokens, prompt and completion together."""
     block_size: int
     """Tokens in a block of its prefix cache."""
+    longest_prompt: int
+    """Most tokens of a prompt; a longer one gets an empty completion."""
     model: str = ""
     """The name that requests to a vLLM server give its model."""
     device: str = ""
@@ -55,15 +57,16 @@ class Facts:
 
 
 class GenerationClient(ABC):
-    """A client of a server that generates; failures of the server are `ServerError`.
+    """A server that generates, as an [`~rollout.base.Engine`]; its failures are `ServerError`.
 
-    That of the main process waits for the server and reads its `facts`, which the others are given; only it connects
-    and sends weights.
+    What all kinds share is here: `write`, `write_each`, `connect`, `check_connected`, `load` and `forget_prefixes`, of
+    which all but `write_each` are collective. The other methods are those of a kind: paths, names, and how weights are
+    sent. Each process requests its own rows; the main one alone reads `facts`, connects, and sends weights.
     """
 
     kind: ClassVar[ServerKind]
-    article: ClassVar[str] = "a"
-    """Of its name."""
+    path: ClassVar[str]
+    """Where a completion is requested."""
     longer_context: ClassVar[str]
     """How to start the server with a longer context, in words."""
     min_bias: ClassVar[float]
@@ -71,13 +74,18 @@ class GenerationClient(ABC):
 
     def __init__(self, args: OPSDConfig, deadline: float, facts: Facts | None = None) -> None:
         self.args, self.url = args, self.address(args)
+        self.name, self._is_main = f"the {self.kind.name} server", args.process_index == 0
         origin = " (90% of `ddp_timeout`): see its log, and raise `ddp_timeout` if it just needs more time."
         self.http = HTTPClient(self.kind, self.url, deadline, origin)
         if facts is None:
             self.http.wait_until_up(getattr(args, self.kind.timeout))
         self.facts = self.read_facts() if facts is None else facts
+        self.block_size = self.facts.block_size
+        self.vocabulary, self.device = 0, args.device  # of the student, set by `connect`
         self.version: str | None = None
         """The weights that completions have to be generated with, where the server reports them."""
+
+    # ---- Of a kind of server ------------------------------------------------------------------------------------
 
     @classmethod
     def check(cls, args: OPSDConfig) -> None:
@@ -104,15 +112,15 @@ class GenerationClient(ABC):
         """The configuration that the server reports."""
 
     @abstractmethod
-    def write(self, rows: Sequence[Row]) -> list[Completion]:
-        """Generates one completion for each prompt."""
+    def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
+        """The request for a prompt."""
 
     @abstractmethod
-    def write_each(self, rows: Sequence[Row]) -> Responses[Completion]:
-        """As `write`, with one request for each prompt; completions are returned as they end."""
+    def read(self, ids: list[int], body: dict[str, Any], version: str | None, response: Response) -> Completion:
+        """The completion in the response to a request, which has to be of the weights `version`."""
 
     @abstractmethod
-    def connect(self, device: torch.device) -> torch.device:
+    def open(self, device: torch.device) -> torch.device:
         """Connects to send weights, again if it was connected, and returns the device where they have to be."""
 
     @abstractmethod
@@ -124,89 +132,80 @@ class GenerationClient(ABC):
         """Replaces all weights by those of a stream that was entered."""
 
     @abstractmethod
-    def forget_prefixes(self) -> None:
-        """Resets the prefix cache, which was computed with earlier weights."""
+    def reset_prefixes(self) -> None:
+        """Resets the prefix cache."""
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnects, if it is connected."""
+        """Disconnects, if it is connected, so that another training run can use the server."""
 
-
-class ServerEngine:
-    """A server as an [`~rollout.base.Engine`]. All methods but `write_each` and `close` are collective, each process
-    with its own prompts.
-    """
-
-    def __init__(self, trainer: Host, client: GenerationClient) -> None:
-        self._client, self._is_main = client, trainer.accelerator.is_main_process
-        self._process, self._vocabulary = trainer.accelerator.process_index, model_shape(trainer.model)[0]
-        self.name, self.device = f"the {client.kind.name} server", trainer.accelerator.device
-        self.facts, self.block_size = client.facts, client.facts.block_size
-
-    def connect(self) -> None:
-        """Connects for weight syncs."""
-        with shared_errors():
-            if self._is_main:
-                self.device = self._client.connect(self.device)  # where weights have to be from now on
-
-    def check_connected(self) -> None:
-        """Raises `ServerError` if it was closed, or weights cannot be sent any more."""
-        with shared_errors():
-            if self._is_main:
-                self._client.connected()
+    # ---- Of all kinds -------------------------------------------------------------------------------------------
 
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
         """Generates one completion for each prompt; processes may have different numbers of them."""
-        by_process = gather_object([list(zip(prompt_ids, options, strict=True))])
-        answers: list[Any] = [None]
         with shared_errors():
-            if self._is_main:
-                rows = [row for of_one in by_process for row in of_one]
-                self._check_prompts(rows)
-                rest = iter(self._client.write(rows))
-                answers = [[[next(rest) for _ in of_one] for of_one in by_process]]
-        (of_each,) = broadcast_object_list(answers)
-        mine: list[Completion] = of_each[self._process]
-        return mine
+            found = dict(self.write_each(prompt_ids, options))
+        return [found[number] for number in range(len(prompt_ids))]
 
     def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Responses[Completion]:
         """Generates as `write`, without other processes, and returns rows as they end. All requests have begun then."""
-        rows = list(zip(prompt_ids, options, strict=True))
-        self._check_prompts(rows)
-        return self._client.write_each(rows)
-
-    def _check_prompts(self, rows: list[Row]) -> None:
         # SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary.
-        for number, (ids, _) in enumerate(rows):
-            if not ids or not all(type(token) is int and 0 <= token < self._vocabulary for token in ids):
+        for number, ids in enumerate(prompt_ids):
+            if not ids or not all(type(token) is int and 0 <= token < self.vocabulary for token in ids):
                 raise ValueError(
                     f"Prompt {number} of a batch, {shown(ids)}, cannot be sent to {self.name}: expected token ids from "
-                    f"0 to {self._vocabulary - 1}, at least one."
+                    f"0 to {self.vocabulary - 1}, at least one."
                 )
+        bodies = [
+            self.body(ids, own) if len(ids) <= self.facts.longest_prompt else None
+            for ids, own in zip(prompt_ids, options, strict=True)
+        ]
+        if long := bodies.count(None):
+            logger.warning(
+                f"{long} prompts of a batch exceed {self.facts.longest_prompt} tokens, the limit of {self.name}: their "
+                "completions are empty."
+            )
+        version = self.version  # of now: newer weights may be sent before a response is read
+
+        def read(number: int, response: Response) -> Completion:
+            ids, body = prompt_ids[number], bodies[number]
+            if body is None:
+                return Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
+            return self.read(ids, body, version, response)
+
+        return self.http.post_each(self.path, bodies, read)
+
+    def _in_main(self, call: Callable[[], T]) -> T | None:
+        """Calls it in the main process alone, whose error is raised in all."""
+        with shared_errors():
+            return call() if self._is_main else None
+
+    def connect(self, vocabulary: int, device: torch.device) -> None:
+        """Connects to send the weights of a student, which has so many tokens and is on a device."""
+        self.vocabulary = vocabulary
+        self.device = self._in_main(lambda: self.open(device)) or device  # where weights have to be from now on
+
+    def check_connected(self) -> None:
+        """Raises `ServerError` if it was closed, or weights cannot be sent any more."""
+        self._in_main(self.connected)
 
     def load(self, stream: Stream) -> None:
         """Replaces all weights; all processes iterate over the stream, and the main one sends it."""
         with shared_errors(), stream:
             if self._is_main:
-                self._client.update(stream)
+                self.update(stream)
         # With it each process checks which weights its completions are from.
-        (self._client.version,) = broadcast_object_list([self._client.version])
+        (self.version,) = broadcast_object_list([self.version])
 
     def forget_prefixes(self) -> None:
-        with shared_errors():
-            if self._is_main:
-                self._client.forget_prefixes()
+        """Resets the prefix cache, which was computed with earlier weights."""
+        self._in_main(self.reset_prefixes)
 
-    def wipe_cache(self) -> None:
+    def wipe_cache(self) -> None:  # noqa: B027
         """No-op: the server loaded real weights; its cache holds no NaNs."""
 
-    def close(self) -> None:
-        """Disconnects from the server, so that another training run can use it."""
-        if self._is_main:
-            self._client.close()
 
-
-class ServedRollout(SyncedRollout[ServerEngine]):
+class ServedRollout(SyncedRollout[GenerationClient]):
     """A rollout with a server, which has its own device and does not sleep; the student itself is not changed.
 
     Args:
@@ -233,7 +232,8 @@ class ServedRollout(SyncedRollout[ServerEngine]):
         self._loads = 0
 
     def __str__(self) -> str:
-        return f"{self._client.article} {self._client.kind.name} server at {self._client.url}"
+        name = self._client.kind.name
+        return f"{'an' if name == 'SGLang' else 'a'} {name} server at {self._client.url}"
 
     def bind(self, trainer: Host) -> None:
         """Compares the server's configuration with the student's, and connects for weight syncs.
@@ -244,18 +244,18 @@ class ServedRollout(SyncedRollout[ServerEngine]):
             ValueError: Student, device and server are incompatible.
         """
         check_student(trainer)
-        engine = ServerEngine(trainer, self._client)
+        engine, vocabulary = self._client, model_shape(trainer.model)[0]
         dtype = self._common_dtype(trainer, engine)
         sampling = self._client.sampling(self.args, list(trainer.eos_token_ids))
-        if masked := [*range(trainer.limits.vocabulary, model_shape(trainer.model)[0]), *trainer.placeholders]:
+        if masked := [*range(trainer.limits.vocabulary, vocabulary), *trainer.placeholders]:
             never = {str(token): self._client.min_bias for token in masked}
             sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **never}
         self._cancel_streams()
-        engine.connect()
+        engine.connect(vocabulary, trainer.accelerator.device)
         logger.info(f"Weight sync with {engine.name}: 'full', because an adapter alone cannot be sent to a server.")
         self.set_up(trainer, engine, sampling, dtype)
 
-    def _common_dtype(self, trainer: Host, engine: ServerEngine) -> torch.dtype:
+    def _common_dtype(self, trainer: Host, engine: GenerationClient) -> torch.dtype:
         """The less precise of the dtypes that server and student compute in."""
         served, dtype, context = engine.facts.dtype, dtype_of(trainer), trainer.limits.context
         name = self._client.kind.name
@@ -367,14 +367,15 @@ class ServedRollout(SyncedRollout[ServerEngine]):
 
 @contextmanager
 def shared_errors() -> Iterator[None]:
-    """Raises an error of the main process in all, as `ServerError`, so that none waits for it. Collective."""
+    """Raises an error of any process in all, elsewhere as `ServerError`, so that none waits for it. Collective."""
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    (message,) = broadcast_object_list([None if error is None else str(error)])
+    messages = gather_object([None if error is None else str(error)])
     if error is not None:
         raise error
-    if message is not None:  # in another process, to which the error itself cannot always be sent
-        raise ServerError(message)
+    for message in messages:
+        if message is not None:  # the error itself cannot always be sent
+            raise ServerError(message)

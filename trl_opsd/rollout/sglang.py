@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -18,17 +16,12 @@ from trl_opsd._compat.server import pydantic
 from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
-from trl_opsd.http.client import Count, Response, Responses, Schema, ServerKind, TokenId, shown
+from trl_opsd.http.client import Count, Response, Schema, ServerKind, TokenId, shown
 from trl_opsd.http.urls import ROLLOUT_TOKEN
-from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.served import Facts, GenerationClient
 from trl_opsd.rollout.weight_sync import buckets
 from trl_opsd.types import Completion
 
-logger = logging.getLogger(__name__)
-
-_MAX_PENALTY = 2.0
-"""The largest repetition penalty that SGLang accepts."""
 _IDLE_SECONDS = 10.0
 """A server may still be ending requests that it has answered, or whose connection was closed."""
 _BYTES_PER_SECOND = 1e7
@@ -57,17 +50,9 @@ def sampling_params(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
                 f"`generation_kwargs={{{name!r}: {value!r}}}` is not an option of a rollout with SGLang: expected one "
                 f"of {', '.join(_KNOWN)}."
             )
-    try:
-        json.dumps(given, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`generation_kwargs={given}` cannot be sent to SGLang: {error}.") from error
     if given.get("ignore_eos") and given.get("stop_token_ids"):
         raise ValueError(
             f"`generation_kwargs={given}`: SGLang's 'ignore_eos' ignores 'stop_token_ids' as well: remove one of them."
-        )
-    if (args.repetition_penalty or 1.0) > _MAX_PENALTY:
-        raise ValueError(
-            f"`repetition_penalty={args.repetition_penalty}`: SGLang supports values up to {_MAX_PENALTY}: lower it."
         )
     return {
         "temperature": args.temperature,
@@ -105,60 +90,20 @@ class _Row(Schema):
     output_ids: list[TokenId]
     meta_info: _Meta
 
-    def completion(
-        self, ids: list[int], sampling: dict[str, Any], scored: bool, scored_prompt: bool, version: str | None
-    ) -> Completion:
-        """The completion of a prompt; a `ServerError` unless it ended as requested, and is of weights `version`."""
-        meta = self.meta_info
-        if meta.prompt_tokens != len(ids):
-            raise ServerError(f"The SGLang server counted {meta.prompt_tokens} tokens in a prompt of {len(ids)}.")
-        self._check_end(sampling)
-        found = {meta.weight_version, *(span.version for span in meta.weight_versions or ())}
-        if version and found != {version}:
-            raise ServerError(
-                f"The SGLang server generated with the weights {sorted(map(str, found))}, but {version!r} were sent "
-                "last: another program sent it weights. Use it for a single training run."
-            )
-        return Completion(
-            prompt_ids=ids,
-            completion_ids=self.output_ids,
-            prompt_logprobs=_logprobs(meta.input_token_logprobs, ids[1:]) if scored_prompt else [],
-            logprobs=_logprobs(meta.output_token_logprobs, self.output_ids) if scored else [],
-        )
-
-    def _check_end(self, sampling: dict[str, Any]) -> None:
+    def check_end(self, sampling: dict[str, Any]) -> None:
+        """Raises `ServerError` unless it ended as requested."""
         ids, reason = self.output_ids, self.meta_info.finish_reason
         limit, ends, kind = sampling["max_new_tokens"], sampling["stop_token_ids"], reason.get("type")
         if kind == "length" and len(ids) == limit:
             return
-        if kind == "stop" and ids and ids[-1] == reason.get("matched"):
-            if ids[-1] in ends or any(sampling.get(grammar) for grammar in _GRAMMARS):
-                return
-            raise ServerError(
-                f"The SGLang server ended a completion at token {ids[-1]}, an end token of its own model; the "
-                f"student's are {ends}. Start it with a checkpoint that has the same end tokens."
-            )
+        is_stopped = kind == "stop" and bool(ids) and ids[-1] == reason.get("matched")
+        if is_stopped and (ids[-1] in ends or any(sampling.get(grammar) for grammar in _GRAMMARS)):
+            return
+        hint = " Start it with a checkpoint that has the student's end tokens." if is_stopped else ""
         raise ServerError(
             f"The SGLang server generated {len(ids)} tokens and reported the finish reason {shown(reason)}: expected "
-            f"{limit} tokens, or fewer with one of {shown(ends)} as the last."
+            f"{limit} tokens, or fewer with one of {shown(ends)} as the last.{hint}"
         )
-
-
-class _Rows(pydantic.RootModel[list[_Row]]):
-    """The rows of a response."""
-
-
-def _completions(response: Response, body: dict[str, Any], version: str | None) -> list[Completion]:
-    """The completions of a request's prompts, in their order, which have to be of the weights `version`."""
-    rows, prompts = response.parse(_Rows).root, body["input_ids"]
-    if len(rows) != len(prompts):
-        raise ServerError(f"The SGLang server returned {len(rows)} rows for {len(prompts)} prompts.")
-    told = zip(rows, prompts, body["sampling_params"], body["return_logprob"], body["logprob_start_len"], strict=True)
-    return [row.completion(ids, sampling, scored, not start, version) for row, ids, sampling, scored, start in told]
-
-
-def _empty(ids: list[int]) -> Completion:
-    return Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
 
 
 def _logprobs(entries: list[_Logprob] | None, ids: list[int]) -> list[float]:
@@ -202,8 +147,8 @@ class SGLangClient(GenerationClient):
         token=ROLLOUT_TOKEN,
         health_seconds=30.0,  # the check generates a token, which takes a second, and up to 20 on a busy server
     )
+    path = "/generate"
     longer_context = "a larger `--context-length` or more memory for its cache"
-    article = "an"
     min_bias = -1e9  # JSON has no infinity
     sampling = staticmethod(sampling_params)
     _group: WeightGroup | None = None
@@ -233,61 +178,44 @@ class SGLangClient(GenerationClient):
             )
         return Facts(
             dtype=getattr(torch, dtype),
-            context=info.max_req_input_len - 1 + _AFTER_LONGEST + _UNUSED,  # the server refuses a prompt of this length
+            context=info.max_req_input_len - 1 + _AFTER_LONGEST + _UNUSED,
+            longest_prompt=info.max_req_input_len - 1,  # the server refuses one of this length
             block_size=info.page_size,
             device=info.device,
             workers=info.tp_size,
         )
 
-    def write(self, rows: Sequence[Row]) -> list[Completion]:
-        """Generates one completion for each prompt, in one request, so that the server can fill its batches."""
-        found = [_empty(ids) for ids, _ in rows]
-        if fitting := self._fitting(rows):
-            body, version = self._body([rows[number] for number in fitting]), self.version
-            completions = _completions(self.http.post("/generate", json=body), body, version)
-            for number, completion in zip(fitting, completions, strict=True):
-                found[number] = completion
-        return found
+    def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
+        sampling = {name: value for name, value in options.items() if name not in _OF_THE_PROTOCOL}
+        most = min(options["max_tokens"], self.facts.context - _UNUSED - len(ids))
+        of_prompt = options.get("prompt_logprobs") is not None
+        return {
+            "input_ids": ids,
+            "sampling_params": {"stop_token_ids": [], **sampling, "max_new_tokens": most},
+            "return_logprob": of_prompt or options.get("logprobs") is not None,
+            "logprob_start_len": 0 if of_prompt else -1,
+        }
 
-    def write_each(self, rows: Sequence[Row]) -> Responses[Completion]:
-        version = self.version  # of now: newer weights may be sent before a response is read
-        bodies = {number: self._body([rows[number]]) for number in self._fitting(rows)}
-
-        def read(number: int, response: Response) -> Completion:
-            if number not in bodies:
-                return _empty(rows[number][0])
-            return _completions(response, bodies[number], version)[0]
-
-        return self.http.post_each("/generate", [bodies.get(number) for number in range(len(rows))], read)
-
-    def _fitting(self, rows: Sequence[Row]) -> list[int]:
-        """The numbers of the prompts that fit the server; a prompt that fills its context gets an empty completion."""
-        longest = self.facts.context - _UNUSED - _AFTER_LONGEST
-        fitting = [number for number, (ids, _) in enumerate(rows) if len(ids) <= longest]
-        if len(fitting) < len(rows):
-            logger.warning(
-                f"{len(rows) - len(fitting)} prompts of a batch exceed {longest} tokens, the limit of the SGLang "
-                "server: their completions are empty."
+    def read(self, ids: list[int], body: dict[str, Any], version: str | None, response: Response) -> Completion:
+        found = response.parse(_Row)
+        meta = found.meta_info
+        if meta.prompt_tokens != len(ids):
+            raise ServerError(f"The SGLang server counted {meta.prompt_tokens} tokens in a prompt of {len(ids)}.")
+        found.check_end(body["sampling_params"])
+        versions = {meta.weight_version, *(span.version for span in meta.weight_versions or ())}
+        if version and versions != {version}:
+            raise ServerError(
+                f"The SGLang server generated with the weights {sorted(map(str, versions))}, but {version!r} were sent "
+                "last: another program sent it weights. Use it for a single training run."
             )
-        return fitting
+        return Completion(
+            prompt_ids=ids,
+            completion_ids=found.output_ids,
+            prompt_logprobs=_logprobs(meta.input_token_logprobs, ids[1:]) if not body["logprob_start_len"] else [],
+            logprobs=_logprobs(meta.output_token_logprobs, found.output_ids) if body["return_logprob"] else [],
+        )
 
-    def _body(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """The body of a request for completions, with options for each prompt."""
-        room = self.facts.context - _UNUSED
-        body: dict[str, list[Any]] = {
-            "input_ids": [], "sampling_params": [], "return_logprob": [], "logprob_start_len": [],
-        }  # fmt: skip
-        for ids, options in rows:
-            sampling = {name: value for name, value in options.items() if name not in _OF_THE_PROTOCOL}
-            most = min(options["max_tokens"], room - len(ids))
-            of_prompt = options.get("prompt_logprobs") is not None
-            body["input_ids"].append(ids)
-            body["sampling_params"].append({"stop_token_ids": [], **sampling, "max_new_tokens": most})
-            body["return_logprob"].append(of_prompt or options.get("logprobs") is not None)
-            body["logprob_start_len"].append(0 if of_prompt else -1)
-        return body
-
-    def connect(self, device: torch.device) -> torch.device:
+    def open(self, device: torch.device) -> torch.device:
         """Joins a process group with the server's workers to broadcast weights; returns where these have to be."""
         with suppress(ServerError):  # another server may be at this address now
             self.close()  # a connection of another student
@@ -367,7 +295,7 @@ class SGLangClient(GenerationClient):
         for one in sent:
             one.wait()
 
-    def forget_prefixes(self) -> None:
+    def reset_prefixes(self) -> None:
         response = self.http.post("/flush_cache", params={"timeout": _IDLE_SECONDS})
         if response.status != 200:
             raise ServerError(

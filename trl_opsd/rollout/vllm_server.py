@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import socket
-from collections import defaultdict
-from collections.abc import Callable, Sequence
 from time import monotonic, sleep
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
@@ -22,9 +19,8 @@ from trl_opsd._compat.trl import VLLMClient
 from trl_opsd._compat.vllm.supported import HEAD, may_have_head
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
-from trl_opsd.http.client import Count, HTTPClient, Response, Responses, Schema, ServerKind, TokenId
+from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
 from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine
-from trl_opsd.rollout.base import Row
 from trl_opsd.rollout.served import Facts, GenerationClient
 from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Stream
@@ -40,20 +36,15 @@ _ABORT_SECONDS = 10.0
 # ---- Responses -------------------------------------------------------------------------------------------------------
 
 
-def _at(key: str, *path: str | int, **default: Any) -> Any:
-    """A value inside of a response."""
-    return pydantic.Field(validation_alias=pydantic.AliasPath(key, *path), **default)
-
-
 class _Models(Schema):
-    first: str = _at("data", 0, "id")
+    first: str = at("data", 0, "id")
 
 
 class _Info(Schema):
-    dtype: str = _at("vllm_config", "model_config", "dtype")
-    max_model_len: Count = _at("vllm_config", "model_config", "max_model_len")
-    block_size: Count = _at("vllm_config", "cache_config", "block_size")
-    weight_transfer_config: Any = _at("vllm_config", "weight_transfer_config", default=None)
+    dtype: str = at("vllm_config", "model_config", "dtype")
+    max_model_len: Count = at("vllm_config", "model_config", "max_model_len")
+    block_size: Count = at("vllm_config", "cache_config", "block_size")
+    weight_transfer_config: Any = at("vllm_config", "weight_transfer_config", default=None)
 
 
 class _WorldSize(Schema):
@@ -69,40 +60,14 @@ class _TokenLogprob(Schema):
 
 
 class _Choice(Schema):
-    index: int
     token_ids: list[TokenId]
     prompt_token_ids: list[TokenId]
-    logprobs: list[pydantic.FiniteFloat] = _at("logprobs", "token_logprobs", default=[])
+    logprobs: list[pydantic.FiniteFloat] = at("logprobs", "token_logprobs", default=[])
     prompt_logprobs: list[dict[str, _TokenLogprob] | None] | None = None
-
-    def completion(self, ids: list[int], options: dict[str, Any]) -> Completion:
-        """The completion of a prompt; a `ServerError` without the log-probabilities requested."""
-        logprobs = self.logprobs if options.get("logprobs") is not None else []
-        of_prompt: list[float] = []
-        if options.get("prompt_logprobs") is not None:  # the first token has no context
-            scored = zip(self.prompt_logprobs or (), ids, strict=False)
-            of_prompt = [entry[str(token)].logprob for entry, token in scored if entry and str(token) in entry]
-        for name, found, expected in (("logprobs", logprobs, self.token_ids), ("prompt_logprobs", of_prompt, ids[1:])):
-            if options.get(name) is not None and len(found) != len(expected):
-                raise ServerError(
-                    f"The vLLM server returned {len(found)} of {len(expected)} log-probabilities, {name}."
-                )
-        return Completion(
-            prompt_ids=self.prompt_token_ids, completion_ids=self.token_ids, prompt_logprobs=of_prompt,
-            logprobs=logprobs,
-        )  # fmt: skip
 
 
 class _Completions(Schema):
-    choices: list[_Choice]
-
-
-def _completions(response: Response, rows: Sequence[Row]) -> list[Completion]:
-    """The completions of a request's prompts, in their order."""
-    choices = sorted(response.parse(_Completions).choices, key=lambda one: one.index)  # the API promises no order
-    if len(choices) != len(rows):
-        raise ServerError(f"The vLLM server returned {len(choices)} completions for {len(rows)} prompts.")
-    return [choice.completion(*row) for choice, row in zip(choices, rows, strict=True)]
+    choices: Annotated[list[_Choice], pydantic.Field(min_length=1, max_length=1)]
 
 
 # ---- Requests --------------------------------------------------------------------------------------------------------
@@ -120,6 +85,7 @@ class VLLMServerClient(GenerationClient):
         token=ROLLOUT_TOKEN,
         health_seconds=10.0,
     )
+    path = "/v1/completions"
     longer_context = "a larger `--max-model-len`"
     min_bias = -100.0  # the lowest that a server accepts
     sampling = staticmethod(request_options)
@@ -169,33 +135,31 @@ class VLLMServerClient(GenerationClient):
                 f"The vLLM server at {self.url} cannot be sent weights: start it with "
                 """`--weight-transfer-config '{"backend": "nccl"}'`, as described in docs/generation.md."""
             )
-        dtype = getattr(torch, info.dtype.removeprefix("torch."))
-        return Facts(model=model, dtype=dtype, context=info.max_model_len, block_size=info.block_size)
+        dtype, length = getattr(torch, info.dtype.removeprefix("torch.")), info.max_model_len
+        return Facts(model=model, dtype=dtype, context=length, longest_prompt=length, block_size=info.block_size)
 
-    def write(self, rows: Sequence[Row]) -> list[Completion]:
-        """Generates one completion for each prompt, with one request for all prompts with the same options."""
-        by_options: dict[str, list[int]] = defaultdict(list)
-        for number, (_, options) in enumerate(rows):
-            by_options[json.dumps(options, sort_keys=True)].append(number)
-        numbers = list(by_options.values())
-        found: dict[int, Completion] = {}
-        for group, completions in self._post([[rows[number] for number in group] for group in numbers]):
-            found.update(zip(numbers[group], completions, strict=True))
-        return [found[number] for number in range(len(rows))]
-
-    def write_each(self, rows: Sequence[Row]) -> Responses[Completion]:
-        return self._post([[row] for row in rows], lambda completions: completions[0])
-
-    def _post(self, groups: Sequence[Sequence[Row]], take: Callable[[list[Completion]], Any] = list) -> Responses[Any]:
-        """Sends one request for each group of prompts with the same options."""
+    def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
         # Ids instead of text, which does not determine the ids.
         same = {"model": self.facts.model, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        bodies = [{**same, **rows[0][1], "prompt": [ids for ids, _ in rows]} for rows in groups]
-        return self.http.post_each(
-            "/v1/completions", bodies, lambda number, response: take(_completions(response, groups[number]))
-        )
+        return {**same, **options, "prompt": ids}
 
-    def connect(self, device: torch.device) -> torch.device:
+    def read(self, ids: list[int], body: dict[str, Any], version: str | None, response: Response) -> Completion:
+        (choice,) = response.parse(_Completions).choices
+        scores: dict[str, list[float]] = {"logprobs": [], "prompt_logprobs": []}
+        if body.get("logprobs") is not None:
+            scores["logprobs"] = self._each(choice.logprobs, choice.token_ids, "logprobs")
+        if body.get("prompt_logprobs") is not None:  # the first token has no context
+            scored = zip(choice.prompt_logprobs or (), ids, strict=False)
+            found = [entry[str(token)].logprob for entry, token in scored if entry and str(token) in entry]
+            scores["prompt_logprobs"] = self._each(found, ids[1:], "prompt_logprobs")
+        return Completion(prompt_ids=choice.prompt_token_ids, completion_ids=choice.token_ids, **scores)
+
+    def _each(self, found: list[float], tokens: list[int], name: str) -> list[float]:
+        if len(found) != len(tokens):
+            raise ServerError(f"The vLLM server returned {len(found)} of {len(tokens)} log-probabilities, {name}.")
+        return found
+
+    def open(self, device: torch.device) -> torch.device:
         """Connects to send weights; a server on this machine is met on loopback, not on a public address.
 
         An earlier connection of this process over the same port is closed: only one client at a time can have it.
@@ -227,11 +191,11 @@ class VLLMServerClient(GenerationClient):
     def update(self, stream: Stream) -> None:
         """Replaces all weights while no row is generated: new weights during a decoding step would end the server."""
         sender = self.connected()
-        self.forget_prefixes()
+        self.reset_prefixes()
         sender.update_named_params(stream.announced(), iter(stream))
 
-    def forget_prefixes(self) -> None:
-        """Resets the prefix cache, which was computed with earlier weights; waits for rows that are being cancelled."""
+    def reset_prefixes(self) -> None:
+        """Resets the prefix cache; waits for rows that are being cancelled."""
         began = monotonic()
         while True:
             response = self.http.post("/reset_prefix_cache", json={}).check_status()

@@ -90,9 +90,9 @@ def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
 def check_up(args: OPSDConfig) -> None:
     """Waits until all servers of teachers are up; a `ValueError` if one is not in time."""
     for urls in servers(args).values():
-        from trl_opsd.teacher.replicas import Replicas  # needs aiohttp, which may be absent where no server is used
+        from trl_opsd.teacher.servers import TeacherServers  # needs aiohttp, which may be absent without servers
 
-        Replicas(urls, deadline(args), args.teacher_server_timeout)
+        TeacherServers(urls, deadline(args), args.teacher_server_timeout)
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:

@@ -18,10 +18,11 @@ from torch import Tensor, distributed
 from tqdm import tqdm
 
 from trl_opsd.http.client import warn_in_main
+from trl_opsd.http.in_turn import WrongAnswerError
 from trl_opsd.models.backbone import check_no_holes, shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
-from trl_opsd.teacher.replicas import Expected, Replicas, WrongStatesError, are_same, distance, word
+from trl_opsd.teacher.servers import Expected, TeacherServers, are_same, distance, word
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import Keeper
 
@@ -39,7 +40,7 @@ class _Row(NamedTuple):
 
 
 class ServedTeacher(Teacher):
-    """A frozen causal language model behind `vllm serve` (task `token_embed`) or `python -m trl_opsd.teacher.serve`."""
+    """A frozen causal language model behind `vllm serve` (task `token_embed`)."""
 
     def __init__(
         self,
@@ -56,24 +57,24 @@ class ServedTeacher(Teacher):
         # `revision`. `deadline` limits a batch over all attempts, `timeout` the wait for servers at the start.
         self._path, self._urls = path, tuple(urls)
         self._cache_device, self._progress = cache_device, progress
-        self._replicas = Replicas(urls, deadline, timeout)
+        self._servers = TeacherServers(urls, deadline, timeout)
         checkpoint = CheckpointHead(path, options)
         self.config = checkpoint.config
         self._context = _smallest(
             getattr(self.config.get_text_config(), "max_position_embeddings", None),
-            None if self._replicas.context is None else self._replicas.context + 1,  # the last token is not sent
+            None if self._servers.context is None else self._servers.context + 1,  # the last token is not sent
         )
-        self._probe = self._replicas.prove(Expected(path, checkpoint.width, checkpoint.norm), checkpoint.vocabulary)
-        self._head = checkpoint.head(self._replicas.dtype, device)
+        self._probe = self._servers.prove(Expected(path, checkpoint.width, checkpoint.norm), checkpoint.vocabulary)
+        self._head = checkpoint.head(self._servers.dtype, device)
         self._expected: dict[_Row, Future[Tensor]] = {}
         self._alone: tuple[_Row, Future[Tensor]] | None = None
         self._warn(checkpoint)
 
     def __str__(self) -> str:
-        dtype = word(self._replicas.dtype)
+        dtype = word(self._servers.dtype)
         rows, width = shape_of(self._head)
         return (
-            f"{self._path!r} behind {' and '.join(self._urls)}, which send {width * self._replicas.dtype.itemsize} "
+            f"{self._path!r} behind {' and '.join(self._urls)}, which send {width * self._servers.dtype.itemsize} "
             f"bytes per token, in {dtype}; its head, {rows} x {width}, on {self._head.weight.device}"
         )
 
@@ -86,18 +87,18 @@ class ServedTeacher(Teacher):
         return self._context
 
     def compare_processes(self) -> None:
-        """Raises `WrongStatesError` if the servers of other processes have another teacher. Collective."""
+        """Raises `WrongAnswerError` if the servers of other processes have another teacher. Collective."""
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
         # Processes may reach different servers under the same address.
-        found = gather_object([(self._urls, self._probe, self._replicas.dtype, self._context)])
+        found = gather_object([(self._urls, self._probe, self._servers.dtype, self._context)])
         urls, states, dtype, _ = found[0]
         for process, (their_urls, their_states, their_dtype, _) in enumerate(found):
             is_shape = their_states.shape == states.shape
             if is_shape and their_dtype == dtype and are_same(their_states, states):
                 continue
             apart = f"{distance(their_states, states):.2g} times their length apart, " if is_shape else ""
-            raise WrongStatesError(
+            raise WrongAnswerError(
                 f"The teacher's servers of process 0 ({', '.join(urls)}) and of process {process} "
                 f"({', '.join(their_urls)}) return different states for the same tokens, {apart}in {word(dtype)} and "
                 f"{word(their_dtype)}: start all with the same checkpoint, revision and `--dtype`; 127.0.0.1 is a "
@@ -106,7 +107,7 @@ class ServedTeacher(Teacher):
         self._context = _smallest(*(context for *_, context in found))
 
     def expect(self, rollout: Rollout) -> None:
-        width = shape_of(self._head)[1] * self._replicas.dtype.itemsize
+        width = shape_of(self._head)[1] * self._servers.dtype.itemsize
         kept = sum(len(row.ids) for row in self._expected) * width
         for row in self._rows(rollout):
             if row is None or row in self._expected:
@@ -114,7 +115,7 @@ class ServedTeacher(Teacher):
             kept += len(row.ids) * width
             if kept > _EXPECTED_BYTES:  # the rest is requested when it is needed
                 return
-            self._expected[row] = self._replicas.start(row.ids)
+            self._expected[row] = self._servers.start(row.ids)
 
     def forget_expected(self) -> None:
         for future in self._expected.values():
@@ -132,7 +133,7 @@ class ServedTeacher(Teacher):
         self._alone = next(iter(reading.items())) if len(rows) == len(reading) == 1 else None
         last = {row: number for number, row in enumerate(rows)}
         keeper = Keeper(rollout.weights, self._cache_device)
-        no_states = torch.empty(0, shape_of(self._head)[1], dtype=self._replicas.dtype)
+        no_states = torch.empty(0, shape_of(self._head)[1], dtype=self._servers.dtype)
         bar = tqdm(rows, desc="teach", unit="row", delay=5, leave=False, disable=not self._progress)
         try:
             for number, row in enumerate(bar):
@@ -153,7 +154,7 @@ class ServedTeacher(Teacher):
         # A request that failed since then, perhaps in an earlier training, is repeated.
         if found is not None and not (found.done() and (found.cancelled() or found.exception())):
             return found
-        return self._replicas.start(row.ids)
+        return self._servers.start(row.ids)
 
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
         """The tokens to score for each row; `None` where no token counts."""
@@ -177,7 +178,7 @@ class ServedTeacher(Teacher):
 
     def _warn(self, checkpoint: CheckpointHead) -> None:
         """Warns of what cannot be verified or may not be meant."""
-        served, ours = self._replicas.source.rstrip("/"), self._path.rstrip("/")
+        served, ours = self._servers.source.rstrip("/"), self._path.rstrip("/")
         if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
             warn_in_main(
                 f"The teacher's server reports that it serves {served!r}, but the head is loaded from {ours!r}: make "
@@ -188,9 +189,9 @@ class ServedTeacher(Teacher):
                 f"{ours!r} has no known final norm, so states of another model of the same width would not be detected."
             )
         stored = checkpoint.dtype
-        if self._replicas.dtype != stored:
+        if self._servers.dtype != stored:
             warn_in_main(
-                f"The teacher's server computes in {self._replicas.dtype} and the checkpoint is in {stored}: start it "
+                f"The teacher's server computes in {self._servers.dtype} and the checkpoint is in {stored}: start it "
                 f"with `--dtype {word(stored)}` if that is not meant."
             )
 

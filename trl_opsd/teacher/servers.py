@@ -1,0 +1,253 @@
+"""The servers of one teacher, by vLLM's pooling API: a row of token ids each, never text, and its states are checked.
+
+L tokens of a row · M states of an answer · H hidden width
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_opsd.http.client import MIB, Background, Count, HTTPClient, Schema, ServerKind, at
+from trl_opsd.http.in_turn import InTurn, WrongAnswerError
+from trl_opsd.http.urls import TEACHER_TOKEN
+from trl_opsd.teacher.checkpoint_head import FinalNorm
+
+START = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_embed"}\''
+"""How to start a server, for messages."""
+
+KIND = ServerKind(
+    name="teacher",
+    subject="The teacher's server",
+    address="`teacher_server_url`",
+    timeout="teacher_server_timeout",
+    start=f"with `{START}`",
+    token=TEACHER_TOKEN,
+    health_seconds=10.0,
+)
+_NAME = "the teacher's servers"
+_PROBE_SECONDS = 30.0
+"""Minimum deadline for a server's first two rows, which are short."""
+_ZEROED = 1e-6
+"""Relative distance of the states of two tokens below which the weights must be zero, however small embeddings are."""
+_ABOVE = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+"""Largest excess of the root mean square of the norm's input over 1 that rounding explains."""
+_BELOW = 0.9
+"""Least median of it: a norm's epsilon lowers it where the residual stream is tiny. Measured 0.9976."""
+_SAME = 0.1
+"""Relative distance of two states of one token that neither half precision nor other kernels reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is known of a teacher's states before any was seen."""
+
+    path: str
+    """The checkpoint, for messages."""
+    width: int
+    """H."""
+    norm: FinalNorm | None
+    """The norm that made the states; `None` if unknown."""
+
+    def states(self, asked: str, content: bytearray, tokens: int, dtype: torch.dtype) -> Tensor:
+        """The states of a row, [L, H], in the memory of the answer; raises `WrongAnswerError` for others."""
+        # Each number is checked, in about 1 ns. `asked` is the beginning of messages.
+        row_bytes = self.width * dtype.itemsize
+        if len(content) % row_bytes or len(content) < min(tokens, 2) * row_bytes:
+            last = (
+                f" Was only the last token pooled? Start the server with `{START}`."
+                if len(content) <= row_bytes
+                else ""
+            )
+            raise WrongAnswerError(
+                f"{asked} returned {len(content)} bytes for {tokens} tokens, expected {tokens * row_bytes}: {tokens} "
+                f"states of {self.width} numbers in {word(dtype)}.{last} It has to serve {self.path!r}."
+            )
+        states_MH = torch.frombuffer(content, dtype=dtype).view(-1, self.width)
+        # More states than tokens are accepted where the surplus repeats the row's beginning.
+        if len(states_MH) < tokens or not _repeats(states_MH[:-tokens], states_MH[-tokens:]):
+            raise WrongAnswerError(
+                f"{asked} returned {len(states_MH)} states for {tokens} tokens: expected one per token; start it with "
+                f"`{START}`."
+            )
+        states_LH = states_MH[-tokens:]
+        self._check(asked, states_LH)
+        return states_LH
+
+    def _check(self, asked: str, states_LH: Tensor) -> None:
+        rms_L = (self.norm or FinalNorm(torch.ones(self.width), torch.zeros(self.width))).rms(states_LH)
+        lowest, highest, median = (float(one) for one in (rms_L.min(), rms_L.max(), rms_L.median()))
+        if not highest < math.inf and (places := (~states_LH.isfinite().all(-1)).nonzero().flatten().tolist()):
+            raise WrongAnswerError(
+                f"{asked} returned NaN or infinite states at {len(places)} of {len(states_LH)} tokens, the first at "
+                f"{places[0]}: check its weights and dtype; start it with the checkpoint's `--dtype`."
+            )
+        if self.norm is None or (highest <= 1 + _ABOVE[states_LH.dtype] and median >= _BELOW):
+            return
+        # A pooler's default normalisation is the likeliest cause, and has its own remedy.
+        if ((states_LH.float().norm(dim=-1) - 1).abs() < 1e-2).all():
+            raise WrongAnswerError(
+                f"{asked} returned states normalised to length 1, although the request sets `use_activation: false`: "
+                "turn off normalisation in the server, or use vLLM 0.31 or 0.32."
+            )
+        raise WrongAnswerError(
+            f"{asked} returned states that cannot come from the final norm of {self.path!r}: with its weight divided "
+            f"out, their root mean square is {lowest:.3g} to {highest:.3g}, expected 1. It serves another model, "
+            f"revision or layer: start it with {self.path!r}, and without anything that changes the states."
+        )
+
+
+def served_dtype(states: Tensor) -> torch.dtype:
+    """The dtype that states were computed in, from float32 values: the smallest that loses nothing."""
+    halves = (torch.bfloat16, torch.float16)
+    return next((dtype for dtype in halves if torch.equal(states.to(dtype).float(), states)), torch.float32)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Largest distance of two states of a token, relative to their length."""
+    return float(((one - other).float().norm(dim=-1) / other.float().norm(dim=-1).clamp(min=1e-9)).max())
+
+
+def are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether the same model can have given both for the same tokens."""
+    return len(one) == 0 or distance(one, other) < _SAME
+
+
+def _repeats(extra_KH: Tensor, states_LH: Tensor) -> bool:
+    """Whether surplus states are repeated beginnings of the row, as vLLM returns for preempted rows."""
+    # vLLM keeps the states of a row that was preempted and computed again from its first token
+    # (vllm-project/vllm#55192), so that the last L are the whole row. A new request would be preempted as well.
+    at = 0
+    for state_H in extra_KH:
+        if at == len(states_LH) or not are_same(state_H[None], states_LH[at : at + 1]):
+            at = 0
+        if not are_same(state_H[None], states_LH[at : at + 1]):
+            return False
+        at += 1
+    return True
+
+
+def word(dtype: torch.dtype) -> str:
+    """The name of a dtype in options and requests."""
+    return str(dtype).removeprefix("torch.")
+
+
+class _Model(Schema):
+    """The first of the models that are listed; the others are adapters on it."""
+
+    id: str = at("data", 0, "id")
+    """The name that requests must contain."""
+    root: str | None = at("data", 0, "root", default=None)
+    """The path or model id that was loaded."""
+    max_model_len: Count | None = at("data", 0, "max_model_len", default=None)
+    """Maximum tokens of a request; `None` where there is no limit."""
+
+
+class _Server(HTTPClient):
+    """One server, and the model that it serves."""
+
+    model: _Model
+
+    async def connect(self, seconds: float) -> None:
+        """Waits until the server is up, and reads which model it serves; a `ValueError` if it is not up in time."""
+        await self.until_up(seconds)
+        self.model = (await self.request("GET", "/v1/models")).parse(_Model)
+
+    async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
+        """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary."""
+        body: dict[str, Any] = {
+            "model": self.model.id,
+            "input": list(ids),
+            "task": "token_embed",
+            "use_activation": False,  # else they are normalised to length 1
+            "encoding_format": "bytes_only",  # "bytes" describes them in a header, which gets too long
+            "embed_dtype": word(dtype),
+            "endianness": sys.byteorder,
+        }
+        limit = 4 * len(ids) * expected.width * dtype.itemsize + MIB  # vLLM answers preempted rows more than once
+        response = await self.request("POST", "/pooling", json=body, max_bytes=limit, seconds=seconds)
+        hint = " See its log."
+        if response.status == 404 and "does not exist" not in response.text:
+            hint = f" It has no such route: it generates, or is not a vLLM server; start it with `{START}`."
+        elif response.status == 400 and "task" in response.text:
+            hint = f" It was started for another task: start it with `{START}`."
+        response.check_status(hint)
+        # In a thread, because checking a long row would block the other requests of this loop.
+        return await asyncio.to_thread(expected.states, response.request, response.content, len(ids), dtype)
+
+
+class TeacherServers:
+    """All servers of one teacher, whose requests run in a background thread.
+
+    `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and again
+    for their first rows.
+    """
+
+    expected: Expected
+    dtype: torch.dtype
+    """In which the servers compute; known after `prove`."""
+
+    def __init__(self, urls: Sequence[str], deadline: float, timeout: float) -> None:
+        self._timeout = max(timeout, _PROBE_SECONDS)
+        self._background = Background()
+        self._servers = [_Server(KIND, url, KIND.health_seconds, background=self._background) for url in urls]
+        self._in_turn = InTurn(self._servers, _NAME, deadline, "ddp_timeout")
+        for one in [self._background.start(one.connect(timeout)) for one in self._servers]:
+            one.result()
+        model = self._servers[0].model
+        self.source = model.root or model.id  # the path or model id, as the first server reports it
+        contexts = [one.model.max_model_len for one in self._servers]
+        self.context = min((one for one in contexts if one is not None), default=None)
+
+    def prove(self, expected: Expected, vocabulary: int) -> Tensor:
+        """Compares what the servers return for two short rows; returns the states of the first, [L, H], float32."""
+        self.expected, self.dtype = expected, torch.float32
+        # An id outside the vocabulary is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
+        spread = [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
+        # The second row differs in its last token only, which no earlier state may depend on.
+        rows = [spread, [*spread[:-1], spread[0]]]
+        alone = [InTurn([one], _NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        asked = [[self._start(one, row) for row in rows] for one in alone]
+        first = asked[0][0].result()
+        for server, (one, other) in zip(self._servers, asked, strict=True):
+            self._compare(server.url, one.result(), other.result(), first)
+        self.dtype = served_dtype(first)
+        return first
+
+    def _compare(self, url: str, one: Tensor, other: Tensor, first: Tensor) -> None:
+        if not are_same(one[:-1], other[:-1]):
+            raise WrongAnswerError(
+                f"The teacher's server at {url} returns states that depend on later tokens (they move by "
+                f"{distance(one[:-1], other[:-1]):.2g} of their length): its attention is bidirectional, as in "
+                "embedding models; serve the causal language model itself."
+            )
+        if distance(one[-1:], other[-1:]) < _ZEROED:
+            raise WrongAnswerError(
+                f"The teacher's server at {url} returns the same state for different tokens: its weights are "
+                "zeroed or were not loaded; restart it."
+            )
+        if served_dtype(one) != served_dtype(first) or not are_same(one, first):
+            raise WrongAnswerError(
+                f"The teacher's servers at {self._servers[0].url} and {url} return different states for the same "
+                f"tokens, {distance(one, first):.2g} times their length apart, in {served_dtype(first)} and "
+                f"{served_dtype(one)}: start all with the same checkpoint, revision and `--dtype`."
+            )
+
+    def start(self, ids: Sequence[int]) -> Future[Tensor]:
+        """Starts to score a row of L token ids; the future has its states, [L, H], or a `ServerError`."""
+        return self._start(self._in_turn, ids)
+
+    def _start(self, servers: InTurn[_Server], ids: Sequence[int]) -> Future[Tensor]:
+        expected, dtype = self.expected, self.dtype
+        answer = servers.answer(
+            lambda server, seconds: server.states(ids, expected, dtype, seconds), f"scored a row of {len(ids)} tokens"
+        )
+        return self._background.start(answer)
