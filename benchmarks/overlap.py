@@ -77,7 +77,7 @@ class Steps(TrainerCallback):
 class Writing(FixedRollout):
     """Writes all rows at once, each in a time proportional to its length."""
 
-    writes_apart = True
+    generates_out_of_process = True
 
     def __init__(self, completions: dict[tuple[int, ...], list[int]], per_token: float, watch: Watch) -> None:
         super().__init__(completions)

@@ -29,7 +29,7 @@ from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.losses import OutputHead, ReverseKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
-from trl_opsd.teacher.comparison import compared, shares
+from trl_opsd.teacher.comparison import compared, tokens_by_teacher
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
 CRITERIA = (None, *EARLY, *LATE)
@@ -76,7 +76,7 @@ class Batch:
             self.hidden_BCH,
             self.head,
             heads,
-            shares(heads, self.targets, weights_BC, late),
+            tokens_by_teacher(heads, self.targets, weights_BC, late),
             self.rollout,
             None,
             Objective(divergence=ReverseKL()),

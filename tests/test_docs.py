@@ -144,7 +144,8 @@ def test_options_that_a_page_sets_exist(name):
     known = {one.name for one in dataclasses.fields(OPSDConfig)} | set(inspect.signature(OPSDTrainer).parameters)
     known |= {*OF_TRAIN, "dry_run", "teacher_models", "teacher_dtype", "teacher_attn_implementation"}
     of_others = {
-        "writes_apart", "tells_logprobs", "num_shards", "compile", "use_cache", "disable_compile", "dtype", "eos_token",
+        "generates_out_of_process", "returns_logprobs",
+        "num_shards", "compile", "use_cache", "disable_compile", "dtype", "eos_token",
         "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "metric_key_prefix", "device_map", "split_batches", "even_batches",
         "dispatch_batches", "OMP_NUM_THREADS", "spans", "r", "rollout", "target_modules", "enable_thinking",
         "init_lora_weights", "pass_bytes", "bias",

@@ -47,7 +47,7 @@ from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
 from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.checks import TeacherLike
-from trl_opsd.teacher.comparison import compared, shares
+from trl_opsd.teacher.comparison import compared, tokens_by_teacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -317,7 +317,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teachers, objective = self.teaching.teachers, self.current_objective
         # First, as these reads wait for the device, which has no work queued yet.
         host_BC = rollout.weights_on_host()
-        mine = shares(teachers.heads, targets, rollout.weights, objective.selection, host_BC, teachers.origin_head)
+        mine = tokens_by_teacher(
+            teachers.heads, targets, rollout.weights, objective.selection, host_BC, teachers.origin_head
+        )
         hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (
@@ -389,7 +391,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """Whether the loss of the current generation uses them. Engines report those at temperature 1."""
         return (
             self.learns_from_draws
-            and self.rollout.tells_logprobs
+            and self.rollout.returns_logprobs
             and self.model.training
             and self.temperature == 1
             and not self.tools

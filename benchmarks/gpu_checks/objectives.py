@@ -17,7 +17,7 @@ from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.losses import ReverseKL, dense_divergence, streamed_divergence
 from trl_opsd.losses.bytewise import byte_logarithms, bytewise_divergence
 from trl_opsd.losses.dense import dense_byte_logarithms
-from trl_opsd.types import Beside, LazyLogits, Sampled
+from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
 from trl_opsd.types.bytewise import Spelled, byte_head
 
 THIRD = 1.8
@@ -55,14 +55,14 @@ def contrast(found: Findings) -> None:
         found.at_most(f"{name}: time over that without", seconds[name] / seconds["alone"], THIRD, only_gpu=True)
 
 
-def _beside(args: argparse.Namespace, bound: float | None = None, anchor: float = 0.0) -> list[Beside]:
+def _beside(args: argparse.Namespace, bound: float | None = None, anchor: float = 0.0) -> list[ReferenceModel]:
     """Other states of the teacher, and with an anchor those of the student before."""
     others = argparse.Namespace(**{**vars(args), "student_width": args.teacher_width})
     student, teacher = loss.make_pair(others, args.tokens, True)
-    found = [Beside(replace(teacher, hidden=student.hidden.detach()), push=0.5, bound=bound)]
+    found = [ReferenceModel(replace(teacher, hidden=student.hidden.detach()), push=0.5, bound=bound)]
     if anchor:
         origin, _ = loss.make_pair(args, args.tokens, True)
-        found.append(Beside(replace(origin, hidden=origin.hidden.detach() + 0.1), anchor=anchor))
+        found.append(ReferenceModel(replace(origin, hidden=origin.hidden.detach() + 0.1), anchor=anchor))
     return found
 
 

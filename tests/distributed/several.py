@@ -52,7 +52,7 @@ class Numbered(RolloutBackend):
     """
 
     def __init__(self, apart: bool) -> None:
-        self.writes_apart = apart
+        self.generates_out_of_process = apart
 
     def bind(self, trainer: OPSDTrainer) -> None:
         self._trainer = trainer

@@ -14,7 +14,7 @@ from support import tiny
 class Server(Scripted):
     """A script that takes its time for each turn, whoever asks."""
 
-    writes_apart = True
+    generates_out_of_process = True
     seconds = 0.0
 
     def one_by_one(self, prompt_ids: list[list[int]], step: int) -> Any:

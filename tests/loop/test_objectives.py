@@ -202,7 +202,7 @@ class TestPolicyGradient:
 class Told(Apart):
     """Knows what each token was drawn with: a number that follows from the token, its place, and the prompt."""
 
-    tells_logprobs = True
+    returns_logprobs = True
 
     def logprobs(self, prompt_ids, completion_ids):
         return [-(20 + token + place / 64 + sum(prompt_ids) / 8192) for place, token in enumerate(completion_ids)]

@@ -360,7 +360,7 @@ def _rows(rollout):
 class Streaming(Apart):
     """Ends rows one by one in the trainer's own process."""
 
-    writes_apart = False
+    generates_out_of_process = False
 
 
 @pytest.mark.parametrize("kind", [Apart, Streaming])

@@ -14,7 +14,7 @@ from trl_opsd import OPSDTrainer
 from trl_opsd.losses import ForwardKL, LazyLogits, OutputHead, ReverseKL, dense_divergence
 from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import EARLY, LATE, Selection
-from trl_opsd.teacher.comparison import best, compared, shares
+from trl_opsd.teacher.comparison import best, compared, tokens_by_teacher
 from trl_opsd.types import LossParts, Rollout, RowTargets, Sampled, TeacherTargets
 
 CRITERIA = (*EARLY, *LATE)
@@ -146,7 +146,9 @@ def test_kept_share_is_rounded_up_to_whole_tokens(fraction, tokens, kept):
 def share_of(weights_BC, fraction):
     rows, columns = weights_BC.shape
     targets = TeacherTargets.by_row([RowTargets(torch.zeros(columns, 2), torch.arange(columns))] * rows, columns)
-    (share,) = shares([OutputHead(torch.zeros(3, 2))], targets, weights_BC, Selection("student_entropy", fraction))
+    (share,) = tokens_by_teacher(
+        [OutputHead(torch.zeros(3, 2))], targets, weights_BC, Selection("student_entropy", fraction)
+    )
     return share
 
 
@@ -172,7 +174,7 @@ def test_largest_clipped_values_are_kept_not_the_most_negative(divergence):
     head, weights_BC, ids = OutputHead(torch.eye(5)), torch.ones(1, 6), torch.zeros(1, 6, dtype=torch.long)
     rollout = Rollout(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids + 1, weights=weights_BC)
     targets = TeacherTargets.by_row([RowTargets(teacher_CV, torch.arange(6))], 6)
-    given = shares([head], targets, weights_BC, Selection("teacher_divergence", 0.5))
+    given = tokens_by_teacher([head], targets, weights_BC, Selection("teacher_divergence", 0.5))
     objective = Objective(divergence=divergence, kl_clip=0.01)
     found = compared(student_CV[None], head, [head], given, rollout, 6.0, objective, "teacher_divergence")
     of_all = dense_divergence(LazyLogits(student_CV, head), LazyLogits(teacher_CV, head), divergence, kl_clip=0.01)

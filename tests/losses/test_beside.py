@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_opsd.losses import (
     DIVERGENCES,
-    Beside,
     ForwardKL,
     LazyLogits,
     OutputHead,
+    ReferenceModel,
     ReverseKL,
     Sampled,
     SampledReverseKL,
@@ -39,15 +39,15 @@ def third(rows: int, width: int, tokens: int = 7, vocabulary: int = 37) -> LazyL
 
 
 SET = {
-    "contrast": ([Beside(third(1, 8), push=0.5)], None),
-    "bounded contrast": ([Beside(third(1, 8), push=2.0, bound=1.5)], None),
-    "anchor": ([Beside(third(2, 5), anchor=0.3)], ReverseKL()),
+    "contrast": ([ReferenceModel(third(1, 8), push=0.5)], None),
+    "bounded contrast": ([ReferenceModel(third(1, 8), push=2.0, bound=1.5)], None),
+    "anchor": ([ReferenceModel(third(2, 5), anchor=0.3)], ReverseKL()),
     "contrast, and away from its own anchor": (
-        [Beside(third(1, 8), push=0.5), Beside(third(2, 5), push=0.25, anchor=0.3)],
+        [ReferenceModel(third(1, 8), push=0.5), ReferenceModel(third(2, 5), push=0.25, anchor=0.3)],
         ReverseKL(),
     ),
     "both, and one that takes the teacher's place": (
-        [Beside(third(1, 8), push=1.0, bound=3.0), Beside(third(2, 5), push=-1.0, anchor=0.3)],
+        [ReferenceModel(third(1, 8), push=1.0, bound=3.0), ReferenceModel(third(2, 5), push=-1.0, anchor=0.3)],
         ForwardKL(),
     ),
 }
@@ -84,7 +84,7 @@ def test_the_target_is_the_teachers_distribution_moved_away(make_pair):
     ]
     gap = 2 * ((logs[1] - logs[2]) / 2).tanh()
     target = (logs[1] + 0.7 * gap).log_softmax(-1)
-    found = streamed_divergence(student, teacher, ForwardKL(), beside=[Beside(other, push=0.7, bound=2.0)])
+    found = streamed_divergence(student, teacher, ForwardKL(), beside=[ReferenceModel(other, push=0.7, bound=2.0)])
     assert_close(found.divergence.double(), (target.exp() * (target - logs[0])).sum(-1), rtol=0, atol=2e-6)
 
 
@@ -103,7 +103,7 @@ def test_differences_are_limited_only_where_bias_may_exclude_tokens(make_pair, e
     gap = logs[1] - logs[2]
     assert (gap.abs() > 80).any()
     target = (logs[1] + 0.1 * (gap.clamp(-80, 80) if excludes else gap)).log_softmax(-1)
-    found = streamed_divergence(student, teacher, ForwardKL(), beside=[Beside(other, push=0.1)])
+    found = streamed_divergence(student, teacher, ForwardKL(), beside=[ReferenceModel(other, push=0.1)])
     expected = (target.exp() * (target - logs[0])).sum(-1)
     assert_close(found.divergence.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -115,7 +115,7 @@ def test_what_the_teacher_excludes_stays_excluded(make_pair, gradients, bound):
     pair = student, replace(teacher, head=replace(teacher.head, bias=bias))
     also = third(1, 8)
     also = replace(also, head=replace(also.head, bias=bias.roll(1)))  # which excludes 0, 1 and 6
-    given = {"beside": [Beside(also, push=0.5, bound=bound)]}
+    given = {"beside": [ReferenceModel(also, push=0.5, bound=bound)]}
     found, found_gradients = gradients(streamed_divergence, pair, ForwardKL(), **given)
     assert found.divergence.isfinite().all()
     assert all(one.isfinite().all() for one in found_gradients)
@@ -140,7 +140,7 @@ def test_target_that_is_a_sum_costs_only_its_product(make_pair, gradients):
         free = ("slice", "detach", "permute", "promote_types", "randn")  # views, dtypes, and the models themselves
         return {name: count for name, count in ran.count.items() if not any(one in name for one in free)}
 
-    alone, beside = operations(), operations(Beside(third(1, 8, TOKENS, VOCABULARY), push=0.5))
+    alone, beside = operations(), operations(ReferenceModel(third(1, 8, TOKENS, VOCABULARY), push=0.5))
     alone["aten.addmm_.default"] += TOKENS // 8
     assert beside == alone
 
@@ -192,11 +192,11 @@ def test_memory_grows_by_tiles_of_models_not_added_up(make_pair, gradients, voca
 
     contrast, origin = third(1, 8, 256, vocabulary), third(2, 5, 256, vocabulary)
     tiles = {
-        (Beside(contrast, push=0.5),): 0,
-        (Beside(contrast, push=0.5, bound=2.0),): 1,
-        (Beside(contrast, push=0.5, bound=2.0), Beside(origin, push=0.25)): 2,
-        (Beside(contrast, push=0.5), Beside(origin, push=0.25, anchor=0.3)): 2,
-        (Beside(contrast, push=0.5, bound=2.0), Beside(origin, anchor=0.3)): 3,
+        (ReferenceModel(contrast, push=0.5),): 0,
+        (ReferenceModel(contrast, push=0.5, bound=2.0),): 1,
+        (ReferenceModel(contrast, push=0.5, bound=2.0), ReferenceModel(origin, push=0.25)): 2,
+        (ReferenceModel(contrast, push=0.5), ReferenceModel(origin, push=0.25, anchor=0.3)): 2,
+        (ReferenceModel(contrast, push=0.5, bound=2.0), ReferenceModel(origin, anchor=0.3)): 3,
     }
     alone = peak()
     grown = [(peak(*beside) - alone) / (4 * chunk * vocabulary) for beside in tiles]
@@ -209,7 +209,7 @@ def test_one_without_a_part_costs_nothing(make_pair, gradients):
             streamed_divergence,
             make_pair(TOKENS, VOCABULARY),
             ForwardKL(),
-            beside=[Beside(third(1, 8, TOKENS, VOCABULARY))],
+            beside=[ReferenceModel(third(1, 8, TOKENS, VOCABULARY))],
         )
     assert counter.get_total_flops() == 3 * STUDENT + TEACHER
 
@@ -219,10 +219,12 @@ def test_what_does_not_fit_is_refused(make_pair):
     sampled = Sampled(torch.arange(7))
     pair, few, narrow = make_pair(), third(1, 8, tokens=6), third(1, 8, vocabulary=36)
     with pytest.raises(ValueError, match=r"^beside\[0\] hidden states have shape \[6, 8\], expected \[N, H\] with 7"):
-        streamed_divergence(*pair, ForwardKL(), beside=[Beside(few, push=1.0)])
+        streamed_divergence(*pair, ForwardKL(), beside=[ReferenceModel(few, push=1.0)])
     with pytest.raises(
         ValueError, match=r"^vocabulary is None, but the student's head has 37 rows and the teacher's 36"
     ):
-        streamed_divergence(*pair, ForwardKL(), beside=[Beside(narrow, push=1.0)])
+        streamed_divergence(*pair, ForwardKL(), beside=[ReferenceModel(narrow, push=1.0)])
     with pytest.raises(ValueError, match=r"^SampledReverseKL cannot hold the student near an anchor"):
-        streamed_divergence(*pair, SampledReverseKL(), sampled=sampled, beside=[Beside(third(1, 8), anchor=1.0)])
+        streamed_divergence(
+            *pair, SampledReverseKL(), sampled=sampled, beside=[ReferenceModel(third(1, 8), anchor=1.0)]
+        )

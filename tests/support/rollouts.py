@@ -24,7 +24,7 @@ class Apart(FixedRollout):
             Called before a row ends, with the number of those that have ended.
     """
 
-    writes_apart = True
+    generates_out_of_process = True
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Answering(Apart):
 
     def __init__(self, answer: Callable[[list[int]], list[int]], apart: bool = False) -> None:
         super().__init__({})
-        self._answer, self.writes_apart = answer, apart
+        self._answer, self.generates_out_of_process = answer, apart
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         return [self._answer(ids) for ids in prompt_ids]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer, Teacher
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.teacher import Resident
-from trl_opsd.teacher.comparison import shares
+from trl_opsd.teacher.comparison import tokens_by_teacher
 from trl_opsd.teacher.teachers import check_depends_on_input
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.targets import Keeper, check_targets, kept_by_row
@@ -161,11 +161,15 @@ def test_each_row_keeps_the_width_and_dtype_of_its_teacher(make_trainer):
     kinds = [(row.hidden.size(1), row.hidden.dtype) for row in batch["teacher_rows"]]
     assert kinds == [(48, torch.float32), (64, torch.bfloat16)] * 4
     targets = TeacherTargets.unpack(batch)
-    given = [share.of_teacher(CPU) for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
+    given = [
+        share.of_teacher(CPU) for share in tokens_by_teacher(trainer.teachers.heads, targets, batch["loss_weights"])
+    ]
     assert [(one.size(1), one.dtype) for one in given] == kinds[:2]
     assert (targets.hidden.size(2), targets.hidden.dtype) == (64, torch.float32)
     assert not targets.hidden[::2, :, 48:].any()
-    again = [share.of_teacher(CPU) for share in shares(trainer.teachers.heads, targets, batch["loss_weights"])]
+    again = [
+        share.of_teacher(CPU) for share in tokens_by_teacher(trainer.teachers.heads, targets, batch["loss_weights"])
+    ]
     assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(given, again, strict=True))
 
 

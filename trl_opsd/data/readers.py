@@ -227,7 +227,7 @@ class Reader:
 
     def _of_images(self, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
         try:
-            return self.of.see(prompt, **template)
+            return self.of.tokenize_with_images(prompt, **template)
         except ValueError as error:
             raise ValueError(f"{prompt.where}: {error}") from error
 
@@ -293,12 +293,12 @@ class Readers:
     """Parses the rows."""
     tokenize: Callable[..., list[list[int]]]
     """Turns prompts of one kind into token ids; takes chat template arguments."""
-    see: Callable[..., list[int]]
+    tokenize_with_images: Callable[..., list[int]]
     """Turns one prompt with images into token ids that know them; takes chat template arguments."""
     template: Mapping[str, Any]
     """Chat template arguments that differ for the teacher."""
     processors: Mapping[str, Any]
-    """The processors inside `see`, by [`~data.prompts.Prompt.processor`]."""
+    """The processors inside `tokenize_with_images`, by [`~data.prompts.Prompt.processor`]."""
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer inside `tokenize`."""
     tokenizers: Mapping[str, PreTrainedTokenizerBase]

@@ -21,7 +21,7 @@ from trl_opsd.environments.worker import Late, Wait, Worker, waited
 
 logger = get_logger(__name__)
 
-_OURS = ("reset", "get_reward", "get_privileged_context", "get_feedback")
+RESERVED_METHODS = ("reset", "get_reward", "get_privileged_context", "get_feedback")
 """Methods that are no tools."""
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row that has none, to which the environment adds its observation."""
@@ -61,8 +61,8 @@ class Kind:
 class Episode:
     """The environment of a row, made and called in its own thread."""
 
-    def __init__(self, kind: Kind, it: Any = None, worker: Worker | None = None) -> None:
-        self.kind, self.it, self._worker = kind, it, worker or Worker()
+    def __init__(self, kind: Kind, environment: Any = None, worker: Worker | None = None) -> None:
+        self.kind, self.environment, self._worker = kind, environment, worker or Worker()
         self.is_lost = False
         """Whether a call did not return in time, or another batch began before it did."""
 
@@ -71,19 +71,19 @@ class Episode:
 
     def begin(self, row: Mapping[str, Any], wait: Wait) -> tuple[Any, str | None]:
         """The observation at the start, and what only the teacher may read."""
-        if self.it is None:
+        if self.environment is None:
             made = self.kind.make()
             if type(made) is not self.kind.of:
                 raise TypeError(f"its factory made a {type(made).__name__}, and a {self.kind.of.__name__} before.")
-            self.it = made
-        observation = wait(self.it.reset(**row))
+            self.environment = made
+        observation = wait(self.environment.reset(**row))
         if isinstance(observation, str):
             observation = _clean(observation)
         return observation, self._told("get_privileged_context", wait)
 
     def answer(self, calls: Calls, wait: Wait) -> list[Called]:
         """The answers to the calls of a turn."""
-        own = {name: getattr(self.it, key) for name, key in self.kind.own.items()}
+        own = {name: getattr(self.environment, key) for name, key in self.kind.own.items()}
         return answers({**self.kind.standalone, **own}, calls, wait)
 
     def feedback(self, wait: Wait) -> str | None:
@@ -91,10 +91,10 @@ class Episode:
         return self._told("get_feedback", wait)
 
     def reward(self, wait: Wait) -> Any:
-        return wait(self.it.get_reward())
+        return wait(self.environment.get_reward())
 
     def _told(self, method: str, wait: Wait) -> str | None:
-        said = wait(getattr(self.it, method)()) if method in self.kind.methods else None
+        said = wait(getattr(self.environment, method)()) if method in self.kind.methods else None
         return _clean(said) if said and said.strip() else None
 
 
@@ -133,8 +133,8 @@ class Environments:
         if isinstance(it, BaseException):
             raise RuntimeError(f"{called} could not make an environment: {_in_words(it)}") from it
         methods = dict(inspect.getmembers(type(it), lambda one: inspect.isfunction(one) or inspect.ismethod(one)))
-        own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in _OURS)}
-        lacking = [name for name in _OURS if name not in methods]
+        own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in RESERVED_METHODS)}
+        lacking = [name for name in RESERVED_METHODS if name not in methods]
         for key in own:
             spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
             if near := difflib.get_close_matches(spelled, lacking, n=1, cutoff=0.85):
@@ -188,7 +188,7 @@ class Environments:
     @property
     def current(self) -> list[Any]:
         """The environment of each row of the batch."""
-        return [episode.it for episode in self.episodes]
+        return [episode.environment for episode in self.episodes]
 
     def begin(self, rows: Sequence[Mapping[str, Any]], batch: str, seeds: Sequence[int]) -> list[dict[str, Any]]:
         """Resets an environment for each row; the rows with observations, and with what only a teacher may read.
@@ -258,7 +258,7 @@ class Environments:
 
     def _reward(self, of: type[Any], /, *, environments: Sequence[Any], **_: Any) -> list[Any]:
         """The reward of each environment of a class; `None` of the others, and of one that was lost."""
-        known = {id(one.it): one for one in self.episodes}
+        known = {id(one.environment): one for one in self.episodes}
         episodes = [known[id(one)] for one in environments]
         found = self._together(episodes, [one.reward if one.kind.of is of else None for one in episodes])
         for one in found:

@@ -68,7 +68,7 @@ class Generation:
         _users[id(rollout)] = self
 
     def _check_generates_apart(self, rollout: RolloutBackend) -> None:
-        if not rollout.writes_apart:
+        if not rollout.generates_out_of_process:
             why = f"{type(rollout).__name__} generates in the trainer's process: set `vllm_mode='server'`"
         elif self._host.tools:
             why = "rows with `tools` are generated over several turns"
@@ -136,7 +136,7 @@ class Generation:
                     "The student processes one row at a time, so processes under DeepSpeed or FSDP2 cannot read images "
                     "together: use DDP, or remove the images."
                 )
-            host.reading = replace(host.reading, beside=prompts[0])
+            host.reading = replace(host.reading, dummy_image_prompt=prompts[0])
         with autocast(host.accelerator):
             Probed(host.model, "student", host.in_student).reads(prompts, host.reading)
 
@@ -265,7 +265,7 @@ class Generation:
 
         def see(completion: list[Any]) -> list[int]:
             messages = [*request.student.value, *map(in_parts, completion)]
-            return host.see(replace(request.student, value=messages), add_generation_prompt=False)
+            return host.tokenize_with_images(replace(request.student, value=messages), add_generation_prompt=False)
 
         of_images = see if request.student.has_images else None
         template, ends = host.chat_template_kwargs, host.eos_token_ids

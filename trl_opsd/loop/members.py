@@ -225,7 +225,7 @@ class TrainerMembers(UpstreamFixes):
                 self.chat_template_kwargs, self.__dict__["tools"] = ours
         return list(prompt_ids)
 
-    def see(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds:
+    def tokenize_with_images(self, prompt: Prompt, **chat_template_kwargs: Any) -> PromptIds:
         """Token ids of a prompt with images, by the processor of the model that reads it."""
         processor = self.processors.get(prompt.processor)
         if processor is None:
@@ -248,7 +248,9 @@ class TrainerMembers(UpstreamFixes):
         """Prompts with images to examine the model with that this processor belongs to."""
         where = "A prompt with an image, made to examine the model"
         try:
-            return probe_prompts(lambda messages: self.see(Prompt(messages, "messages", where, processor)))
+            return probe_prompts(
+                lambda messages: self.tokenize_with_images(Prompt(messages, "messages", where, processor))
+            )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 

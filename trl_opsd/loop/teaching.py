@@ -95,7 +95,7 @@ class Teaching:
             tokenizers=(theirs := {name: one.tokenizer for name, one in given.vocabularies.items() if name}),
             largest_ids={name: largest_id(one) for name, one in {"": host.processing_class, **theirs}.items()},
             tokenize=host.tokenize,
-            see=host.see,
+            tokenize_with_images=host.tokenize_with_images,
             processors=host.processors,
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,

@@ -155,7 +155,7 @@ class Turns:
     def are_apart(self) -> bool:
         """Whether rows go their way without waiting for others."""
         rollout = self._generation.rollout
-        can = rollout.writes_apart and type(rollout).one_by_one is not RolloutBackend.one_by_one
+        can = rollout.generates_out_of_process and type(rollout).one_by_one is not RolloutBackend.one_by_one
         return self.environments is not None and can and self._generation.is_ours
 
     def first(self, prompt_ids: list[list[int]]) -> list[list[int]]:

@@ -18,13 +18,12 @@ from trl_opsd.losses.reduce import reduce
 from trl_opsd.losses.registry import DIVERGENCES
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_divergence
-from trl_opsd.types import Beside, LazyLogits, OutputHead, PerToken, Sampled
+from trl_opsd.types import LazyLogits, OutputHead, PerToken, ReferenceModel, Sampled
 
 __all__ = [
     "DIVERGENCES",
     "AdaptiveKL",
     "AlphaDivergence",
-    "Beside",
     "Divergence",
     "EntropyAwareKL",
     "ForwardKL",
@@ -32,6 +31,7 @@ __all__ = [
     "LazyLogits",
     "OutputHead",
     "PerToken",
+    "ReferenceModel",
     "ReverseKL",
     "Sampled",
     "SampledReverseKL",

@@ -11,7 +11,7 @@ from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.elementwise import FARTHEST, top_shared_
 from trl_opsd.losses.sampled import SampledReverseKL, drawn
 from trl_opsd.losses.validation import check_arguments
-from trl_opsd.types import Beside, LazyLogits, PerToken, Sampled
+from trl_opsd.types import LazyLogits, PerToken, ReferenceModel, Sampled
 
 
 def dense_divergence(
@@ -23,7 +23,7 @@ def dense_divergence(
     vocabulary: int | None = None,
     kl_clip: float | None = None,
     sampled: Sampled | None = None,
-    beside: Sequence[Beside] = (),
+    beside: Sequence[ReferenceModel] = (),
     anchor: Divergence | None = None,
 ) -> PerToken:
     """What [`streamed_divergence`] must equal, with the `N x V` logits of both models in memory, in float64.

@@ -25,7 +25,7 @@ cause so much; no finite logits come near."""
 FARTHEST = 80.0
 """Most nats, without a bound, between two log-probabilities of a token that a bias may exclude in one model."""
 Push: TypeAlias = tuple[float, float | None]
-"""[`~types.Beside.push`] and `bound` of a model."""
+"""[`~types.ReferenceModel.push`] and `bound` of a model."""
 
 
 @dataclass(frozen=True, slots=True)

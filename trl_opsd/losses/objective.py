@@ -16,7 +16,7 @@ from trl_opsd.losses.bytewise import bytewise_divergence
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.streamed import streamed_divergence
 from trl_opsd.losses.token_selection import Selection
-from trl_opsd.types import Beside, LazyLogits, OutputHead, PerToken, Sampled
+from trl_opsd.types import LazyLogits, OutputHead, PerToken, ReferenceModel, Sampled
 from trl_opsd.types.bytewise import ByteTable, Spelled
 
 
@@ -36,7 +36,7 @@ class Objective:
     vocabulary: int | None = None
     kl_clip: float | None = None
     contrast: tuple[float, float | None] = (0.0, None)
-    """How far the target moves away from the contrast, and the bound of that: [`~types.Beside.push`]."""
+    """How far the target moves away from the contrast, and the bound of that: [`~types.ReferenceModel.push`]."""
     extrapolation: float = 1.0
     """Factor of the teacher's log-probabilities relative to those of the origin, whose share is the rest."""
     anchor_weight: float = 0.0
@@ -78,15 +78,15 @@ class Objective:
             self.anchor,
         )
 
-    def _roles(self, name: str, hidden: Tensor, head: OutputHead) -> list[Beside]:
+    def _roles(self, name: str, hidden: Tensor, head: OutputHead) -> list[ReferenceModel]:
         """What a third model is here for: what makes the target is tempered like the teacher, an anchor like the
         student, with which it is compared.
         """
         like_student, like_teacher = (LazyLogits(hidden, head, one) for one in self.temperatures)
         if name == "contrast":
-            return [Beside(like_teacher, *self.contrast)]
+            return [ReferenceModel(like_teacher, *self.contrast)]
         push = self.extrapolation - 1
         if push and self.temperatures[0] == self.temperatures[1]:
-            return [Beside(like_teacher, push, anchor=self.anchor_weight)]
-        target = [Beside(like_teacher, push)] if push else []
-        return [*target, Beside(like_student, anchor=self.anchor_weight)] if self.anchor_weight else target
+            return [ReferenceModel(like_teacher, push, anchor=self.anchor_weight)]
+        target = [ReferenceModel(like_teacher, push)] if push else []
+        return [*target, ReferenceModel(like_student, anchor=self.anchor_weight)] if self.anchor_weight else target

@@ -25,7 +25,7 @@ from trl_opsd.losses.kernels import step_for
 from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
 from trl_opsd.losses.target import is_sum, project_target_
 from trl_opsd.losses.validation import check_arguments
-from trl_opsd.types import Beside, LazyLogits, PerToken, Sampled
+from trl_opsd.types import LazyLogits, PerToken, ReferenceModel, Sampled
 
 TILE_BYTES = 600_000_000
 """Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes; more on a large accelerator."""
@@ -78,7 +78,7 @@ def streamed_divergence(
     vocabulary: int | None = None,
     kl_clip: float | None = None,
     sampled: Sampled | None = None,
-    beside: Sequence[Beside] = (),
+    beside: Sequence[ReferenceModel] = (),
     anchor: Divergence | None = None,
 ) -> PerToken:
     """The per-token divergence between two models, without materialising either model's logits in full.
@@ -116,7 +116,7 @@ def streamed_divergence(
         sampled ([`~types.Sampled`], *optional*):
             The token that was sampled at each position, and how much the student is pulled towards it. Needed by
             [`SampledReverseKL`].
-        beside (sequence of [`~types.Beside`], *optional*):
+        beside (sequence of [`~types.ReferenceModel`], *optional*):
             Further models, each for one more product: what the target moves away from, and an anchor.
         anchor ([`Divergence`], *optional*):
             The divergence from the anchor; when `None`, `divergence`.
@@ -205,7 +205,7 @@ class _Fold:
     dtypes: tuple[torch.dtype, ...]
     chunk_tokens: int | None
     vocabulary: int | None
-    beside: Sequence[Beside]
+    beside: Sequence[ReferenceModel]
     anchor: Divergence
 
     def run(

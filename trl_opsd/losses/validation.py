@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.sampled import SampledReverseKL
-from trl_opsd.types import Beside, LazyLogits, Sampled
+from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
 
 
 def check_arguments(
@@ -26,7 +26,7 @@ def check_arguments(
     vocabulary: int | None,
     kl_clip: float | None,
     sampled: Sampled | None,
-    beside: Sequence[Beside],
+    beside: Sequence[ReferenceModel],
     anchor: Divergence | None,
 ) -> None:
     """Refuses what would be sliced, broadcast or left out without an error; all else torch refuses itself."""

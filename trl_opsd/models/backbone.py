@@ -98,24 +98,24 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
     mask_BL = rollout.attention_mask
     index_BW = (starts_B1 + columns_W).clamp(max=mask_BL.size(1) - 1)
     ids_BW = rollout.input_ids.gather(1, index_BW)
-    needs_mask = reading.needs_mask or reading.beside is not None or rollout.images is not None
+    needs_mask = reading.needs_mask or reading.dummy_image_prompt is not None or rollout.images is not None
     # Positions beyond the context, of rows that are padded to a multiple, would have to be those of the last token.
     needs_mask |= any(one.masked for one in lengths) or width > (context_of(model) or width)
     mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1) if needs_mask else None
     images: Sequence[RowImages | None] = rollout.images or [None] * len(lengths)
-    if reading.beside is not None and mask_BW is not None and all(one is None for one in images):
+    if reading.dummy_image_prompt is not None and mask_BW is not None and all(one is None for one in images):
         ids_BW, mask_BW = (
             torch.cat([pad(each, (0, max(0, row.numel() - width))), pad(row, (0, max(0, width - row.numel())))[None]])
             for each, row in (
-                (ids_BW, ids_BW.new_tensor(reading.beside)),
-                (mask_BW, mask_BW.new_ones(len(reading.beside))),
+                (ids_BW, ids_BW.new_tensor(reading.dummy_image_prompt)),
+                (mask_BW, mask_BW.new_ones(len(reading.dummy_image_prompt))),
             )
         )
-        images = [*images, reading.beside.images]
+        images = [*images, reading.dummy_image_prompt.images]
     arguments = together(images, [0] * len(images), ids_BW.size(1), ids_BW.device)
     axes_3BW = None
     if arguments and not any(one.masked for one in lengths):
-        totals = [*places.totals, *(len(reading.beside or ()) for _ in ids_BW[len(lengths) :])]
+        totals = [*places.totals, *(len(reading.dummy_image_prompt or ()) for _ in ids_BW[len(lengths) :])]
         axes_3BW = of_three_axes(backbone_of(model), arguments, totals, ids_BW)
     hidden_BWH = hidden_states(model, ids_BW, mask_BW, axes_3BW, images=arguments)
     if len(hidden_BWH) > len(lengths):

@@ -35,7 +35,7 @@ class Reading:
     """Whether all rows are concatenated into one sequence, without padding."""
     multiple_of: int = 1
     """The width of padded rows is rounded up to a multiple of this."""
-    beside: PromptIds | None = None
+    dummy_image_prompt: PromptIds | None = None
     """A prompt with an image, read beside rows without: under DeepSpeed and FSDP2 all processes run its tower."""
     needs_mask: bool = field(default=True, compare=False)
     """Whether padding after a row has to be masked: a mask that changes nothing rules out attention's fast kernels."""

@@ -18,11 +18,11 @@ class RolloutBackend(ABC):
     `str(rollout)` describes it where the trainer describes itself; by default the name of its class.
     """
 
-    writes_apart: ClassVar[bool] = False
+    generates_out_of_process: ClassVar[bool] = False
     """Whether `stream` generates without this process, which may train the student between two rows. With `overlap`
     a thread takes the rows."""
 
-    tells_logprobs: ClassVar[bool] = False
+    returns_logprobs: ClassVar[bool] = False
     """Whether `logprobs` may return any."""
 
     reads_images: ClassVar[bool] = False
@@ -62,8 +62,9 @@ class RolloutBackend(ABC):
         """Generates as `complete`, and returns an iterator over completions as they end.
 
         Collective work ends before this returns; then each process takes its rows at its own pace. Rows that nobody
-        takes are cancelled: the iterator is closed, or collected. Between two rows a backend without `writes_apart`
-        leaves the student in evaluation mode: it may not be used, and torch's random numbers not be drawn.
+        takes are cancelled: the iterator is closed, or collected. Between two rows a backend without
+        `generates_out_of_process` leaves the student in evaluation mode: it may not be used, and torch's random numbers
+        not be drawn.
 
         Args:
             prompt_ids (`list[list[int]]`):
@@ -81,7 +82,7 @@ class RolloutBackend(ABC):
         """A function of the number of a row and its ids so far, which generates what follows, as `complete` does.
 
         For agents, which go on after the answers of their tools, each at its own pace: any thread may call it, also
-        while others do. Collective work ends before this returns. Only with `writes_apart`, and optional.
+        while others do. Collective work ends before this returns. Only with `generates_out_of_process`, and optional.
 
         Args:
             prompt_ids (`list[list[int]]`):

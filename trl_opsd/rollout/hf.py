@@ -200,7 +200,7 @@ class HFRollout(RolloutBackend):
             groups = BY_LENGTH.groups(rooms, self._is_collective())
             yield from self._in_groups(groups, prompt_ids, rooms, student, batching, sampling, lazily)
             return
-        beside = trainer.reading.beside if self._is_collective() else None
+        beside = trainer.reading.dummy_image_prompt if self._is_collective() else None
         if beside is not None and images_of(prompt_ids) is None:  # the prefill of others runs the vision tower
             prompt_ids, rooms = [*prompt_ids, beside], [*rooms, max(rooms) if reason else 0]
         inputs, loop = self._padded(prompt_ids, batching, student), None

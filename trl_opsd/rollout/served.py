@@ -215,7 +215,7 @@ class ServedRollout(SyncedRollout[GenerationClient]):
             The client of its kind of server.
     """
 
-    writes_apart: ClassVar[bool] = True
+    generates_out_of_process: ClassVar[bool] = True
 
     def __init__(self, args: OPSDConfig, client: type[GenerationClient]) -> None:
         super().__init__(args)

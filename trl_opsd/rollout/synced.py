@@ -44,7 +44,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
             The options.
     """
 
-    tells_logprobs = True
+    returns_logprobs = True
     of_student: ClassVar[Mapping[str, Any]] = {}
     """What it takes from the student's own generation config: nothing."""
     sees: bool = False

@@ -24,7 +24,7 @@ from trl_opsd.types.targets import Arriving, fetch, kept_by_row
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TeacherTokens:
     """N tokens in a loss that one teacher has scored, by row and position; tensors in host memory until selected.
 
     By bytes, tokens of weight 0 that are read for others are among them.
@@ -70,14 +70,14 @@ class Share:
         return (kept_MH if self.kept_N is None else _selected(kept_MH, self.kept_N)).to(device)
 
 
-def shares(
+def tokens_by_teacher(
     heads: Sequence[OutputHead],
     targets: TeacherTargets,
     weights_BC: Tensor,
     selection: Selection | None = None,
     host_BC: Tensor | None = None,
     origin: OutputHead | None = None,
-) -> list[Share]:
+) -> list[TeacherTokens]:
     """Splits the tokens in a loss by teacher, and starts to copy their targets, beside the student's forward."""
     # Without a copy of the weights in host memory, this waits for the device.
     host_BC = weights_BC.cpu() if host_BC is None else host_BC
@@ -115,7 +115,7 @@ def shares(
             for it in [heads_beside(head, origin)[name]]
         }
         found.append(
-            Share(
+            TeacherTokens(
                 teacher=number,
                 places_N=places_N,
                 weights_BC=theirs_BC,
@@ -153,7 +153,7 @@ def _as_of(head: OutputHead, states_nH: Tensor) -> Tensor:
     return own_nH.to(head.weight.dtype) if own_nH.dtype == torch.float32 else own_nH
 
 
-def best(share: Share, scores_N: Tensor) -> Share:
+def best(share: TeacherTokens, scores_N: Tensor) -> TeacherTokens:
     """The tokens of each row with the highest scores, of equal ones the first, without waiting for a device."""
     device, (rows, columns) = scores_N.device, share.weights_BC.shape
     assert share.highest_K is not None, "made with a selection"
@@ -184,7 +184,7 @@ def compared(
     hidden_BCH: Tensor,
     head: OutputHead,
     teacher_heads: Sequence[OutputHead],
-    shares: Sequence[Share],
+    shares: Sequence[TeacherTokens],
     rollout: Rollout,
     num_items: Tensor | float | None,
     objective: Objective,
@@ -199,7 +199,7 @@ def compared(
         num_items = sum(float(share.weights_BC.sum()) for share in shares) or 1.0
     device = head.weight.device
 
-    def of(share: Share, sampled: Sampled, objective: Objective = objective) -> PerToken:
+    def of(share: TeacherTokens, sampled: Sampled, objective: Objective = objective) -> PerToken:
         teacher_head = teacher_heads[share.teacher]
         weights_N = None if share.weights_N is None else share.weights_N.to(device, non_blocking=True)
         student_NH, teacher_NH = share.of_student(hidden_BCH, device), share.of_teacher(teacher_head.weight.device)
@@ -209,7 +209,7 @@ def compared(
         return objective.of(*pair, weights_N, sampled, beside, share.spelled)
 
     @torch.no_grad()
-    def scores(share: Share, criterion: str) -> Tensor:
+    def scores(share: TeacherTokens, criterion: str) -> Tensor:
         if criterion == "teacher_divergence":
             sampled = replace(share.of_tokens(rollout, device), pull=None)
             # Scored by the unweighted divergence from the target alone, without pull or anchor.

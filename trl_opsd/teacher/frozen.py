@@ -246,7 +246,7 @@ class FrozenTeacher(Teacher):
             ValueError: It reads them otherwise than the model itself does, or than each row alone.
         """
         if is_split_model(self.model):
-            self.reading = replace(self.reading, beside=prompts[0])
+            self.reading = replace(self.reading, dummy_image_prompt=prompts[0])
         with self.placement.reading(passes=6) as run:
             Probed(self.model, "teacher", run).reads(prompts, self.reading)
 

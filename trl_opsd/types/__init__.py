@@ -1,11 +1,10 @@
 """The values that flow through one training step: shapes and units only; no loss is computed here."""
 
-from trl_opsd.types.loss import Beside, LazyLogits, LossParts, OutputHead, PerToken, Sampled
+from trl_opsd.types.loss import LazyLogits, LossParts, OutputHead, PerToken, ReferenceModel, Sampled
 from trl_opsd.types.rollout import Completion, Length, OnHost, Rollout, lengths_of
 from trl_opsd.types.targets import RowTargets, TeacherTargets
 
 __all__ = [
-    "Beside",
     "Completion",
     "LazyLogits",
     "Length",
@@ -13,6 +12,7 @@ __all__ = [
     "OnHost",
     "OutputHead",
     "PerToken",
+    "ReferenceModel",
     "Rollout",
     "RowTargets",
     "Sampled",

@@ -78,7 +78,7 @@ class LazyLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ReferenceModel:
     """A third model beside student and teacher: the target moves away from it, or it is an anchor of the student."""
 
     logits: LazyLogits
