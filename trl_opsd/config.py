@@ -120,7 +120,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     num_generations: Annotated[int, Option(integer(1), resumed=True, also="rollout_n num_return_sequences")] = 1
     """Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion."""
     num_generations_eval: Annotated[int | None, Option(integer(1) | None)] = None
-    """The same in evaluations, and in `predict`. When `None`, `num_generations`."""
+    """Completions of each prompt in evaluations and in `predict`. When `None`, `num_generations`."""
     lmbda: Annotated[float, Option(from_to(0, 1), resumed=True)] = 1.0
     """Share of rows that the student completes, as in TRL's `GKDConfig`; the others have a column `completion`."""
     seq_kd: Annotated[bool, Option(resumed=True, also="generate_from_teacher")] = False

@@ -1,4 +1,4 @@
-"""Every check of a trainer's arguments that needs no loaded model, in one call."""
+"""Every check of a trainer's arguments that needs no loaded model, in one call: stages in the order of what they cost."""
 
 from __future__ import annotations
 
@@ -146,10 +146,12 @@ def prepared(
     pick: Callable[[Any, OPSDConfig], Any],
 ) -> Prepared:
     """Runs every check that needs no loaded model."""
+    # 1. Types, and the options by themselves.
     _check_kinds(model, optimizers, peft_config)
     args = checked_args(args, model, divergence)
     check_folder(args)
     fingerprint.check_accepted(args.resume_with_changes)
+    # 2. Options together with the other arguments, and the methods that these ask for.
     rewards = tuple(given_rewards(reward_funcs, reward_processing_classes))
     environments = None
     if environment_factory is not None:
@@ -177,6 +179,7 @@ def prepared(
     refuse((*(() if train_dataset is None else LEARNING), *BUILDING, *rules(Stage.ARGUMENTS)), now)
     methods = built(now, methods)
     refuse([one for method in methods for one in method.rules if type(method) not in METHODS], now)
+    # 3. The rollout, the teachers, and functions of the user.
     picked = pick(rollout, args)
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
@@ -188,6 +191,7 @@ def prepared(
         check_prompt_fn(teacher_prompt_fn)
     if prompt_weight_fn is not None:
         check_weight_fn(prompt_weight_fn)
+    # 4. Columns: what rows have, and who reads it.
     by_default = None if environments is None else EMPTY_PROMPT
     train_dataset = with_prompts(train_dataset, "train_dataset", by_default)
     eval_dataset = with_prompts(eval_dataset, "eval_dataset", by_default)
@@ -215,9 +219,11 @@ def prepared(
     refuse((*SURPRISES, *rules(Stage.SURPRISES)), now, logger.warning)
     tells_more = intake.rewrites or bool(args.teacher_template_kwargs) or is_told
     is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
+    # 5. Processes agree.
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))
         check_disk(args)
+    # 6. Rows, each of them.
     row_columns = tuple(row_columns)
     if args.lmbda < 1:
         check_completions(train_dataset, now.tools, not args.seq_kd)
@@ -225,6 +231,7 @@ def prepared(
     are_learned = any(one.needs_rewards for one in methods)
     logs_rewards = check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned, more)
     rows = looked_through(datasets, args, intake, row_columns)
+    # 7. Tokenizers and processors: who reads images.
     if processing_class is None:
         processing_class = loaded_processing_class(model, args.model_init_kwargs or {}, args.trust_remote_code)
         check_processing_class(processing_class)
@@ -248,6 +255,7 @@ def prepared(
         if one.student_sees:
             refuse(GENERATING_SEEN, replace(now, rollout=picked))
             check_sees(model, args.model_init_kwargs or {})
+    # 8. Options without effect, by all that is known now.
     unread = without_effect(
         replace(now, teachers=list(models.values()), has_context=may_have(datasets, ("privileged_context",)))
     )
@@ -279,6 +287,7 @@ def prepared(
         without_effect=tuple(unread),
         is_same_model=is_same_model,
     )
+    # 9. Templates, end tokens, vocabularies, and servers that have to be up.
     check_template(found.tokenizer, rows, args, now.tools, intake)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     if not found.vocabularies:

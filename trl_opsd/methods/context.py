@@ -28,7 +28,7 @@ class ContextOptions:
     success_threshold: Annotated[
         float, Option(NUMBER, (_SUCCESS,), resumed=_SUCCESS, also="success_reward_threshold")
     ] = 1.0
-    """Least reward of that completion."""
+    """Least reward of a completion that the teacher is shown as a success."""
     feedback_template: Annotated[
         str, Option(partial(check_template, names=("feedback",)), (ENVIRONMENTS,), resumed=ENVIRONMENTS)
     ] = "Feedback on an earlier attempt:\n\n{feedback}"

@@ -30,7 +30,7 @@ class ContrastOptions:
     """How far the target moves from the teacher's distribution away from the one in the context of the column
     `contrast_context` or `contrast_prompt`: log-probabilities plus so many times their difference."""
     contrast_clip: Annotated[float | None, Option(above(0) | None, (_CONTRASTS,), resumed=_CONTRASTS)] = None
-    """Soft bound of that difference in nats, `c * tanh(difference / c)`. When `None`, none."""
+    """Soft bound, in nats, of the difference that `contrast_weight` multiplies: `c * tanh(difference / c)`."""
 
 
 @final

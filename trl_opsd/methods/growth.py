@@ -23,7 +23,7 @@ class GrowthOptions:
     """Most tokens of a completion in the first step of a training, from where the limit rises to
     `max_completion_length`. When `None`, it is the same in all steps."""
     completion_length_steps: Annotated[int, Option(integer(1), (_GROWS,), resumed=_GROWS)] = 100
-    """Optimizer steps until it has risen."""
+    """Optimizer steps in which the limit of completions rises from `completion_length_start` to its end."""
 
 
 @final

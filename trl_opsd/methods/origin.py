@@ -57,7 +57,7 @@ class OriginOptions:
     ] = 0.0
     """Weight of the divergence of the student from itself as it was passed, which is added to that from the teacher."""
     anchor_divergence: Annotated[str, Option(one_of(*ANCHORS), (ANCHOR,), resumed=ANCHOR)] = "reverse_kl"
-    """Which divergence that is, by name."""
+    """The divergence that `anchor_weight` multiplies, by name."""
 
     @property
     def reads_origin(self) -> bool:

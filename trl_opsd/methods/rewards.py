@@ -53,12 +53,12 @@ class RewardOptions:
     reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, (REWARDS,), resumed=_WEIGHT)] = None
     """Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1."""
     scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), (_WEIGHT,), resumed=_WEIGHT)] = "group"
-    """Standard deviation that rewards are divided by, as there: `"group"` or `True`, of those of a prompt; `"batch"`,
-    of the step; `"none"` or `False`, none."""
+    """Standard deviation that rewards are divided by, as in TRL's `GRPOConfig`: `"group"` or `True`, of those of a
+    prompt; `"batch"`, of the step; `"none"` or `False`, none."""
     multi_objective_aggregation: Annotated[
         str, Option(one_of("sum_then_normalize", "normalize_then_sum"), (_WEIGHT,), resumed=_WEIGHT)
     ] = "sum_then_normalize"
-    """Whether several rewards are scaled after they are added, or each before, as there."""
+    """Whether several rewards are scaled after they are added, or each before, as in TRL's `GRPOConfig`."""
 
 
 @final
