@@ -57,30 +57,27 @@ def test_weights_of_a_method_are_those_of_an_override(make_trainer):
     assert tiny.logged(trained(make_trainer), "loss") != tiny.logged(ours, "loss")
 
 
-class Asked(Method):
-    """Notes which hooks are asked."""
-
-    def __init__(self) -> None:
-        self.hooks: list[str] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in HOOKS:
-            self.hooks.append(name)
-        return object.__getattribute__(self, name)
-
-
 HOOKS = [
     "before", "generated", "select", "teacher_prompt", "teacher_reads", "references", "weigh", "weighed", "objective",
     "tally", "stepped",
 ]  # fmt: skip
 
 
-def test_hooks_are_asked_in_order_in_steps_and_evaluations(make_trainer):
-    class Rewriting(Asked):
-        def teacher_prompt(self, row, completion_text, prompt):
-            return prompt
+def noting(name: str) -> Any:
+    def hook(self, *given):
+        self.hooks.append(name)
+        return getattr(Method, name)(self, *given)
 
-    method = Rewriting()
+    return hook
+
+
+Asked = type("Asked", (Method,), {name: noting(name) for name in HOOKS})
+"""Notes which hooks are asked."""
+
+
+def test_hooks_are_asked_in_order_in_steps_and_evaluations(make_trainer):
+    method = Asked()
+    method.hooks = []
     trainer = trained(make_trainer, method, max_steps=1)
     assert list(dict.fromkeys(method.hooks)) == HOOKS
     counts = Counter(method.hooks)

@@ -1,4 +1,4 @@
-"""Every check of a trainer's arguments that needs no loaded model, in one call: stages in the order of what they cost."""
+"""Every check of a trainer's arguments that needs no loaded model, in one call, by what it costs."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def prepared(
         template=args.teacher_prompt_template,
         prompt_fn=teacher_prompt_fn,
         reference=args.extrapolation_reference,
-        rewrites=any(type(one).teacher_prompt is not Method.teacher_prompt for one in methods),
+        rewrites=any(one.has("teacher_prompt") for one in methods),
         contrasts=args.contrast_weight > 0,
         environments=frozenset() if environments is None else environments.names,
         is_told=is_told,

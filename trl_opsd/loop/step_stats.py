@@ -209,7 +209,7 @@ class StepStats:
         totals: Counter[str] = Counter()
         for named in sums:
             totals.update(named)  # a sum of counters would drop what is below 0
-        self._step = totals, tallies or [None for _ in self._trainer.methods]
+        self._step = totals, tallies
         return [(named, rows) for named, (_, rows, _) in zip(sums, waiting, strict=True)]
 
     def evaluated(self, batch: Mapping[str, Any], rows: Tensor, distinct: Tensor) -> Counted:

@@ -86,10 +86,9 @@ def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
         if not isinstance(one, Method):
             what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
             raise TypeError(f"`methods` contains {what}: expected instances of subclasses of `trl_opsd.Method`.")
-        hooks = [name for name in ("generated",) if getattr(type(one), name) is not getattr(Method, name)]
-        if hooks and now.overlap == "step":
+        if one.has("generated") and now.overlap == "step":
             raise ValueError(
-                f"`overlap='step'` with `{type(one).__name__}.{hooks[0]}`, which needs all completions of a step, but "
+                f"`overlap='step'` with `{type(one).__name__}.generated`, which needs all completions of a step, but "
                 "rows are trained on before the last is generated: remove `overlap`, or set `overlap='ahead'`."
             )
         if launched(now.args).sp_enabled:

@@ -132,6 +132,10 @@ class Method:
         """The method in a [`Situation`], `None` where it is not asked for; only those of the package are looked for."""
         return None
 
+    def has(self, hook: str) -> bool:
+        """Whether it overrides a hook; others are not asked."""
+        return getattr(type(self), hook) is not getattr(Method, hook)
+
     def build(self) -> None:
         """Builds what needs the trainer, once it is there."""
 

@@ -31,6 +31,7 @@ class Methods:
 
     def __init__(self, host: Any, methods: Sequence[Method] = ()) -> None:
         self._host, self._methods = host, methods
+        self._having: dict[str, list[Method]] = {}
         for one in methods:
             one.bind(host)
 
@@ -41,9 +42,13 @@ class Methods:
         """The method of a kind; `None` where it is not asked for."""
         return next((one for one in self if isinstance(one, kind)), None)
 
-    @property
-    def _is_training(self) -> bool:
-        return bool(self._host.model.training)
+    def _of(self, hook: str, in_training: bool = False) -> list[Method]:
+        """Those that have a hook; of one that is asked in training alone, none in an evaluation."""
+        if in_training and not self._host.model.training:
+            return []
+        if hook not in self._having:
+            self._having[hook] = [one for one in self if one.has(hook)]
+        return self._having[hook]
 
     # ---- What they say of themselves --------------------------------------------------------------------------------
 
@@ -80,75 +85,77 @@ class Methods:
     # ---- The hooks --------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        for one in self:
+        for one in self._of("build"):
             one.build()
 
     def begin(self) -> None:
-        for one in self:
+        for one in self._of("begin"):
             one.begin()
 
     def before(self, rows: Sequence[BatchRow]) -> None:
-        for one in self if self._is_training else ():
+        for one in self._of("before", in_training=True):
             one.before(rows)
 
     def generated(self, batch: Generated) -> None:
-        for one in self:
+        for one in self._of("generated"):
             one.generated(batch)
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Prompt) -> Any:
         found: Any = prompt
-        for one in self:
+        for one in self._of("teacher_prompt"):
             if found is not None:
                 found = one.teacher_prompt(row, completion_text, found)
         return found
 
     def teacher_reads(self, read: Rollout, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
-        for one in self:
+        for one in self._of("teacher_reads"):
             read = one.teacher_reads(read, rollout, rows)
         return read
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> dict[str, Rollout]:
-        return {name: found for one in self for name, found in one.references(rollout, rows).items()}
+        return {name: found for one in self._of("references") for name, found in one.references(rollout, rows).items()}
 
     def select(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
-        for one in self if self._is_training else ():
+        for one in self._of("select", in_training=True):
             weights_BC = one.select(weights_BC, rollout, rows) * (weights_BC != 0)
         return weights_BC
 
     def weigh(self, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
         weights_BC = rollout.weights
-        for one in self if self._is_training else ():
+        for one in self._of("weigh", in_training=True):
             weights_BC = one.weigh(weights_BC, rollout, rows, targets)
         return weights_BC
 
     def weighed(self, weights_BC: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         for column in ("prompt_weight", "gate"):
             weights_BC = weights_BC * weights_BC.new_tensor([getattr(row, column) for row in rows]).unsqueeze(1)
-        for one in self:
+        for one in self._of("weighed"):
             weights_BC = one.weighed(weights_BC, rows)
         return weights_BC
 
     def objective(self, objective: Objective) -> Objective:
-        for one in self:
+        for one in self._of("objective"):
             objective = one.objective(objective)
         return objective
 
     def tally(self, part: Part) -> list[Tensor | None]:
-        return [one.tally(part) for one in self]
+        return [one.tally(part) for one in self._of("tally")]
 
     def stepped(self, sums: Mapping[str, float], tallies: Sequence[Tensor | None]) -> None:
-        for one, tally in zip(self, tallies, strict=True):
-            one.stepped(sums, tally)
+        # There are none where processes share rows.
+        known = dict(zip(map(id, self._of("tally")), tallies, strict=False))
+        for one in self._of("stepped"):
+            one.stepped(sums, known.get(id(one)))
 
     def limit(self, tokens: int) -> int:
-        for one in self if self._is_training else ():
+        for one in self._of("limit", in_training=True):
             tokens = one.limit(tokens)
         return tokens
 
     @contextmanager
     def evaluation(self, prefix: str) -> Iterator[None]:
         with ExitStack() as stack:
-            for one in self:
+            for one in self._of("evaluation"):
                 stack.enter_context(one.evaluation(prefix))
             yield
 
