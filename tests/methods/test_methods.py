@@ -215,10 +215,72 @@ def test_wrong_methods_are_refused_before_loading(make_trainer):
         def generated(self, batch):
             pass
 
+    class Keeping(Method):
+        def state(self):
+            return {}
+
     for given, error, text in (
         ({"methods": [Early]}, TypeError, "contains the class Early"),
         ({"methods": [Early(), Early(0.1)]}, ValueError, "two of the name 'Early'"),
+        ({"methods": [Keeping()]}, TypeError, "`Keeping.state` without `restore`"),
         ({"methods": [Looking()], "overlap": "step"}, ValueError, "`Looking.generated`, which needs all completions"),
     ):
         with pytest.raises(error, match=text):
             make_trainer(model="nowhere", teacher_model="nowhere", **given)
+
+
+def of_hook(name: str, hook: Any, **members: Any) -> Method:
+    return type("Mine", (Method,), {name: hook, **members})()
+
+
+def setting(column: str, value: Any) -> Any:
+    def hook(self: Method, rows: Any) -> None:
+        for row in getattr(rows, "rows", rows):
+            setattr(row, column, value)
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (of_hook("select", lambda self, weights, *_: weights[:, :1]), "`Mine.select` returned weights of shape .4, 1."),
+        (of_hook("select", lambda self, weights, *_: None), "`Mine.select` returned a NoneType"),
+        (of_hook("select", lambda self, weights, *_: weights + 1), "`Mine.select` returned 1 for token 2 of row 0"),
+        (of_hook("weigh", lambda self, weights, *_: weights + 1), "`Mine.weigh` returned 1 for token 2 of row 0"),
+        (of_hook("weighed", lambda self, weights, *_: -weights), "`Mine.weighed` returned weights from -1 to"),
+        (of_hook("weighed", lambda self, weights, *_: weights + 1), "`Mine.weighed` returned 1 for token 2 of row 0"),
+        (of_hook("before", setting("prompt_weight", -1.0)), "`Mine` set `prompt_weight=-1.0` in row 0"),
+        (of_hook("before", setting("prompt_weight", 0.0)), "`Mine` set `prompt_weight=0.0` in row 0 .*`skips = True`"),
+        (of_hook("before", setting("pull", 1.0)), "`Mine` set `pull=1.0` in row 0 .*`pulls = True`"),
+        (of_hook("generated", setting("gate", float("nan"))), "`Mine` set `gate=nan` in row 0"),
+        (of_hook("limit", lambda self, tokens: tokens + 1), "`Mine.limit` returned 25: expected an integer from 1"),
+        (of_hook("state", lambda self: {1, 2}, restore=lambda self, state: None), "`Mine.state` returned no JSON: "),
+    ],
+)
+def test_a_value_that_fits_nowhere_is_refused_by_name(make_trainer, method, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        trained(make_trainer, method, max_steps=1, save_strategy="steps", save_steps=1)
+
+
+def test_a_method_has_begun_before_an_evaluation(make_trainer):
+    class Told(Method):
+        def begin(self):
+            self.steps = 0
+
+        def teacher_prompt(self, row, completion_text, prompt):
+            return f"{row['prompt']} {self.steps}"
+
+        def stepped(self, sums, tally):
+            self.steps += 1
+
+    method = Told()
+    first = make_trainer(methods=[method], **OPTIONS)
+    first.evaluate(tiny.rows(2))
+    assert method.steps == 0
+    first.train()
+    assert method.steps == 2
+    # A second trainer of the same method starts anew, and its settings are those of the first.
+    again = make_trainer(methods=[method], **OPTIONS)
+    assert method.steps == 0
+    assert again.teaching._fixed["methods"] == first.teaching._fixed["methods"]

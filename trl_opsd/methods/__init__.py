@@ -91,6 +91,10 @@ def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
                 f"`overlap='step'` with `{type(one).__name__}.generated`, which needs all completions of a step, but "
                 "rows are trained on before the last is generated: remove `overlap`, or set `overlap='ahead'`."
             )
+        if type(one).state is not Method.state and type(one).restore is Method.restore:
+            raise TypeError(
+                f"`{type(one).__name__}.state` without `restore`: a resume would begin without it: define both."
+            )
         if launched(now.args).sp_enabled:
             raise ValueError(
                 "`parallelism_config`: `sp_size` with `methods`, which read whole rows: remove one of them."
@@ -99,6 +103,6 @@ def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
     names = [one.name or type(one).__name__ for one in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(
-            f"`methods` contains two of the name {repeated!r}, whose states would be one file: rename one."
+            f"`methods` contains two of the name {repeated!r}, whose states would be one file: set the `name` of one."
         )
     return tuple(found)

@@ -98,12 +98,12 @@ class Method:
         host ([`MethodHost`]): the trainer, before the first hook is asked.
         name (`str`): names the state in checkpoints, and the method in a fingerprint; by default that of its class.
         rules (`Sequence[Rule]`): combinations of options that are refused.
-        metrics (`Mapping[str, Metric]`): what it logs.
+        metrics (`Mapping[str, Metric]`): what it logs; read of methods of the package alone.
         needs_rewards (`bool`): whether training depends on the rewards of rows, which are then never only logged.
         reads_outcomes (`bool`): whether it reads `BatchRow.outcome`.
         reads (`Sequence[str]`): keys of what `references` returns.
         pulls (`bool`): whether it sets `BatchRow.pull`.
-        skips (`bool`): whether it sets `BatchRow.prompt_weight`.
+        skips (`bool`): whether it sets `BatchRow.prompt_weight` to 0.
         falls_back (`bool`): whether a teacher for whose context its prompt is too long reads the columns instead; when
             `False` that is an error.
     """
@@ -140,7 +140,10 @@ class Method:
         """Builds what needs the trainer, once it is there."""
 
     def begin(self) -> None:
-        """A training begins: forgets what an earlier one left. A checkpoint is restored after this."""
+        """Sets the state to what a training begins with; asked when the trainer is built, and when a training begins.
+
+        A checkpoint is restored after this.
+        """
 
     # ---- A generation batch -----------------------------------------------------------------------------------------
 
@@ -153,7 +156,8 @@ class Method:
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
         """What the teacher reads before a completion, text or messages, in place of `prompt`, which is parsed.
 
-        Returned as it is, it stays; `None` where there is nothing to read, so that the row does not count.
+        Returned as it is, it stays; `None` where there is nothing to read, so that the row does not count. No
+        collectives in it.
         """
         return prompt
 
@@ -206,7 +210,7 @@ class Method:
         return nullcontext()
 
     def state(self) -> Mapping[str, Any] | None:
-        """What a checkpoint keeps, as JSON, the same in all processes; `None` for nothing."""
+        """What a checkpoint keeps, as JSON; `None` for nothing. One process is asked, and all restore it."""
         return None
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -6,17 +6,20 @@ B rows · C completion tokens
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from trl_opsd.data.prompts import Prompt
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
 from trl_opsd.methods.rows import BatchRow
+from trl_opsd.options.table import LARGEST_WEIGHT
 from trl_opsd.types import Rollout, TeacherTargets
 
 M = TypeVar("M", bound=Method)
@@ -85,8 +88,10 @@ class Methods:
     # ---- The hooks --------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        for one in self._of("build"):
+        """Builds each, and has it begin: evaluations ask hooks before any training."""
+        for one in self:
             one.build()
+            one.begin()
 
     def begin(self) -> None:
         for one in self._of("begin"):
@@ -95,10 +100,33 @@ class Methods:
     def before(self, rows: Sequence[BatchRow]) -> None:
         for one in self._of("before", in_training=True):
             one.before(rows)
+            self._check_columns(one, rows)
 
     def generated(self, batch: Generated) -> None:
         for one in self._of("generated"):
             one.generated(batch)
+            self._check_columns(one, batch.rows)
+
+    def _check_columns(self, method: Method, rows: Sequence[BatchRow]) -> None:
+        """Raises `ValueError` for a column whose value would spoil the loss, or would not be read."""
+        for row in rows:
+            if found := self._unfit(row):
+                name, expected = found
+                raise ValueError(
+                    f"`{type(method).__name__}` set `{name}={getattr(row, name)}` in {row.request.where}: {expected}."
+                )
+
+    def _unfit(self, row: BatchRow) -> tuple[str, str] | None:
+        for name in ("prompt_weight", "gate"):
+            if not 0 <= getattr(row, name) <= LARGEST_WEIGHT:
+                return name, f"expected a number from 0 to {LARGEST_WEIGHT:g}"
+        if not math.isfinite(row.pull):
+            return "pull", "expected a finite number"
+        if not row.prompt_weight and not self.may_skip:
+            return "prompt_weight", "set `skips = True` in the class, as the prompt is skipped"
+        if row.pull and not self.pulls:
+            return "pull", "set `pulls = True` in the class, as it is not read without"
+        return None
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Prompt) -> Any:
         found: Any = prompt
@@ -117,20 +145,20 @@ class Methods:
 
     def select(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         for one in self._of("select", in_training=True):
-            weights_BC = one.select(weights_BC, rollout, rows) * (weights_BC != 0)
+            weights_BC = _checked(one.select(weights_BC, rollout, rows), weights_BC, one, "select")
         return weights_BC
 
     def weigh(self, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
         weights_BC = rollout.weights
         for one in self._of("weigh", in_training=True):
-            weights_BC = one.weigh(weights_BC, rollout, rows, targets)
+            weights_BC = _checked(one.weigh(weights_BC, rollout, rows, targets), weights_BC, one, "weigh")
         return weights_BC
 
     def weighed(self, weights_BC: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         for column in ("prompt_weight", "gate"):
             weights_BC = weights_BC * weights_BC.new_tensor([getattr(row, column) for row in rows]).unsqueeze(1)
         for one in self._of("weighed"):
-            weights_BC = one.weighed(weights_BC, rows)
+            weights_BC = _checked(one.weighed(weights_BC, rows), weights_BC, one, "weighed")
         return weights_BC
 
     def objective(self, objective: Objective) -> Objective:
@@ -149,7 +177,12 @@ class Methods:
 
     def limit(self, tokens: int) -> int:
         for one in self._of("limit", in_training=True):
-            tokens = one.limit(tokens)
+            found = one.limit(tokens)
+            if not (isinstance(found, int) and 1 <= found <= tokens):
+                raise ValueError(
+                    f"`{type(one).__name__}.limit` returned {found!r}: expected an integer from 1 to {tokens}."
+                )
+            tokens = found
         return tokens
 
     @contextmanager
@@ -165,7 +198,14 @@ class Methods:
         """Writes what each keeps into a checkpoint; called by one process."""
         for one in self:
             if (state := one.state()) is not None:
-                _file(folder, one).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+                try:
+                    text = json.dumps(state, allow_nan=False)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(
+                        f"`{type(one).__name__}.state` returned no JSON: {error}. Return finite numbers, text, "
+                        "lists, and mappings of text to them."
+                    ) from error
+                _file(folder, one).write_text(text, encoding="utf-8")
 
     def load(self, folder: str) -> None:
         """Has each go on with what a checkpoint has kept of it, if it has."""
@@ -181,3 +221,33 @@ class Methods:
 
 def _file(folder: str, method: Method) -> Path:
     return Path(folder) / f"opsd_{method.name or type(method).__name__}.json"
+
+
+def _checked(found: Any, weights_BC: Tensor, method: Method, hook: str) -> Tensor:
+    """What a hook returned for these weights, validated if it is a user's: that waits for the device."""
+    if type(method).__module__.startswith("trl_opsd."):
+        return found  # type: ignore[no-any-return]
+    return checked_weights(found, weights_BC, f"{type(method).__name__}.{hook}")
+
+
+def checked_weights(found: Any, weights_BC: Tensor, where: str) -> Tensor:
+    """The weights that a function returned for these, validated, on their device and as float32."""
+    if not isinstance(found, Tensor) or found.is_complex():
+        raise TypeError(f"`{where}` returned a {type(found).__name__}: expected a tensor of floats, [B, C].")
+    expected = weights_BC.shape
+    if found.shape != expected:
+        raise ValueError(f"`{where}` returned weights of shape {tuple(found.shape)}: expected {tuple(expected)}.")
+    # A user may have computed them with a model; the loss has no gradient through them.
+    found = found.detach().to(weights_BC.device, torch.float32)
+    if not (found.isfinite() & (found >= 0) & (found <= LARGEST_WEIGHT)).all():
+        raise ValueError(
+            f"`{where}` returned weights from {found.min():g} to {found.max():g}: expected finite weights from 0 to "
+            f"{LARGEST_WEIGHT:g}. The loss is divided by their sum, so only their ratios matter."
+        )
+    if (outside := (found != 0) & (weights_BC == 0)).any():
+        row, place = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"`{where}` returned {found[row, place]:g} for token {place} of row {row}, which is padding, was not "
+            "generated by the student, or is excluded by `token_selection`: multiply your weights by `rollout.weights`."
+        )
+    return found
