@@ -53,7 +53,7 @@ def test_a_custom_method_tells_the_teacher_and_keeps_its_state(run, monkeypatch)
     assert trainer.teaching.first_made is None
     read = trainer.teaching.prompts.own(trainer.teaching.read_rows([{"prompt": "2+2="}]), [[5]])
     assert [one.value for one in read] == ["2+2= (attempt in step 2)"]
-    written = Path(trainer.args.output_dir, "checkpoint-2", "opsd_Told.json").read_text()
+    written = Path(trainer.args.output_dir, "checkpoint-2", "opsd_method_Told.json").read_text()
     assert json.loads(written) == {"steps": 2}
 
 

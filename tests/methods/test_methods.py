@@ -112,7 +112,7 @@ def test_what_a_method_keeps_is_saved_resumed_and_cleared(make_trainer, tmp_path
     whole, again = Counting(), Counting()
     first = trained(make_trainer, whole, output_dir=str(tmp_path / "whole"), **given)
     folder = tmp_path / "whole" / "checkpoint-1"
-    assert (folder / "opsd_Counting.json").exists()
+    assert (folder / "opsd_method_Counting.json").exists()
     second = trained(make_trainer, again, output_dir=str(tmp_path / "again"), resume=str(folder), **given)
     assert whole.seen == [0.0, *again.seen]
     assert again.seen[0] > 0

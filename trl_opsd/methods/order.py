@@ -220,13 +220,19 @@ class Methods:
 
 
 def _file(folder: str, method: Method) -> Path:
-    return Path(folder) / f"opsd_{method.name or type(method).__name__}.json"
+    # Other files of a checkpoint begin with "opsd_", too.
+    kind = "opsd" if _is_ours(method) else "opsd_method"
+    return Path(folder) / f"{kind}_{method.name or type(method).__name__}.json"
+
+
+def _is_ours(method: Method) -> bool:
+    return type(method).__module__.startswith("trl_opsd.")
 
 
 def _checked(found: Any, weights_BC: Tensor, method: Method, hook: str) -> Tensor:
     """What a hook returned for these weights, validated if it is a user's: that waits for the device."""
-    if type(method).__module__.startswith("trl_opsd."):
-        return found  # type: ignore[no-any-return]
+    if _is_ours(method):
+        return found
     return checked_weights(found, weights_BC, f"{type(method).__name__}.{hook}")
 
 
