@@ -79,8 +79,7 @@ class Batch:
             tokens_by_teacher(heads, self.targets, weights_BC, late),
             self.rollout,
             None,
-            Objective(divergence=ReverseKL()),
-            None if late is None else criterion,
+            Objective(divergence=ReverseKL(), selection=late),
         )
         wanted = [one for one in (self.hidden_BCH, self.head.weight) if one.requires_grad]
         torch.autograd.grad(parts.loss, wanted)

@@ -174,9 +174,10 @@ def test_largest_clipped_values_are_kept_not_the_most_negative(divergence):
     head, weights_BC, ids = OutputHead(torch.eye(5)), torch.ones(1, 6), torch.zeros(1, 6, dtype=torch.long)
     rollout = Rollout(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=ids + 1, weights=weights_BC)
     targets = TeacherTargets.by_row([RowTargets(teacher_CV, torch.arange(6))], 6)
-    given = tokens_by_teacher([head], targets, weights_BC, Selection("teacher_divergence", 0.5))
-    objective = Objective(divergence=divergence, kl_clip=0.01)
-    found = compared(student_CV[None], head, [head], given, rollout, 6.0, objective, "teacher_divergence")
+    selection = Selection("teacher_divergence", 0.5)
+    given = tokens_by_teacher([head], targets, weights_BC, selection)
+    objective = Objective(divergence=divergence, kl_clip=0.01, selection=selection)
+    found = compared(student_CV[None], head, [head], given, rollout, 6.0, objective)
     of_all = dense_divergence(LazyLogits(student_CV, head), LazyLogits(teacher_CV, head), divergence, kl_clip=0.01)
     values = of_all.divergence.sort(descending=True).values
     assert values.min() < -values.max() < 0 < values.max()
