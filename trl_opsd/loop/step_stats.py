@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import accumulate, chain
+from itertools import chain, islice
 from time import perf_counter
 from typing import Any, TypeAlias, final
 
@@ -199,13 +199,15 @@ class StepStats:
         tallied = [] if self._trainer.row_group is not None else [self._trainer.methods.tally(one) for one in parts]
         tallies = [None if each[0] is None else torch.stack(each).sum(0) for each in zip(*tallied, strict=True)]
         # One reduction of everything that is known by now, before the backward pass that the step follows.
-        known = [torch.stack([rows.sum(0) for _, rows, _ in waiting]), *(one for one in tallies if one is not None)]
-        found = self._trainer.accelerator.reduce(torch.cat([one.flatten() for one in known]), "sum")
-        ends = list(accumulate(one.numel() for one in known))[:-1]
-        host = torch.tensor(found.tolist(), dtype=torch.float32).tensor_split(ends)  # the one wait of a step
-        each = iter([part.view(one.shape) for part, one in zip(host, known, strict=True)])
-        sums = [self._named(batch, of) for (batch, _, _), of in zip(waiting, next(each).tolist(), strict=True)]
-        tallies = [None if one is None else next(each) for one in tallies]
+        known = torch.stack([rows.sum(0) for _, rows, _ in waiting])
+        more = [one.to(known).flatten() for one in tallies if one is not None]
+        found = self._trainer.accelerator.reduce(torch.cat([known.flatten(), *more]), "sum")
+        values = iter(found.tolist())  # the one wait of a step
+        of_each = [list(islice(values, len(rows[0]))) for _, rows, _ in waiting]
+        sums = [self._named(batch, of) for (batch, _, _), of in zip(waiting, of_each, strict=True)]
+        tallies = [
+            None if one is None else torch.tensor(list(islice(values, one.numel()))).view(one.shape) for one in tallies
+        ]
         totals: Counter[str] = Counter()
         for named in sums:
             totals.update(named)  # a sum of counters would drop what is below 0
