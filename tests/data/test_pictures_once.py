@@ -91,7 +91,7 @@ def test_a_picture_is_processed_once_and_before_its_step(trained, unit):
     given = {"teacher_model": vision_language.model("qwen2_5_vl", 48, 1, sees=True, unit=unit)}
     with noted(theirs) as calls, patch.object(hooks, "ThreadPoolExecutor", AtOnce):
         counted = Counted(calls)
-        trained([counted], teacher_processing_class=theirs, **given)
+        trained(callbacks=[counted], teacher_processing_class=theirs, **given)
     assert counted.most == 1
     # The first step of an epoch reads its own two prompts and the next two; its last, none. An evaluation has two.
     assert counted.numbers == [number * (unit // 16) for number in (4, 2, 2, 2, 0, 2) * 2]

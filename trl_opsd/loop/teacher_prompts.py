@@ -79,7 +79,8 @@ class TeacherPrompts:
         alike = not (readers.template or intake.rewrites or readers.tokenizers)
         alike = alike and all((row.control or row.request.of_teacher) is row.request.student for row in rows)
         if not alike:
-            prompts, reader = self.own(rows, rollout.completion_lists()), readers.teacher
+            completions = rollout.completion_lists() if intake.rewrites else ()  # these wait for the device
+            prompts, reader = self.own(rows, completions), readers.teacher
             prompts = [reader.read_by(row.request.teacher, one) for row, one in zip(rows, prompts, strict=True)]
             if reader.check_kind(prompts) == "text" and rows[0].request.student.kind == "messages":
                 logger.warning_once(

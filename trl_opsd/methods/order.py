@@ -156,7 +156,9 @@ class Methods:
 
     def weighed(self, weights_BC: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         for column in ("prompt_weight", "gate"):
-            weights_BC = weights_BC * weights_BC.new_tensor([getattr(row, column) for row in rows]).unsqueeze(1)
+            values_B = [getattr(row, column) for row in rows]
+            if any(one != 1 for one in values_B):
+                weights_BC = weights_BC * weights_BC.new_tensor(values_B).unsqueeze(1)
         for one in self._of("weighed"):
             weights_BC = _checked(one.weighed(weights_BC, rows), weights_BC, one, "weighed")
         return weights_BC
