@@ -41,15 +41,25 @@ _NAMED = 8
 # ---- Before a model is loaded ---------------------------------------------------------------------------------------
 
 
+_ADAPTER_CONFIG = "adapter_config.json"
+"""File in which PEFT describes an adapter."""
+
+
 def language_config(
     model: Any, called: str, loading: Mapping[str, Any], trust: str = "trust_remote_code"
 ) -> Mapping[str, Any]:
     """The config of a causal language model with its `text_config` merged in; empty for what is neither model nor path.
 
-    Refuses another kind of model, and Python code that the option `trust` does not allow.
+    Refuses a path that cannot be found, another kind of model, and Python code that the option `trust` does not allow.
     """
     if isinstance(model, str):
-        config = json.loads(Path(_config_file(model, loading)).read_text(encoding="utf-8"))
+        found, why = _config_file(model, loading)
+        if found is None:
+            raise ValueError(
+                f"`{called}={model!r}` is neither a folder with a `{CONFIG_NAME}` nor an accessible model on the Hub: "
+                f"correct it, or log in. {why}"
+            )
+        config = json.loads(Path(found).read_text(encoding="utf-8"))
         if "auto_map" in config:
             with naming_trust(f"`{called}={model!r}`", trust, loading):
                 trusted = loading.get("trust_remote_code", False)
@@ -73,10 +83,20 @@ def place_of(loading: Mapping[str, Any]) -> dict[str, Any]:
     return {name: loading[name] for name in PLACE_OPTIONS if loading.get(name) is not None}
 
 
-def _config_file(path: str, loading: Mapping[str, Any]) -> str:
-    """The path of a model's config."""
-    found: str = cached_file(path, CONFIG_NAME, **place_of(loading))
-    return found
+def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The path of a model's config, or `None` and the reason."""
+    why = "There is none."
+    if (Path(path) / _ADAPTER_CONFIG).is_file():
+        why = (
+            "It contains only an adapter: load its base model and pass `PeftModel.from_pretrained(base, path, "
+            "is_trainable=True)`(a teacher needs no `is_trainable`). If only a path can be passed, save both as one "
+            "model, `AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` with "
+            "its tokenizer, and pass that folder."
+        )
+    try:
+        return cached_file(path, CONFIG_NAME, **place_of(loading)), why
+    except OSError as error:
+        return None, str(error).splitlines()[0]
 
 
 def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loading: Mapping[str, Any]) -> bool:
@@ -90,9 +110,12 @@ def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loa
         for loading in (its_loading, other_loading)
     ]
     # Resolved, a model id and the folder of its snapshot are the same, as are two revisions that name one commit.
-    files = (_config_file(path, loading) for path, loading in ((one, its_loading), (other, other_loading)))
-    folders = {Path(file).absolute().parent.resolve() for file in files}
-    return altering[0] == altering[1] and len(folders) == 1
+    folders = [
+        Path(found).absolute().parent.resolve()
+        for path, loading in ((one, its_loading), (other, other_loading))
+        if (found := _config_file(path, loading)[0])
+    ]
+    return altering[0] == altering[1] and len(folders) == 2 and folders[0] == folders[1]
 
 
 def check_own_loss(config: Mapping[str, Any]) -> None:
