@@ -169,6 +169,21 @@ def test_a_prompt_of_weight_0_is_generated_for_by_none_and_counted_nowhere(make_
         assert tiny.logged(ours, name) == tiny.logged(theirs, name)
 
 
+def test_a_prompt_that_another_method_skips_is_no_visit(make_trainer):
+    seen = {}
+
+    def weight(row: Mapping[str, Any], last: Any) -> float:
+        seen[row["prompt"]] = last
+        return 1.0
+
+    trainer = trained(make_trainer, Skipping(), prompt_weight_fn=weight, max_steps=3)
+    assert [seen[one] and seen[one].tokens for one in tiny.PROMPTS[:4]] == [
+        None if number == 1 else len(tiny.tokenizer()(one)["input_ids"])
+        for number, one in enumerate(tiny.ANSWERS[:4])
+    ]  # fmt: skip
+    assert tiny.logged(trainer, "prompts/skipped") == [0.25, 0, 0.25]
+
+
 class Pulling(Method):
     pulls = True
 
