@@ -22,7 +22,7 @@ from support import forks, tiny
 from support.byte_languages import byte_pairs
 
 from trl_opsd import OPSDTrainer, RolloutBackend
-from trl_opsd.methods import MethodOptions
+from trl_opsd.methods import METRICS, MethodOptions
 
 RATE, LIMIT = 0.03, 550
 ROWS = {1: 8, 2: 12}
@@ -231,8 +231,12 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
         assert place == len(steps[step])
         steps[step].append(row)
     logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    names = {*METRICS} & {
+        key for row in trainer.state.log_history for key in row if not key.startswith(("time/", "tokens_per_second"))
+    }
     return {
         "steps": steps,
+        "metrics": {name: tiny.logged(trainer, name) for name in names},
         "losses": [logs.get(step + 1) for step in range(args.max_steps)],
         "weights": tiny.weights(trainer).numpy(),  # which travels between processes without shared memory
     }
@@ -346,6 +350,7 @@ def in_two(tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, Any]]:
             launched[number] = forks.results("ddp", trained_in_two, tmp_path_factory.mktemp("two"), together)
         one, other = (launched[number][rank][together.index(names)] for rank in (0, 1))
         assert one.get("refused") == other.get("refused")
+        assert one.get("metrics") == other.get("metrics")
         assert "refused" in one or (one["weights"] == other["weights"]).all()
         return one
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from support import tiny
+from support import faults, tiny
 
 from trl_opsd import Method, OPSDTrainer
 from trl_opsd.data.prompts import Prompt
@@ -217,13 +217,28 @@ def test_sums_of_micro_batches_are_added_once_a_step(make_trainer):
 
         def stepped(self, sums, tally):
             self.found.append((tally.item(), sums["tokens"]))
+            self.host.record_total("adding/rows", sum(rows for rows, _ in self.found))
 
     method = Adding()
-    trainer = trained(make_trainer, method)
+    trainer = trained(make_trainer, method, logging_steps=2)
     words = tiny.tokenizer()
     tokens = [len(words(one)["input_ids"]) for one in tiny.ANSWERS]
     assert method.found == [(4, sum(tokens[:4])), (4, sum(tokens[4:]))]
     assert trainer.state.global_step == 2
+    assert tiny.logged(trainer, "adding/rows") == [8], "as it is, and no mean over steps"
+
+
+def test_a_step_that_is_left_out_is_told_to_no_method(make_trainer):
+    class Noting(Method):
+        steps: ClassVar[list[int]] = []
+
+        def stepped(self, sums, tally):
+            self.steps.append(self.host.state.global_step)
+
+    trainer = make_trainer(methods=[Noting()], nonfinite="skip", max_steps=3)
+    faults.poison(trainer, "teacher", steps=(2,), rank=0)
+    trainer.train()
+    assert Noting.steps == [0, 2]
 
 
 def test_wrong_methods_are_refused_before_anything_is_loaded(make_trainer):
