@@ -228,7 +228,7 @@ def test_sums_of_micro_batches_are_added_once_a_step(make_trainer):
     assert tiny.logged(trainer, "adding/rows") == [8], "as it is, and no mean over steps"
 
 
-def test_a_step_that_is_left_out_is_told_to_no_method(make_trainer):
+def test_no_method_is_told_of_a_step_left_out(make_trainer):
     class Noting(Method):
         steps: ClassVar[list[int]] = []
 
