@@ -358,7 +358,7 @@ class Oracle:
             weights = weights * (knots[low] + (at - low) * (knots[low + 1] - knots[low]))
         weights = weights * self.options.get("position_discount", 1.0) ** places
         if self.options.get("equal_turns"):
-            weights = weights / weights.sum()  # a completion is one turn
+            weights = weights / (float(weights.sum()) or 1.0)  # a completion is one turn
         if "methods" in self.options:
             weights = weights * GROWTH**places
         weights = weights * row["gate"] * row["weight"]

@@ -23,6 +23,7 @@ class Mine(Method):
             row.pull += PULL
 
     def weigh(self, weights: Any, rollout: Any, rows: Any, targets: Any) -> Any:
+        self.host.record("mine/weights", weights.sum())
         return weights * GROWTH ** torch.arange(weights.size(1))
 
 

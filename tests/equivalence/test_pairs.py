@@ -232,7 +232,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
         steps[step].append(row)
     logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     of_clocks = ("time/", "tokens_per_second")
-    names = {name for name in METRICS if not name.startswith(of_clocks)}
+    names = {"mine/weights", *(name for name in METRICS if not name.startswith(of_clocks))}
     return {
         "steps": steps,
         "metrics": {name: values for name in names if (values := tiny.logged(trainer, name))},
@@ -286,7 +286,7 @@ def some(of: list[tuple[str, ...]], count: int) -> list[tuple[str, ...]]:
 CASES = cases()
 MIXED = [names for names in CASES if MIXING & {*names}]
 SHORT = [*some(CASES, 13), ("extrapolation", "anchor", "temperatures")]
-SHORT_MIXED = some(MIXED, 6)
+SHORT_MIXED = [*some(MIXED, 5), ("half a student", "a user's method")]
 LAUNCHED = 100
 """Runs of a launch."""
 
