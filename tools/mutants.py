@@ -25,7 +25,7 @@ from queue import SimpleQueue
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 COPIED = ("trl_opsd", "tests", "benchmarks", "examples", "docs", "requirements", "tools", "README.md")
-COPIED_FILES = ("setup.cfg", "pyproject.toml", "CHANGELOG.md", "Makefile", "mkdocs.yml")
+COPIED_FILES = ("LICENSE", "setup.cfg", "pyproject.toml", "CHANGELOG.md", "Makefile", "mkdocs.yml")
 SECONDS = 900
 """Time limit of one mutant's tests; to hang is to be seen."""
 

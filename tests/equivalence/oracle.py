@@ -1,6 +1,6 @@
 """The training of a student in float64, one row at a time, as docs/ describe it; knows nothing of the package's code.
 
-N tokens of a completion · V vocabulary · P byte positions
+N tokens of a completion · V vocabulary
 """
 
 from __future__ import annotations
@@ -8,25 +8,71 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
+from spelling import Spelling
 from torch import Tensor
 
 TEMPLATE = "{privileged_context} | {prompt}"
 """Joins what only the teacher sees, and a prompt."""
-GATE, THRESHOLD = 0.5, 1.0
-OUTCOMES = 257
-"""The bytes, and the end of the text or any other special token (docs/tokenizers.md)."""
-FLOOR, MOST_ESCAPE, BORDERS = 1e-6, 0.03, 3
-"""Added to the probability of each outcome; largest share that a position may miss; tokens that borders reach back."""
+FEEDBACK = "Feedback on an earlier attempt:\n\n{feedback}"
+ASKED, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+"""What is around a prompt that is a message."""
+GATE = 0.5
+EPSILON = 1e-4
+"""Added to each standard deviation of rewards."""
+MOST_ESCAPE = 0.03
+"""Largest share that a position of bytes may miss."""
 Row = dict[str, Any]
+
+# ---- What a user passes ----------------------------------------------------------------------------------------------
 
 
 def worth(prompt: str, text: str) -> float:
     """The reward of a completion: 0, a half or 1; always 1 or always 0 for some prompts."""
     return {"The sky is": 1.0, "a": 0.0}.get(prompt, min(text.count("e"), 2) / 2)
+
+
+def length(prompt: str, text: str) -> float | None:
+    """Another reward, which some completions do not have."""
+    return None if "s" in text else min(len(text), 10) / 10
+
+
+REWARDS = {"one": (worth,), "two": (worth, length)}
+
+
+def hint(prompt: str, text: str) -> str:
+    """What a teacher reads in place of a prompt."""
+    return f"{prompt} {text[:3]}?"
+
+
+def judgement(prompt: str, text: str, rewards: Sequence[float | None]) -> str | None:
+    """The same by the rewards of all completions of the prompt; nothing where none is good."""
+    best = max((one for one in rewards if one is not None), default=0.0)
+    return f"{prompt} {best:g} {text[:3]}" if best > 0 else None
+
+
+def prompt_weight(prompt: str, last: tuple[float | None, int] | None) -> float:
+    """The weight of a prompt by the gap of its last visit, and how often it was skipped since."""
+    if last is None:
+        return 1.0
+    gap, skipped = last
+    return 0.0 if prompt == "The sky is" and not skipped else 1.0 + abs(gap or 0.0)
+
+
+def feedback(prompt: str) -> str | None:
+    """What an environment says."""
+    return None if prompt == "a" else f"shorter than {len(prompt)}"
+
+
+PULL, GROWTH = 0.2, 1.25
+"""Of each row, and of the weight of a token relative to the one before, by a method of a user."""
+
+
+def method_weight(prompt: str, step: int) -> float:
+    """The weight that it gives to a prompt; one is skipped in the second step."""
+    return 0.0 if prompt == "2+2=" and step == 1 else 1.5 if prompt == "The sky is" else 1.0
 
 
 # ---- Divergences and targets -----------------------------------------------------------------------------------------
@@ -51,64 +97,16 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def deviation(values: Sequence[float]) -> float:
+    return math.sqrt(sum((one - mean(values)) ** 2 for one in values) / (len(values) - 1))
+
+
 def entropy(logs: Tensor) -> Tensor:
     return -(logs.exp() * logs).sum(-1)
-
-
-# ---- Bytes -----------------------------------------------------------------------------------------------------------
-
-
-def _letters() -> dict[str, int]:
-    """The byte of each letter of a byte-level tokenizer, as in GPT-2."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-class Spelling:
-    """What the tokens of a byte-level tokenizer stand for."""
-
-    def __init__(self, words: Any) -> None:
-        letters, self.words = _letters(), words
-        tokens = words.convert_ids_to_tokens(list(range(len(words))))
-        special = set(words.all_special_ids)
-        self.texts = [
-            None if number in special else bytes(letters[one] for one in token) for number, token in enumerate(tokens)
-        ]
-        self.after = lru_cache(None)(self._after)
-
-    def _after(self, begun: bytes) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens that begin with these bytes and go on, the outcome of each; and those that are just the bytes."""
-        on = [
-            (number, OUTCOMES - 1 if text is None else text[len(begun)])
-            for number, text in enumerate(self.texts)
-            if (not begun if text is None else text.startswith(begun) and len(text) > len(begun))
-        ]
-        whole = [number for number, text in enumerate(self.texts) if begun and text == begun]
-        ids, outcomes = torch.tensor(on, dtype=torch.long).reshape(-1, 2).unbind(1)
-        return ids, outcomes, torch.tensor(whole, dtype=torch.long)
-
-    def next_bytes(self, logs_NV: Tensor, ids: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """[P, 257], log-probabilities; [P], what is missed; and the token of each position."""
-        probs = logs_NV.exp()
-        found, escapes, token = [], [], []
-        for at, number in enumerate(ids):
-            text = self.texts[number]
-            first = max([0, at - BORDERS, *(one + 1 for one in range(at) if self.texts[ids[one]] is None)])
-            for end in range(1 if text is None else len(text)):
-                here = b"" if text is None else text[:end]
-                mass = torch.zeros(OUTCOMES, dtype=torch.float64)
-                for border in range(first, at + 1):
-                    begun = b"".join(self.texts[one] for one in ids[border:at]) + here  # type: ignore[misc]
-                    those, outcomes, _ = self.after(begun)
-                    path = sum((logs_NV[one, ids[one]] for one in range(border, at)), torch.zeros(()))
-                    mass = mass.index_add(0, outcomes, probs[border, those] * (-path).exp())
-                found.append((mass / mass.sum() + FLOOR).log().log_softmax(-1))
-                those, _, whole = self.after(here)
-                missed = float(probs[at, whole].sum().detach())
-                escapes.append(missed / (missed + float(probs[at, those].sum().detach())))
-                token.append(at)
-        return torch.stack(found), torch.tensor(escapes), token
 
 
 # ---- A training ------------------------------------------------------------------------------------------------------
@@ -119,30 +117,44 @@ class Oracle:
 
     A row is its columns and `ids`, `skipped`, `off_policy`, `kept`: the completion, whether nothing was generated,
     whether it is the dataset's, and the places of the tokens that `token_selection="random"` has drawn.
+    `base` is the teacher that stands in the place of the student as it was, with `extrapolation_reference`.
     """
 
     def __init__(
-        self, student: Any, teacher: Any, words: Any, options: Mapping[str, Any], rate: float, theirs: Any = None
+        self,
+        student: Any,
+        teacher: Any,
+        words: Any,
+        options: Mapping[str, Any],
+        rate: float,
+        theirs: Any = None,
+        base: Any = None,
     ) -> None:
         self.student, self.origin = student.double(), copy.deepcopy(student).double().eval()
         self.teacher, self.words, self.options, self.rate = teacher.double().eval(), words, options, rate
+        if "extrapolation_reference" in options:
+            self.origin = base.double().eval()
         self.theirs = words if theirs is None else theirs
         self.spellings = None if theirs is None else (Spelling(words), Spelling(theirs))
         self.temperatures = options.get("student_temperature", 1.0), options.get("teacher_temperature", 1.0)
         self.control, self.number = options.get("teacher_control"), options.get("num_generations", 1)
         self.reads_origin = "extrapolation" in options or "anchor_weight" in options
         self.compared = DIVERGENCES[options.get("divergence", "reverse_kl")]
-        self.last: dict[str, tuple[float | None, list[float | None], bool]] = {}
-        """The last visit of a prompt: gap, rewards, and whether it was skipped since."""
+        self.last: dict[str, tuple[float | None, list[float | None], int]] = {}
+        """The last visit of a prompt: gap, rewards, and how often it was skipped since."""
+        self.steps = 0
 
     # ---- Rows ----
 
     def step(self, rows: Sequence[Row]) -> float:
         """Trains on the rows of a step, in their order; returns the loss."""
-        rows = [dict(row) for row in rows]
+        rows = [{**row, "prompt": self._text(row["prompt"])} for row in rows]
         groups = [rows[at : at + self.number] for at in range(0, len(rows), self.number)]
         for group in groups:
             assert len({row["prompt"] for row in group}) == 1, "the completions of a prompt are adjacent"
+            self._judge(group)
+        self._set_advantages(groups)
+        for group in groups:
             self._prepare(group)
         if self.control == "shuffled":
             read = [{name: row[name] for name in ("told", "less")} for row in rows]
@@ -155,6 +167,7 @@ class Oracle:
             groups, (found[at : at + self.number] for at in range(0, len(rows), self.number)), strict=True
         ):
             self._remember(group, each)
+        self.steps += 1
         if not weights:
             return 0.0
         loss = sum(((one * value).sum() for one, value, _ in found), zero) / weights
@@ -164,57 +177,123 @@ class Oracle:
                 one.sub_(gradient, alpha=self.rate)
         return float(loss.detach())
 
-    def _prepare(self, group: Sequence[Row]) -> None:
-        """What the teacher reads, and the weight of each row of a prompt."""
-        skipped = self._is_skipped(group[0]["prompt"])
+    def _text(self, prompt: Any) -> str:
+        return str(prompt if isinstance(prompt, str) else prompt[0]["content"])
+
+    def _limit(self) -> int:
+        """Most tokens of a completion that is generated in this step."""
+        first, most = self.options.get("completion_length_start"), self.options["max_completion_length"]
+        steps = self.options.get("completion_length_steps", 100)
+        return most if first is None else most - int((most - first) * max(0.0, 1 - self.steps / steps))
+
+    def _judge(self, group: Sequence[Row]) -> None:
+        """The weight of a prompt, and the rewards of its completions."""
+        weight = self._weight_of(group[0]["prompt"])
+        functions = REWARDS[self.options.get("reward_funcs", "one")]
+        factors = self.options.get("reward_weights", [1.0] * len(functions))
         for row in group:
-            assert row["skipped"] == skipped, f"{row['prompt']!r} is skipped: {row['skipped']}, not {skipped}"
-            row["text"] = self.words.decode(row["ids"], skip_special_tokens=True)
-            row["reward"] = None if row["off_policy"] or skipped else worth(row["prompt"], row["text"])
-        known = torch.tensor([row["reward"] for row in group if row["reward"] is not None], dtype=torch.float64)
-        kind = self.options.get("reward_gate")
+            assert row["skipped"] == (not weight), f"{row['prompt']!r} is skipped: {row['skipped']}, not {not weight}"
+            assert not row["off_policy"] or "lmbda" in self.options
+            assert row["off_policy"] or len(row["ids"]) <= self._limit()
+            row["weight"], row["text"] = weight, self.words.decode(row["ids"], skip_special_tokens=True)
+            is_judged = weight and not row["off_policy"]
+            row["rewards"] = [one(row["prompt"], row["text"]) if is_judged else None for one in functions]
+            known = [(one, factor) for one, factor in zip(row["rewards"], factors, strict=True) if one is not None]
+            row["reward"] = sum(one * factor for one, factor in known) if known else None
+            row["advantage"] = 0.0
+
+    def _set_advantages(self, groups: Sequence[Sequence[Row]]) -> None:
+        """As TRL's GRPO: how much better a completion is than the others of its prompt."""
+        options = self.options
+        rows = [row for group in groups for row in group if row["reward"] is not None]
+        if options.get("multi_objective_aggregation") == "normalize_then_sum":
+            for row in rows:
+                row["sum"] = 0.0
+            for place, factor in enumerate(options.get("reward_weights", (1.0,))):
+                for group in groups:
+                    known = [row for row in group if row["rewards"][place] is not None]
+                    values = [row["rewards"][place] for row in known]
+                    for row in known if len(known) > 1 else ():
+                        row["sum"] += factor * (row["rewards"][place] - mean(values)) / (deviation(values) + EPSILON)
+            sums = [row["sum"] for row in rows]
+            for row in rows if len(rows) > 1 else ():
+                row["advantage"] = (row["sum"] - mean(sums)) / (deviation(sums) + EPSILON)
+            return
+        scale = options.get("scale_rewards", "group")
+        for group in groups:
+            known = [row for row in group if row["reward"] is not None]
+            compared = rows if scale == "batch" else known
+            for row in known if len(compared) > 1 else ():
+                of_all = deviation([one["reward"] for one in compared]) + EPSILON
+                row["advantage"] = row["reward"] - mean([one["reward"] for one in known])
+                row["advantage"] /= 1.0 if scale == "none" else of_all
+
+    def _prepare(self, group: Sequence[Row]) -> None:
+        """What the teacher reads, and the weight and pull of each row of a prompt."""
+        options = self.options
+        kind = options.get("reward_gate")
         for row in group:
             row["gate"] = 1.0
-            if kind is not None and row["reward"] is not None:
-                advantage = float((row["reward"] - known.mean()) / (known.std() + 1e-4)) if len(known) > 1 else 0.0
-                by_kind = {"reward": max(0.0, row["reward"]), "advantage": max(0.0, advantage)}
-                row["gate"] = by_kind[kind] if isinstance(kind, str) else float(row["reward"] >= kind)
-            context = row.get("privileged_context")
-            if self.options.get("teacher_context"):
-                others = [one for one in group if one is not row and (one["reward"] or 0) >= THRESHOLD]
-                context = next((one["text"].strip() for one in others), context)
-                row["gate"] *= context is not None
-            is_told = context is not None and self.control != "unprivileged"
-            row["told"] = self._joined(row, context) if is_told else row["prompt"]
+            if kind is not None and row["weight"] and not row["off_policy"]:
+                reward = row["reward"]
+                by_kind = {"reward": max(0.0, reward or 0.0), "advantage": max(0.0, row["advantage"])}
+                row["gate"] = by_kind[kind] if isinstance(kind, str) else float(reward is not None and reward >= kind)
+            row["pull"] = options.get("reward_weight", 0.0) * row["advantage"]
+            row["pull"] += options.get("sft_weight", 0.0) * row["off_policy"]
+            row["pull"] += PULL * ("methods" in options) - 0.5 * (self.control == "constant")
+            told = self._told(row, group)
+            row["gate"] *= told is not None
+            is_told = told is not None and self.control != "unprivileged"
+            row["told"] = told if is_told else row["prompt"]
             row["less"] = self._joined(row, row.get("contrast_context", ""))
+
+    def _told(self, row: Row, group: Sequence[Row]) -> str | None:
+        """What the teacher reads, `None` where it has nothing to say."""
+        options, context, prompt = self.options, row.get("privileged_context"), row["prompt"]
+        if function := options.get("teacher_prompt_fn"):
+            rewards = [one["reward"] for one in group]
+            if row["weight"]:
+                return hint(prompt, row["text"]) if function == "hint" else judgement(prompt, row["text"], rewards)
+        elif options.get("teacher_context"):
+            least = options.get("success_threshold", 1.0)
+            others = [one for one in group if one is not row and one["reward"] is not None and one["reward"] >= least]
+            context = next((one["text"].strip() for one in others if one["text"].strip()), context)
+            return None if context is None else self._joined(row, context)
+        elif "environment_factory" in options:
+            context = feedback(prompt)
+            if context is not None:
+                context = options.get("feedback_template", FEEDBACK).format(feedback=context)
+        return prompt if context is None else self._joined(row, context)
 
     def _joined(self, row: Row, context: str) -> str:
         return TEMPLATE.format(prompt=row["prompt"], privileged_context=context)
 
-    def _is_skipped(self, prompt: str) -> bool:
-        kind = self.options.get("skip_prompts")
-        gap, rewards, was_skipped = self.last.get(prompt, (None, [], True))
-        if kind is None or was_skipped:
-            return False
-        if kind == "flat_groups":
-            known = [one for one in rewards if one is not None]
-            return len(known) > 1 and len(set(known)) == 1
-        return gap is not None and abs(gap) < kind
+    def _weight_of(self, prompt: str) -> float:
+        options, last, weight = self.options, self.last.get(prompt), 1.0
+        if "prompt_weight_fn" in options:
+            weight = prompt_weight(prompt, None if last is None else (last[0], last[2]))
+        elif (kind := options.get("skip_prompts")) is not None and last is not None and not last[2]:
+            known = [one for one in last[1] if one is not None]
+            is_flat = len(known) > 1 and len(set(known)) == 1
+            weight = float(not (is_flat if kind == "flat_groups" else last[0] is not None and abs(last[0]) < kind))
+        return weight * (method_weight(prompt, self.steps) if "methods" in options else 1.0)
 
     def _remember(self, group: Sequence[Row], found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         prompt = group[0]["prompt"]
         if group[0]["skipped"]:
-            gap, rewards, _ = self.last[prompt]
-            self.last[prompt] = gap, rewards, True
+            if prompt in self.last:
+                gap, rewards, skipped = self.last[prompt]
+                self.last[prompt] = gap, rewards, skipped + 1
             return
         total = sum(float(weights.sum()) for weights, _, _ in found)
         gap = sum(float((weights * alone.detach()).sum()) for weights, _, alone in found) / total if total else None
-        self.last[prompt] = gap, [row["reward"] for row in group], False
+        self.last[prompt] = gap, [row["reward"] for row in group], 0
 
     # ---- Tokens ----
 
     def _logits(self, model: Any, prompt: str, ids: Sequence[int], words: Any = None) -> Tensor:
-        before = (words or self.words)(prompt)["input_ids"]
+        shown = f"{ASKED}{prompt}{ANSWERED}" if "environment_factory" in self.options else prompt
+        before = (words or self.words)(shown)["input_ids"]
         return model(torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1]
 
     def _of_row(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,9 +315,7 @@ class Oracle:
             alone = self._by_bytes(student, row)
         elif told is not None:
             alone = self.compared(student, self._target(row, told / its, first / its))
-        value = alone
-        if self.control == "constant":
-            value = alone + 0.5 * chosen
+        value = alone - row["pull"] * chosen
         if weight := options.get("anchor_weight"):
             anchored = DIVERGENCES[options.get("anchor_divergence", "reverse_kl")]
             value = value + weight * anchored(student, (first / own).log_softmax(-1))
@@ -279,7 +356,12 @@ class Oracle:
             low = at.long().clamp(max=len(table) - 2)
             knots = torch.tensor(table, dtype=torch.float64)
             weights = weights * (knots[low] + (at - low) * (knots[low + 1] - knots[low]))
-        weights = weights * row["gate"]
+        weights = weights * self.options.get("position_discount", 1.0) ** places
+        if self.options.get("equal_turns"):
+            weights = weights / (float(weights.sum()) or 1.0)  # a completion is one turn
+        if "methods" in self.options:
+            weights = weights * GROWTH**places
+        weights = weights * row["gate"] * row["weight"]
         if kind not in scores or not weights.any():
             return weights
         # of the n tokens that count, k; their row counts as k of its n tokens would on average

@@ -7,6 +7,8 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from oracle import GATE, TEMPLATE, THRESHOLD, Oracle, worth
+from oracle import ANSWERED, ASKED, GATE, TEMPLATE, Oracle
+from passed import functions_of
 from support import forks, tiny
 from support.byte_languages import byte_pairs
 
 from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd.methods import METRICS, MethodOptions
 
 RATE, LIMIT = 0.03, 550
 ROWS = {1: 8, 2: 12}
@@ -35,18 +39,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "contrast, bounded": {"contrast_weight": 1.0, "contrast_clip": 3.0},
     "extrapolation": {"extrapolation": 1.25},
     "extrapolation below 1": {"extrapolation": 0.5},
+    "extrapolation, a teacher": {"extrapolation": 1.25, "extrapolation_reference": "base"},
     "anchor": {"anchor_weight": 0.3},
     "anchor, forward": {"anchor_weight": 0.3, "anchor_divergence": "forward_kl"},
     "gate, number": {"reward_gate": GATE},
     "gate, reward": {"reward_gate": "reward"},
     "gate, advantage": {"reward_gate": "advantage"},
-    "success": {"teacher_context": "group_success", "success_threshold": THRESHOLD},
-    "success alone": {"teacher_context": "group_success", "success_threshold": THRESHOLD, "columns": False},
+    "success": {"teacher_context": "group_success"},
+    "success alone": {"teacher_context": "group_success", "success_threshold": 0.5, "columns": False},
     **{name: {"token_selection": name, "token_fraction": 0.5} for name in ("prefix", "random", *LATE)},
     "rising weights": {"position_weights": [0.25, 0.5, 1.0]},
     "weights from 0": {"position_weights": [0.0, 1.0]},
+    "discount": {"position_discount": 0.8},
+    "equal turns": {"equal_turns": True},
+    "growing": {"completion_length_start": 3, "completion_length_steps": 2},
     "no student": {"lmbda": 0.0},
     "half a student": {"lmbda": 0.5},
+    "half a student, copied": {"lmbda": 0.5, "sft_weight": 0.3},
+    "rewards that are logged": {"reward_funcs": "one"},
+    "rewards": {"reward_funcs": "one", "reward_weight": 0.4},
+    "rewards, unscaled": {"reward_funcs": "one", "reward_weight": 0.4, "scale_rewards": "none"},
+    "two rewards": {
+        "reward_funcs": "two", "reward_weight": 0.4, "reward_weights": [1.0, 0.5], "scale_rewards": "batch",
+    },
+    "two rewards, each scaled": {
+        "reward_funcs": "two", "reward_weight": 0.4, "reward_weights": [0.5, 1.0],
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
     "four completions": {"num_generations": 4},
     "temperatures": {"student_temperature": 0.7, "teacher_temperature": 1.3},
     "shuffled": {"teacher_control": "shuffled"},
@@ -55,18 +74,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "skip, flat groups": {"skip_prompts": "flat_groups"},
     "skip, near": {"skip_prompts": 2.0},
     "bytes": {"cross_tokenizer": "bytes"},
-}
-OF_GROUPS = {"gate, advantage", "success", "success alone", "skip, flat groups"}
-OF_REWARDS = {"gate, number", "gate, reward", *OF_GROUPS}
-MIXING = {*OF_REWARDS, "no student", "half a student", "four completions", "shuffled", "skip, near"}
+    "a prompt of the completion": {"teacher_prompt_fn": "hint"},
+    "a prompt of rewards": {"teacher_prompt_fn": "judgement"},
+    "weights of prompts": {"prompt_weight_fn": "by visits"},
+    "feedback": {"environment_factory": "silent", "feedback_template": "({feedback})", "columns": False},
+    "a user's method": {"methods": "one"},
+    "no guard": {"collapse_guard": None},
+}  # fmt: skip
+"""Names in place of functions stand for those of `functions_of`."""
+SUCCESS = {"success", "success alone"}
+PULLED = {"rewards", "rewards, unscaled", "two rewards", "two rewards, each scaled"}
+OF_GROUPS = {"gate, advantage", "skip, flat groups", *SUCCESS, *PULLED}
+OF_REWARDS = {"gate, number", "gate, reward", "a prompt of rewards", *OF_GROUPS}
+MIXED_STUDENT = {"no student", "half a student", "half a student, copied"}
+SKIPPING = {"skip, flat groups", "skip, near", "weights of prompts"}
+MIXING = {*OF_REWARDS, *MIXED_STUDENT, *SKIPPING, "four completions", "shuffled", "a user's method"}
 """What reads several rows, so that two processes have to agree."""
-THIRD_MODELS = {"contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "anchor", "anchor, forward"}
+THIRD_MODELS = {
+    "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "extrapolation, a teacher", "anchor",
+    "anchor, forward",
+}  # fmt: skip
 REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant"}, "with `cross_tokenizer='bytes'`, "),
     ("constant", {*LATE, "prefix", "random", "skip, near"}, "the control replaces the objective"),
     ("shuffled", {"skip, flat groups", "skip, near"}, "a step that skips prompts may have one alone"),
-    ("unprivileged", {"success", "success alone"}, "the teacher's context is not read"),
+    ("shuffled", {"weights of prompts"}, "which needs to know of all prompts that they are generated for"),
+    ("unprivileged", SUCCESS, "the teacher's context is not read"),
     ("no student", OF_REWARDS, "`lmbda=0"),
+    ("extrapolation, a teacher", {"anchor", "anchor, forward"}, "there is one reference alone"),
+    ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS}, "`environment_factory` with"),
+    ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
 ]
 """What is refused with each of these, and what the error says."""
 
@@ -100,16 +137,16 @@ class Answering(RolloutBackend):
         self.words = words
 
     def bind(self, trainer: Any) -> None:
-        self.process = trainer.accelerator.process_index
+        self.trainer, self.process = trainer, trainer.accelerator.process_index
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
         texts = []
         for place, prompt in enumerate(self.words.batch_decode(prompt_ids)):
-            number = PROMPTS.index(prompt)
+            number = PROMPTS.index(prompt.removeprefix(ASKED).removesuffix(ANSWERED))
             draw = random.Random(f"{number} {step} {place} {self.process} 19")
             said = draw.choices(WRITTEN, k=draw.randint(1, 3) + 2 * (number < 3))
             texts.append("".join(said) + draw.choice(("", "<|im_end|>")))
-        return self.words(texts)["input_ids"]
+        return [ids[: self.trainer.limits.completion] for ids in self.words(texts)["input_ids"]]
 
 
 class Recorded(OPSDTrainer):
@@ -128,9 +165,15 @@ def models(by_bytes: bool) -> tuple[Any, Any]:
     return tiny.qwen2(32, 0, vocab_size=sizes[0]), tiny.qwen2(48, 1, vocab_size=sizes[1])
 
 
+def base() -> Any:
+    """What a teacher was trained from."""
+    return tiny.qwen2(48, 2)
+
+
 def options_of(names: tuple[str, ...]) -> dict[str, Any]:
     """The options of a run; `columns` says whether the dataset has contexts."""
     given = {key: value for name in names for key, value in VARIANTS[name].items()}
+    given["max_completion_length"] = 60
     given.setdefault("num_generations", 2 if {*names} & OF_GROUPS else 1)
     if "constant" not in names:  # which has no divergence
         kinds = ("forward_kl", "reverse_kl") if "skip, near" in names else ("forward_kl", "reverse_kl", "jsd")
@@ -142,7 +185,12 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
     """The losses and weights of a run, and the rows of its steps; or why it was refused. Collective."""
     options, rows = options_of(names), ROWS[processes]
     prompts = PROMPTS[: rows // options["num_generations"]]
-    columns: dict[str, list[str]] = {"prompt": prompts}
+    if {*names} & OF_REWARDS:
+        options.setdefault("reward_funcs", "one")
+    arguments = functions_of(options)
+    columns: dict[str, list[Any]] = {"prompt": prompts}
+    if is_acted := "environment_factory" in arguments:
+        columns["prompt"] = [[{"role": "user", "content": prompt}] for prompt in prompts]
     if options.pop("columns", True):
         columns["privileged_context"] = [f"hint {number}" for number in range(len(prompts))]
     if "contrast_weight" in options:
@@ -152,14 +200,17 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words = MINE if by_bytes else WORDS
+    if "extrapolation_reference" in options:
+        teacher, columns["teacher"] = {"told": teacher, "base": base()}, ["told"] * len(prompts)
+    is_long = "skip_prompts" in options or "prompt_weight_fn" in arguments
+    is_told = len(columns) > 1 or "teacher_context" in options or is_acted
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             args = tiny.config(
                 folder, **options, per_device_train_batch_size=2, gradient_accumulation_steps=rows // 2 // processes,
-                max_steps=3 if "skip_prompts" in options else 2, shuffle_dataset=False, optim="sgd", learning_rate=RATE,
-                max_grad_norm=1e9, max_completion_length=60,
-                **({"teacher_prompt_template": TEMPLATE} if len(columns) > 1 or "teacher_context" in options else {}),
+                max_steps=3 if is_long else 2, shuffle_dataset=False, optim="sgd", learning_rate=RATE,
+                max_grad_norm=1e9, **({"teacher_prompt_template": TEMPLATE} if is_told else {}),
             )  # fmt: skip
             trainer = Recorded(
                 model=student,
@@ -169,7 +220,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
                 processing_class=words,
                 teacher_processing_class=YOURS if by_bytes else None,
                 rollout=Answering(words),
-                reward_funcs=rewarded if {*names} & OF_REWARDS else None,
+                **arguments,
             )
             trainer.read = []
             trainer.train()
@@ -180,22 +231,23 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
         assert place == len(steps[step])
         steps[step].append(row)
     logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    of_clocks = ("time/", "tokens_per_second")
+    names = {"mine/weights", *(name for name in METRICS if not name.startswith(of_clocks))}
     return {
         "steps": steps,
+        "metrics": {name: values for name in names if (values := tiny.logged(trainer, name))},
         "losses": [logs.get(step + 1) for step in range(args.max_steps)],
         "weights": tiny.weights(trainer).numpy(),  # which travels between processes without shared memory
     }
-
-
-def rewarded(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return list(map(worth, prompts, completions))
 
 
 def expected(options: dict[str, Any], steps: list[list[Any]]) -> tuple[list[float], torch.Tensor]:
     """The losses and weights in float64."""
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
-    oracle = Oracle(student, teacher, MINE if by_bytes else WORDS, options, RATE, YOURS if by_bytes else None)
+    words, theirs = (MINE, YOURS) if by_bytes else (WORDS, None)
+    reference = base() if "extrapolation_reference" in options else None
+    oracle = Oracle(student, teacher, words, options, RATE, theirs, reference)
     return [oracle.step(rows) for rows in steps], flat(student)
 
 
@@ -225,10 +277,16 @@ def trained_in_two(folder: Path, cases: list[tuple[str, ...]]) -> list[dict[str,
     return found
 
 
+def some(of: list[tuple[str, ...]], count: int) -> list[tuple[str, ...]]:
+    """As many pairs of these."""
+    pairs = [names for names in of if len(names) == 2]
+    return pairs[:: len(pairs) // count][:count]
+
+
 CASES = cases()
 MIXED = [names for names in CASES if MIXING & {*names}]
-SHORT = [*[names for names in CASES if len(names) == 2][::31], ("extrapolation", "anchor", "temperatures")]
-SHORT_MIXED = [names for names in MIXED if len(names) == 2][::41]
+SHORT = [*some(CASES, 13), ("extrapolation", "anchor", "temperatures")]
+SHORT_MIXED = [*some(MIXED, 5), ("half a student", "a user's method")]
 LAUNCHED = 100
 """Runs of a launch."""
 
@@ -244,18 +302,39 @@ def test_options_together_equal_float64(tmp_path, names):
     check(names, trained(tmp_path, names))
 
 
+def test_every_option_of_a_method_is_in_the_pairs():
+    """With a value other than its default; whether that has an effect is tested below."""
+    options = {one.name: one.default for one in fields(MethodOptions)}
+    tried = {key for given in VARIANTS.values() for key, value in given.items() if value != options.get(key)}
+    functions = {key for key in signature(OPSDTrainer).parameters if key.endswith(("_fn", "_funcs", "methods"))}
+    assert {*options, *functions} - tried == set()
+
+
+EFFECTS = [
+    (name, key) for name, given in VARIANTS.items() for key in given if key not in ("columns", "cross_tokenizer")
+]
+UNSEEN = {"num_generations", "environment_factory", "reward_funcs", "collapse_guard"}
+"""What has no effect on the loss of given completions by itself."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", VARIANTS)
-def test_runs_differ_from_those_without_the_option(tmp_path, name):
+@pytest.mark.parametrize(("name", "key"), EFFECTS)
+def test_runs_differ_from_those_without_the_option(tmp_path, name, key):
     """Else a test of a pair would tell nothing of it."""
-    found, options = trained(tmp_path, (name,)), options_of((name,))
-    flags = {"lmbda": "off_policy", "skip_prompts": "skipped"}
-    if flag := next((flag for option, flag in flags.items() if option in VARIANTS[name]), ""):
-        assert any(row[flag] for rows in found["steps"] for row in rows)
-    elif not VARIANTS[name].keys() & {"num_generations", "cross_tokenizer"}:
-        plain = {key: value for key, value in options.items() if key in ("num_generations", "divergence")}
-        losses, _ = expected(plain, found["steps"])
-        assert all(abs(one - other) > 1e-3 for one, other in zip(losses[1:], found["losses"][1:], strict=True))
+    found = trained(tmp_path, (name,))
+    if key == "lmbda":
+        assert any(row["off_policy"] for rows in found["steps"] for row in rows)
+    elif key.startswith("completion_length"):
+        first, second = (max(len(row["ids"]) for row in rows) for rows in found["steps"])
+        assert first == 3 < 5 < second, "and with as many steps as by default, at most 4"
+    elif key not in UNSEEN:
+        options = options_of((name,))
+        del options[key]
+        try:
+            losses, _ = expected(options, found["steps"])
+        except (AssertionError, KeyError):  # other prompts are skipped, or tokens selected
+            return
+        assert any(abs(one - (other or 0.0)) > 1e-4 for one, other in zip(losses, found["losses"], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +350,7 @@ def in_two(tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, Any]]:
             launched[number] = forks.results("ddp", trained_in_two, tmp_path_factory.mktemp("two"), together)
         one, other = (launched[number][rank][together.index(names)] for rank in (0, 1))
         assert one.get("refused") == other.get("refused")
+        assert one.get("metrics") == other.get("metrics")
         assert "refused" in one or (one["weights"] == other["weights"]).all()
         return one
 

@@ -288,11 +288,12 @@ def test_what_is_logged_of_rewards_is_of_what_was_generated(trained):
         return [1.0 + len(one) for one in completions]
 
     rewarded: list[str] = []
-    found = trained(prompt_weight_fn=odd_ones, **GROUPS | {"reward_funcs": noted, "max_steps": 4})
+    given = GROUPS | {"reward_funcs": noted, "reward_gate": "reward", "max_steps": 4}
+    found = trained(prompt_weight_fn=odd_ones, **given)
     assert len(rewarded) == 2 * 8 + 2 * 4
     assert "" not in rewarded
     assert tiny.logged(found, "frac_reward_zero_std") == [0.5, 0.5, 1, 1]
-    assert tiny.logged(found, "reward") == [2.25, 2.25, 2, 2]
+    assert tiny.logged(found, "reward") == tiny.logged(found, "gate/mean") == [2.25, 2.25, 2, 2]
 
 
 def test_only_completions_that_are_generated_are_rewarded(trained):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from support import tiny
+from support import faults, tiny
 
 from trl_opsd import Method, OPSDTrainer
 from trl_opsd.data.prompts import Prompt
@@ -119,7 +119,7 @@ def test_what_a_method_keeps_is_saved_resumed_and_cleared(make_trainer, tmp_path
     for mine, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     first.train()
-    assert whole.seen[0] == 0
+    assert (whole.seen[0], len(whole.seen)) == (0, 2), "it has begun anew"
 
 
 def test_a_resume_with_another_setting_of_a_method_is_refused(make_trainer, tmp_path):
@@ -167,6 +167,21 @@ def test_nothing_is_generated_or_counted_for_prompts_of_weight_0(make_trainer):
         assert tiny.logged(ours, name) == tiny.logged(theirs, name)
 
 
+def test_a_prompt_that_another_method_skips_is_no_visit(make_trainer):
+    seen = {}
+
+    def weight(row: Mapping[str, Any], last: Any) -> float:
+        seen[row["prompt"]] = last
+        return 1.0
+
+    trainer = trained(make_trainer, Skipping(), prompt_weight_fn=weight, max_steps=3)
+    assert [seen[one] and seen[one].tokens for one in tiny.PROMPTS[:4]] == [
+        None if number == 1 else len(tiny.tokenizer()(one)["input_ids"])
+        for number, one in enumerate(tiny.ANSWERS[:4])
+    ]  # fmt: skip
+    assert tiny.logged(trainer, "prompts/skipped") == [0.25, 0, 0.25]
+
+
 class Pulling(Method):
     pulls = True
 
@@ -200,13 +215,28 @@ def test_sums_of_micro_batches_are_added_once_a_step(make_trainer):
 
         def stepped(self, sums, tally):
             self.found.append((tally.item(), sums["tokens"]))
+            self.host.record_total("adding/rows", sum(rows for rows, _ in self.found))
 
     method = Adding()
-    trainer = trained(make_trainer, method)
+    trainer = trained(make_trainer, method, logging_steps=2)
     words = tiny.tokenizer()
     tokens = [len(words(one)["input_ids"]) for one in tiny.ANSWERS]
     assert method.found == [(4, sum(tokens[:4])), (4, sum(tokens[4:]))]
     assert trainer.state.global_step == 2
+    assert tiny.logged(trainer, "adding/rows") == [8], "as it is, and no mean over steps"
+
+
+def test_no_method_is_told_of_a_step_left_out(make_trainer):
+    class Noting(Method):
+        steps: ClassVar[list[int]] = []
+
+        def stepped(self, sums, tally):
+            self.steps.append(self.host.state.global_step)
+
+    trainer = make_trainer(methods=[Noting()], nonfinite="skip", max_steps=3)
+    faults.poison(trainer, "teacher", steps=(2,), rank=0)
+    trainer.train()
+    assert Noting.steps == [0, 2]
 
 
 @pytest.mark.quick

@@ -137,7 +137,8 @@ class Visits(Method):
         self._last: dict[str, Visit] = {}
         self.tokens_saved = 0
         """Tokens that the completions of skipped prompts had at their last visits, since the run began."""
-        self._prompts: list[tuple[str, float]] = []
+        self._keys: list[str] = []
+        self._are_asked: list[bool] = []
         self._tokens: list[int] = []
         self._rewards: Sequence[float | None] = ()
 
@@ -145,18 +146,10 @@ class Visits(Method):
         # The rows of a prompt are adjacent, and may be in several processes: the one with the first of them decides.
         first, number = self.host.accelerator.process_index * len(rows), self.host.args.num_generations
         firsts = [row for place, row in enumerate(rows, first) if place % number == 0]
-        self._prompts = gather_object([(key := _key(row), self._weight(row, key)) for row in firsts])
+        prompts = gather_object([(key := _key(row), self._weight(row, key)) for row in firsts])
+        self._keys = [key for key, _ in prompts]
         for place, row in enumerate(rows, first):
-            row.prompt_weight *= self._prompts[place // number][1]
-        skipped, saved = [key for key, weight in self._prompts if not weight], 0
-        for key in skipped:
-            if (last := self._last.get(key)) is not None:
-                saved += last.tokens
-                self._last[key] = replace(last, skipped=last.skipped + 1)
-        self.tokens_saved += saved
-        self.host.record("prompts/skipped", len(skipped) / len(self._prompts))
-        self.host.record("prompts/tokens_saved", saved)
-        self.host.record_total("prompts/tokens_saved_total", self.tokens_saved)
+            row.prompt_weight *= prompts[place // number][1]
 
     def _weight(self, row: BatchRow, key: str) -> float:
         last, kind = self._last.get(key), self.host.args.skip_prompts
@@ -175,8 +168,20 @@ class Visits(Method):
         return float(weight)
 
     def generated(self, batch: Generated) -> None:
-        if batch.is_training:
-            self._tokens, self._rewards = batch.counts["generated"].tolist(), batch.rewards
+        if not batch.is_training:
+            return
+        self._tokens, self._rewards = batch.counts["generated"].tolist(), batch.rewards
+        # Whoever has skipped them.
+        self._are_asked = (batch.counts["asked"].view(len(self._keys), -1) > 0).any(1).tolist()
+        skipped, saved = [key for key, asked in zip(self._keys, self._are_asked, strict=True) if not asked], 0
+        for key in skipped:
+            if (last := self._last.get(key)) is not None:
+                saved += last.tokens
+                self._last[key] = replace(last, skipped=last.skipped + 1)
+        self.tokens_saved += saved
+        self.host.record("prompts/skipped", len(skipped) / len(self._keys))
+        self.host.record("prompts/tokens_saved", saved)
+        self.host.record_total("prompts/tokens_saved_total", self.tokens_saved)
 
     def tally(self, part: Part) -> Tensor:
         return by_place(part, self.host)
@@ -184,10 +189,10 @@ class Visits(Method):
     def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
         assert tally is not None, "processes that share rows skip no prompts"
         number = self.host.args.num_generations
-        for place, (key, weight) in enumerate(self._prompts):
+        for place, (key, asked) in enumerate(zip(self._keys, self._are_asked, strict=True)):
             mine = slice(place * number, (place + 1) * number)
             total, divergence, _ = tally[mine].sum(0).tolist()
-            if weight:
+            if asked:
                 self._last[key] = Visit(
                     step=self.host.state.global_step + 1,
                     gap=divergence / total if total else None,

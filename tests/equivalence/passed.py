@@ -1,0 +1,70 @@
+"""What a user passes to a run of test_pairs.py besides options: functions, an environment, and a method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import torch
+from oracle import GROWTH, PULL, REWARDS
+
+from trl_opsd import Method
+
+
+class Mine(Method):
+    """Weighs tokens and prompts, and pulls."""
+
+    skips = pulls = True
+
+    def before(self, rows: Any) -> None:
+        for row in rows:
+            prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][0]["content"]
+            row.prompt_weight *= oracle.method_weight(prompt, self.host.state.global_step)
+            row.pull += PULL
+
+    def weigh(self, weights: Any, rollout: Any, rows: Any, targets: Any) -> Any:
+        self.host.record("mine/weights", weights.sum())
+        return weights * GROWTH ** torch.arange(weights.size(1))
+
+
+class Silent:
+    """An environment without tools, which says something afterwards."""
+
+    def reset(self, prompt: Any, **_: Any) -> None:
+        self.prompt = prompt[0]["content"]
+
+    def get_feedback(self) -> str | None:
+        return oracle.feedback(self.prompt)
+
+
+def rewarding(function: Any) -> Any:
+    """A reward function, of text or messages."""
+
+    def rewarded(prompts: list[Any], completions: list[Any], **_: Any) -> list[Any]:
+        texts = [
+            (prompt, text) if isinstance(prompt, str) else (prompt[0]["content"], text[0]["content"])
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        return [function(*one) for one in texts]
+
+    rewarded.__name__ = function.__name__
+    return rewarded
+
+
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "teacher_prompt_fn": {
+        "hint": lambda row, text: oracle.hint(row["prompt"], text),
+        "judgement": lambda row, text, of: oracle.judgement(row["prompt"], text, [reward for _, reward in of.group]),
+    },
+    "prompt_weight_fn": {
+        "by visits": lambda row, last: oracle.prompt_weight(row["prompt"], last and (last.gap, last.skipped)),
+    },
+    "reward_funcs": {name: [*map(rewarding, functions)] for name, functions in REWARDS.items()},
+    "environment_factory": {"silent": Silent},
+}
+
+
+def functions_of(options: dict[str, Any]) -> dict[str, Any]:
+    """What of the options is none: the trainer's arguments, which have names there; taken out of the options."""
+    methods = [Mine()] if options.pop("methods", None) else []
+    return {"methods": methods} | {key: named[options.pop(key)] for key, named in FUNCTIONS.items() if key in options}
