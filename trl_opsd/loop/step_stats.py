@@ -14,6 +14,7 @@ from itertools import chain, islice
 from time import perf_counter
 from typing import Any, TypeAlias, final
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
@@ -144,7 +145,7 @@ class StepStats:
         self._accounts = {mode: _Accounts(clock()) for mode in ("train", "eval")}
         self._waiting: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
         """Micro-batches that are not reduced yet, with `LossParts.scored`."""
-        self._step: tuple[Counter[str], list[Tensor | None]] = Counter(), []
+        self._step: tuple[Counter[str], list[np.ndarray | None]] = Counter(), []
         """Sums over the step, and what methods have tallied of it."""
         self._evaluated: list[Tensor] | None = None
         """[*, 3] each, rows of the evaluation in progress, in their order."""
@@ -197,16 +198,17 @@ class StepStats:
         parts = [Part(batch.get("rows") or (), batch, rows, scored) for batch, rows, scored in waiting]
         # Processes that share rows count parts of them.
         tallied = [] if self._trainer.row_group is not None else [self._trainer.methods.tally(one) for one in parts]
-        tallies = [None if each[0] is None else torch.stack(each).sum(0) for each in zip(*tallied, strict=True)]
+        tallied_of = [None if each[0] is None else torch.stack(each).sum(0) for each in zip(*tallied, strict=True)]
         # One reduction of everything that is known by now, before the backward pass that the step follows.
         known = torch.stack([rows.sum(0) for _, rows, _ in waiting])
-        more = [one.to(known).flatten() for one in tallies if one is not None]
+        more = [one.to(known).flatten() for one in tallied_of if one is not None]
         found = self._trainer.accelerator.reduce(torch.cat([known.flatten(), *more]), "sum")
         values = iter(found.tolist())  # the one wait of a step
         of_each = [list(islice(values, len(rows[0]))) for _, rows, _ in waiting]
         sums = [self._named(batch, of) for (batch, _, _), of in zip(waiting, of_each, strict=True)]
         tallies = [
-            None if one is None else torch.tensor(list(islice(values, one.numel()))).view(one.shape) for one in tallies
+            None if one is None else np.array(list(islice(values, one.numel())), dtype=np.float32).reshape(one.shape)
+            for one in tallied_of
         ]
         totals: Counter[str] = Counter()
         for named in sums:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from numpy import ndarray
 from torch import Tensor
 
 from trl_opsd.losses.objective import Objective
@@ -196,8 +197,8 @@ class Method:
         """
         return None
 
-    def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
-        """A step has its gradient: sums over its tokens by [`~types.LossParts`], and what `tally` adds up to."""
+    def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
+        """A step has its gradient: sums over its tokens by [`~types.LossParts`], and what `tally` adds up to (NumPy)."""
 
     def limit(self, tokens: int) -> int:
         """Most tokens of a completion that is generated in training now, of so many. No collectives in it."""

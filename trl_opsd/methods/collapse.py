@@ -10,7 +10,7 @@ from statistics import median
 from typing import Annotated, Any, ClassVar, final
 
 from accelerate.logging import get_logger
-from torch import Tensor
+from numpy import ndarray
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.checkpoints.resume import best_evaluated
@@ -80,7 +80,7 @@ class CollapseGuard(Method, TrainerCallback):
             )
             self._texts = (tokens / count, repeated / count) if count else None
 
-    def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
+    def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
         self._sums = sums
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from trl_opsd.methods.base import Method, Part
@@ -39,9 +40,9 @@ class Groups(Method):
     def tally(self, part: Part) -> Tensor:
         return by_place(part, self.host)
 
-    def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
+    def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
         if tally is not None:
-            for name, value in spread(tally, self.host.args.num_generations).items():
+            for name, value in spread(torch.from_numpy(tally), self.host.args.num_generations).items():
                 self.host.record(name, value)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, final
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from trl_opsd.methods.base import Method, Part
@@ -64,7 +65,7 @@ class OffPolicy(Method):
             sums_23.index_add_(0, torch.tensor(marks).long().to(weight_B.device, non_blocking=True), values_B3)
         return sums_23
 
-    def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
+    def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
         if tally is None:
             return
         (of_student, *student), (of_others, *others) = tally.tolist()

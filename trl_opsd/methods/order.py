@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from trl_opsd.data.prompts import Prompt
@@ -171,7 +172,7 @@ class Methods:
     def tally(self, part: Part) -> list[Tensor | None]:
         return [one.tally(part) for one in self._of("tally")]
 
-    def stepped(self, sums: Mapping[str, float], tallies: Sequence[Tensor | None]) -> None:
+    def stepped(self, sums: Mapping[str, float], tallies: Sequence[ndarray | None]) -> None:
         # There are none where processes share rows.
         known = dict(zip(map(id, self._of("tally")), tallies, strict=False))
         for one in self._of("stepped"):

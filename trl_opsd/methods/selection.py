@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, final
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from trl_opsd.losses.objective import Objective
@@ -111,7 +112,7 @@ class TokenSelection(Method):
         sums_2 = torch.stack([tokens_B, candidates_B.to(part.sums)]).mul(counted_B).sum(1)
         return torch.cat([sums_2, sums_2.new_zeros(2) if part.scored is None else part.scored.to(sums_2)])
 
-    def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
+    def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
         if tally is None:
             return
         selected, candidates, scored, score = tally.tolist()

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Annotated, Any, ClassVar, final
 
 from accelerate.utils import gather_object
+from numpy import ndarray
 from torch import Tensor
 
 from trl_opsd._compat.sharding import launched
@@ -186,7 +187,7 @@ class Visits(Method):
     def tally(self, part: Part) -> Tensor:
         return by_place(part, self.host)
 
-    def stepped(self, sums: Mapping[str, float], tally: Tensor | None) -> None:
+    def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
         assert tally is not None, "processes that share rows skip no prompts"
         number = self.host.args.num_generations
         for place, (key, asked) in enumerate(zip(self._keys, self._are_asked, strict=True)):
