@@ -153,7 +153,7 @@ def test_tower_outputs_of_earlier_weights_are_not_used_again(seeing, monkeypatch
 @pytest.mark.refusal
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 def test_a_missing_torchvision_is_named(seeing):
-    with pytest.raises(ValueError, match=r"vLLM needs torchvision .*`pip install torchvision`, or set"):
+    with pytest.raises(ModuleNotFoundError, match="torchvision"):
         seeing("qwen2_5_vl")
 
 

@@ -100,6 +100,9 @@ class Origin(Method):
     def of(cls, now: Any) -> Origin | None:
         return cls() if now.args.reads_origin else None
 
+    def build(self) -> None:
+        self._anchor = self.host.args.anchor
+
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
         if (name := self.host.args.extrapolation_reference) is not None:
             self.host.teaching.prompts.check_fit(rows, rollout.prompt_lists(), rollout, name)
@@ -108,5 +111,5 @@ class Origin(Method):
     def objective(self, objective: Objective) -> Objective:
         args = self.host.args
         return replace(
-            objective, extrapolation=args.extrapolation, anchor_weight=args.anchor_weight, anchor=args.anchor
+            objective, extrapolation=args.extrapolation, anchor_weight=args.anchor_weight, anchor=self._anchor
         )
