@@ -198,7 +198,7 @@ class Method:
         return None
 
     def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
-        """A step has its gradient: sums over its tokens by [`~types.LossParts`], and over all parts by `tally` (NumPy)."""
+        """A step has its gradient: sums over its tokens by [`~types.LossParts`], and those that `tally` made, NumPy."""
 
     def limit(self, tokens: int) -> int:
         """Most tokens of a completion that is generated in training now, of so many. No collectives in it."""

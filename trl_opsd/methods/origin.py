@@ -67,8 +67,10 @@ class OriginOptions:
     @property
     def anchor(self) -> Divergence | None:
         """The divergence from the student as it was passed; `None` without one."""
+        if not self.anchor_weight:
+            return None
         settings = self.settings  # type: ignore[attr-defined]  # of the config that has these options
-        return divergence_of(self.anchor_divergence, settings) if self.anchor_weight else None
+        return divergence_of(self.anchor_divergence, settings)
 
 
 @final
