@@ -77,14 +77,15 @@ class TestTeacher:
         (hidden,) = (row.hidden for row in batch["teacher_rows"])
         assert hidden.untyped_storage().nbytes() == hidden.numel() * hidden.element_size()
 
-    def test_targets_are_freed_after_their_last_micro_batch(self, trained):
+    def test_targets_are_freed_after_their_last_micro_batch(self, make_trainer):
         class Watching(FixedRollout):
             def complete(self, prompt_ids, step):
                 held.append(trainer._dealer.is_dealt)
                 return super().complete(prompt_ids, step)
 
         held: list = []
-        trainer = trained(rollout=Watching(tiny.recorded(tiny.tokenizer())), gradient_accumulation_steps=2)
+        trainer = make_trainer(rollout=Watching(tiny.recorded(tiny.tokenizer())), gradient_accumulation_steps=2)
+        trainer.train()
         assert held == [False] * 3
         assert not trainer._dealer.is_dealt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -9,7 +10,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from trl_opsd._compat.peft import CausalLM, without_peft
+from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import settings_of
@@ -96,7 +97,7 @@ def check_up(args: OPSDConfig) -> None:
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
-    """Checks the teachers as far as possible before anything is loaded."""
+    """Checks the teachers as far as possible before anything is loaded: `TypeError` for what can be no teacher."""
     kind = args.teacher_model_kind
     if teacher_model is None and kind is None:
         raise ValueError(
@@ -153,6 +154,13 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
         raise ValueError(
             f"{called} and `model` are the same object: load the teacher as a separate object, or set "
             "`teacher_model_kind` for self-distillation."
+        )
+    known = isinstance(teacher_model, TeacherLike)
+    if not known and not (isinstance(teacher_model, nn.Module) and is_peft(teacher_model)):
+        is_reward = isinstance(teacher_model, list | tuple) or inspect.isroutine(teacher_model)
+        raise TypeError(
+            f"{called} is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel`, "
+            f"a `trl_opsd.Teacher`, or a dict of them by name{'; pass rewards as `reward_funcs=`' * is_reward}."
         )
     if args.teacher_model_init_kwargs and not isinstance(teacher_model, str):
         raise ValueError(
