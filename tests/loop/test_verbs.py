@@ -129,3 +129,15 @@ def test_an_evaluation_without_a_token_has_no_loss(make_trainer, caplog):
     metrics = make_trainer(Nothing, eval_dataset=tiny.rows()).evaluate()
     assert math.isnan(metrics["eval_loss"])
     assert "This evaluation had no token in the loss, so `eval_loss` is unknown" in caplog.text
+
+
+def test_a_misspelt_verb_is_refused(make_trainer):
+    class Misspelt(OPSDTrainer):
+        def wiegh(self, rollout, rows, targets):
+            return rollout.weights
+
+        def complete_with_hints(self):
+            """A helper."""
+
+    with pytest.raises(TypeError, match=r"^`Misspelt.wiegh` is never called; did you mean `weigh`"):
+        make_trainer(Misspelt)

@@ -314,3 +314,43 @@ def test_a_method_has_begun_before_an_evaluation(make_trainer):
     again = make_trainer(methods=[method], **OPTIONS)
     assert method.steps == 0
     assert again.teaching._fixed["methods"] == first.teaching._fixed["methods"]
+
+
+def test_a_method_that_changes_weights_in_place_cannot_add_tokens(make_trainer):
+    class Filling(Method):
+        def select(self, weights, rollout, rows):
+            return weights.fill_(1.0)
+
+    with pytest.raises(ValueError, match=r"`Filling.select` returned 1 for token .*, which is padding"):
+        trained(make_trainer, Filling())
+
+
+def test_equal_turns_are_equal_after_a_subclass_has_weighed(make_trainer):
+    """Also one that does not ask for the weights of methods."""
+
+    class Apart(OPSDTrainer):
+        def weigh(self, rollout, rows, targets):
+            return rollout.weights * 0.5 ** torch.arange(rollout.weights.size(1))
+
+    for cls in (Apart, Overriding):
+        trainer = make_trainer(cls, **OPTIONS, equal_turns=True)
+        batch = trainer._generate_and_score_completions(list(trainer.train_dataset)[:2])
+        assert batch["loss_weights"].sum(1).tolist() == pytest.approx([1, 1])
+
+
+@pytest.mark.quick
+def test_an_anchor_is_of_whole_distributions(tmp_path):
+    """The teacher's divergence may be of its likeliest tokens."""
+    assert repr(tiny.config(tmp_path, anchor_weight=1.0, top_k_teacher=5).anchor) == "ReverseKL()"
+
+
+def test_methods_that_need_what_overlap_has_not_are_refused(make_trainer):
+    class Rewarded(Method):
+        needs_rewards = True
+
+    for method, overlap, text in (
+        (Rewarded(), "step", "the rewards that `Rewarded` reads"),
+        (Skipping(), "ahead", "`overlap='ahead'` with `Skipping`, which skips prompts"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make_trainer(model="nowhere", teacher_model="nowhere", methods=[method], overlap=overlap)

@@ -79,6 +79,11 @@ class Episode:
         observation = wait(self.environment.reset(**row))
         if isinstance(observation, str):
             observation = _clean(observation)
+        elif observation is not None and not (
+            isinstance(observation, list) and all(isinstance(part, Mapping) for part in observation)
+        ):
+            found = type(observation).__name__
+            raise TypeError(f"`reset` returned a {found}: expected text, parts of a message, or None.")
         return observation, self._told("get_privileged_context", wait)
 
     def answer(self, calls: Calls, wait: Wait) -> list[Called]:

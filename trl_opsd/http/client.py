@@ -33,7 +33,7 @@ MIB = 2**20
 
 _CONNECT_SECONDS = 10.0
 """A running server accepts connections at once, however busy its model is."""
-_CONCURRENT = 512
+_CONCURRENT = 256
 """Concurrent requests of one [`Responses`]: each has a connection, and a process can often open only 1,024 files."""
 _MAX_BYTES = 2048 * MIB
 """Limit of a response where a request has none: a token with its log-probability takes about 100 bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,18 @@ def own_verbs(trainer: type) -> dict[str, Callable[..., Any]]:
     return {verb: method for verb in VERBS if not of_package(method := getattr(trainer, verb))}
 
 
+def _is_users(one: type) -> bool:
+    return not one.__module__.startswith(("trl_opsd.", "trl.")) and issubclass(one, DistillationTrainer)
+
+
 def check_methods(trainer: type, args: OPSDConfig) -> None:
     """Rejects overrides that nothing calls, or of what needs a whole batch: overlap trains before its last row."""
+    for one in trainer.__mro__:
+        # A longer name, such as `complete_with_hints`, is a helper and no misspelling.
+        for name in vars(one) if _is_users(one) else ():
+            near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.8)
+            if near and name not in VERBS and not name.startswith(near[0]):
+                raise TypeError(f"`{one.__name__}.{name}` is never called; did you mean `{near[0]}`?")
     for name, instead in _UNCALLED.items():
         if not of_package(getattr(trainer, name, check_methods)):
             raise TypeError(f"`{trainer.__name__}.{name}` is never called, unlike in TRL's trainer: {instead}.")

@@ -61,7 +61,7 @@ class Scorer:
                 "change a copy. To exclude a token from the loss, return a weight of 0 for it from `weigh`."
             )
         rollout = replace(rollout, weights=counted)
-        weights = host.methods.weighed(checked_weights(weights, counted, "weigh"), rows)
+        weights = host.methods.weighed(checked_weights(weights, counted, "weigh"), rollout, rows)
         found = {
             **kept_by_row(targets, counted).pack(),
             "loss_weights": weights,
@@ -85,8 +85,10 @@ class Scorer:
 
     def warn_if_unscored(self, scored: Tensor | None) -> None:
         """Warns once if `compare` did not return the `scored` of a late selection."""
+        if scored is not None or self._has_warned:
+            return
         objective = self._host.current_objective
-        if scored is None and objective.selection is not None and not self._has_warned:
+        if objective.selection is not None:
             self._has_warned = True
             logger.warning(
                 f"`token_selection={objective.selection.criterion!r}` was not applied: `super().compare` applies it, "

@@ -41,10 +41,7 @@ class TeacherPrompts:
         request = row.request
         if not row.prompt_weight:
             return request.of_teacher
-        found = self._host.methods.teacher_prompt(row, completion_text, request.of_teacher)
-        if found is not None and not isinstance(found, Prompt):
-            found = self._readers.intake.prompt_of(request, found, f"The teacher's prompt in {request.where}")
-        return self._or_none(row, found)
+        return self._or_none(row, self._host.methods.teacher_prompt(row, completion_text, request.of_teacher))
 
     def _or_none(self, row: BatchRow, prompt: Prompt | None) -> Prompt:
         row.gate *= float(prompt is not None)

@@ -29,6 +29,7 @@ from trl_opsd.methods.visits import VisitOptions, Visits
 from trl_opsd.monitor.metrics import OF_TRAINER, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import Rule, Stage
+from trl_opsd.options.table import shown
 
 
 @with_help
@@ -86,14 +87,17 @@ def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
         if not isinstance(one, Method):
             what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
             raise TypeError(f"`methods` contains {what}: expected instances of subclasses of `trl_opsd.Method`.")
-        if one.has("generated") and now.overlap == "step":
+        name = type(one).__name__
+        if now.overlap == "step" and (one.has("generated") or one.needs_rewards or one.reads_outcomes):
+            what = f"`{name}.generated`" if one.has("generated") else f"the rewards that `{name}` reads"
             raise ValueError(
-                f"`overlap='step'` with `{type(one).__name__}.generated`, which needs all completions of a step, but "
-                "rows are trained on before the last is generated: remove `overlap`, or set `overlap='ahead'`."
+                f"`overlap='step'` with {what}, which needs all completions of a step, but rows are trained on before "
+                "the last is generated: remove `overlap`, or set `overlap='ahead'`."
             )
-        if type(one).state is not Method.state and type(one).restore is Method.restore:
-            raise TypeError(
-                f"`{type(one).__name__}.state` without `restore`: a resume would begin without it: define both."
+        if one.skips and (now.overlap is not None or now.environments is not None):
+            other = shown("overlap", now.overlap) if now.environments is None else "`environment_factory`"
+            raise ValueError(
+                f"{other} with `{name}`, which skips prompts: all of them have to be generated for: remove one of them."
             )
         if launched(now.args).sp_enabled:
             raise ValueError(

@@ -91,9 +91,8 @@ class Method:
 
     Subclass it, override the hooks that are needed, and pass an instance: `OPSDTrainer(methods=[Mine()])`. A step asks
     all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`, `weigh`,
-    `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A hook is asked in all
-    processes, so it may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as
-    one.
+    `normalise`, `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A hook may be
+    collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
 
     Attributes:
         host ([`MethodHost`]): the trainer, before the first hook is asked.
@@ -149,10 +148,10 @@ class Method:
     # ---- A generation batch -----------------------------------------------------------------------------------------
 
     def before(self, rows: Sequence[BatchRow]) -> None:
-        """Before anything is generated: may set `prompt_weight` of rows (0: nothing is generated) and their `pull`."""
+        """Before anything is generated: may set `prompt_weight` (at 0 it is skipped) and add to the `pull` of rows."""
 
     def generated(self, batch: Generated) -> None:
-        """All completions of a batch are known: may set `reward`, `advantage`, `gate`, `pull`, `outcome`, `control`."""
+        """All completions of a batch are known: may set `gate` or `control` of rows, and add to their `pull`."""
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
         """What the teacher reads before a completion, text or messages, in place of `prompt`, which is parsed.
@@ -178,6 +177,10 @@ class Method:
 
     def weigh(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
         """[B, C], the weights of tokens in the loss; a weight of 0 has to stay. A subclass's `weigh` comes after it."""
+        return weights
+
+    def normalise(self, weights: Tensor, rollout: Rollout) -> Tensor:
+        """[B, C], the weights after those of a subclass, before gates and weights of prompts are multiplied in."""
         return weights
 
     def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:

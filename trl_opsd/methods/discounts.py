@@ -62,8 +62,10 @@ class Discounts(Method):
 
     def weigh(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
         args = self.host.args
-        weights = along(rollout.completion_mask, weights, args.position_discount, args.position_weights)
-        return by_turn(weights, rollout.generated) if args.equal_turns else weights
+        return along(rollout.completion_mask, weights, args.position_discount, args.position_weights)
+
+    def normalise(self, weights: Tensor, rollout: Rollout) -> Tensor:
+        return by_turn(weights, rollout.generated) if self.host.args.equal_turns else weights
 
 
 def by_turn(weights_BC: Tensor, spoken_BC: Tensor) -> Tensor:

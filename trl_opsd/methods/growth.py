@@ -51,7 +51,7 @@ class CompletionGrowth(Method):
 
     def generated(self, batch: Generated) -> None:
         if batch.is_training:
-            self.host.record("completions/limit", self.limit(self.host.args.max_completion_length))
+            self.host.record("completions/limit", self.host.methods.limit(self.host.args.max_completion_length))
 
     def limit(self, tokens: int) -> int:
         args = self.host.args

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,32 +57,32 @@ class Methods:
 
     # ---- What they say of themselves --------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def needs_rewards(self) -> bool:
         """Whether training depends on rewards."""
         return any(one.needs_rewards for one in self)
 
-    @property
+    @cached_property
     def reads_outcomes(self) -> bool:
         """Whether rows are told the completions of their prompt and their rewards."""
         return any(one.reads_outcomes for one in self)
 
-    @property
+    @cached_property
     def reads(self) -> set[str]:
         """What targets are made of beside the teacher."""
         return {name for one in self for name in one.reads}
 
-    @property
+    @cached_property
     def pulls(self) -> bool:
         """Whether rows may have a `pull`."""
         return self._host.args.pulls or any(one.pulls for one in self)
 
-    @property
+    @cached_property
     def may_skip(self) -> bool:
         """Whether prompts may have the weight 0, for which nothing is generated."""
         return any(one.skips for one in self)
 
-    @property
+    @cached_property
     def fall_back(self) -> bool:
         """Whether a prompt that is too long for its teacher has another in its place."""
         return any(one.falls_back for one in self)
@@ -110,7 +111,7 @@ class Methods:
 
     def _check_columns(self, method: Method, rows: Sequence[BatchRow]) -> None:
         """Raises `ValueError` for a column whose value would spoil the loss, or would not be read."""
-        for row in rows:
+        for row in () if _is_ours(method) else rows:
             if found := self._unfit(row):
                 name, expected = found
                 raise ValueError(
@@ -129,11 +130,15 @@ class Methods:
             return "pull", "set `pulls = True` in the class, as it is not read without"
         return None
 
-    def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Prompt) -> Any:
+    def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Prompt) -> Prompt | None:
         found: Any = prompt
         for one in self._of("teacher_prompt"):
-            if found is not None:
-                found = one.teacher_prompt(row, completion_text, found)
+            if found is None:
+                return None
+            found = one.teacher_prompt(row, completion_text, found)
+            if found is not None and not isinstance(found, Prompt):
+                where = f"The teacher's prompt in {row.request.where}"
+                found = self._host.teaching.readers.intake.prompt_of(row.request, found, where)
         return found
 
     def teacher_reads(self, read: Rollout, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
@@ -146,22 +151,24 @@ class Methods:
 
     def select(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         for one in self._of("select", in_training=True):
-            weights_BC = _checked(one.select(weights_BC, rollout, rows), weights_BC, one, "select")
+            weights_BC = _checked(one.select(_given(weights_BC, one), rollout, rows), weights_BC, one, "select")
         return weights_BC
 
     def weigh(self, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
         weights_BC = rollout.weights
         for one in self._of("weigh", in_training=True):
-            weights_BC = _checked(one.weigh(weights_BC, rollout, rows, targets), weights_BC, one, "weigh")
+            weights_BC = _checked(one.weigh(_given(weights_BC, one), rollout, rows, targets), weights_BC, one, "weigh")
         return weights_BC
 
-    def weighed(self, weights_BC: Tensor, rows: Sequence[BatchRow]) -> Tensor:
+    def weighed(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
+        for one in self._of("normalise", in_training=True):
+            weights_BC = _checked(one.normalise(_given(weights_BC, one), rollout), weights_BC, one, "normalise")
         for column in ("prompt_weight", "gate"):
             values_B = [getattr(row, column) for row in rows]
             if any(one != 1 for one in values_B):
                 weights_BC = weights_BC * weights_BC.new_tensor(values_B).unsqueeze(1)
         for one in self._of("weighed"):
-            weights_BC = _checked(one.weighed(weights_BC, rows), weights_BC, one, "weighed")
+            weights_BC = _checked(one.weighed(_given(weights_BC, one), rows), weights_BC, one, "weighed")
         return weights_BC
 
     def objective(self, objective: Objective) -> Objective:
@@ -230,6 +237,11 @@ def _file(folder: str, method: Method) -> Path:
 
 def _is_ours(method: Method) -> bool:
     return type(method).__module__.startswith("trl_opsd.")
+
+
+def _given(weights_BC: Tensor, method: Method) -> Tensor:
+    """A copy for a user's method, which may change it in place."""
+    return weights_BC if _is_ours(method) else weights_BC.clone()
 
 
 def _checked(found: Any, weights_BC: Tensor, method: Method, hook: str) -> Tensor:

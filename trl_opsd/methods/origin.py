@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, final
 
 from trl_opsd.losses import DIVERGENCES, Divergence
 from trl_opsd.losses.objective import Objective
-from trl_opsd.losses.registry import divergence_of
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import WEIGHTED, Logs, Metric
@@ -70,7 +69,7 @@ class OriginOptions:
         if not self.anchor_weight:
             return None
         settings = self.settings  # type: ignore[attr-defined]  # of the config that has these options
-        return divergence_of(self.anchor_divergence, settings)
+        return DIVERGENCES[self.anchor_divergence](settings)  # of whole distributions, whatever `top_k_teacher`
 
 
 @final

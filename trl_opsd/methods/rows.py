@@ -65,13 +65,13 @@ class BatchRow(Mapping[str, Any]):
         self.contrast = self.request.contrast
 
     def __getitem__(self, name: str) -> Any:
-        return self.request[name]
+        return self.request.columns[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.request)
+        return iter(self.request.columns)
 
     def __len__(self) -> int:
-        return len(self.request)
+        return len(self.request.columns)
 
     @property
     def by_student(self) -> bool:

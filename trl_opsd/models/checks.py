@@ -256,12 +256,27 @@ def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
 
 
 def check_can_learn(student: nn.Module) -> None:
-    """Refuses a student whose adapter is merged: what is trained beside it would learn alone."""
+    """Refuses a student that cannot learn: frozen, with a merged adapter, or without gradients."""
+    if not torch.is_grad_enabled():
+        raise ValueError("Gradients are switched off by `torch.no_grad` or `inference_mode`: train outside of it.")
     if is_peft(student) and is_merged(student):
         raise ValueError(
             "The student's adapter is merged into its base, so nothing would be learned: call `unmerge_adapter()` on "
             "the model."
         )
+    if any(one.requires_grad for one in student.parameters()):
+        return
+    remedy = (
+        "load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, remove `inference_mode=True` from "
+        "its config, or enable it again"
+        if is_peft(student)
+        else "call `model.requires_grad_(True)`, on a `copy.deepcopy` if it is another trainer's teacher, or pass a "
+        "`peft_config`"
+    )
+    raise ValueError(
+        "The student is frozen: none of its parameters has `requires_grad=True`, so nothing would be learned: "
+        f"{remedy}; to evaluate only, do not pass `train_dataset`."
+    )
 
 
 def check_optimizer(student: nn.Module, optimizer: Any) -> None:

@@ -147,8 +147,13 @@ TRAINER_ARGUMENTS = (
 """Arguments of `OPSDTrainer` that are no options as well."""
 
 
-COPIED = ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length", "vllm_mode")
+COPIED = (
+    *("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length", "vllm_mode"),
+    "use_vllm",
+)
 """Attributes of TRL's trainer with options that are read at construction only."""
+PASSED = ("tools", "processing_class", "eos_token_ids")
+"""Attributes that are read at construction, and again in each step: with others the parts of a run would differ."""
 
 
 @cache
@@ -183,8 +188,14 @@ def check_attribute(of: Any, args: Any, name: str, value: Any) -> None:
     A name of one word, or one that continues an option, is the user's: `config`, `rollouts`, `learning_rate_2`.
     """
     is_there = name in vars(of) or hasattr(type(of), name)
-    if name.startswith("_") or (is_there and (of is args or name not in COPIED)):
+    if name.startswith("_") or (is_there and (of is args or name not in (*COPIED, *PASSED))):
         return
+    if of is not args and name in PASSED:
+        raise AttributeError(
+            f"`trainer.{name}` was read when the trainer was built: build another trainer with that value.",
+            name=name,
+            obj=of,
+        )
     config: Any = type(args)
     options = {one.name for one in fields(args)}
     close = [one for one in options if not name.startswith(one)]

@@ -85,6 +85,10 @@ def _explained(name: str, rows: Sequence[str]) -> Iterator[None]:
 
 def _numbers(returned: Any, rows: Sequence[str]) -> list[float]:
     """The rewards of one function as numbers, NaN for `None`."""
+    if isinstance(returned, str | Mapping):
+        raise TypeError(f"it returned a {type(returned).__name__}: expected a list of numbers.")
+    if len(returned := list(returned)) != len(rows):
+        raise ValueError(f"it returned {len(returned)} rewards for {len(rows)} completions: expected one for each.")
     given = (one.item() if hasattr(one, "item") else one for one, _ in zip(returned, rows, strict=True))
     values = [math.nan if one is None else float(one) for one in given]
     if any(map(math.isinf, values)):

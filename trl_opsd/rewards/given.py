@@ -70,7 +70,7 @@ def _name(source: Any) -> str:
 
 
 def _check_model(source: Any, called: str) -> None:
-    """Refuses a reward model that does not give one number, or is sharded; by its config if it is not loaded."""
+    """Refuses a reward model that does not give one number; by its config if it is not loaded."""
     if isinstance(source, str):
         config = AutoConfig.from_pretrained(source)
         kinds = config.architectures or []
