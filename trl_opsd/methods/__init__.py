@@ -99,6 +99,8 @@ def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
             raise ValueError(
                 f"{other} with `{name}`, which skips prompts: all of them have to be generated for: remove one of them."
             )
+        if one.has("state") and not one.has("restore"):
+            raise TypeError(f"`{name}.state` without `restore`: a resume would begin without it: define both.")
         if launched(now.args).sp_enabled:
             raise ValueError(
                 "`parallelism_config`: `sp_size` with `methods`, which read whole rows: remove one of them."
