@@ -200,7 +200,7 @@ def test_use_vllm_is_hidden_from_trls_tool_loop_only(make_trainer):
     assert trainer.use_vllm is True
 
 
-@pytest.mark.parametrize("name", ["tools", "eos_token_ids", "use_vllm"])
+@pytest.mark.parametrize("name", ["tools", "processing_class", "eos_token_ids", "use_vllm"])
 def test_what_parts_of_a_run_share_is_not_assigned(make_trainer, name):
     with pytest.raises(AttributeError, match=f"trainer.{name}"):
         setattr(make_trainer(), name, ["another"])

@@ -152,7 +152,7 @@ COPIED = (
     "use_vllm",
 )
 """Attributes of TRL's trainer with options that are read at construction only."""
-PASSED = ("tools", "eos_token_ids")
+PASSED = ("tools", "processing_class", "eos_token_ids")
 """Attributes that are read at construction, and again in each step: with others the parts of a run would differ."""
 
 
