@@ -77,8 +77,8 @@ class GenerationClient(ABC):
         self.name, self._is_main = f"the {self.kind.name} server", args.process_index == 0
         origin = " (90% of `ddp_timeout`): see its log, and raise `ddp_timeout` if it just needs more time."
         self.http = HTTPClient(self.kind, self.url, deadline, origin)
-        # Each process sends its own requests, and a loopback address is another server on each machine.
-        self.http.wait_until_up(getattr(args, self.kind.timeout) if facts is None else 0.0)
+        if facts is None:
+            self.http.wait_until_up(getattr(args, self.kind.timeout))
         self.facts = self.read_facts() if facts is None else facts
         self.block_size = self.facts.block_size
         self.vocabulary, self.device = 0, args.device  # of the student, set by `connect`
@@ -225,8 +225,10 @@ class ServedRollout(SyncedRollout[GenerationClient]):
         with shared_errors():
             mine = client(args, deadline) if args.process_index == 0 else None
         (facts,) = broadcast_object_list([mine and mine.facts])
+        self._client = mine or client(args, deadline, facts)
         with shared_errors():
-            self._client = mine or client(args, deadline, facts)
+            if mine is None:  # each process sends requests, and a loopback address is another server on each machine
+                self._client.http.wait_until_up(0.0)
         self._streams: WeakSet[Responses[Completion]] = WeakSet()
         self._uses: Counter[int] = Counter()
         self._seeded: Host | None = None
