@@ -57,7 +57,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "forward_kl, teacher at 0.5": {"divergence": "forward_kl", "teacher_temperature": 0.5},
     "forward_kl, teacher at 2": {"divergence": "forward_kl", "teacher_temperature": 2.0},
     "forward_kl, both at 2": {"divergence": "forward_kl", "teacher_temperature": 2.0, "student_temperature": 2.0},
-    "forward_kl, discount 0.95": {"divergence": "forward_kl", "position_discount": 0.95},
     "forward_kl, teacher's top 2": {"divergence": "forward_kl", "top_k_teacher": 2},
     **{
         f"forward_kl, 0.3 by {name}": {"divergence": "forward_kl", "token_selection": name, "token_fraction": 0.3}

@@ -27,6 +27,7 @@ from arithmetic.task import draw, prompts_with_solutions, right
 from objectives import LONGEST, PROBLEMS, Budget, read, studied
 from peft import LoraConfig
 from real_model import distil
+from small_methods import AlongCompletion, ShortAtFirst
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -48,7 +49,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "anchor 1": {"anchor_weight": 1.0},
     "extrapolation 1.25": {"extrapolation": 1.25},
     "entropy-aware KL": {"divergence": "entropy_aware_kl"},
-    "rising weights": {"position_weights": [0.25, 0.35, 0.6, 0.9, 1, 1, 1, 1, 1, 1, 1]},
+    "rising weights": {"methods": [AlongCompletion((0.25, 0.35, 0.6, 0.9, 1, 1, 1, 1, 1, 1, 1))]},
     "half by teacher_confidence": {"token_selection": "teacher_confidence", "token_fraction": 0.5},
     "right ones only": {**GROUPS, "reward_gate": 1.0},
     "weighted by advantage": {**GROUPS, "reward_gate": "advantage"},
@@ -56,7 +57,7 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "EMA 0.05": {"teacher_model_kind": "ema"},
     "live teacher": {"teacher_model_kind": "live"},
     "live teacher, anchor 1": {"teacher_model_kind": "live", "anchor_weight": 1.0},
-    "short at first": {"completion_length_start": 12, "completion_length_steps": 100},
+    "short at first": {"methods": [ShortAtFirst(12, 100)]},
     "control: shuffled": {"teacher_control": "shuffled"},
     "control: unprivileged": {"teacher_control": "unprivileged"},
     "control: constant": {"teacher_control": "constant", "divergence": None},
@@ -96,9 +97,11 @@ def of_arithmetic(options: Mapping[str, Any], seed: int, tokens: int, folder: st
     problems, held_out = draw(tokens // 8, seed=seed), draw(PROBLEMS, held_out=True)
     rows = prompts_with_solutions(problems).add_column("answer", [one.answer for one in problems])
     alone = [[{"role": "user", "content": one.solution}] for one in problems]  # the reference without the question
+    of_config = {name: value for name, value in options.items() if name != "methods"}
     trainer = OPSDTrainer(
         model=READER,
-        args=OPSDConfig(folder, **{**same, **options}),
+        args=OPSDConfig(folder, **{**same, **of_config}),
+        methods=options.get("methods", ()),
         train_dataset=rows.add_column("contrast_prompt", alone),
         reward_funcs=right,
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
@@ -224,6 +227,7 @@ def main() -> None:
         {"task": options.task, "remedy": name, "seed": seed, "budget": budget}
         for seed in options.seeds
         for name in options.remedies
+        if options.task == "arithmetic" or "methods" not in REMEDIES[name]  # whose builder alone takes them
     )
     studied(options.output, keys, lambda task, name, *rest: trained(task, REMEDIES[name], *rest))
     found = [

@@ -27,7 +27,7 @@ from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, advice, instead
 from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
-from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table, without_effect
+from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table
 
 TABLE = table(OPSDConfig)
 
@@ -63,9 +63,6 @@ def test_both_names_of_gradient_checkpointing_are_one_option(tmp_path):
     assert getattr(args, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": True}
 
 
-JSD = {"anchor_weight": 0.1, "anchor_divergence": "jsd"}
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -75,27 +72,12 @@ JSD = {"anchor_weight": 0.1, "anchor_divergence": "jsd"}
         ({"beta": 0.0, "reward_gate": 1.0}, "GRPO's penalty, which 0 turns off there, is `anchor_weight` here"),
         ({"divergence": "total_variation", "beta": 0.5}, "`beta=0.5` is ignored"),
         ({"divergence": "forward_kl", "beta": 0.5, "anchor_weight": 0.1}, "`beta=0.5` is ignored"),
-        ({"divergence": "forward_kl", "beta": 0.5, "anchor_divergence": "jsd"}, "`beta=0.5` is ignored"),
-        ({"divergence": "forward_kl", "beta": 0.97, **JSD}, "generalised JSD and its gradient vanish"),
+        ({"divergence": "jsd", "beta": 0.97}, "generalised JSD and its gradient vanish"),
     ],
 )
 def test_options_with_surprising_effects_are_warned_about(tmp_path, option, message):
     with pytest.warns(UserWarning, match=message):
         tiny.config(tmp_path, **option)
-
-
-@pytest.mark.parametrize("setting", [{"beta": 0.9}, {"skew": 0.3}, {"alpha": 0.3}])
-def test_number_the_anchor_reads_is_not_without_effect(tmp_path, setting):
-    ((name, value),) = setting.items()
-    of = {"beta": "jsd", "skew": "skewed_reverse_kl", "alpha": "alpha_divergence"}[name]
-    anchored = {"divergence": "forward_kl", "anchor_divergence": of, "anchor_weight": 0.1, **setting}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        args = tiny.config(tmp_path, **anchored)
-    assert getattr(args.anchor, name) == value
-    assert without_effect(Situation(args=args)) == {}
-    args.anchor_weight = 0.0
-    assert set(without_effect(Situation(args=args))) - {"anchor_divergence"} == ({name} - {"beta"})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +163,7 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
 
 WITHOUT_EFFECT = """
     contrast_clip extrapolation_reference feedback_template environment_timeout
-    anchor_divergence completion_length_steps reward_gate teacher_context success_threshold
+    reward_gate teacher_context success_threshold
     skew alpha vllm_importance_sampling_clip_max token_selection token_fraction sft_weight reward_weights scale_rewards
     multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
     teacher_model_revision teacher_trust_remote_code teacher_server_timeout nonfinite_skip_limit eval_delay eval_steps
@@ -213,7 +195,7 @@ def test_needs_of_each_option(tmp_path):
     others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
     still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
     still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model contrast_clip "
-    still += "anchor_divergence completion_length_steps success_threshold extrapolation_reference"
+    still += "success_threshold extrapolation_reference"
     url = "http://localhost:9"
     assert unread(
         given,

@@ -56,7 +56,7 @@ def test_every_entry_is_a_name_that_may_be_accepted(checkpoint):
     said = json.loads((checkpoint / FILE).read_text())
     of_average = {"teacher_update_rate", "teacher_sync_steps"}
     of_rewards = {"reward_weights", "scale_rewards", "multi_objective_aggregation", "success_threshold"}
-    of_rewards |= {"contrast_clip", "anchor_divergence", "completion_length_steps", "feedback_template"}
+    of_rewards |= {"contrast_clip", "feedback_template"}
     assert {*OPTIONS, *OTHERS} - said.keys() == of_average | of_rewards
     assert said.keys() <= {*OPTIONS, *OTHERS}
     check_accepted([*said, *of_average, *of_rewards])
@@ -230,14 +230,6 @@ def test_resume_refuses_another_setting_of_a_divergence(make_trainer, tmp_path):
     assert "Plain(setting=<built-in function len>), temperature" in repr(trainer)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 2
-
-
-@pytest.mark.refusal
-def test_resume_refuses_another_setting_of_the_anchor(make_trainer, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 1, "anchor_weight": 0.1, "anchor_divergence": "jsd"}
-    make_trainer(**options, divergence="forward_kl", beta=0.9, max_steps=1).train()
-    with pytest.raises(ValueError, match=r"anchor_divergence: 'GeneralizedJSD\(beta=0.9\)' in the checkpoint"):
-        make_trainer(**options, divergence="forward_kl", beta=0.3).train(resume_from_checkpoint=True)
 
 
 class Weighing(OPSDTrainer):

@@ -74,7 +74,6 @@ def fingerprint(
         **{name: getattr(args, name) for name in resumed(args)},
         **more,
         "divergence": describe(divergence),
-        **({} if args.anchor is None else {"anchor_divergence": describe(args.anchor)}),
         "chat_template": None if chat_template is None else f"sha256 {hashed}",
         "functions": {**more["functions"], **{name: describe_function(one) for name, one in {**verbs, **own}.items()}},
     }

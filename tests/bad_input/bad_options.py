@@ -90,7 +90,6 @@ RANGES = [
         "divergence", "with TopKTeacher\\(.*, which is not a sum over vocabulary entries", top_k_teacher=4, kl_clip=0.05
     ),
     option("divergence", "with Own\\(\\), which is not a sum over vocabulary entries", kl_clip=0.05, divergence=Own()),
-    option("divergence", "`position_discount=0.0`: expected a finite number above 0", position_discount=0.0),
     option("divergence", "`token_selection='top'`: expected one of None, 'prefix', 'random'", token_selection="top"),
     option("divergence", r"`token_fraction=0.0`: expected a number in \(0, 1\]", token_fraction=0.0),
     option("temperature", "`student_temperature=0.0`: expected a finite number above 0", student_temperature=0.0),

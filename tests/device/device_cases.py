@@ -19,6 +19,7 @@ import variants
 import worlds
 from datasets import Dataset
 from peft import LoraConfig
+from small_methods import Discounted
 from support import simulated_device, tiny, vision_language
 from support.byte_languages import byte_pairs
 from support.rollouts import Answering
@@ -87,7 +88,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "report": lambda: {"report": True, **EVALUATED},
     "checkpointing": lambda: {"gradient_checkpointing": True},
     "bf16": lambda: {"bf16": True},
-    "discount": lambda: {"position_discount": 0.99, "token_selection": "student_surprise", "token_fraction": 0.5},
+    "discount": lambda: {"methods": [Discounted(0.99)], "token_selection": "student_surprise", "token_fraction": 0.5},
     "bytes, small tiles": lambda: by_bytes(loss_chunk_tokens=3, report=True, **EVALUATED),
     "bytes, rewards, host memory": lambda: by_bytes(**GROUPS, reward_weight=0.5, teacher_cache_device="cpu"),
     "bytes, lora": lambda: by_bytes(peft_config=LoraConfig(**variants.LORA)),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from environments.worlds import END, Adder, Drawn, Told, call, flat, given, once, rows, tasks
+from small_methods import Discounted
 from support import tiny
 
 from trl_opsd.types import Rollout
@@ -287,7 +288,7 @@ def test_run_ends_with_the_first_reset_that_fails(make_trainer):
 
 
 def test_each_turn_weighs_the_same(make_trainer):
-    trainer = make_trainer(**given(once(call(number=1)), equal_turns=True, position_discount=0.9))
+    trainer = make_trainer(**given(once(call(number=1)), equal_turns=True, methods=[Discounted(0.9)]))
     batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
     assert batch["loss_weights"].sum(1).tolist() == pytest.approx([2.0] * 4)
     assert batch["num_items_in_batch"] == pytest.approx(8)

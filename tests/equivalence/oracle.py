@@ -66,7 +66,11 @@ def feedback(prompt: str) -> str | None:
     return None if prompt == "a" else f"shorter than {len(prompt)}"
 
 
-PULL, GROWTH = 0.2, 1.25
+PULL = 0.2
+TABLES = {"rising": (0.25, 0.5, 1.0), "from 0": (0.0, 1.0)}
+"""Weights along a completion, by the names of methods."""
+FACTORS = {"one": 1.25, "discounted": 0.8}
+"""Of the weight of each token relative to the one before."""
 """Of each row, and of the weight of a token relative to the one before, by a method of a user."""
 
 
@@ -132,6 +136,7 @@ class Oracle:
     ) -> None:
         self.student, self.origin = student.double(), copy.deepcopy(student).double().eval()
         self.teacher, self.words, self.options, self.rate = teacher.double().eval(), words, options, rate
+        self.method = options.get("methods", "")
         if "extrapolation_reference" in options:
             self.origin = base.double().eval()
         self.theirs = words if theirs is None else theirs
@@ -182,9 +187,8 @@ class Oracle:
 
     def _limit(self) -> int:
         """Most tokens of a completion that is generated in this step."""
-        first, most = self.options.get("completion_length_start"), self.options["max_completion_length"]
-        steps = self.options.get("completion_length_steps", 100)
-        return most if first is None else most - int((most - first) * max(0.0, 1 - self.steps / steps))
+        most = self.options["max_completion_length"]
+        return most - int((most - 3) * max(0.0, 1 - self.steps / 2)) if self.method == "growing" else most
 
     def _judge(self, group: Sequence[Row]) -> None:
         """The weight of a prompt, and the rewards of its completions."""
@@ -240,7 +244,7 @@ class Oracle:
                 row["gate"] = by_kind[kind] if isinstance(kind, str) else float(reward is not None and reward >= kind)
             row["pull"] = options.get("reward_weight", 0.0) * row["advantage"]
             row["pull"] += options.get("sft_weight", 0.0) * row["off_policy"]
-            row["pull"] += PULL * ("methods" in options) - 0.5 * (self.control == "constant")
+            row["pull"] += PULL * (self.method == "one") - 0.5 * (self.control == "constant")
             told = self._told(row, group)
             row["gate"] *= told is not None
             is_told = told is not None and self.control != "unprivileged"
@@ -276,7 +280,7 @@ class Oracle:
             known = [one for one in last[1] if one is not None]
             is_flat = len(known) > 1 and len(set(known)) == 1
             weight = float(not (is_flat if kind == "flat_groups" else last[0] is not None and abs(last[0]) < kind))
-        return weight * (method_weight(prompt, self.steps) if "methods" in options else 1.0)
+        return weight * (method_weight(prompt, self.steps) if self.method == "one" else 1.0)
 
     def _remember(self, group: Sequence[Row], found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         prompt = group[0]["prompt"]
@@ -317,7 +321,7 @@ class Oracle:
             alone = self.compared(student, self._target(row, told / its, first / its))
         value = alone - row["pull"] * chosen
         if weight := options.get("anchor_weight"):
-            anchored = DIVERGENCES[options.get("anchor_divergence", "reverse_kl")]
+            anchored = DIVERGENCES["forward_kl" if self.method == "anchored" else "reverse_kl"]
             value = value + weight * anchored(student, (first / own).log_softmax(-1))
         scores = {
             "student_entropy": entropy(student.detach()),
@@ -351,16 +355,14 @@ class Oracle:
         elif kind == "random":
             assert len(set(row["kept"])) == kept, f"{row['kept']} are not {kept} of {count} tokens"
             weights = torch.zeros_like(weights).index_fill(0, torch.tensor(row["kept"]), 1.0)
-        if (table := self.options.get("position_weights")) is not None:
+        if (table := TABLES.get(self.method)) is not None:
             at = places / max(1, count - 1) * (len(table) - 1)
             low = at.long().clamp(max=len(table) - 2)
             knots = torch.tensor(table, dtype=torch.float64)
             weights = weights * (knots[low] + (at - low) * (knots[low + 1] - knots[low]))
-        weights = weights * self.options.get("position_discount", 1.0) ** places
+        weights = weights * FACTORS.get(self.method, 1.0) ** places
         if self.options.get("equal_turns"):
             weights = weights / (float(weights.sum()) or 1.0)  # a completion is one turn
-        if "methods" in self.options:
-            weights = weights * GROWTH**places
         weights = weights * row["gate"] * row["weight"]
         if kind not in scores or not weights.any():
             return weights

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import oracle
 import torch
-from oracle import GROWTH, PULL, REWARDS
+from oracle import FACTORS, PULL, REWARDS, TABLES
+from small_methods import AlongCompletion, AnchoredBy, Discounted, ShortAtFirst
 
 from trl_opsd import Method
 
@@ -24,7 +27,7 @@ class Mine(Method):
 
     def weigh(self, weights: Any, rollout: Any, rows: Any, targets: Any) -> Any:
         self.host.record("mine/weights", weights.sum())
-        return weights * GROWTH ** torch.arange(weights.size(1))
+        return weights * FACTORS["one"] ** torch.arange(weights.size(1))
 
 
 class Silent:
@@ -51,6 +54,14 @@ def rewarding(function: Any) -> Any:
     return rewarded
 
 
+METHODS: dict[str, Callable[[], Method]] = {
+    "one": Mine,
+    "discounted": lambda: Discounted(FACTORS["discounted"]),
+    "growing": lambda: ShortAtFirst(3, 2),
+    "anchored": AnchoredBy,
+    **{name: partial(AlongCompletion, table) for name, table in TABLES.items()},
+}
+"""Those of `examples/small_methods.py`, too."""
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "teacher_prompt_fn": {
         "hint": lambda row, text: oracle.hint(row["prompt"], text),
@@ -66,5 +77,5 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 
 def functions_of(options: dict[str, Any]) -> dict[str, Any]:
     """What of the options is none: the trainer's arguments, which have names there; taken out of the options."""
-    methods = [Mine()] if options.pop("methods", None) else []
+    methods = [METHODS[options.pop("methods")]()] if "methods" in options else []
     return {"methods": methods} | {key: named[options.pop(key)] for key, named in FUNCTIONS.items() if key in options}

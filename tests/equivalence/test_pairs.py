@@ -41,18 +41,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "extrapolation below 1": {"extrapolation": 0.5},
     "extrapolation, a teacher": {"extrapolation": 1.25, "extrapolation_reference": "base"},
     "anchor": {"anchor_weight": 0.3},
-    "anchor, forward": {"anchor_weight": 0.3, "anchor_divergence": "forward_kl"},
+    "anchor, forward": {"anchor_weight": 0.3, "methods": "anchored"},
     "gate, number": {"reward_gate": GATE},
     "gate, reward": {"reward_gate": "reward"},
     "gate, advantage": {"reward_gate": "advantage"},
     "success": {"teacher_context": "group_success"},
     "success alone": {"teacher_context": "group_success", "success_threshold": 0.5, "columns": False},
     **{name: {"token_selection": name, "token_fraction": 0.5} for name in ("prefix", "random", *LATE)},
-    "rising weights": {"position_weights": [0.25, 0.5, 1.0]},
-    "weights from 0": {"position_weights": [0.0, 1.0]},
-    "discount": {"position_discount": 0.8},
+    "rising weights": {"methods": "rising"},
+    "weights from 0": {"methods": "from 0"},
+    "discount": {"methods": "discounted"},
     "equal turns": {"equal_turns": True},
-    "growing": {"completion_length_start": 3, "completion_length_steps": 2},
+    "growing": {"methods": "growing"},
     "no student": {"lmbda": 0.0},
     "half a student": {"lmbda": 0.5},
     "half a student, copied": {"lmbda": 0.5, "sft_weight": 0.3},
@@ -324,7 +324,7 @@ def test_runs_differ_from_those_without_the_option(tmp_path, name, key):
     found = trained(tmp_path, (name,))
     if key == "lmbda":
         assert any(row["off_policy"] for rows in found["steps"] for row in rows)
-    elif key.startswith("completion_length"):
+    elif name == "growing":
         first, second = (max(len(row["ids"]) for row in rows) for rows in found["steps"])
         assert first == 3 < 5 < second, "and with as many steps as by default, at most 4"
     elif key not in UNSEEN:

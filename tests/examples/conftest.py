@@ -1,16 +1,12 @@
-"""Puts `examples/` first on the path, as for a script started there; models and rows on disk, as users have them."""
+"""Models and rows on disk, as users have them."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, DatasetDict
 from support import tiny
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 
 @pytest.fixture(scope="session")

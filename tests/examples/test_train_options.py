@@ -13,12 +13,13 @@ import yaml
 from accelerate import PartialState
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from small_methods import Discounted
 from support import tiny
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
 from trl.rewards import accuracy_reward
 
-from trl_opsd.cli.train.options import _HERE, GROUPS, OptionParser, loaded_rewards
+from trl_opsd.cli.train.options import _HERE, GROUPS, OptionParser, loaded_methods, loaded_rewards
 from trl_opsd.cli.train.script import loaded, warn_of_options
 
 
@@ -234,6 +235,15 @@ def test_file_that_is_no_mapping_of_unique_keys_is_refused(refused, tmp_path, te
 def test_one_reward_in_a_file_is_a_list_of_one(config):
     assert OptionParser().given(config(reward_funcs="accuracy_reward")).extra.reward_funcs == ["accuracy_reward"]
     assert loaded_rewards(["accuracy_reward"]) == [accuracy_reward]
+
+
+def test_methods_of_a_file_are_made_with_their_defaults(config):
+    name = "small_methods.Discounted"
+    assert OptionParser().given(config(methods=name)).extra.methods == [name]
+    assert loaded_methods([name]) == [Discounted()]
+    for name in ("small_methods.Discount", "nowhere.Discounted", "Discounted"):
+        with pytest.raises(ValueError, match=f"^`methods`: '{name}' was not found .*expected `module.Class`"):
+            loaded_methods([name])
 
 
 @pytest.mark.parametrize("form", ["data", "jsonl", "parquet", "one_saved", "splits_saved"])

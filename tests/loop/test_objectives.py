@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_methods import Discounted
 from support import tiny
 from support.rollouts import Apart
 
@@ -90,8 +91,8 @@ def test_top_k_teacher_limits_the_divergence_to_its_top_tokens(make_trainer):
     assert trainer.divergence == TopKTeacher(GeneralizedJSD(0.5), 4)
 
 
-def test_position_discount_weighs_training_tokens_only(make_trainer):
-    trainer = make_trainer(position_discount=0.5, max_steps=1, eval_dataset=tiny.rows())
+def test_a_discount_weighs_training_tokens_only(make_trainer):
+    trainer = make_trainer(methods=[Discounted(0.5)], max_steps=1, eval_dataset=tiny.rows())
     seen, weigh = [], trainer.weigh
     trainer.weigh = lambda *given: seen.append((given[0].weights, weigh(*given))) or seen[-1][1]
     trainer.train()

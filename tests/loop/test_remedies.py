@@ -10,12 +10,13 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from small_methods import AnchoredBy, ShortAtFirst
 from support import tiny
 from support.rollouts import Answering
 from torch import Tensor
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd.losses import DIVERGENCES
+from trl_opsd.losses import DIVERGENCES, ForwardKL, ReverseKL
 from trl_opsd.losses.registry import Settings
 
 WORDS = tiny.tokenizer()
@@ -63,7 +64,7 @@ def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, opt
     models = {name: one.double().eval() for name, one in teachers.items()}
     origin = models.get(options.get("extrapolation_reference"), origin)
     compared = DIVERGENCES[options.get("divergence", "reverse_kl")](Settings(beta=0.5))
-    anchored = DIVERGENCES[options.get("anchor_divergence", "reverse_kl")](Settings(beta=0.5))
+    anchored = ForwardKL() if options.get("methods") == "anchored" else ReverseKL()
     weight, bound = options.get("contrast_weight", 0.0), options.get("contrast_clip")
     factor, anchor = options.get("extrapolation", 1.0), options.get("anchor_weight", 0.0)
     mine_at, target_at = (options.get(f"{one}_temperature", 1.0) for one in ("student", "teacher"))
@@ -85,12 +86,7 @@ def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, opt
             from_target = compared.value(mine, target)
             each = from_target + anchor * anchored.value(mine, held)
             places = torch.arange(len(completion), dtype=torch.float64)
-            scale = options.get("position_discount", 1.0) ** places
-            if (table := options.get("position_weights")) is not None:
-                at = places / (len(completion) - 1) * (len(table) - 1)
-                low = at.long().clamp(max=len(table) - 2)
-                knots = torch.tensor(table, dtype=torch.float64)
-                scale = scale * (knots[low] + (at - low) * (knots[low + 1] - knots[low]))
+            scale = torch.ones(len(completion), dtype=torch.float64)
             if options.get("token_selection") == "prefix":
                 scale = scale * (places < -(-len(completion) // 2))
             if options.get("token_selection") == "teacher_divergence":
@@ -114,10 +110,8 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "purified": {"contrast_weight": 1.0, "contrast_clip": 10.0, "extrapolation": 0.0},
     "beyond the teacher": {"extrapolation": 1.25},
     "anchor": {"anchor_weight": 0.3},
-    "anchor, forward": {"anchor_weight": 0.3, "anchor_divergence": "forward_kl"},
+    "anchor, forward": {"anchor_weight": 0.3, "methods": "anchored"},
     "entropy-aware": {"divergence": "entropy_aware_kl"},
-    "rising weights": {"position_weights": [0.25, 0.5, 1.0]},
-    "rising discount": {"position_discount": 1.1},
 }
 WITH: dict[str, dict[str, Any]] = {
     "itself": {},
@@ -154,8 +148,12 @@ def assert_equals_float64(trained, options: dict[str, Any]) -> None:
         data = rows(teacher=["one", "two", "two", "one"] * 2)
     student = tiny.qwen2(32, 0)
     given = teachers if len(teachers) > 1 else teachers.get("one")
-    ours = trained(model=copy.deepcopy(student), teacher_model=copy.deepcopy(given), train_dataset=data, **options)
-    expected = losses_in_float64(student, teachers, data, options)
+    methods = [AnchoredBy()] if options.pop("methods", None) else []
+    expected_options = options | ({"methods": "anchored"} if methods else {})
+    ours = trained(
+        model=copy.deepcopy(student), teacher_model=copy.deepcopy(given), train_dataset=data, methods=methods, **options
+    )
+    expected = losses_in_float64(student, teachers, data, expected_options)
     found = tiny.logged(ours, "loss")
     assert found == pytest.approx(expected, rel=2e-5)
     for mine, wanted in zip(ours.model.parameters(), student.parameters(), strict=True):
@@ -242,10 +240,10 @@ def test_completions_grow_to_their_limit(make_trainer, tmp_path, resumes):
 
     longest: list[int] = []
     options = {
-        "rollout": HFRollout(), "max_completion_length": 20, "completion_length_start": 4, "max_steps": 6,
-        "completion_length_steps": 4, "learning_rate": 1e-9, "save_strategy": "steps", "save_steps": 2,
+        "rollout": HFRollout(), "max_completion_length": 20, "max_steps": 6,
+        "learning_rate": 1e-9, "save_strategy": "steps", "save_steps": 2,
     }  # fmt: skip
-    trainer = make_trainer(Noting, **options)
+    trainer = make_trainer(Noting, **options, methods=[ShortAtFirst(4, 4)])
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     limits = [4, 8, 12, 16, 20, 20]
@@ -254,7 +252,7 @@ def test_completions_grow_to_their_limit(make_trainer, tmp_path, resumes):
     evaluated = trainer.predict(tiny.rows(4)).predictions
     assert evaluated.shape[1] > 16, "an evaluation has the whole length"
     if resumes:
-        again = make_trainer(Noting, **options)
+        again = make_trainer(Noting, **options, methods=[ShortAtFirst(4, 4)])
         longest.clear()
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert [entry["completions/limit"] for entry in again.state.log_history if "loss" in entry] == limits

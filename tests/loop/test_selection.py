@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from small_methods import Discounted
 from support import tiny
 
 from trl_opsd import OPSDTrainer
@@ -74,7 +75,8 @@ def oracle(trainer, criterion, fraction=FRACTION):
                 "student_surprise": _highest(-_chosen(sides[0], completion), int(k)),
             }[criterion]
             assert kept.sum() == k
-            wanted = kept * trainer.args.position_discount ** torch.arange(n, dtype=torch.float64)
+            factor = 0.9 if trainer.args.gradient_accumulation_steps > 1 else 1.0
+            wanted = kept * factor ** torch.arange(n, dtype=torch.float64)
             if criterion in LATE:  # a row counts as much as k of its n tokens would on average
                 wanted *= k / n * weights[number].double().sum() / wanted.sum()
             total = total + (wanted * of_all.divergence).sum()
@@ -96,7 +98,7 @@ def _highest(scores, k):
 
 WAYS = {
     "at once": {"per_device_train_batch_size": 8},
-    "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "position_discount": 0.9},
+    "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "methods": [Discounted(0.9)]},
     "packed": {"per_device_train_batch_size": 8, "padding_free": True, "kl_clip": 0.005},
     "draws": {"per_device_train_batch_size": 8, "divergence": "sampled_reverse_kl"},
     "a budget": {"per_device_train_batch_size": 8, "max_tokens_per_microbatch": 16, "loss_chunk_tokens": 2},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from small_methods import Discounted
 from support import tiny, tool_calls, vision_language
 from support.mirror_engine import Mirrored
 from support.rollouts import Numbered
@@ -123,7 +124,7 @@ WITH: dict[str, dict[str, Any]] = {
     "one micro-batch": {"max_tokens_per_microbatch": 100_000},
     "rows without padding": {"padding_free": True},
     "some tokens": {"token_selection": "student_entropy", "token_fraction": 0.5},
-    "a discount": {"position_discount": 0.9, "divergence": "jsd"},
+    "a discount": {"methods": [Discounted(0.9)], "divergence": "jsd"},
 }
 
 

@@ -339,9 +339,10 @@ def test_equal_turns_are_equal_after_a_subclass_has_weighed(make_trainer):
 
 
 @pytest.mark.quick
-def test_an_anchor_is_of_whole_distributions(tmp_path):
+def test_an_anchor_is_of_whole_distributions(make_trainer):
     """The teacher's divergence may be of its likeliest tokens."""
-    assert repr(tiny.config(tmp_path, anchor_weight=1.0, top_k_teacher=5).anchor) == "ReverseKL()"
+    trainer = make_trainer(anchor_weight=1.0, top_k_teacher=5)
+    assert repr(trainer.methods.objective(trainer.current_objective).anchor) == "ReverseKL()"
 
 
 def test_methods_that_need_what_overlap_has_not_are_refused(make_trainer):

@@ -93,7 +93,7 @@ def configurations(tmp_path):
         "rewards": {"reward_funcs": [Named("math"), Named("prose")], "reward_weight": 0.1, "num_generations": 2},
         "remedies": {
             **{"reward_funcs": Named("math"), "teacher_context": "group_success", "success_threshold": -99.0},
-            **{"num_generations": 2, "anchor_weight": 0.1, "completion_length_start": 20},
+            **{"num_generations": 2, "anchor_weight": 0.1},
             "prompt_weight_fn": lambda row, last: 1,
         },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from small_methods import AlongCompletion, Discounted
 from support import tiny
 from support.byte_languages import byte_pairs
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
@@ -155,7 +156,7 @@ WITH_ZEROS = {
     "all": {},
     "random": {"token_selection": "random", "token_fraction": 0.5},
     "prefix": {"token_selection": "prefix", "token_fraction": 0.5},
-    "places": {"position_weights": [0, 1]},
+    "places": {"methods": [AlongCompletion((0, 1))]},
     "weigh": {"cls": EveryThird},
     "skipped": {"prompt_weight_fn": lambda row, last: float(row["prompt"] != PROMPTS[0])},
     "gated": {"reward_funcs": lambda completions, **_: [float(len(one) < 20) for one in completions], "reward_gate": 1},
@@ -262,7 +263,7 @@ def test_options_that_change_rows_work_together(make):
         eval_strategy="steps",
         eval_steps=1,
         divergence="jsd",
-        position_discount=0.9,
+        methods=[Discounted(0.9)],
         token_selection="random",
         token_fraction=0.7,
         num_generations=2,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["EARLY", "LATE", "Selection", "along"]
+__all__ = ["EARLY", "LATE", "Selection"]
 
 EARLY = ("prefix", "random")
 """Criteria that need neither model."""
@@ -72,21 +72,3 @@ class Selection:
         tokens_B = (weights_BC != 0).sum(1).tolist()
         shares_B = [self.kept(tokens) / max(tokens, 1) for tokens in tokens_B]
         return weights_BC * weights_BC.new_tensor(shares_B).unsqueeze(1)
-
-
-def along(real_BC: Tensor, weights_BC: Tensor, discount: float, at_places: Sequence[float] | None) -> Tensor:
-    """The weights times `discount` to the power of the place, and times those `at_places` equally far apart, [B, C].
-
-    These go from the first token of a completion to its last, of which `real_BC` marks all; between two of them a
-    weight is interpolated.
-    """
-    places_C = torch.arange(weights_BC.size(1), device=weights_BC.device)
-    weights_BC = weights_BC * discount**places_C
-    if at_places is None:
-        return weights_BC
-    real_BC = (real_BC != 0).long()
-    last_B1 = (real_BC.sum(1, keepdim=True) - 1).clamp(min=1)
-    at_BC = (real_BC.cumsum(1) - 1).clamp(min=0) / last_B1 * (len(at_places) - 1)
-    table = weights_BC.new_tensor(at_places)
-    below_BC = at_BC.long().clamp(max=len(at_places) - 2)
-    return weights_BC * torch.lerp(table[below_BC], table[below_BC + 1], at_BC - below_BC)

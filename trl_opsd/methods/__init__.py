@@ -17,14 +17,13 @@ from trl_opsd.methods.collapse import CollapseGuard, CollapseOptions
 from trl_opsd.methods.context import ContextOptions, GroupSuccess, PromptFunction
 from trl_opsd.methods.contrast import Contrast, ContrastOptions
 from trl_opsd.methods.control import ControlOptions, TeacherControl
-from trl_opsd.methods.discounts import DiscountOptions, Discounts
 from trl_opsd.methods.gates import GateOptions, Gates
 from trl_opsd.methods.groups import Groups
-from trl_opsd.methods.growth import CompletionGrowth, GrowthOptions
 from trl_opsd.methods.off_policy import OffPolicy, OffPolicyOptions
 from trl_opsd.methods.origin import Origin, OriginOptions
 from trl_opsd.methods.rewards import BatchRewards, RewardOptions
 from trl_opsd.methods.selection import SelectionOptions, TokenSelection
+from trl_opsd.methods.turns import EqualTurns, TurnOptions
 from trl_opsd.methods.visits import VisitOptions, Visits
 from trl_opsd.monitor.metrics import OF_TRAINER, Metric
 from trl_opsd.options.normalize import with_help
@@ -35,7 +34,6 @@ from trl_opsd.options.table import shown
 @with_help
 @dataclass
 class MethodOptions(
-    GrowthOptions,
     VisitOptions,
     OffPolicyOptions,
     RewardOptions,
@@ -45,14 +43,13 @@ class MethodOptions(
     ContrastOptions,
     OriginOptions,
     SelectionOptions,
-    DiscountOptions,
+    TurnOptions,
     CollapseOptions,
 ):
     """The options of all methods, which are fields of [`OPSDConfig`]."""
 
 
 METHODS: tuple[type[Method], ...] = (
-    CompletionGrowth,
     OffPolicy,
     BatchRewards,
     Gates,
@@ -63,7 +60,7 @@ METHODS: tuple[type[Method], ...] = (
     Contrast,
     Origin,
     TokenSelection,
-    Discounts,
+    EqualTurns,
     Groups,
     CollapseGuard,
 )

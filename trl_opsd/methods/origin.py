@@ -9,18 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, final
 
-from trl_opsd.losses import DIVERGENCES, Divergence
+from trl_opsd.losses import ReverseKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import WEIGHTED, Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import not_by_bytes, together, undivided, unless
-from trl_opsd.options.table import ANCHOR, NAME, SET, Need, Option, above, at_least, one_of, shown
+from trl_opsd.options.table import NAME, SET, Need, Option, above, at_least, shown
 from trl_opsd.types import Rollout
 
-ANCHORS = tuple(name for name in DIVERGENCES if name != "sampled_reverse_kl")
-"""Divergences of whole distributions."""
 _EXTRAPOLATES = Need("`extrapolation` is 1", lambda now: now.extrapolation != 1)
 _A_THIRD = "but only two models are compared by bytes, and the initial one is a third"
 
@@ -54,22 +52,13 @@ class OriginOptions:
             also="ref_kl_coef kl_coef",
         ),
     ] = 0.0
-    """Weight of the divergence of the student from itself as it was passed, which is added to that from the teacher."""
-    anchor_divergence: Annotated[str, Option(one_of(*ANCHORS), (ANCHOR,), resumed=ANCHOR)] = "reverse_kl"
-    """The divergence that `anchor_weight` multiplies, by name."""
+    """Weight of the reverse KL of the student to itself as it was passed, which is added to the divergence from the
+    teacher."""
 
     @property
     def reads_origin(self) -> bool:
         """Whether the loss uses the student as it was passed."""
         return self.extrapolation != 1 or self.anchor_weight > 0
-
-    @property
-    def anchor(self) -> Divergence | None:
-        """The divergence from the student as it was passed; `None` without one."""
-        if not self.anchor_weight:
-            return None
-        settings = self.settings  # type: ignore[attr-defined]  # of the config that has these options
-        return DIVERGENCES[self.anchor_divergence](settings)  # of whole distributions, whatever `top_k_teacher`
 
 
 @final
@@ -101,9 +90,6 @@ class Origin(Method):
     def of(cls, now: Any) -> Origin | None:
         return cls() if now.args.reads_origin else None
 
-    def build(self) -> None:
-        self._anchor = self.host.args.anchor
-
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
         if (name := self.host.args.extrapolation_reference) is not None:
             self.host.teaching.prompts.check_fit(rows, rollout.prompt_lists(), rollout, name)
@@ -111,6 +97,10 @@ class Origin(Method):
 
     def objective(self, objective: Objective) -> Objective:
         args = self.host.args
+        # The anchor is of whole distributions, whatever `top_k_teacher`.
         return replace(
-            objective, extrapolation=args.extrapolation, anchor_weight=args.anchor_weight, anchor=self._anchor
+            objective,
+            extrapolation=args.extrapolation,
+            anchor_weight=args.anchor_weight,
+            anchor=ReverseKL() if args.anchor_weight else None,
         )

@@ -273,15 +273,14 @@ LAUNCH = (
 def _ignored_beta(args: Any) -> str:
     """The divergence that is chosen otherwise, beside a `beta` that was set."""
     default = DistillationConfig.beta
-    read = args.divergence in (None, "jsd") or hasattr(args.anchor, "beta")
-    if read or args.beta in (default, BETAS.get(str(args.divergence), default)):
+    if args.divergence in (None, "jsd") or args.beta in (default, BETAS.get(str(args.divergence), default)):
         return ""
     return describe(args.divergence) if isinstance(args.divergence, Divergence) else repr(args.divergence)
 
 
 def _vanishes(args: Any) -> bool:
-    both = args.build_divergence(), args.anchor
-    return any(isinstance(one, GeneralizedJSD) and not 0.05 <= one.beta <= 0.95 for one in both)
+    found = args.build_divergence()
+    return isinstance(found, GeneralizedJSD) and not 0.05 <= found.beta <= 0.95
 
 
 def _accumulation_of_file(args: Any) -> Any:

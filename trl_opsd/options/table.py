@@ -97,15 +97,6 @@ NUMBERS = Values(
 NUMBER = _number("a finite number", math.isfinite)
 LARGEST_WEIGHT = 1e20
 """Of a token in the loss: sums of weighted nats are float32, whose maximum is 3e38."""
-POSITIVES = Values(
-    "a list of at least two numbers of at least 0, not all of them 0",
-    lambda value: (
-        isinstance(value, list | tuple)
-        and len(value) > 1
-        and all(is_number(one) and 0 <= one < math.inf for one in value)
-        and any(value)
-    ),
-)
 SET = Values("not None", lambda value: value is not None)
 NAME = Values("the name of a teacher", lambda value: isinstance(value, str) and bool(value))
 NAMES = Values("a list of names", lambda value: isinstance(value, list))
@@ -192,7 +183,7 @@ class Need:
 
 def of_divergences(setting: str) -> tuple[Need]:
     def met(now: Situation) -> bool:
-        return now.chosen in names or (now.anchor_weight > 0 and now.anchor_divergence in names)
+        return now.chosen in names
 
     names = named_with(setting)
     return (Need("`divergence` is {0.chosen_in_words}", met),)
@@ -215,7 +206,6 @@ LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(pat
 TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda now: now.teacher_server_url is not None)
 NO_PROMPT_FN = Need("`teacher_prompt_fn` makes the teacher's prompts", lambda now: now.teacher_prompt_fn is None)
 CONTEXT = Need("no dataset has a column 'privileged_context'", lambda now: now.has_context or now.teacher_context)
-ANCHOR = Need("`anchor_weight` is 0", lambda now: now.anchor_weight)
 VLLM = _of_engine("`use_vllm` is False", lambda now: now.use_vllm)
 ENGINE = _of_engine("`use_vllm` is False", lambda now: now.has_engine)
 NO_ENGINE = _of_engine("an engine generates the completions", lambda now: not now.has_engine)

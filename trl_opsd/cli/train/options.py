@@ -78,12 +78,15 @@ class ExtraArguments:
     """Attention implementation of the teacher. If not set, `attn_implementation`."""
     reward_funcs: list[str] | None = None
     """Reward functions, as TRL's `grpo.py` takes them: names in `trl.rewards`, or `module.function`."""
+    methods: list[str] | None = None
+    """Methods of your own, `module.Class` of a subclass of `trl_opsd.Method`; see `docs/extending.md`."""
     dry_run: bool = False
     """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):  # in YAML
-            self.reward_funcs = [self.reward_funcs]
+        for name in ("reward_funcs", "methods"):
+            if isinstance(given := getattr(self, name), str):  # in YAML
+                setattr(self, name, [given])
         if isinstance(given := self.teacher_models, str):
             with suppress(ValueError):
                 self.teacher_models = json.loads(given)
@@ -96,20 +99,31 @@ class ExtraArguments:
 
 def loaded_rewards(names: Sequence[str] | None) -> list[Any] | None:
     """The reward functions of these names."""
+    return None if names is None else _loaded("reward_funcs", names, "trl.rewards")
+
+
+def loaded_methods(names: Sequence[str] | None) -> list[Any]:
+    """Instances of the classes of these names."""
+    return [one() if isinstance(one, type) else one for one in _loaded("methods", names or (), None)]
+
+
+def _loaded(option: str, names: Sequence[str], default: str | None) -> list[Any]:
+    """What these names stand for, in a module or in the default one."""
     found = []
     sys.path.insert(0, os.getcwd())  # as for a script that is run there
     try:
-        for name in names or ():
-            module, _, function = name.rpartition(".")
-            found.append(getattr(import_module(module or "trl.rewards"), function))
+        for name in names:
+            module, _, attribute = name.rpartition(".")
+            found.append(getattr(import_module(module or default or name), attribute))
     except (AttributeError, ImportError) as error:
+        known = f"the name of a function in `{default}`, or `module.function`" if default else "`module.Class`"
         raise ValueError(
-            f"`reward_funcs`: {name!r} was not found ({error}): expected the name of a function in `trl.rewards`, or "
-            "`module.function` of a module that can be imported from here."
+            f"`{option}`: {name!r} was not found ({error}): expected {known} of a module that can be imported from "
+            "here."
         ) from error
     finally:
         sys.path.pop(0)
-    return None if names is None else found
+    return found
 
 
 _FILE = "--config FILE reads any of these options from a YAML file; the command line takes precedence."

@@ -22,7 +22,7 @@ from trl_opsd._compat.trl import (
     get_peft_config,
     get_quantization_config,
 )
-from trl_opsd.cli.train.options import ExtraArguments, OptionParser, RunOptions, Splits, loaded_rewards
+from trl_opsd.cli.train.options import ExtraArguments, OptionParser, RunOptions, Splits, loaded_methods, loaded_rewards
 from trl_opsd.config import OPSDConfig
 from trl_opsd.monitor.progress import PHASES
 from trl_opsd.monitor.progress import in_words as duration
@@ -69,6 +69,7 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
             reward_funcs=task.rewards if task else loaded_rewards(extra.reward_funcs),
+            methods=loaded_methods(extra.methods),
         )
         if folder:
             trainer.add_callback(_OneStep())
