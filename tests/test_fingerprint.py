@@ -279,6 +279,11 @@ def test_functions_of_older_checkpoints_are_compared_by_name(then, now, differs)
     assert bool(_differing({"functions": {"weigh": then}}, {"functions": {"weigh": now}})) is differs
 
 
+def test_options_that_left_are_accepted_where_they_had_no_effect():
+    assert _differing({"position_discount": 1.0, "position_weights": None}, {}) == {}
+    assert [*_differing({"position_discount": 0.9}, {})] == ["position_discount"]
+
+
 def test_functions_are_described_by_name_and_version():
     assert describe_function(partial(told, more="?")) == "told"
     assert [describe_function(one) for one in (Plain(1), Weighing.weigh, len)] == ["Plain", "Weighing.weigh", "len"]

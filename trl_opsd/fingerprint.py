@@ -56,6 +56,13 @@ of a teacher behind a server only the head is known."""
 
 _OLDER = (", sha256 ", ", whose source is not known")
 """What followed the name of a function in checkpoints of an older version of this package."""
+_GONE = {
+    "anchor_divergence": "ReverseKL()",
+    "completion_length_start": None,
+    "position_discount": 1.0,
+    "position_weights": None,
+}
+"""Options that checkpoints of an older version of this package recorded, and the values that had no effect."""
 
 Fingerprint: TypeAlias = dict[str, Any]
 """JSON-serialisable values by their names in messages; an option has its own name."""
@@ -182,7 +189,10 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """A line with both values for each entry of the checkpoint that differs."""
-    pairs = {name: _compared(name, value, now.get(name, "not recorded")) for name, value in sorted(then.items())}
+    pairs = {
+        name: _compared(name, value, now.get(name, _GONE.get(name, "not recorded")))
+        for name, value in sorted(then.items())
+    }
     if then.get("teachers") != now.get("teachers"):
         pairs.pop("teacher_weights", None)  # other teachers have other weights
     return {

@@ -55,6 +55,10 @@ _ADVICE = {
     **_all("loss_max_clamp log_prob_min_clamp", "`kl_clip` bounds what each entry of the vocabulary adds"),
     "top_entropy_quantile": "set `token_selection='student_entropy'` and `token_fraction`",
     **_all("mask_truncated_completions num_loss_tokens_to_skip", "override `weigh`, see docs/extending.md"),
+    **_all(
+        "position_discount position_weights completion_length_start completion_length_steps anchor_divergence",
+        "examples/small_methods.py has a method for it, to pass as `methods=[...]`",
+    ),
     "teacher_model": "pass it to `OPSDTrainer`, or set `teacher_model_name_or_path`",
     # self-distillation
     "privileged_context": "it is a column of the dataset, see docs/teachers.md",
