@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
 from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.teacher import Teacher
+from trl_opsd.teacher.build import on_device
 from trl_opsd.teacher.checks import TeacherLike
 from trl_opsd.teacher.comparison import compared, tokens_by_teacher
 from trl_opsd.teacher.teachers import Teachers
@@ -396,6 +398,23 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             and self.temperature == 1
             and not self.tools
         )
+
+    @contextmanager
+    def generating_with(self, teacher: str | CausalLM) -> Iterator[None]:
+        """Within it, a teacher by its name, or another model, generates in place of the student: to measure it.
+
+        ```python
+        with trainer.generating_with("math"):
+            trainer.evaluate()
+        ```
+
+        Raises:
+            ValueError: It is no whole model in each process: it is behind a server, or sharded.
+        """
+        reader = teacher if isinstance(teacher, str) else next(iter(self.teachers))
+        it = self.teachers[reader] if isinstance(teacher, str) else on_device(teacher, self.accelerator.device)
+        with self._generation.by(it, self.teaching.readers.teacher_limits[reader]):
+            yield
 
     # ---- Teachers and datasets --------------------------------------------------------------------------------------
 

@@ -25,6 +25,24 @@ def train(context: typer.Context) -> None:
     run(context.args, "trl-opsd train", traceback=context.obj)
 
 
+def merge(
+    context: typer.Context,
+    experts: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train` with `experts`.")],
+) -> None:
+    """Distils several experts into one student, and prints a table: each expert, the student before and after, and the
+    average of the experts' weights.
+
+    Takes the options of `trl-opsd train` too; `--dry_run` checks everything and measures nothing.
+    """
+    import yaml
+
+    if "experts" not in (yaml.safe_load(experts.read_text(encoding="utf-8")) or {}):
+        raise ValueError(f"{experts} has no `experts`: expected names with {{model: ..., dataset: ..., metric: ...}}.")
+    from trl_opsd.cli.train.launch import run  # imports torch
+
+    run(["--config", str(experts), *context.args], "trl-opsd merge", traceback=context.obj)
+
+
 def doctor(
     student: Annotated[
         str | None, typer.Argument(help="Folder or Hub id of the student. Default: that of `--config`.")
@@ -260,6 +278,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )(train)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(merge)
 app.command()(doctor)
 app.command()(plan)
 app.command()(report)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -13,6 +14,7 @@ from accelerate.logging import get_logger
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.images import in_parts
+from trl_opsd.data.readers import PromptLimits
 from trl_opsd.loop.overrides import of_package, overrides
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow, Written
@@ -51,6 +53,7 @@ class Generation:
         self._surplus: list[list[int]] = []
         self._has_completed = self._is_proved = self._is_overridden = False
         self._of_teacher: Mapping[str, TeacherRollout] = {}
+        self._by: TeacherRollout | None = None
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
@@ -94,7 +97,9 @@ class Generation:
         return self._host.args.overlap == "step" and self.streams and self._host.teaching.begins_early
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """One checked completion of the rollout for each prompt."""
+        """One checked completion of the rollout, or of who is in its place, for each prompt."""
+        if self._by is not None:
+            return self._by.complete(prompt_ids)
         self.be_ready()
         # A copy, so that changing it does not change what is trained on.
         returned = self.rollout.complete([ids.copy() for ids in prompt_ids], self._host.state.global_step)
@@ -235,6 +240,17 @@ class Generation:
         self._has_completed = True
 
     # ---- Off-policy completions ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def by(self, teacher: Any, limits: PromptLimits) -> Iterator[None]:
+        """Has a teacher complete prompts in place of the rollout."""
+        from trl_opsd.rollout.teacher_rollout import TeacherRollout
+
+        self._by = TeacherRollout(self._host, teacher, limits)
+        try:
+            yield
+        finally:
+            self._by = None
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""

@@ -56,6 +56,11 @@ def build_teacher(teacher_model: TeacherLike, args: OPSDConfig) -> Teacher:
     return _frozen(teacher_model, args)
 
 
+def on_device(model: CausalLM, device: torch.device) -> FrozenTeacher:
+    """A frozen teacher whose model stays on a device."""
+    return FrozenTeacher(Resident(model, device))
+
+
 def build_teachers(
     models: Mapping[str, Any],
     student: CausalLM,

@@ -72,6 +72,9 @@ class ExtraArguments:
     teacher_models: dict | str | None = None
     """Several teachers, names to paths or ids, as a mapping or JSON; the column `teacher` names the one that reads a
     row."""
+    experts: dict | str | None = None
+    """Teachers with their datasets and metrics, names to `{model, dataset, metric}`: trains the student on all of them,
+    measures everybody, and prints a table; see `docs/teachers.md`."""
     teacher_dtype: str = field(default="auto", metadata={"choices": DTYPES})
     """dtype of the teacher's weights; 'auto' is that of its checkpoint."""
     teacher_attn_implementation: str | None = None
@@ -87,12 +90,13 @@ class ExtraArguments:
         for name in ("reward_funcs", "methods"):
             if isinstance(given := getattr(self, name), str):  # in YAML
                 setattr(self, name, [given])
-        if isinstance(given := self.teacher_models, str):
-            with suppress(ValueError):
-                self.teacher_models = json.loads(given)
+        for name in ("teacher_models", "experts"):  # on the command line
+            if isinstance(given := getattr(self, name), str):
+                with suppress(ValueError):
+                    setattr(self, name, json.loads(given))
         if self.teacher_models is not None and not (isinstance(self.teacher_models, dict) and self.teacher_models):
             raise ValueError(
-                f"`teacher_models={given!r}`: expected a mapping of names to paths or ids, for instance "
+                f"`teacher_models={self.teacher_models!r}`: expected a mapping of names to paths or ids, for instance "
                 '\'{"math": "Qwen/Qwen2.5-Math-1.5B-Instruct", "code": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}\'.'
             )
 

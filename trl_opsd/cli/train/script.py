@@ -22,7 +22,16 @@ from trl_opsd._compat.trl import (
     get_peft_config,
     get_quantization_config,
 )
-from trl_opsd.cli.train.options import ExtraArguments, OptionParser, RunOptions, Splits, loaded_methods, loaded_rewards
+from trl_opsd.cli.train.experts import Experts, experts_of
+from trl_opsd.cli.train.options import (
+    ExtraArguments,
+    OptionParser,
+    RunOptions,
+    Splits,
+    Task,
+    loaded_methods,
+    loaded_rewards,
+)
 from trl_opsd.config import OPSDConfig
 from trl_opsd.monitor.progress import PHASES
 from trl_opsd.monitor.progress import in_words as duration
@@ -44,13 +53,15 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
     parser = parser or OptionParser()
     given = parser.given(arguments)
     extra, script, config, model = given.extra, given.script, given.config, given.model
-    task = parser.tasks[given.task] if given.task else None
-    if task:  # which has a dataset, and models where no others are named
+    task: Task | Experts | None = parser.tasks[given.task] if given.task else None
+    if isinstance(task, Task):  # which has a dataset, and models where no others are named
         if script.dataset_name or given.mixture.datasets:
             raise ValueError(f"`task={given.task!r}` comes with its own dataset: remove the task or the other dataset.")
         model.model_name_or_path = model.model_name_or_path or task.student
         if config.teacher_model_kind is None and extra.teacher_models is None:
             config.teacher_model_name_or_path = config.teacher_model_name_or_path or task.teacher
+    if extra.experts is not None:
+        task = _experts(given)
     if model.model_name_or_path is None:
         built_in = f"; or train on a built-in task, with `--task {next(iter(parser.tasks))}`" if parser.tasks else ""
         raise ValueError(f"No student: pass `--model_name_or_path`{built_in}.")
@@ -91,6 +102,33 @@ def end(trainer: OPSDTrainer) -> None:
     """Waits for the other processes, because they fail if one exits first."""
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def _experts(given: RunOptions) -> Experts:
+    """The experts of a run, in whose place no other teachers, rows or rewards are; sets what they say of the loss."""
+    extra, script, config = given.extra, given.script, given.config
+    others = {
+        "task": given.task,
+        "dataset_name": script.dataset_name,
+        "datasets": given.mixture.datasets,
+        "teacher_models": extra.teacher_models,
+        "teacher_model_name_or_path": config.teacher_model_name_or_path,
+        "teacher_model_kind": config.teacher_model_kind,
+        "reward_funcs": extra.reward_funcs,
+    }
+    if named := next((name for name, value in others.items() if value), None):
+        raise ValueError(f"`{named}` with `experts`, which have models, rows and metrics: remove one of them.")
+    experts = experts_of(extra.experts)
+    metrics = [(loaded_rewards([one.metric]) or [])[0] for one in experts.values()]
+    found = Experts(
+        experts, lambda path: loaded(ScriptArguments(dataset_name=path), DatasetMixtureConfig()), metrics, config.seed
+    )
+    extra.teacher_models = found.teachers
+    for name, value in found.settings().items():
+        if getattr(config, name) is not None:
+            raise ValueError(f"`{name}` is set, and in `experts` too: remove one of them.")
+        setattr(config, name, value)
+    return found
 
 
 # ---- Options of the script ------------------------------------------------------------------------------------------

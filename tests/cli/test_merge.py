@@ -1,0 +1,173 @@
+"""`trl-opsd merge`: what is measured is that of the models themselves, and the table says what the student is worth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from support import tiny
+from transformers import AutoModelForCausalLM
+
+from trl_opsd._compat.peft import average_of
+from trl_opsd.cli.main import app
+from trl_opsd.cli.train.experts import AFTER, AVERAGE, BEFORE, Expert, Metric, experts_of, table
+from trl_opsd.cli.train.script import main
+
+WORDS = tiny.tokenizer()
+LENGTH = 8
+
+
+def letters(completions: list[str], **_: Any) -> list[float]:
+    """How much of a completion is letters."""
+    return [sum(map(str.isalpha, one)) / (len(one) or 1) for one in completions]
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory) -> Path:
+    """A base, two full experts of its shape, and rows of each."""
+    folder = tmp_path_factory.mktemp("experts")
+    for seed, name in enumerate(("base", "one", "two")):
+        model = tiny.qwen2(32, seed=seed)
+        model.save_pretrained(folder / name)
+        WORDS.save_pretrained(folder / name)
+    for name, some in (("one", slice(0, 6)), ("two", slice(2, 8))):
+        tiny.Dataset.from_dict({"prompt": tiny.PROMPTS[some]}).to_json(folder / f"{name}.jsonl")
+        tiny.Dataset.from_dict({"prompt": tiny.PROMPTS[:3]}).to_json(folder / f"{name}-test.jsonl")
+    return folder
+
+
+def file(disk: Path, out: Path, **more: Any) -> str:
+    """The file of a run."""
+    experts = {
+        name: {
+            "model": str(disk / name),
+            "dataset": str(disk / f"{name}.jsonl"),
+            "test": str(disk / f"{name}-test.jsonl"),
+            "metric": f"{__name__}.letters",
+        }
+        for name in ("one", "two")
+    }
+    options = tiny.options(out / "run", eval_temperature=0.0, max_completion_length=LENGTH, learning_rate=1e-2)
+    path = out / "experts.yaml"
+    path.write_text(yaml.safe_dump(options | {"model_name_or_path": str(disk / "base"), "experts": experts} | more))
+    return str(path)
+
+
+def measured(model: Any) -> float:
+    """By `generate`, greedily and row by row."""
+    texts = []
+    for prompt in tiny.PROMPTS[:3]:
+        ids = torch.tensor([WORDS(prompt)["input_ids"]])
+        said = model.generate(ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=WORDS.pad_token_id)
+        texts.append(WORDS.decode(said[0, ids.size(1) :], skip_special_tokens=True))
+    found = letters(texts)
+    return sum(found) / len(found)
+
+
+def loaded(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def test_everybody_is_measured_and_the_student_is_trained(disk, tmp_path, capsys):
+    trainer = main(["--config", file(disk, tmp_path, report=True, max_steps=2)])
+    run = tmp_path / "run"
+    found = json.loads((run / "experts.json").read_text())["accuracy"]
+    average = loaded(disk / "one")
+    for one, other in zip(average.parameters(), loaded(disk / "two").parameters(), strict=True):
+        one.data = (one.data + other.data) / 2
+    models = {
+        "one": loaded(disk / "one"),
+        "two": loaded(disk / "two"),
+        AVERAGE: average,
+        BEFORE: loaded(disk / "base"),
+        AFTER: trainer.model,
+    }
+    assert {name: [*of] for name, of in found.items()} == {name: ["one", "two"] for name in models}
+    for name, model in models.items():
+        assert found[name]["one"] == found[name]["two"] == pytest.approx(measured(model), abs=1e-6), name
+    assert len({of["one"] for of in found.values()}) == 5, "else a model could be another"
+    lines = table(found, ["one", "two"])
+    assert "\n".join(lines) in capsys.readouterr().out
+    assert (run / "README.md").read_text().rstrip().endswith("\n".join(lines))
+    assert "share of the headroom" in (run / "report.html").read_text()
+    assert {*trainer.teachers} == {"one", "two"}
+    assert {"rewards/one/mean", "rewards/two/mean"} & {name for row in trainer.state.log_history for name in row}
+
+
+def test_a_dry_run_measures_nothing(disk, tmp_path, capsys):
+    main(["--config", file(disk, tmp_path), "--dry_run"])
+    assert "optimizer step succeeded" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_average_merges_adapters(disk, tmp_path):
+    adapted = get_peft_model(
+        loaded(disk / "base"), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    found = average_of([str(disk / "one"), str(tmp_path / "adapter")])
+    merged = adapted.merge_and_unload()
+    for mine, one, two in zip(found.parameters(), loaded(disk / "one").parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(mine, (one + two) / 2)
+    tiny.qwen2(48, 1).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"wide and .*one differ in 27 weights, first 'lm_head.weight'"):
+        average_of([str(disk / "one"), str(tmp_path / "wide")])
+
+
+def test_a_metric_is_of_the_rows_of_its_expert():
+    metric = Metric("one", lambda completions, weight, trainer_state, **_: [trainer_state * one for one in weight])
+    given = {"teacher": ["two", "one", "one"], "completions": ["", "", ""], "weight": [1, 2, 3]}
+    assert metric(**given, trainer_state=10) == [None, 20, 30]
+    assert metric(**{name: values[:1] for name, values in given.items()}, trainer_state=10) == [None]
+
+
+def test_the_share_of_the_headroom_is_that_of_the_means():
+    found = {
+        "a": {"a": 0.9, "b": 0.1}, "b": {"a": 0.2, "b": 0.7}, BEFORE: {"a": 0.3, "b": 0.3}, AFTER: {"a": 0.6, "b": 0.5},
+    }  # fmt: skip
+    assert table(found, ["a", "b"])[-1] == f"| {AFTER} | 0.600 | 0.500 | 0.550 | 50% |"
+    del found["b"]  # behind a server
+    assert table(found, ["a", "b"])[-1] == f"| {AFTER} | 0.600 | 0.500 | 0.550 | – |"
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no mapping": ({"experts": ["a"]}, r"`experts`: expected a mapping of names to .*, got \['a'\]"),
+    "no expert": ({"experts": {}}, "`experts`: expected a mapping of names to"),
+    "a path": ({"experts": {"a": "path"}}, "got 'path' for 'a'"),
+    "no metric": ({"experts": {"a": {"model": "m", "dataset": "d"}}}, "'metric' of 'a' is missing"),
+    "a typo": (
+        {"experts": {"a": {"model": "m", "dataset": "d", "metric": "x", "data": 1}}},
+        "'data' of 'a' is unknown",
+    ),
+    "a dataset beside": ({"dataset_name": "rows"}, "`dataset_name` with `experts`"),
+    "teachers beside": ({"teacher_models": {"a": "b"}}, "`teacher_models` with `experts`"),
+    "a teacher beside": ({"teacher_model_kind": "base"}, "`teacher_model_kind` with `experts`"),
+    "rewards beside": ({"reward_funcs": ["accuracy_reward"]}, "`reward_funcs` with `experts`"),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.quick
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_file_is_explained(disk, tmp_path, case):
+    more, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        main(["--config", file(disk, tmp_path, **more)])
+
+
+def test_rows_are_held_out_where_no_test_is_named(disk, tmp_path):
+    experts = {"one": {"model": str(disk / "one"), "metric": f"{__name__}.letters", "dataset": str(disk / "one.jsonl")}}
+    with pytest.raises(ValueError, match="has 6 rows, too few to hold any out: set `test`"):
+        main(["--config", file(disk, tmp_path, experts=experts)])
+    assert experts_of(experts) == {"one": Expert(**experts["one"])}
+
+
+def test_a_file_without_experts_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("max_steps: 1")
+    with pytest.raises(SystemExit):
+        app(["merge", str(tmp_path / "run.yaml")])
