@@ -25,6 +25,7 @@ from trl_opsd.methods.off_policy import OffPolicy, OffPolicyOptions
 from trl_opsd.methods.origin import Origin, OriginOptions
 from trl_opsd.methods.rewards import BatchRewards, RewardOptions
 from trl_opsd.methods.selection import SelectionOptions, TokenSelection
+from trl_opsd.methods.shares import ShareOptions, Shares
 from trl_opsd.methods.visits import VisitOptions, Visits
 from trl_opsd.monitor.metrics import OF_TRAINER, Metric
 from trl_opsd.options.normalize import with_help
@@ -35,6 +36,7 @@ from trl_opsd.options.table import shown
 @with_help
 @dataclass
 class MethodOptions(
+    ShareOptions,
     GrowthOptions,
     VisitOptions,
     OffPolicyOptions,
@@ -52,6 +54,7 @@ class MethodOptions(
 
 
 METHODS: tuple[type[Method], ...] = (
+    Shares,
     CompletionGrowth,
     OffPolicy,
     BatchRewards,
