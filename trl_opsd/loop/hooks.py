@@ -210,8 +210,8 @@ class TrainerHooks(TrainerMembers):
             )
         if self.methods.drawing and isinstance(self.train_dataset, IterableDataset):
             raise ValueError(
-                f"`train_dataset` is a stream, whose rows come in its own order, with `{self.methods.drawing[0]}.draw`: "
-                "pass a `datasets.Dataset`, or remove the method."
+                f"`train_dataset` is a stream, whose rows come in its own order, with `{self.methods.drawing[0]}`, "
+                "which draws rows: pass a `datasets.Dataset`, or remove the method."
             )
         check_can_learn(self.model)
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:

@@ -18,15 +18,15 @@ class Drawn(Sampler[int]):
     An epoch has as many steps, and begins with the step that `first` says.
     """
 
-    def __init__(self, theirs: Any, draw: Callable[[list[int], int], list[int]], first: Callable[[], int]) -> None:
-        self._theirs, self._draw, self._first = theirs, draw, first
+    def __init__(self, sampler: Any, draw: Callable[[list[int], int], list[int]], first: Callable[[], int]) -> None:
+        self.sampler, self._draw, self._first = sampler, draw, first
 
     def __len__(self) -> int:
-        return len(self._theirs)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        theirs, each, calls = iter(self._theirs), self._theirs.mini_repeat_count, self._theirs.repeat_count
-        rows, step = self._theirs.batch_size * each, self._first()
+        each, calls = self.sampler.mini_repeat_count, self.sampler.repeat_count
+        theirs, rows, step = iter(self.sampler), self.sampler.batch_size * each, self._first()
         while of_step := list(islice(theirs, rows * calls)):
             prompts = self._draw(of_step[:rows:each], step)
             yield from [row for row in prompts for _ in range(each)] * calls

@@ -93,8 +93,8 @@ class Method:
 
     Subclass it, override the hooks that are needed, and pass an instance: `OPSDTrainer(methods=[Mine()])`. A step asks
     all methods for a hook before it goes on to the next hook; those of the package first. `draw`, `before`, `select`,
-    `weigh`, `normalise`, `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A hook may be
-    collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
+    `weigh`, `normalise`, `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A
+    hook may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
 
     Attributes:
         host ([`MethodHost`]): the trainer, before the first hook is asked.

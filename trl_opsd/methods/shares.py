@@ -5,7 +5,7 @@ P prompts of a step, over all processes · T teachers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
@@ -38,9 +38,7 @@ _SHARES = Values(
 @with_help
 @dataclass
 class ShareOptions:
-    teacher_shares: Annotated[
-        dict | str | None, Option(_SHARES | None, resumed=True)
-    ] = None
+    teacher_shares: Annotated[dict | str | None, Option(_SHARES | None, resumed=True)] = None
     """Share of each teacher in the prompts of every optimizer step, for instance `{"math": 2, "code": 1}`, whatever the
     order of the dataset; a teacher's rows come again once they are used up. When `None`, as the dataset has them."""
 
@@ -107,8 +105,8 @@ class Shares(Method):
             self.host.record_total(f"epochs/teacher/{name}", after / len(theirs))
             if (passes := after // len(theirs)) > before // len(theirs):
                 logger.warning(
-                    f"The {len(theirs)} rows of the teacher {name!r} are used up for the {passes}. time in step "
-                    f"{step + 1}: they are drawn again."
+                    f"Step {step + 1} ends pass {passes} over the {len(theirs)} rows of the teacher {name!r}, which "
+                    "are drawn again."
                 )
 
 
@@ -146,7 +144,7 @@ def rows_of_teachers(dataset: Dataset, names: Collection[str]) -> dict[str, Numb
     return found
 
 
-def check_shares(shares: Mapping[str, float] | None, teachers: Collection[str], dataset: Any) -> None:
+def check_shares(shares: Any, teachers: Collection[str], dataset: Any) -> None:
     """Refuses a training dataset of which these teachers cannot have these shares; its columns have been checked."""
     if shares is None:
         return
