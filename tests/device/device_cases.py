@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import traceback
@@ -52,6 +53,12 @@ def by_bytes(**more: Any) -> dict[str, Any]:
     return {**models, **words, "train_dataset": columns(), "cross_tokenizer": "bytes", **more}
 
 
+def several(hint: bool = False, **more: Any) -> dict[str, Any]:
+    texts = {f"{kind}_context": [f"{kind} {row}" for row in range(8)] for kind in ("privileged", "contrast") if hint}
+    teachers = {"a": tiny.qwen2(48, 1), "b": tiny.qwen2(32, 2)}
+    return {"teacher_model": teachers, "train_dataset": columns(teacher=["a", "b"] * 4, **texts), **more}
+
+
 def contrast(**more: Any) -> dict[str, Any]:
     texts = {
         "privileged_context": [f"hint {row}" for row in range(8)],
@@ -84,6 +91,17 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
         "train_dataset": columns(teacher=["a", "b"] * 4),
         "token_selection": "teacher_divergence", "token_fraction": 0.5,
     },
+    "two teachers, streamed": lambda: several(teacher_offload="stream", token_selection="teacher_confidence",
+                                              token_fraction=0.5, report=True),
+    "two teachers, contrast, cpu": lambda: several(hint=True, teacher_offload="cpu", contrast_weight=0.5),
+    "a reference, streamed": lambda: several(
+        teacher_offload="stream", extrapolation=1.3, extrapolation_reference="b",
+        train_dataset=columns(teacher=["a"] * 8),
+    ),
+    "bytes, two teachers, streamed": lambda: by_bytes(**{
+        **several(teacher_offload="stream", report=True),
+        "teacher_model": {name: tiny.qwen2(48, seed, vocab_size=len(YOURS) + 5) for seed, name in enumerate("ab")},
+    }),
     "report": lambda: {"report": True, **EVALUATED},
     "checkpointing": lambda: {"gradient_checkpointing": True},
     "bf16": lambda: {"bf16": True},
@@ -146,6 +164,33 @@ def varied(folder: Path, name: str) -> np.ndarray:
     if not models.exists():
         variants.save_models(models)
     return learned(variants.build(models, variants.of("ddp")[name][1], 1))
+
+
+def bytes_of_heads(folder: Path) -> dict[str, tuple[float, float]]:
+    """What teachers hold of the device between steps and most of it in a comparison, in heads, by `teacher_offload`."""
+    simulated_device.install()
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simulated_device.NAME}:0"
+    found, memory, rows = {}, simulated_device.Memory, 20_000
+    for offload in ("none", "cpu", "stream"):
+        gc.collect()
+        teachers = {name: tiny.qwen2(64, seed, vocab_size=rows) for seed, name in enumerate("abc")}
+        given = {"teacher_model": teachers, "train_dataset": columns(teacher=[*"abcabcab"]), "teacher_offload": offload}
+        given |= {"model": tiny.qwen2(32, vocab_size=rows), "use_cpu": False, "loss_chunk_tokens": 1, "optim": "sgd"}
+        before, peaks = memory.now, []
+        trainer = build(folder / offload, {**given, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1})
+        compare = trainer.compare
+
+        def noted(*given: Any, compare: Any = compare, start: int = before, peaks: list[int] = peaks) -> Any:
+            memory.reset()
+            parts = compare(*given)
+            peaks.append(memory.peak - start)
+            return parts
+
+        trainer.compare = noted
+        trainer.train()
+        found[offload] = (memory.now - before) / (4 * 64 * rows), max(peaks) / (4 * 64 * rows)
+        del trainer, teachers, given, compare, noted
+    return found
 
 
 CASES: dict[str, Callable[[Path], np.ndarray]] = {

@@ -200,8 +200,8 @@ def test_used_up_rows_are_named_once_per_pass(make_trainer, caplog):
     ]
     assert tiny.logged(trainer, "epochs/teacher/code") == pytest.approx([2 * step / CODE for step in range(1, 7)])
     assert tiny.logged(trainer, "epochs/teacher/math") == pytest.approx([4 * step / MATH for step in range(1, 7)])
-    first, second = steps_of(trainer)[:2], steps_of(trainer)[3:5]
-    assert first != second, "shuffled anew"
+    drawn = [prompt for prompts in steps_of(trainer) for prompt in prompts if prompt.startswith("math")]
+    assert drawn[:MATH] != drawn[MATH : 2 * MATH], "shuffled anew"
 
 
 @pytest.mark.long
