@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import traceback
@@ -164,33 +163,6 @@ def varied(folder: Path, name: str) -> np.ndarray:
     if not models.exists():
         variants.save_models(models)
     return learned(variants.build(models, variants.of("ddp")[name][1], 1))
-
-
-def bytes_of_heads(folder: Path) -> dict[str, tuple[float, float]]:
-    """What teachers hold of the device between steps and most of it in a comparison, in heads, by `teacher_offload`."""
-    simulated_device.install()
-    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simulated_device.NAME}:0"
-    found, memory, rows = {}, simulated_device.Memory, 20_000
-    for offload in ("none", "cpu", "stream"):
-        gc.collect()
-        teachers = {name: tiny.qwen2(64, seed, vocab_size=rows) for seed, name in enumerate("abc")}
-        given = {"teacher_model": teachers, "train_dataset": columns(teacher=[*"abcabcab"]), "teacher_offload": offload}
-        given |= {"model": tiny.qwen2(32, vocab_size=rows), "use_cpu": False, "loss_chunk_tokens": 1, "optim": "sgd"}
-        before, peaks = memory.now, []
-        trainer = build(folder / offload, {**given, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1})
-        compare = trainer.compare
-
-        def noted(*given: Any, compare: Any = compare, start: int = before, peaks: list[int] = peaks) -> Any:
-            memory.reset()
-            parts = compare(*given)
-            peaks.append(memory.peak - start)
-            return parts
-
-        trainer.compare = noted
-        trainer.train()
-        found[offload] = (memory.now - before) / (4 * 64 * rows), max(peaks) / (4 * 64 * rows)
-        del trainer, teachers, given, compare, noted
-    return found
 
 
 CASES: dict[str, Callable[[Path], np.ndarray]] = {

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from device_cases import CASES, bytes_of_heads, outcomes
+from device_cases import CASES, outcomes
 from support import forks
 
 pytestmark = pytest.mark.timeout(forks.SECONDS + 60)
@@ -43,11 +43,3 @@ def test_training_on_an_accelerator_is_that_of_the_cpu(trained, name):
     assert not isinstance(on_cpu, str), on_cpu
     assert not isinstance(on_device, str), on_device
     np.testing.assert_allclose(on_device, on_cpu, rtol=0, atol=HALF if name == "bf16" else TOLERANCE)
-
-
-@pytest.mark.long
-def test_one_head_of_several_offloaded_teachers_is_on_the_device(tmp_path):
-    held = forks.results("alone", bytes_of_heads, tmp_path)[0]
-    for offload in ("cpu", "stream"):
-        assert held["none"][0] - held[offload][0] > 6, "three heads, and three embeddings of their size"
-        assert held["none"][1] - held[offload][1] == pytest.approx(5, abs=0.3), "one head is there in a comparison"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import count
 from math import lcm
 from typing import Annotated, Any, ClassVar, final
 
@@ -63,79 +64,67 @@ class Shares(Method):
         return None if now.teacher_shares is None else cls()
 
     def begin(self) -> None:
-        args, dataset = self.host.args, self.host.train_dataset
+        shares, dataset = self.host.args.teacher_shares, self.host.train_dataset
         if dataset is None:
             return
-        self._rows = rows_of_teachers(dataset, names := sorted(args.teacher_shares))
-        self._next = turns([args.teacher_shares[name] for name in names])
-        self._turns: list[list[int]] = []
-        """Of each step, the teachers of its P prompts."""
-        self._drawn = [np.zeros(len(names), int)]
-        """Before each step, [T], how many rows of each teacher were drawn."""
+        self._rows = [*rows_of_teachers(dataset, shares).items()]
+        self._turns = turns([shares[name] for name, _ in self._rows])
+        self._steps: list[Numbers] = []
+        """Of each step so far, [P, 2], the teachers of its prompts, and how many rows of each were drawn before."""
         self._orders: dict[int, tuple[int, Numbers]] = {}
+        self._passes: dict[str, float] = {}
 
-    def _before_and_after(self, step: int) -> tuple[Numbers, Numbers]:
-        """[T] each, how many rows of each teacher are drawn before the end of the step before, and of this one."""
-        while len(self._turns) <= step:
-            self._turns.append([next(self._next) for _ in range(prompts_of_step(self.host.args))])
-            self._drawn.append(self._drawn[-1] + np.bincount(self._turns[-1], minlength=len(self._rows)))
-        return self._drawn[step], self._drawn[step + 1]
+    def _drawn(self, step: int) -> list[list[int]]:
+        while len(self._steps) <= step:
+            self._steps.append(np.array([next(self._turns) for _ in range(prompts_of_step(self.host.args))]))
+        return self._steps[step].tolist()
 
     def draw(self, rows: Sequence[int], step: int) -> list[int]:
-        drawn, found = self._before_and_after(step)[0].tolist(), []
-        for teacher in self._turns[step]:
-            found.append(self._row(teacher, drawn[teacher]))
-            drawn[teacher] += 1
-        return found
+        return [self._row(*one) for one in self._drawn(step)]
 
-    def _row(self, teacher: int, number: int) -> int:
-        """The row of a teacher that is drawn after so many others."""
-        theirs = [*self._rows.values()][teacher]
-        done, place = divmod(number, len(theirs))
-        if not self.host.args.shuffle_dataset:
-            return int(theirs[place])
+    def _row(self, teacher: int, before: int) -> int:
+        """The row of a teacher that is drawn after so many others of it."""
+        args, theirs = self.host.args, self._rows[teacher][1]
+        done, place = divmod(before, len(theirs))
         if self._orders.get(teacher, (None,))[0] != done:
-            draw = np.random.default_rng([self.host.args.seed, teacher, done])
-            self._orders[teacher] = done, draw.permutation(theirs)
+            draw = np.random.default_rng([args.seed, teacher, done])
+            self._orders[teacher] = done, draw.permutation(theirs) if args.shuffle_dataset else theirs
         return int(self._orders[teacher][1][place])
 
     def before(self, rows: Sequence[BatchRow]) -> None:
         step = self.host.state.global_step
-        for (name, theirs), before, after in zip(self._rows.items(), *self._before_and_after(step), strict=True):
-            self.host.record_total(f"epochs/teacher/{name}", after / len(theirs))
-            if (passes := after // len(theirs)) > before // len(theirs):
+        for teacher, before in self._drawn(step):
+            name, theirs = self._rows[teacher]
+            self._passes[name] = (before + 1) / len(theirs)
+            if self._passes[name].is_integer():
                 logger.warning(
-                    f"Step {step + 1} ends pass {passes} over the {len(theirs)} rows of the teacher {name!r}, which "
-                    "are drawn again."
+                    f"Step {step + 1} ends pass {self._passes[name]:.0f} over the {len(theirs)} rows of the teacher "
+                    f"{name!r}, which are drawn again."
                 )
+        for name, passes in self._passes.items():
+            self.host.record_total(f"epochs/teacher/{name}", passes)
 
 
-def turns(shares: Sequence[float]) -> Iterator[int]:
-    """Numbers of T teachers, without end: among the first n, each has its share of n, to within one.
+def turns(shares: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Numbers of T teachers, without end, each with how often it came before: among n, within one of its share of n.
 
-    The k-th draw of a teacher, from 0, is due in the time in which its share alone makes k become k + 1; of those that
-    have begun, the one that ends first is drawn, which keeps all of them if any order does (Baruah et al. 1996).
+    The k-th turn of a teacher, from 0, is due while n times its share grows from k to k + 1. Of those that have begun,
+    the one that ends first is next, which is in time for all (Liu and Layland 1973, Baruah et al. 1996).
     """
     exact = [Fraction(str(share)) for share in shares]
-    common = lcm(*(one.denominator for one in exact))
-    weights = [int(one * common) for one in exact]
-    total, drawn, n = sum(weights), [0 for _ in weights], 0
-    while True:
-        ends = [
-            (-(-(k + 1) * total // weight), number)
-            for number, (k, weight) in enumerate(zip(drawn, weights, strict=True))
-            if k * total < (n + 1) * weight
-        ]
-        _, number = min(ends)
-        drawn[number] += 1
-        n += 1
-        yield number
+    weights = [int(one * lcm(*(other.denominator for other in exact))) for one in exact]
+    total, came = sum(weights), [0 for _ in weights]
+    for n in count(1):
+        begun = [teacher for teacher, weight in enumerate(weights) if came[teacher] * total < n * weight]
+        teacher = min(begun, key=lambda one: -(-(came[one] + 1) * total // weights[one]))
+        yield teacher, came[teacher]
+        came[teacher] += 1
 
 
 def rows_of_teachers(dataset: Dataset, names: Collection[str]) -> dict[str, Numbers]:
-    """The numbers of the rows of each teacher; raises `ValueError` for one without rows."""
+    """The numbers of the rows of each teacher, sorted by name; raises `ValueError` for one without rows."""
     of_row = np.array(dataset.with_format(None).select_columns("teacher")[:]["teacher"], dtype=object)
-    found = {name: np.flatnonzero(of_row == name) for name in names}
+    found = {name: np.flatnonzero(of_row == name) for name in sorted(names)}
     if without := [name for name, rows in found.items() if not len(rows)]:
         raise ValueError(
             f"`teacher_shares` has the teacher {without[0]!r}, but none of the {len(dataset)} rows of train_dataset "
@@ -151,14 +140,12 @@ def check_shares(shares: Any, teachers: Collection[str], dataset: Any) -> None:
     option = shown("teacher_shares", shares)
     if {*shares} != {*teachers}:
         raise ValueError(
-            f"{option}: rows are taught by {sorted(teachers)}: expected a share for each of several teachers, by the "
-            "names in the dict `teacher_model`."
+            f"{option}, but rows are taught by {sorted(teachers)}: expected a share for each, by its name."
         )
     if not isinstance(dataset, Dataset) or has_transform(dataset):
-        kind = "rows that `set_transform` computes when they are read" if isinstance(dataset, Dataset) else "a stream"
+        kind = "rows that `set_transform` computes" if isinstance(dataset, Dataset) else "a stream"
         raise ValueError(
-            f"{option} with {kind} as `train_dataset`, of which it is not known whose rows come when: pass a "
-            "`datasets.Dataset` that has them, or interleave streams (`datasets.interleave_datasets` with "
-            "`probabilities`) and remove the option."
+            f"{option} with {kind} as `train_dataset`, whose teachers are not known before rows are read: pass a "
+            "`Dataset` that has them, or mix streams by `datasets.interleave_datasets` and remove the option."
         )
     rows_of_teachers(dataset, shares)
