@@ -150,6 +150,7 @@ def test_rows_that_the_student_does_not_complete_are_drawn_too(make_trainer, giv
         assert not any("0" in prompt for prompts in trainer.rollout.prompts for prompt in prompts)
 
 
+@pytest.mark.long
 def test_uneven_shares_are_kept_over_the_steps(make_trainer):
     steps = steps_of(trained(make_trainer, per_device_train_batch_size=2, max_steps=9))
     total: Counter[str] = Counter()
@@ -174,6 +175,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make_trainer, tmp_path, ignor
         trained(make_trainer, str(tmp_path / "one/checkpoint-3"), teacher_shares={"math": 1, "code": 1}, **given)
 
 
+@pytest.mark.long
 def test_used_up_rows_are_named_once_per_pass(make_trainer, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = trained(make_trainer)
