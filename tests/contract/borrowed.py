@@ -249,6 +249,7 @@ OWNERS = (
             "batch_size": "prompts of a generation batch",
             "generator": "put where it stands at the beginning of an epoch",
             "mini_repeat_count": "completions of each prompt",
+            "repeat_count": "calls of a step, each of which reads its rows",
             "num_samples": "how much of the generator an epoch uses up",
             "seed": "",
             "shuffle": "",

@@ -53,6 +53,12 @@ def by_bytes(**more: Any) -> dict[str, Any]:
     return {**models, **words, "train_dataset": columns(), "cross_tokenizer": "bytes", **more}
 
 
+def several(hint: bool = False, **more: Any) -> dict[str, Any]:
+    texts = {f"{kind}_context": [f"{kind} {row}" for row in range(8)] for kind in ("privileged", "contrast") if hint}
+    teachers = {"a": tiny.qwen2(48, 1), "b": tiny.qwen2(32, 2)}
+    return {"teacher_model": teachers, "train_dataset": columns(teacher=["a", "b"] * 4, **texts), **more}
+
+
 def contrast(**more: Any) -> dict[str, Any]:
     texts = {
         "privileged_context": [f"hint {row}" for row in range(8)],
@@ -85,6 +91,17 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
         "train_dataset": columns(teacher=["a", "b"] * 4),
         "token_selection": "teacher_divergence", "token_fraction": 0.5,
     },
+    "two teachers, streamed": lambda: several(teacher_offload="stream", token_selection="teacher_confidence",
+                                              token_fraction=0.5, report=True),
+    "two teachers, contrast, cpu": lambda: several(hint=True, teacher_offload="cpu", contrast_weight=0.5),
+    "a reference, streamed": lambda: several(
+        teacher_offload="stream", extrapolation=1.3, extrapolation_reference="b",
+        train_dataset=columns(teacher=["a"] * 8),
+    ),
+    "bytes, two teachers, streamed": lambda: by_bytes(**{
+        **several(teacher_offload="stream", report=True),
+        "teacher_model": {name: tiny.qwen2(48, seed, vocab_size=len(YOURS) + 5) for seed, name in enumerate("ab")},
+    }),
     "report": lambda: {"report": True, **EVALUATED},
     "checkpointing": lambda: {"gradient_checkpointing": True},
     "bf16": lambda: {"bf16": True},

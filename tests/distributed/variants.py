@@ -61,6 +61,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "lora, skipped": {"lora": LORA, **SKIPPED},
     "full, images": {"family": "qwen2_5_vl"},
     "full, images of a stream": {"family": "qwen2_5_vl", "streams": True, "shuffle_dataset": False},
+    "full, several": {"several": True},
+    "lora, several": {"several": True, "lora": LORA},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
 }
 """Variants trained in one process, as the reference for all others."""
@@ -85,6 +87,8 @@ IN_ZERO3 = {
         "full, own base",
         "full, images",
         "full, bytes",
+        "full, several",
+        "lora, several",
         "lora",
         "lora, remedies",
         "full, skipped",
@@ -162,7 +166,9 @@ def of(strategy: str, every: bool = True) -> dict[str, tuple[str, dict[str, Any]
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
     variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | OVERLAPPED | SERVED
     if strategy == "zero3":
-        variants["full, zero3, overlap"] = ("full", {"teacher_offload": "zero3", "overlap": "step"})
+        for name in ("full", "full, several"):
+            made_of = {**ALONE[name], "teacher_offload": "zero3", "overlap": "step"}
+            variants[f"{name}, zero3, overlap"] = (name, made_of)
     variants |= {name: (same, {**ALONE[same], "teacher_offload": where}) for name, (same, where) in placed.items()}
     return variants if every else {name: variants[name] for name in SHORT[strategy]}
 
@@ -248,6 +254,10 @@ def build(
         rows = rows.add_column("contrast_context", [f"another {number}" for number in range(len(rows))])
     if own:
         rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(len(rows))])
+    teacher: Any = None if own else str(models / "teacher")
+    if options.pop("several", False):  # of which a process may have no row
+        rows = rows.add_column("teacher", ["a", "a", "a", "b"] * 2)
+        teacher = {"a": teacher, "b": str(folder / "gemma2" / "teacher")}
     args = tiny.config(
         folder / "out",
         per_device_train_batch_size=together // processes,
@@ -258,7 +268,7 @@ def build(
     fsdp_on_cpu.allow()
     return trainer_class(
         model=str(models / "student"),
-        teacher_model=None if own else str(models / "teacher"),
+        teacher_model=teacher,
         args=args,
         train_dataset=rows,
         processing_class=vision_language.processor(family) if sees else tiny.tokenizer(),

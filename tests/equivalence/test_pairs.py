@@ -7,6 +7,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -79,6 +80,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weights of prompts": {"prompt_weight_fn": "by visits"},
     "feedback": {"environment_factory": "silent", "feedback_template": "({feedback})", "columns": False},
     "a user's method": {"methods": "one"},
+    "shares": {"teacher_shares": {"told": 1, "also": 1}},
     "no guard": {"collapse_guard": None},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
@@ -88,7 +90,7 @@ OF_GROUPS = {"gate, advantage", "skip, flat groups", *SUCCESS, *PULLED}
 OF_REWARDS = {"gate, number", "gate, reward", "a prompt of rewards", *OF_GROUPS}
 MIXED_STUDENT = {"no student", "half a student", "half a student, copied"}
 SKIPPING = {"skip, flat groups", "skip, near", "weights of prompts"}
-MIXING = {*OF_REWARDS, *MIXED_STUDENT, *SKIPPING, "four completions", "shuffled", "a user's method"}
+MIXING = {*OF_REWARDS, *MIXED_STUDENT, *SKIPPING, "four completions", "shuffled", "a user's method", "shares"}
 """What reads several rows, so that two processes have to agree."""
 THIRD_MODELS = {
     "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "extrapolation, a teacher", "anchor",
@@ -200,8 +202,12 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words = MINE if by_bytes else WORDS
-    if "extrapolation_reference" in options:
-        teacher, columns["teacher"] = {"told": teacher, "base": base()}, ["told"] * len(prompts)
+    if {"extrapolation_reference", "teacher_shares"} & options.keys():
+        names_of = [*options.get("teacher_shares", ["told"])]
+        columns["teacher"] = [names_of[number % len(names_of)] for number in range(len(prompts))]
+        teacher = {name: deepcopy(teacher) for name in names_of}
+        if "extrapolation_reference" in options:
+            teacher["base"] = base()
     is_long = "skip_prompts" in options or "prompt_weight_fn" in arguments
     is_told = len(columns) > 1 or "teacher_context" in options or is_acted
     with warnings.catch_warnings():
@@ -313,7 +319,7 @@ def test_every_option_of_a_method_is_in_the_pairs():
 EFFECTS = [
     (name, key) for name, given in VARIANTS.items() for key in given if key not in ("columns", "cross_tokenizer")
 ]
-UNSEEN = {"num_generations", "environment_factory", "reward_funcs", "collapse_guard"}
+UNSEEN = {"num_generations", "environment_factory", "reward_funcs", "collapse_guard", "teacher_shares"}
 """What has no effect on the loss of given completions by itself."""
 
 

@@ -83,6 +83,7 @@ def configurations(tmp_path):
             "teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)},
             "train_dataset": routed_rows(),
             "eval_dataset": routed_rows(),
+            "teacher_shares": {"math": 2, "prose": 1},
         },
         "several completions of a prompt": {"num_generations": 2},
         "completions of the dataset": {
@@ -282,7 +283,7 @@ def test_every_metric_in_source_has_a_table_row():
     recorded = set(re.findall(r'(?:record\(|record_total\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
     recorded |= set(re.findall(r'found\["(\w+/\w+)"', source))
     recorded -= {"entropy", "tools/call_frequency", "tools/failure_frequency"}  # TRL's
-    others = ("time/", "group/", "tokens_per_second", "rewards/")  # are logged otherwise
+    others = ("time/", "group/", "epochs/", "tokens_per_second", "rewards/")  # are logged otherwise
     assert recorded == {name for name, one in METRICS.items() if not (one.mean_of or name.startswith(others))}
 
 

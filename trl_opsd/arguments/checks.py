@@ -27,6 +27,7 @@ from trl_opsd.data.tokenization import (
     warn_of_prompts,
 )
 from trl_opsd.environments import Environments
+from trl_opsd.methods.shares import check_shares
 from trl_opsd.models.backbone import context_of, model_shape
 from trl_opsd.models.checks import (
     check_in_memory,
@@ -265,6 +266,7 @@ def check_datasets(
             )
         if where == "train_dataset":
             check_train_size(dataset, args)
+            check_shares(args.teacher_shares, {*intake.teachers} - {intake.reference}, dataset)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{where}` is empty: add rows, or remove it.")
 

@@ -31,7 +31,7 @@ class Side:
 
     @classmethod
     def of(cls, lazy: LazyLogits, dtype: torch.dtype, vocabulary: int | None) -> Side:
-        head = lazy.head
+        head = lazy.head.to(lazy.hidden.device)  # one in host memory, for this product alone
         # Scale and temperature cost nothing inside the product; below a cap the temperature has to be applied after it.
         gain = head.scale / (lazy.temperature if head.softcap is None else head.softcap)
         return cls(

@@ -23,6 +23,7 @@ from trl_opsd.methods.off_policy import OffPolicy, OffPolicyOptions
 from trl_opsd.methods.origin import Origin, OriginOptions
 from trl_opsd.methods.rewards import BatchRewards, RewardOptions
 from trl_opsd.methods.selection import SelectionOptions, TokenSelection
+from trl_opsd.methods.shares import ShareOptions, Shares
 from trl_opsd.methods.turns import EqualTurns, TurnOptions
 from trl_opsd.methods.visits import VisitOptions, Visits
 from trl_opsd.monitor.metrics import OF_TRAINER, Metric
@@ -34,6 +35,7 @@ from trl_opsd.options.table import shown
 @with_help
 @dataclass
 class MethodOptions(
+    ShareOptions,
     VisitOptions,
     OffPolicyOptions,
     RewardOptions,
@@ -50,6 +52,7 @@ class MethodOptions(
 
 
 METHODS: tuple[type[Method], ...] = (
+    Shares,
     OffPolicy,
     BatchRewards,
     Gates,

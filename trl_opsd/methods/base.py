@@ -41,6 +41,8 @@ class MethodHost(Protocol):
     """State of the training; `global_step` counts optimizer steps."""
     processing_class: PreTrainedTokenizerBase
     """The student's tokenizer."""
+    train_dataset: Any
+    """What it is trained on."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Adds the time spent inside to `time/<name>` in the log."""
@@ -90,9 +92,9 @@ class Method:
     """A part of a training that can be left out: its options, rules, metrics, state and code stand in it alone.
 
     Subclass it, override the hooks that are needed, and pass an instance: `OPSDTrainer(methods=[Mine()])`. A step asks
-    all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`, `weigh`,
-    `normalise`, `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A hook may be
-    collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
+    all methods for a hook before it goes on to the next hook; those of the package first. `draw`, `before`, `select`,
+    `weigh`, `normalise`, `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A
+    hook may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
 
     Attributes:
         host ([`MethodHost`]): the trainer, before the first hook is asked.
@@ -144,6 +146,14 @@ class Method:
 
         A checkpoint is restored after this.
         """
+
+    def draw(self, rows: Sequence[int], step: int) -> Sequence[int]:
+        """Numbers of the rows of the training dataset that a step generates for, counted from 0, in place of `rows`.
+
+        As many, and the same in all processes and whenever they are asked for. Rows are drawn before their step, for
+        training alone. No collectives in it.
+        """
+        return rows
 
     # ---- A generation batch -----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,6 +99,22 @@ class Methods:
     def begin(self) -> None:
         for one in self._of("begin"):
             one.begin()
+
+    @property
+    def drawing(self) -> list[str]:
+        """The names of those that draw rows."""
+        return [type(one).__name__ for one in self._of("draw")]
+
+    def draw(self, rows: Sequence[int], step: int) -> list[int]:
+        for one in self._of("draw"):
+            found, number = list(one.draw(list(rows), step)), len(self._host.train_dataset)
+            if len(found) != len(rows) or not all(isinstance(row, Integral) and 0 <= row < number for row in found):
+                raise ValueError(
+                    f"`{type(one).__name__}.draw` returned {found}: expected {len(rows)} integers, numbers of the "
+                    f"{number} rows of `train_dataset`."
+                )
+            rows = list(map(int, found))
+        return list(rows)
 
     def before(self, rows: Sequence[BatchRow]) -> None:
         for one in self._of("before", in_training=True):

@@ -150,20 +150,18 @@ def _numbers(
     origin: OutputHead | None,
 ) -> tuple[Sequence[Any], ...]:
     """The columns of [`Token`] but its text, with ids in place of the teacher's choices, and their probabilities."""
-    temperatures, vocabulary = objective.temperatures, objective.vocabulary
+    temperatures, vocabulary, device = objective.temperatures, objective.vocabulary, student[0].device
+    teacher_head = teacher_head.to(device)
     of_student, _, _ = _said(LazyLogits(*student, temperatures[0]), vocabulary, ids_n)
     by_bytes = targets.rows[row] if targets.rows is not None else None
     if isinstance(by_bytes, ByteTargets):  # which have no distribution over tokens
         spelled = Spelled.of([by_bytes], [0], places_n)
         theirs = by_bytes.hidden[spelled.kept.to(by_bytes.hidden.device)], teacher_head
-        found = objective.of(student, theirs, None, Sampled(ids_n.to(student[0].device)), spelled=spelled)
+        found = objective.of(student, theirs, None, Sampled(ids_n.to(device)), spelled=spelled)
         return found.divergence.tolist(), of_student, [None] * len(ids_n), *[[()] * len(ids_n)] * 2
-    theirs = targets.of(row, places_n).to(teacher_head.weight.device), teacher_head
+    theirs = targets.of(row, places_n).to(device), teacher_head
     heads = heads_beside(teacher_head, origin)
-    beside = {
-        name: (states_nH.to(heads[name].weight.device), heads[name])
-        for name, states_nH in targets.beside_of(row, places_n).items()
-    }
+    beside = {name: (states_nH.to(device), heads[name]) for name, states_nH in targets.beside_of(row, places_n).items()}
     nats_n = objective.of(student, theirs, None, None, beside).divergence.tolist()
     return nats_n, of_student, *_said(LazyLogits(*theirs, temperatures[1]), vocabulary, ids_n)
 

@@ -28,7 +28,7 @@ from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
 from trl_opsd.teacher.teachers import Teachers
 
-_PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
+_PLACEMENTS: dict[str, Callable[..., Placement]] = {
     "none": Resident,
     "cpu": Hosted,
     "stream": Streamed,
@@ -37,8 +37,11 @@ _PLACEMENTS: dict[str, Callable[[Any, torch.device], Placement]] = {
 """Placement by `teacher_offload`."""
 
 
-def build_teacher(teacher_model: TeacherLike, args: OPSDConfig) -> Teacher:
-    """A frozen teacher from a path or a model, placed as `args.teacher_offload` says; a [`Teacher`] stays as it is."""
+def build_teacher(teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = True) -> Teacher:
+    """A frozen teacher from a path or a model, placed as `args.teacher_offload` says; a [`Teacher`] stays as it is.
+
+    One that is offloaded keeps its head on the device if it is the only one.
+    """
     if isinstance(teacher_model, Teacher):
         if args.teacher_offload != "none":
             raise ValueError(
@@ -53,7 +56,7 @@ def build_teacher(teacher_model: TeacherLike, args: OPSDConfig) -> Teacher:
             "The teacher was sharded by the student's ZeRO-3 config when it was loaded: pass its path, so that "
             "`teacher_offload` decides, or load it before the config is built."
         )
-    return _frozen(teacher_model, args)
+    return _frozen(teacher_model, args, is_only)
 
 
 def on_device(model: CausalLM, device: torch.device) -> FrozenTeacher:
@@ -91,7 +94,7 @@ def build_teachers(
         elif name in urls:
             teachers[name] = served(model, urls[name], args)
         else:
-            teachers[name] = build_teacher(model, args)
+            teachers[name] = build_teacher(model, args, is_only=len(models) == 1)
         if name in by_bytes:
             teachers[name] = by_bytes[name](teachers[name])
     if args.reads_origin and not reads_student:
@@ -160,9 +163,10 @@ def _progress(args: OPSDConfig) -> bool:
     return args.process_index == 0 and not args.disable_tqdm
 
 
-def _frozen(model: CausalLM, args: OPSDConfig) -> FrozenTeacher:
+def _frozen(model: CausalLM, args: OPSDConfig, is_only: bool = True) -> FrozenTeacher:
     _check_movable(model, args.teacher_offload)
-    placement = _PLACEMENTS[args.teacher_offload](model, args.device)
+    of_head = {"keeps_head": is_only} if args.teacher_offload in ("cpu", "stream") else {}
+    placement = _PLACEMENTS[args.teacher_offload](model, args.device, **of_head)
     return FrozenTeacher(
         placement,
         cache_device=args.teacher_cache_device,

@@ -103,7 +103,8 @@ class ByteTeacher(Teacher):
         rows = kept_by_row(found, theirs.weights).rows or ()
         positions, escapes = [one.positions for one in readings], list[Tensor]()
         with gathered_head(head := self.teacher.head):
-            device, shape = head.weight.device, (sum(positions), OUTCOMES)
+            head = head.to(device := rollout.weights.device)
+            shape = (sum(positions), OUTCOMES)
             kept = targets_device(self._cache_device, 4 * shape[0] * shape[1], device)
             logs_PO = torch.empty(shape, device=kept, pin_memory=kept.type == "cpu" and has_streams(device))
             at = 0

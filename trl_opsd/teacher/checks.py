@@ -120,11 +120,6 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
                 f"`teacher_model` is a dict with {len(teacher_model)} teachers: expected at least two names, or pass "
                 "the teacher itself."
             )
-        if args.teacher_offload == "zero3":
-            raise ValueError(
-                "`teacher_offload='zero3'` with several teachers: a sharded teacher runs in all processes together, "
-                "but one of them may have no row for it. Set `teacher_offload='stream'`."
-            )
         for name, one in teacher_model.items():
             if not name:
                 raise ValueError(

@@ -110,7 +110,7 @@ def tokens_by_teacher(
         if targets.teacher is not None:
             kept = [_as_of(head, states) for states in kept]
         beside = {
-            name: fetch([one[row].hidden for row in theirs] or [_no_states(it)], it.weight.device)
+            name: fetch([one[row].hidden for row in theirs] or [_no_states(it)], weights_BC.device)
             for name, one in targets.beside.items()
             for it in [heads_beside(head, origin)[name]]
         }
@@ -120,7 +120,7 @@ def tokens_by_teacher(
                 places_N=places_N,
                 weights_BC=theirs_BC,
                 weights_N=None if bool((weights_N == 1).all()) else weights_N,
-                kept=fetch(kept, head.weight.device),
+                kept=fetch(kept, weights_BC.device),
                 kept_N=None if bool(counts_M.all()) else counts_M.nonzero().squeeze(1),
                 beside=beside,
                 highest_K=None if selection is None else _highest(theirs_BC, selection),
@@ -202,9 +202,9 @@ def compared(
     def of(share: TeacherTokens, sampled: Sampled, objective: Objective = objective) -> PerToken:
         teacher_head = teacher_heads[share.teacher]
         weights_N = None if share.weights_N is None else share.weights_N.to(device, non_blocking=True)
-        student_NH, teacher_NH = share.of_student(hidden_BCH, device), share.of_teacher(teacher_head.weight.device)
+        student_NH, teacher_NH = share.of_student(hidden_BCH, device), share.of_teacher(device)
         heads = heads_beside(teacher_head, origin)
-        beside = {name: (share.of_teacher(heads[name].weight.device, name), heads[name]) for name in share.beside}
+        beside = {name: (share.of_teacher(device, name), heads[name]) for name in share.beside}
         pair = (student_NH, head), (teacher_NH, teacher_head)
         return objective.of(*pair, weights_N, sampled, beside, share.spelled)
 
@@ -218,9 +218,7 @@ def compared(
             # A log ratio has either sign.
             return found_N.abs() if isinstance(objective.divergence, SampledReverseKL) else found_N
         if criterion == "teacher_confidence":
-            its_head = teacher_heads[share.teacher]
-            teacher_NH = share.of_teacher(its_head.weight.device)
-            logits = LazyLogits(teacher_NH, its_head, objective.temperatures[1])
+            logits = LazyLogits(share.of_teacher(device), teacher_heads[share.teacher], objective.temperatures[1])
             return -streamed_entropy(logits, objective.chunk_tokens, objective.vocabulary)
         logits = LazyLogits(share.of_student(hidden_BCH, device), head, objective.temperatures[0])
         ids_N = share.of_tokens(rollout, device).ids if criterion == "student_surprise" else None

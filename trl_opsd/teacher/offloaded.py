@@ -172,21 +172,26 @@ def _host_memory(owner: object, nbytes: int, device: torch.device) -> Tensor:
 
 
 class Offloaded(Placement):
-    """Keeps only a copy of the head on the device between uses; a subclass says how many layers while it scores."""
+    """Keeps at most a copy of the head on the device between uses; a subclass says how many layers while it scores.
 
-    def __init__(self, model: CausalLM, device: torch.device) -> None:
+    Of one among several teachers not even that: the loss copies the head from host memory where it needs it.
+    """
+
+    def __init__(self, model: CausalLM, device: torch.device, keeps_head: bool = True) -> None:
         self.model, self.device, self.prefetcher = model, device, Prefetcher(device)
         parts = parts_of(model)  # their data moves to host memory, pinned where that helps
         self._layers = [layer for layer, _ in parts.layers]
         self._blocks = [HostBlock(own, device) for _, own in parts.layers]
         self._rest = HostBlock([*parts.embedding, *parts.rest], device)
-        # A copy of the head stays on the device, because the loss needs it after the teacher is offloaded.
-        self._head = HostBlock(parts.head, device)
-        self._head_there = self.prefetcher.keep(self._head.nbytes)
-        self._copy(self._head, self._head_there)
+        self._head, self._head_there = HostBlock(parts.head, device), None
+        if keeps_head:  # the loss needs it after the teacher is offloaded
+            self._head_there = self.prefetcher.keep(self._head.nbytes)
+            self._copy(self._head, self._head_there)
 
     @property
     def head(self) -> OutputHead:
+        if self._head_there is None:
+            return OutputHead.of(self.model)
         weight, *bias = self._head.views(self._head_there)
         return replace(OutputHead.of(self.model), weight=weight, bias=bias[0] if bias else None)
 
@@ -199,13 +204,15 @@ class Offloaded(Placement):
 
     @contextmanager
     def reading(self, passes: int) -> Iterator[Run]:
-        sizes = [self._rest.nbytes, *self.buffer_sizes([block.nbytes for block in self._blocks])]
+        kept = self._head_there
+        sizes = [self._rest.nbytes, self._head.nbytes if kept is None else 0]
+        sizes += self.buffer_sizes([block.nbytes for block in self._blocks])
         hooks: list[Any] = []
-        with self.prefetcher.borrow(sizes) as (rest, *buffers):
+        with self.prefetcher.borrow(sizes) as (rest, head, *buffers):
             try:
                 # The head is refreshed for each scoring, so that it fits the hidden states even if the masters changed
                 # in between. What belongs to no layer is needed from the first operation on.
-                for block, buffer in ((self._head, self._head_there), (self._rest, rest)):
+                for block, buffer in ((self._head, head if kept is None else kept), (self._rest, rest)):
                     self._copy(block, buffer)
                     block.point_to(buffer)
                 prefetch = _LayerPrefetch(self._blocks, buffers, self.prefetcher, visits=passes * len(self._blocks))
@@ -274,13 +281,13 @@ class Streamed(Offloaded):
     is_whole = False
     passes_cost = True
 
-    def __init__(self, model: CausalLM, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, device: torch.device, keeps_head: bool = True) -> None:
         if not layer_list(model):
             raise ValueError(
                 f"`teacher_offload='stream'`: {type(model).__name__} does not keep its layers in a "
                 "`torch.nn.ModuleList`, so they cannot be streamed: set `teacher_offload='cpu'`."
             )
-        super().__init__(model, device)
+        super().__init__(model, device, keeps_head)
 
     @property
     def where(self) -> str:

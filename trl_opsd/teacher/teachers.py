@@ -15,9 +15,11 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.self_teacher import Average, Origin
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.targets import check_targets, kept_by_row
@@ -41,6 +43,10 @@ class Teachers(dict[str, Teacher]):
         self._checked_origin = checked
         self.origin = origin
         """The student as it was passed or what stands in its place, where the loss uses it."""
+        its_own = {name: getattr(one, "teacher", one) for name, one in by_name.items()}
+        self._sharded = {
+            name for name, one in its_own.items() if isinstance(one, FrozenTeacher) and is_split_model(one.model)
+        }
         # The teachers of this package align their targets. A class made by `exec` may have no module at all.
         ours = str(__package__)
         self._unproved = {
@@ -84,8 +90,12 @@ class Teachers(dict[str, Teacher]):
             return self._checked(next(iter(self)), rollout)
         number_of = {name: number for number, name in enumerate(self)}
         found: dict[int, RowTargets] = {}
-        for name in dict.fromkeys(names):  # one teacher at a time, so that only one has to be on the device
+        for name in self:  # one teacher at a time, so that only one has to be on the device
             rows = [row for row, one in enumerate(names) if one == name]
+            if not rows:
+                if name in self._sharded:  # other processes may have some, and it is read in all together
+                    scored(self[name], rollout.select([0]))
+                continue
             of_theirs = rollout.select(rows)
             theirs = kept_by_row(self._checked(name, of_theirs), of_theirs.weights)
             found.update(zip(rows, theirs.rows or (), strict=True))

@@ -6,7 +6,7 @@ B rows · N tokens in the loss · V vocabulary size · H hidden size
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +51,11 @@ class OutputHead:
             scale=_logit_scale(config),
             softcap=_first(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
         )
+
+    def to(self, device: torch.device) -> OutputHead:
+        """The same on a device."""
+        bias = None if self.bias is None else self.bias.to(device, non_blocking=True)
+        return replace(self, weight=self.weight.to(device, non_blocking=True), bias=bias)
 
 
 def _logit_scale(config: Any) -> float:
