@@ -35,13 +35,13 @@ def _sum(source: random.Random) -> tuple[str, str]:
 
 
 def _sorting(source: random.Random) -> tuple[str, str]:
-    digits = [str(source.randrange(10)) for _ in range(5)]
+    digits = [str(source.randrange(10)) for _ in range(8)]
     return f"{','.join(digits)};", ",".join(sorted(digits))
 
 
 def _twice(source: random.Random) -> tuple[str, str]:
-    digits = source.sample("0123456789", 5)
-    digits[source.randrange(1, 5)] = digits[0]
+    digits = source.sample("0123456789", 8)
+    digits[source.randrange(1, 8)] = digits[0]
     twice = digits[0]
     source.shuffle(digits)
     return f"{'-'.join(digits)}=", twice
