@@ -212,6 +212,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         *DistillationConfig._VALID_DICT_FIELDS,
         "teacher_chat_template_kwargs",
         "teacher_server_url",
+        "teacher_weights",
     ]
 
     def __post_init__(self) -> None:

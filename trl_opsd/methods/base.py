@@ -8,6 +8,7 @@ B rows of this process · R rows of all processes · C completion tokens
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -208,6 +209,9 @@ class Method:
         return tokens
 
     # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
+
+    def evaluated(self, sums: Counter[str]) -> None:
+        """A dataset is evaluated: may change the sums over its tokens, by [`~types.LossParts`], of teachers too."""
 
     def evaluation(self, prefix: str) -> AbstractContextManager[None]:
         """Surrounds the evaluation of a dataset, whose metrics get this prefix."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -194,6 +195,10 @@ class Methods:
                 )
             tokens = found
         return tokens
+
+    def evaluated(self, sums: Counter[str]) -> None:
+        for one in self._of("evaluated"):
+            one.evaluated(sums)
 
     @contextmanager
     def evaluation(self, prefix: str) -> Iterator[None]:
