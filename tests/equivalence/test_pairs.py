@@ -53,6 +53,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "discount": {"methods": "discounted"},
     "equal turns": {"equal_turns": True},
     "growing": {"methods": "growing"},
+    "rows alike": {"loss_aggregation": "rows"},
+    "teachers weighted": {"loss_aggregation": "teachers", "teacher_weights": {"told": 1.0, "other": 3.0}},
     "no student": {"lmbda": 0.0},
     "half a student": {"lmbda": 0.5},
     "half a student, copied": {"lmbda": 0.5, "sft_weight": 0.3},
@@ -88,7 +90,7 @@ OF_GROUPS = {"gate, advantage", "skip, flat groups", *SUCCESS, *PULLED}
 OF_REWARDS = {"gate, number", "gate, reward", "a prompt of rewards", *OF_GROUPS}
 MIXED_STUDENT = {"no student", "half a student", "half a student, copied"}
 SKIPPING = {"skip, flat groups", "skip, near", "weights of prompts"}
-MIXING = {*OF_REWARDS, *MIXED_STUDENT, *SKIPPING, "four completions", "shuffled", "a user's method"}
+MIXING = {*OF_REWARDS, *MIXED_STUDENT, *SKIPPING, "four completions", "shuffled", "a user's method", "teachers weighted"}
 """What reads several rows, so that two processes have to agree."""
 THIRD_MODELS = {
     "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "extrapolation, a teacher", "anchor",
@@ -170,6 +172,11 @@ def base() -> Any:
     return tiny.qwen2(48, 2)
 
 
+def other(by_bytes: bool) -> Any:
+    """Another teacher."""
+    return tiny.qwen2(48, 3, vocab_size=len(YOURS) if by_bytes else tiny.VOCABULARY)
+
+
 def options_of(names: tuple[str, ...]) -> dict[str, Any]:
     """The options of a run; `columns` says whether the dataset has contexts."""
     given = {key: value for name in names for key, value in VARIANTS[name].items()}
@@ -200,8 +207,11 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words = MINE if by_bytes else WORDS
-    if "extrapolation_reference" in options:
-        teacher, columns["teacher"] = {"told": teacher, "base": base()}, ["told"] * len(prompts)
+    several = {"base": base()} if "extrapolation_reference" in options else {}
+    several |= {"other": other(by_bytes)} if "teacher_weights" in options else {}
+    if several:
+        teacher, named = {"told": teacher, **several}, ["told", "other" if "other" in several else "told"]
+        columns["teacher"] = [named[number % 2] for number in range(len(prompts))]
     is_long = "skip_prompts" in options or "prompt_weight_fn" in arguments
     is_told = len(columns) > 1 or "teacher_context" in options or is_acted
     with warnings.catch_warnings():
@@ -247,7 +257,8 @@ def expected(options: dict[str, Any], steps: list[list[Any]]) -> tuple[list[floa
     student, teacher = models(by_bytes)
     words, theirs = (MINE, YOURS) if by_bytes else (WORDS, None)
     reference = base() if "extrapolation_reference" in options else None
-    oracle = Oracle(student, teacher, words, options, RATE, theirs, reference)
+    teachers = {"told": teacher, "other": other(by_bytes)}
+    oracle = Oracle(student, teachers, words, options, RATE, theirs, reference)
     return [oracle.step(rows) for rows in steps], flat(student)
 
 
