@@ -90,7 +90,15 @@ OF_GROUPS = {"gate, advantage", "skip, flat groups", *SUCCESS, *PULLED}
 OF_REWARDS = {"gate, number", "gate, reward", "a prompt of rewards", *OF_GROUPS}
 MIXED_STUDENT = {"no student", "half a student", "half a student, copied"}
 SKIPPING = {"skip, flat groups", "skip, near", "weights of prompts"}
-MIXING = {*OF_REWARDS, *MIXED_STUDENT, *SKIPPING, "four completions", "shuffled", "a user's method", "teachers weighted"}
+MIXING = {
+    *OF_REWARDS,
+    *MIXED_STUDENT,
+    *SKIPPING,
+    "four completions",
+    "shuffled",
+    "a user's method",
+    "teachers weighted",
+}
 """What reads several rows, so that two processes have to agree."""
 THIRD_MODELS = {
     "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "extrapolation, a teacher", "anchor",

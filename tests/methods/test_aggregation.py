@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import re
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,22 @@ from transformers import TrainerCallback
 
 from trl_opsd import Method, OPSDTrainer
 from trl_opsd._compat.sharding import trained_parameters, whole
+from trl_opsd.methods import METHODS
+from trl_opsd.methods.aggregation import Aggregation
+from trl_opsd.methods.selection import TokenSelection
+from trl_opsd.methods.turns import EqualTurns, by_turn
 
 WORDS = tiny.tokenizer()
-ANSWERS = ["4", " blue, as it is on most days in May", "", " three four five six seven", "no", " and white", "1", " b c d"]
+ANSWERS = [
+    "4",
+    " blue, as it is on most days in May",
+    "",
+    " three four five six seven",
+    "no",
+    " and white",
+    "1",
+    " b c d",
+]
 TEACHERS = ["math", "prose", "math", "prose", "math", "prose", "prose", "math"]
 WEIGHTS = {"math": 3, "prose": 1, "idle": 5}
 """No row names the third."""
@@ -58,7 +73,7 @@ def worth(place: int, count: int, setting: str) -> tuple[Tensor, float]:
         return GROWTH**places, {1: 0.0, 3: 1.5, 4: 0.25}.get(place, 1.0)
     if setting == "turns":
         return torch.full_like(places, 1 / count), 1.0
-    return 0.8**places if setting == "discount" else torch.ones_like(places), 1.0
+    return torch.ones_like(places), 1.0
 
 
 @cache
@@ -141,14 +156,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ahead": {"overlap": "ahead", "overlap_max_divergence": 1e9},
     "prefix": {"token_selection": "prefix", "token_fraction": 0.5},
     "student_entropy": {"token_selection": "student_entropy", "token_fraction": 0.5},
-    "discount": {"position_discount": 0.8},
     "turns": {"equal_turns": True},
     "a user's": {"methods": [User()]},
     "changed": {"cls": Changing},
 }
 
 
-KNOWN = ("prefix", "student_entropy", "discount", "turns", "a user's")
+KNOWN = ("prefix", "student_entropy", "turns", "a user's")
 """Settings that are another step, and not only another way to it."""
 
 
@@ -158,6 +172,7 @@ def trainer_of(
     student, teachers = of or models()
     prompts = map(tuple, WORDS(tiny.PROMPTS)["input_ids"])
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
+    options["shuffle_dataset"] = False  # of two processes the first has more tokens, so that rows are exchanged
     options |= {"divergence": "reverse_kl", "learning_rate": 1.0, "max_grad_norm": 0.0, **AGGREGATIONS[name], **given}
     fsdp_on_cpu.allow()
     return cls(
@@ -203,7 +218,8 @@ def test_a_step_equals_float64(tmp_path, name, setting):
 
 
 @pytest.mark.parametrize(
-    ("name", "batch"), [("teachers", 3), *(pytest.param(*one, marks=pytest.mark.long) for one in product(AGGREGATIONS, (1, 3, 8)))]
+    ("name", "batch"),
+    [("teachers", 3), *(pytest.param(*one, marks=pytest.mark.long) for one in product(AGGREGATIONS, (1, 3, 8)))],
 )
 def test_an_evaluation_aggregates_over_the_whole_dataset(tmp_path, name, batch):
     found = trainer_of(tmp_path, name, per_device_eval_batch_size=batch).evaluate(rows())
@@ -225,14 +241,14 @@ def lengths() -> dict[str, dict[str, float]]:
     return {"tokens": {one: sum(its) for one, its in each.items()}, "completions/mean_length": means}
 
 
-IN_TWO = ("by twos", "budget", "student_entropy", "a user's", "step")
+IN_TWO = ("by twos", "prefix", "budget", "student_entropy", "a user's", "step")
+"""The first two also where both processes read each row."""
 
 
-def trained_in_two(folder: Any, names: list[str], every: bool) -> dict[Any, Any]:
-    """Of one process of two: the log of each run, the weights that it moved, and an evaluation of the student before."""
+def trained_in_two(folder: Any, settings: tuple[str, ...]) -> dict[Any, Any]:
+    """The log of each run in one of two processes, how far it moved the weights, and an evaluation before it."""
     faulthandler.dump_traceback_later(290, exit=True)
-    runs = [(name, one) for name in names for one in IN_TWO if one != "step" or "teachers" not in name]
-    runs = runs if every else runs[::2]
+    runs = [(name, one) for name in AGGREGATIONS for one in settings if one != "step" or "teachers" not in name]
     made = [models() for _ in runs]  # before there is a DeepSpeed config, which would split them
     found = {}
     for (name, setting), of in zip(runs, made, strict=True):
@@ -248,16 +264,14 @@ def trained_in_two(folder: Any, names: list[str], every: bool) -> dict[Any, Any]
     return found
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.timeout(forks.SECONDS + 60)
-@pytest.mark.parametrize(
-    ("strategy", "every"),
-    [pytest.param(one, True, marks=pytest.mark.long) for one in ("ddp", "zero3_cpu", "fsdp2_cpu")],
-)
-def test_two_processes_take_the_step_of_float64(tmp_path, strategy, every):
-    for (name, setting), (log, moved, evaluated) in forks.results(
-        strategy, trained_in_two, tmp_path, [*AGGREGATIONS], every
-    )[0].items():
+@pytest.mark.parametrize("strategy", ["ddp", "zero3_cpu", "fsdp2_cpu", "sp_cpu"])
+def test_two_processes_take_the_step_of_float64(tmp_path, strategy):
+    settings = IN_TWO[:2] if strategy == "sp_cpu" else IN_TWO
+    found = forks.results(strategy, trained_in_two, tmp_path, settings)[0]
+    for (name, setting), (log, moved, evaluated) in found.items():
         loss, gradient, shares = expected(name, setting if setting in KNOWN else "")
         off = gap(torch.from_numpy(moved), gradient)
         print(f"{strategy}, {name}, {setting}: {abs(log['loss'] / loss - 1):.1e} {off:.1e}")
@@ -269,3 +283,76 @@ def test_two_processes_take_the_step_of_float64(tmp_path, strategy, every):
         if setting == "by twos":
             for prefix, counted in lengths().items():
                 assert {one: log[f"{prefix}/teacher/{one}"] for one in shares} == counted
+
+
+def test_turns_stay_alike_within_a_row_that_counts_as_one():
+    rows = [SimpleNamespace(prompt_weight=1.5, gate=0.5), SimpleNamespace(prompt_weight=1.0, gate=1.0)]
+    spoken_BC = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    found = Aggregation(None).weighed(by_turn(spoken_BC.float(), spoken_BC), rows)
+    assert found.tolist() == [[0.375, 0, 0.1875, 0.1875, 0], [0] * 5]
+    assert METHODS.index(TokenSelection) < METHODS.index(EqualTurns) < METHODS.index(Aggregation)
+
+
+def test_one_teacher_is_as_tokens(make_trainer):
+    """Bit for bit, and the option is named as one without effect."""
+    plain, other = (make_trainer(loss_aggregation=one) for one in ("tokens", "teachers"))
+    assert other.methods.get(Aggregation) is None
+    assert "no effect         loss_aggregation='teachers'" in repr(other)
+    assert "no effect" not in repr(plain)
+
+
+def weighed(value: Any, said: str = "each with a finite number above 0") -> Any:
+    given = {"loss_aggregation": "teachers", "teacher_weights": value}
+    return pytest.param(given, f"`teacher_weights={value!r}`: expected a dict of the names of teachers, {said}")
+
+
+OF_THREE = "the teachers of rows are ['idle', 'math', 'prose']: expected one number for each of these"
+REFUSED = [
+    ({"loss_aggregation": "row"}, "`loss_aggregation='row'`: expected one of 'tokens', 'rows', 'teachers'. Did you"),
+    ({"loss_aggregation": "teachers", "overlap": "step"}, "set `loss_aggregation='rows'`, or `overlap='ahead'`"),
+    *(weighed({"math": one, "prose": 1}) for one in (0, -1, math.inf, math.nan, True, "1", None)),
+    *map(weighed, ([1, 2], "math", 2, {1: 1.0})),
+]
+MISNAMED: dict[str, Any] = {"none": {}, "missing": {"math": 1, "prose": 1}, "unknown": {**WEIGHTS, "maths": 1}}
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_values_that_mean_nothing_are_refused(tmp_path, given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tiny.config(tmp_path, **given)
+
+
+@pytest.mark.parametrize("kind", MISNAMED)
+def test_weights_of_other_teachers_are_refused(tmp_path, kind):
+    said = f"`teacher_weights` is of {sorted(MISNAMED[kind])}, but {OF_THREE}"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        trainer_of(tmp_path, "teachers", teacher_weights=MISNAMED[kind])
+
+
+@pytest.mark.long
+def test_another_aggregation_is_refused_on_resume(tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 1}
+    trainer_of(tmp_path, "teachers", **given).train()
+    trainer_of(tmp_path, "teachers", max_steps=2, **given).train(resume_from_checkpoint=True)
+    for name, option in (("rows", "loss_aggregation"), ("weighted teachers", "teacher_weights")):
+        with pytest.raises(ValueError, match=f"{option}: "):
+            trainer_of(tmp_path, name, max_steps=3, **given).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_teacher_of_short_answers_has_its_share(tmp_path, name):
+    """Ten times shorter; the share holds in each step, and teachers get closer by what they weigh."""
+    trainer = trainer_of(tmp_path, name, max_steps=30, optim="adamw_torch", learning_rate=3e-3, num_train_epochs=30)
+    words = {"math": "4 4", "prose": " blue today, as it was last week"[:30]}
+    prompts = map(tuple, WORDS(tiny.PROMPTS)["input_ids"])
+    answers = (WORDS(words[its])["input_ids"] for its in TEACHERS)
+    trainer.rollout = Apart(dict(zip(prompts, answers, strict=True)))
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    share = {"tokens": 1 / 11, "rows": 1 / 2, "teachers": 1 / 2, "weighted teachers": 3 / 4}[name]
+    assert [row["loss_share/teacher/math"] for row in logs] == pytest.approx([share] * 30, rel=1e-5)
+    assert {(row["tokens/teacher/math"], row["tokens/teacher/prose"]) for row in logs} == {(12, 120)}
+    print(
+        name, *(f"{one} {logs[0][of]:.3f} {logs[-1][of]:.3f}" for one in words for of in [f"divergence/teacher/{one}"])
+    )

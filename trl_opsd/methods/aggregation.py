@@ -6,8 +6,7 @@ B rows · C completion tokens
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, final
 
@@ -42,8 +41,8 @@ class AggregationOptions:
     row, however long. `"teachers"`: each teacher with a token in the step, whatever the number and length of its rows;
     in an evaluation, each of the dataset, in its loss, `divergence/mean` and entropies."""
     teacher_weights: Annotated[
-        dict | str | None, Option(_WEIGHTS | None, (_BY_TEACHER, _SEVERAL), resumed=True, words="teachers weighted {}")
-    ] = None
+        dict | str | None, Option(_WEIGHTS | None, (_BY_TEACHER, _SEVERAL), words="but weighted {}")
+    ] = None  # a resume compares it in the fingerprint's entry of this name, which is of the teachers
     """Weights of the teachers by name with `loss_aggregation="teachers"`, of which only ratios matter; for instance
     `{"math": 2, "code": 1}`. When `None`, all are 1."""
 
@@ -105,7 +104,7 @@ class Aggregation(Method):
                 row.share = factors[row.request.teacher]
         return weights * weights.new_tensor([row.share for row in rows]).unsqueeze(1)
 
-    def evaluated(self, sums: Counter[str]) -> None:
+    def evaluated(self, sums: MutableMapping[str, Any]) -> None:
         if self._teachers is None:
             return
         factors = self._factors({name: sums[f"weight/{name}"] for name in self._teachers})

@@ -8,8 +8,7 @@ B rows of this process · R rows of all processes · C completion tokens
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +184,8 @@ class Method:
         return weights
 
     def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
-        """[B, C], the weights whose sum is the denominator of the loss, after gates and weights of prompts."""
+        """[B, C], the weights whose sum is the denominator of the loss, after gates and weights of prompts; of methods
+        of a user after `loss_aggregation`."""
         return weights
 
     # ---- The loss ---------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Method:
 
     # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
 
-    def evaluated(self, sums: Counter[str]) -> None:
+    def evaluated(self, sums: MutableMapping[str, Any]) -> None:
         """A dataset is evaluated: may change the sums over its tokens, by [`~types.LossParts`], of teachers too."""
 
     def evaluation(self, prefix: str) -> AbstractContextManager[None]:

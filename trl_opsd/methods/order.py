@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -196,7 +195,7 @@ class Methods:
             tokens = found
         return tokens
 
-    def evaluated(self, sums: Counter[str]) -> None:
+    def evaluated(self, sums: MutableMapping[str, Any]) -> None:
         for one in self._of("evaluated"):
             one.evaluated(sums)
 
