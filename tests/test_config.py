@@ -163,7 +163,7 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
 
 WITHOUT_EFFECT = """
     contrast_clip extrapolation_reference feedback_template environment_timeout
-    reward_gate teacher_context success_threshold
+    teacher_weights reward_gate teacher_context success_threshold
     skew alpha vllm_importance_sampling_clip_max token_selection token_fraction sft_weight reward_weights scale_rewards
     multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
     teacher_model_revision teacher_trust_remote_code teacher_server_timeout nonfinite_skip_limit eval_delay eval_steps
@@ -195,7 +195,7 @@ def test_needs_of_each_option(tmp_path):
     others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
     still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
     still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model contrast_clip "
-    still += "success_threshold extrapolation_reference"
+    still += "success_threshold extrapolation_reference teacher_weights"
     url = "http://localhost:9"
     assert unread(
         given,

@@ -213,6 +213,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         "teacher_chat_template_kwargs",
         "teacher_server_url",
         "teacher_shares",
+        "teacher_weights",
     ]
 
     def __post_init__(self) -> None:

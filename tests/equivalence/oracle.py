@@ -127,7 +127,7 @@ class Oracle:
     def __init__(
         self,
         student: Any,
-        teacher: Any,
+        teachers: Mapping[str, Any],
         words: Any,
         options: Mapping[str, Any],
         rate: float,
@@ -135,7 +135,8 @@ class Oracle:
         base: Any = None,
     ) -> None:
         self.student, self.origin = student.double(), copy.deepcopy(student).double().eval()
-        self.teacher, self.words, self.options, self.rate = teacher.double().eval(), words, options, rate
+        self.teachers = {name: one.double().eval() for name, one in teachers.items()}
+        self.words, self.options, self.rate = words, options, rate
         self.method = options.get("methods", "")
         if "extrapolation_reference" in options:
             self.origin = base.double().eval()
@@ -166,7 +167,7 @@ class Oracle:
             for place, row in enumerate(rows):
                 row.update(read[(place + self.number) % len(rows)])
         zero = torch.zeros((), dtype=torch.float64)
-        found = [self._of_row(row) for row in rows]
+        found = self._aggregated(rows, [self._of_row(row) for row in rows])
         weights = sum(float(one.sum()) for one, _, _ in found)
         for group, each in zip(
             groups, (found[at : at + self.number] for at in range(0, len(rows), self.number)), strict=True
@@ -293,6 +294,25 @@ class Oracle:
         gap = sum(float((weights * alone.detach()).sum()) for weights, _, alone in found) / total if total else None
         self.last[prompt] = gap, [row["reward"] for row in group], 0
 
+    def _aggregated(self, rows: Sequence[Row], found: list[tuple[Tensor, Tensor, Tensor]]) -> Any:
+        """With each row, or each teacher, counting alike but for the weights of rows and teachers."""
+        kind, sums = self.options.get("loss_aggregation"), dict.fromkeys(self.teachers, 0.0)
+        for row, (weights, _, _) in zip(rows, found, strict=True):
+            sums[self._teacher(row)] += float(weights.sum())
+        factors = []
+        for row, (weights, _, _) in zip(rows, found, strict=True):
+            teacher = self._teacher(row)
+            if kind == "rows":
+                factors.append(row["gate"] * row["weight"] / (float(weights.sum()) or 1.0))
+            elif kind == "teachers" and sums[teacher]:
+                factors.append(self.options.get("teacher_weights", {}).get(teacher, 1.0) / sums[teacher])
+            else:
+                factors.append(1.0)
+        return [(factor * one, *others) for factor, (one, *others) in zip(factors, found, strict=True)]
+
+    def _teacher(self, row: Row) -> str:
+        return str(row.get("teacher", "told"))
+
     # ---- Tokens ----
 
     def _logits(self, model: Any, prompt: str, ids: Sequence[int], words: Any = None) -> Tensor:
@@ -313,7 +333,7 @@ class Oracle:
         with torch.no_grad():
             first = self._logits(self.origin, row["prompt"], ids) if self.reads_origin else torch.zeros(())
             if self.spellings is None and self.control != "constant":
-                told = self._logits(self.teacher, row["told"], ids)
+                told = self._logits(self.teachers[self._teacher(row)], row["told"], ids)
         alone = torch.zeros(len(ids), dtype=torch.float64)
         if self.spellings:
             alone = self._by_bytes(student, row)
@@ -337,7 +357,7 @@ class Oracle:
         target = teacher if factor == 1 else first + factor * (teacher - first)
         if weight := self.options.get("contrast_weight"):
             with torch.no_grad():
-                less = self._logits(self.teacher, row["less"], row["ids"])
+                less = self._logits(self.teachers[self._teacher(row)], row["less"], row["ids"])
             gap, bound = teacher - (less / self.temperatures[1]).log_softmax(-1), self.options.get("contrast_clip")
             target = target + weight * (gap if bound is None else bound * (gap / bound).tanh())
         return target.log_softmax(-1)
@@ -379,7 +399,7 @@ class Oracle:
         mine, yours = self.spellings
         ids = self.theirs(self.words.decode(row["ids"]))["input_ids"]
         with torch.no_grad():
-            logits = self._logits(self.teacher, row["told"], ids, self.theirs)
+            logits = self._logits(self.teachers[self._teacher(row)], row["told"], ids, self.theirs)
             target, missed, _ = yours.next_bytes((logits / self.temperatures[1]).log_softmax(-1), ids)
         logs, escapes, token = mine.next_bytes(student, row["ids"])
         held = (escapes <= MOST_ESCAPE) & (missed <= MOST_ESCAPE)

@@ -7,7 +7,6 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -54,6 +53,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "discount": {"methods": "discounted"},
     "equal turns": {"equal_turns": True},
     "growing": {"methods": "growing"},
+    "rows alike": {"loss_aggregation": "rows"},
+    "teachers weighted": {"loss_aggregation": "teachers", "teacher_weights": {"told": 1.0, "other": 3.0}},
     "no student": {"lmbda": 0.0},
     "half a student": {"lmbda": 0.5},
     "half a student, copied": {"lmbda": 0.5, "sft_weight": 0.3},
@@ -80,7 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weights of prompts": {"prompt_weight_fn": "by visits"},
     "feedback": {"environment_factory": "silent", "feedback_template": "({feedback})", "columns": False},
     "a user's method": {"methods": "one"},
-    "shares": {"teacher_shares": {"told": 1, "also": 1}},
+    "shares": {"teacher_shares": {"told": 1, "other": 1}},
     "no guard": {"collapse_guard": None},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
@@ -90,7 +91,16 @@ OF_GROUPS = {"gate, advantage", "skip, flat groups", *SUCCESS, *PULLED}
 OF_REWARDS = {"gate, number", "gate, reward", "a prompt of rewards", *OF_GROUPS}
 MIXED_STUDENT = {"no student", "half a student", "half a student, copied"}
 SKIPPING = {"skip, flat groups", "skip, near", "weights of prompts"}
-MIXING = {*OF_REWARDS, *MIXED_STUDENT, *SKIPPING, "four completions", "shuffled", "a user's method", "shares"}
+MIXING = {
+    *OF_REWARDS,
+    *MIXED_STUDENT,
+    *SKIPPING,
+    "four completions",
+    "shuffled",
+    "a user's method",
+    "teachers weighted",
+    "shares",
+}
 """What reads several rows, so that two processes have to agree."""
 THIRD_MODELS = {
     "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "extrapolation, a teacher", "anchor",
@@ -172,6 +182,11 @@ def base() -> Any:
     return tiny.qwen2(48, 2)
 
 
+def other(by_bytes: bool) -> Any:
+    """Another teacher."""
+    return tiny.qwen2(48, 3, vocab_size=len(YOURS) if by_bytes else tiny.VOCABULARY)
+
+
 def options_of(names: tuple[str, ...]) -> dict[str, Any]:
     """The options of a run; `columns` says whether the dataset has contexts."""
     given = {key: value for name in names for key, value in VARIANTS[name].items()}
@@ -202,12 +217,11 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words = MINE if by_bytes else WORDS
-    if {"extrapolation_reference", "teacher_shares"} & options.keys():
-        names_of = [*options.get("teacher_shares", ["told"])]
-        columns["teacher"] = [names_of[number % len(names_of)] for number in range(len(prompts))]
-        teacher = {name: deepcopy(teacher) for name in names_of}
-        if "extrapolation_reference" in options:
-            teacher["base"] = base()
+    several = {"base": base()} if "extrapolation_reference" in options else {}
+    several |= {"other": other(by_bytes)} if {"teacher_weights", "teacher_shares"} & options.keys() else {}
+    if several:
+        teacher, named = {"told": teacher, **several}, ["told", "other" if "other" in several else "told"]
+        columns["teacher"] = [named[number % 2] for number in range(len(prompts))]
     is_long = "skip_prompts" in options or "prompt_weight_fn" in arguments
     is_told = len(columns) > 1 or "teacher_context" in options or is_acted
     with warnings.catch_warnings():
@@ -253,7 +267,8 @@ def expected(options: dict[str, Any], steps: list[list[Any]]) -> tuple[list[floa
     student, teacher = models(by_bytes)
     words, theirs = (MINE, YOURS) if by_bytes else (WORDS, None)
     reference = base() if "extrapolation_reference" in options else None
-    oracle = Oracle(student, teacher, words, options, RATE, theirs, reference)
+    teachers = {"told": teacher, "other": other(by_bytes)}
+    oracle = Oracle(student, teachers, words, options, RATE, theirs, reference)
     return [oracle.step(rows) for rows in steps], flat(student)
 
 

@@ -162,6 +162,7 @@ def prepared(
             train_dataset = _rows_of_step(args)
     now = Situation(
         args=args,
+        teacher_names=tuple(teacher_model) if isinstance(teacher_model, Mapping) else (),
         own_rollout=rollout is not None,
         optimizers=optimizers,
         tools=_described(tools) if environments is None else environments.tools,

@@ -36,7 +36,7 @@ from trl_opsd.types.loss import columns
 
 NO_TOKEN = -100
 """Padding of predictions, as everywhere in transformers."""
-_BY_TEACHER = ("weight", "divergence", "teacher_entropy")
+_BY_TEACHER = ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
 """Statistics that are also kept by teacher, where there are several."""
 
 logger = get_logger(__name__)
@@ -105,9 +105,12 @@ class _Accounts:
 
     def metrics(self, per_batch: bool) -> dict[str, float]:
         """Means over tokens and seconds of each phase, by their names in the log; empty if the weights sum to 0."""
-        totals, seconds = self.totals, self.clock.seconds
-        if not totals["weight"]:
+        seconds = self.clock.seconds
+        if not self.totals["weight"]:
             return {}
+        # Training logs the mean of generation batches, and an evaluation the sum.
+        batches = max(self.batches, 1) if per_batch else 1
+        totals = Counter({**self.totals, "batches": batches})
         teachers = [name.removeprefix("weight/") for name in totals if name.startswith("weight/")]
         means = {}
         for name, metric in METRICS.items():
@@ -115,8 +118,6 @@ class _Accounts:
                 of, _, by = metric.mean_of.replace("<name>", teacher).partition(" / ")
                 if of in totals and totals[by]:
                     means[name.replace("<name>", teacher)] = totals[of] / totals[by]
-        # Training logs the mean of generation batches, and an evaluation the sum.
-        batches = max(self.batches, 1) if per_batch else 1
         return {
             **means,
             **{f"time/{phase}": spent / batches for phase, spent in seconds.items()},
@@ -244,6 +245,7 @@ class StepStats:
         """What is counted of each completion of a generation batch, [R] each. Collective."""
         trainer, table = self._trainer, list[dict[str, int]]()
         ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
+        teachers = trainer.teaching.names
         turns = trainer.turns.counts or [(1, 0, 0)] * len(rows)
         for number, (row, prompt) in enumerate(zip(rows, written.prompt_ids, strict=True)):
             # An empty completion counts as one token, of padding.
@@ -255,6 +257,7 @@ class StepStats:
             of_row = {"prompt": len(prompt), "length": length, "generated": length * is_generated, "ids": len(ids)}
             of_row |= {"ended": ids[-1] in ends, "repeats": is_repetition(ids), "by_student": row.by_student}
             of_row |= {"asked": row.prompt_weight > 0}
+            of_row |= {"teacher": teachers.index(row.request.teacher) if teachers else 0}
             of_row |= dict(zip(("turns", "calls", "failures"), turns[number], strict=True))
             table.append({**of_row, "images": images, "marks": marks})
         values = torch.tensor([[*of_row.values()] for of_row in table], device=trainer.accelerator.device)
@@ -263,9 +266,12 @@ class StepStats:
     def of_completions(self, of: dict[str, Tensor]) -> dict[str, float]:
         """The metrics of a batch's completions, by their names in the log; of an evaluation, its end has them."""
         if self._completed is None or self._trainer.model.training:
-            return completion_metrics(of, bool(self._trainer.tools))
+            return self._completion_metrics(of)
         self._completed.append(of)
         return {}
+
+    def _completion_metrics(self, of: Mapping[str, Tensor]) -> dict[str, float]:
+        return completion_metrics(of, bool(self._trainer.tools), self._trainer.teaching.names)
 
     def end_step(self) -> None:
         """Tells methods of the step, whose loss is finite."""
@@ -301,6 +307,7 @@ class StepStats:
             for name, value in spread(torch.cat(rows), self._generations).items():
                 self._trainer.record(name, value)
         of = {name: torch.cat([one[name] for one in batches]) for name in (batches or [{}])[0]}
+        self._trainer.methods.evaluated(accounts.totals)
         weight = accounts.totals["weight"]
         if not weight:
             logger.warning(
@@ -310,7 +317,7 @@ class StepStats:
         found = {
             **accounts.metrics(per_batch=False),
             **of_all_processes(recorded, weighted=True),
-            **(completion_metrics(of, bool(self._trainer.tools)) if of else {}),
+            **(self._completion_metrics(of) if of else {}),
             "loss": accounts.totals["divergence"] / weight if weight else math.nan,
         }
         # TRL would add them when it logs, under "eval_" for every dataset, and never for `predict`.
@@ -349,7 +356,7 @@ class Predictions(PredictionOutput):
         return self
 
 
-def completion_metrics(of: Mapping[str, Tensor], has_tools: bool) -> dict[str, float]:
+def completion_metrics(of: Mapping[str, Tensor], has_tools: bool, teachers: Sequence[str]) -> dict[str, float]:
     """TRL's metrics of completions and ours, by their names in the log; NaN where there are no rows."""
     lengths_R, is_ended_R, by_student_R = of["length"].float(), of["ended"] > 0, of["by_student"] > 0
     found = {"completions/clipped_ratio": _mean(~is_ended_R)}
@@ -357,6 +364,9 @@ def completion_metrics(of: Mapping[str, Tensor], has_tools: bool) -> dict[str, f
         known = each if len(each) else torch.full((1,), 0.0 if len(lengths_R) else torch.nan)  # as TRL does
         for name, value in {"mean": known.mean(), "min": known.min(), "max": known.max()}.items():
             found[f"completions/{name}_{kind}length"] = float(value)
+    for number, teacher in enumerate(teachers):
+        if len(its := lengths_R[of["teacher"] == number]):
+            found[f"completions/mean_length/teacher/{teacher}"] = float(its.mean())
     if by_student_R.any():
         found["completions/repeated_ratio"] = _mean(of["repeats"][by_student_R])
     if has_tools:

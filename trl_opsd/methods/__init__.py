@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trl_opsd._compat.sharding import launched
+from trl_opsd.methods.aggregation import Aggregation, AggregationOptions
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.collapse import CollapseGuard, CollapseOptions
 from trl_opsd.methods.context import ContextOptions, GroupSuccess, PromptFunction
@@ -46,6 +47,7 @@ class MethodOptions(
     OriginOptions,
     SelectionOptions,
     TurnOptions,
+    AggregationOptions,
     CollapseOptions,
 ):
     """The options of all methods, which are fields of [`OPSDConfig`]."""
@@ -64,6 +66,7 @@ METHODS: tuple[type[Method], ...] = (
     Origin,
     TokenSelection,
     EqualTurns,
+    Aggregation,
     Groups,
     CollapseGuard,
 )

@@ -8,7 +8,7 @@ B rows of this process · R rows of all processes · C completion tokens
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +194,9 @@ class Method:
         return weights
 
     def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
-        """[B, C], the weights whose sum is the denominator of the loss, after gates and weights of prompts."""
+        """[B, C], the weights whose sum is the denominator of the loss, after gates and weights of prompts; of methods
+        of a user after `loss_aggregation`.
+        """
         return weights
 
     # ---- The loss ---------------------------------------------------------------------------------------------------
@@ -218,6 +220,9 @@ class Method:
         return tokens
 
     # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
+
+    def evaluated(self, sums: MutableMapping[str, Any]) -> None:
+        """A dataset is evaluated: may change the sums over its tokens, by [`~types.LossParts`], of teachers too."""
 
     def evaluation(self, prefix: str) -> AbstractContextManager[None]:
         """Surrounds the evaluation of a dataset, whose metrics get this prefix."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from numbers import Integral
@@ -211,6 +211,10 @@ class Methods:
                 )
             tokens = found
         return tokens
+
+    def evaluated(self, sums: MutableMapping[str, Any]) -> None:
+        for one in self._of("evaluated"):
+            one.evaluated(sums)
 
     @contextmanager
     def evaluation(self, prefix: str) -> Iterator[None]:

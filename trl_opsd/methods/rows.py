@@ -52,6 +52,8 @@ class BatchRow(Mapping[str, Any]):
     """Once there are rewards, and a teacher's prompt depends on them."""
     gate: float = 1.0
     """Weight of the row in the loss: by its reward, and 0 where the teacher has no prompt."""
+    share: float | None = None
+    """What its weights were multiplied by for the share of its teacher, where teachers count alike."""
     pull: float = 0.0
     """What is added to the divergence of each token, times its `-log p` under the student."""
     control: Prompt | None = None

@@ -49,6 +49,7 @@ _RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and mic
 _ROWS = Logs(WEIGHTED, f"{ALWAYS}; in training not where processes share rows")
 _PLACES = Logs(WEIGHTED, "as `divergence/high_entropy`, if a token counts there")
 _TEACHERS = Logs(WEIGHTED, "several teachers, of those that had a token in the loss")
+_SEVERAL = "several teachers"
 _WITH_TOOLS = "`tools`, or an `environment_factory`"
 BATCHES = "all processes; mean over generation batches, or over the rows of an evaluation"
 _GENERATED = Logs(BATCHES, "where the student generated some (`lmbda`)")
@@ -88,6 +89,18 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         },
         "divergence/teacher/<name>": Metric(
             "nats", "`divergence/mean` of this teacher's rows.", _TEACHERS, "divergence/<name> / weight/<name>"
+        ),
+        "tokens/teacher/<name>": Metric(
+            "tokens",
+            "Tokens in the loss of this teacher's rows.",
+            Logs("all processes; mean over optimizer steps, sum over an evaluation", _SEVERAL),
+            "tokens/<name> / batches",
+        ),
+        "loss_share/teacher/<name>": Metric(
+            "1",
+            "Share of the weights in the loss that this teacher's tokens have.",
+            Logs("all processes and micro-batches", _SEVERAL),
+            "weight/<name> / weight",
         ),
         "entropy/student": Metric(
             "nats", "Of the student's next-token distribution.", _TOKENS, "student_entropy / weight"
@@ -139,6 +152,9 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "1",
             "Share of the student's completions of whose last 32 tokens at most half of the 4-grams differ.",
             _GENERATED,
+        ),
+        "completions/mean_length/teacher/<name>": Metric(
+            "tokens", "Mean length of the completions of this teacher's rows.", Logs(BATCHES, _SEVERAL)
         ),
         "time/complete": Metric("seconds", "Generating, without `time/sync`; with `overlap`, waiting for it.", _PHASES),
         "time/sync": Metric("seconds", "Sending weights to vLLM, and verifying them.", Logs(_PHASE, _WITH_SYNC)),
@@ -202,7 +218,7 @@ def evaluated_names(
         name for name, one in metrics.items() if one.logs.evaluated and (rewards or not name.startswith("reward"))
     )
     names = ("loss", "entropy", *of_rewards, *logged)
-    of_any_name = ("completions/", "divergence/teacher/", "entropy/teacher/")
+    of_any_name = ("completions/", *(f"{one}/teacher/" for one in ("divergence", "entropy", "tokens", "loss_share")))
     known = [start + name for start in starts for name in names]
     return known, tuple(start + one for start in starts for one in of_any_name)
 

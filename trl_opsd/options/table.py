@@ -136,6 +136,8 @@ class Situation:
     """Whether a rollout was passed, which may read any option of an engine."""
     teachers: Sequence[Any] = ()
     """As passed; `None` is the student itself."""
+    teacher_names: Collection[str] = ()
+    """Of several teachers."""
     optimizers: tuple[Any, Any] = (None, None)
     """The optimizer and the scheduler that were passed."""
     tools: Any = None

@@ -363,7 +363,8 @@ def check_settings(settings: Settings | ValueError, student: str, teacher: str) 
     if isinstance(settings, ValueError):
         raise settings
     config, warnings = settings.given.config, [*settings.warnings]
-    teachers = [settings.models[1] or teacher]
+    several: Any = settings.given.extra.teacher_models
+    teachers = [*several.values()] if several else [settings.models[1] or teacher]
     if unread := without_effect(Situation(args=config, teachers=teachers)):
         warnings.append(without_effect_in_words(config, unread))
     for role, named, examined in zip(("student", "teacher"), settings.models, (student, teacher), strict=True):

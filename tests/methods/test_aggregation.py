@@ -1,0 +1,242 @@
+"""What counts alike in the loss: each aggregation against a few lines of float64, whatever the micro-batches are.
+
+With other options, and by bytes, aggregations are in `equivalence/test_pairs.py`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import re
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from support import forks, fsdp_on_cpu, tiny
+from support.rollouts import Apart
+from torch import Tensor
+
+from trl_opsd import OPSDTrainer
+from trl_opsd._compat.sharding import trained_parameters, whole
+from trl_opsd.methods import METHODS
+from trl_opsd.methods.aggregation import Aggregation
+from trl_opsd.methods.selection import TokenSelection
+from trl_opsd.methods.turns import EqualTurns, by_turn
+
+WORDS = tiny.tokenizer()
+PROMPTS = WORDS(tiny.PROMPTS)["input_ids"]
+TEXTS = "4<|im_end|>; blue, as it is on most days in May;; three four five six seven;no; and white<|im_end|>;1; b c d"
+IDS: list[list[int]] = WORDS(TEXTS.split(";"))["input_ids"]
+"""The completions; the third has no token."""
+TEACHERS = ["math", "prose", "math", "prose", "math", "prose", "prose", "math"]
+ROWS = Dataset.from_dict({"prompt": tiny.PROMPTS, "teacher": TEACHERS})
+WEIGHTS = {"math": 3, "prose": 1, "idle": 5}
+"""No row names the third."""
+AGGREGATIONS: dict[str, dict[str, Any]] = {
+    "tokens": {},
+    "rows": {"loss_aggregation": "rows"},
+    "teachers": {"loss_aggregation": "teachers"},
+    "weighted teachers": {"loss_aggregation": "teachers", "teacher_weights": WEIGHTS},
+}
+
+
+def models() -> tuple[Any, dict[str, Any]]:
+    idle = tiny.qwen2(48, seed=3)
+    return tiny.qwen2(32, seed=0), {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2), "idle": idle}
+
+
+@cache
+def expected(name: str, is_selected: bool) -> tuple[float, Tensor, dict[str, float]]:
+    """In float64, row by row: the loss of a step of all rows, its gradient, and the share of each teacher."""
+    student, teachers = models()
+    student.double()
+    values, weights = [], []
+    for prompt, ids, teacher in zip(PROMPTS, IDS, TEACHERS, strict=True):
+        read, at = torch.tensor([[*prompt, *ids]]), slice(len(prompt) - 1, len(prompt) + len(ids) - 1)
+        log = student(read).logits[0, at].log_softmax(-1)
+        target = teachers[teacher].double()(read).logits[0, at].detach().log_softmax(-1)
+        values.append((log.exp() * (log - target)).sum(-1))
+        each = torch.ones(len(ids), dtype=torch.float64)
+        if is_selected:
+            kept = (log.exp() * log).sum(-1).argsort()[: math.ceil(len(ids) / 2)]
+            each = torch.zeros_like(each).index_fill(0, kept, 1.0)
+        weights.append(each / each.sum() if name == "rows" else each)
+    of = {
+        one: sum(float(each.sum()) for each, its in zip(weights, TEACHERS, strict=True) if its == one)
+        for one in TEACHERS
+    }
+    if "teachers" in name:
+        asked = {one: float(WEIGHTS[one]) if "weighted" in name else 1.0 for one in of}
+        weights = [one * asked[its] / of[its] for one, its in zip(weights, TEACHERS, strict=True)]
+        of = asked
+    loss = torch.stack([(one * value).sum() for one, value in zip(weights, values, strict=True)]).sum() / sum(
+        of.values()
+    )
+    loss.backward()
+    gradient = torch.cat([one.grad.flatten() for one in student.parameters()])
+    return float(loss.detach()), gradient, {name: one / sum(of.values()) for name, one in of.items()}
+
+
+class Changing(OPSDTrainer):
+    """Its micro-batches are scored and weighed anew, as if a token had changed."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = super()._generate_and_score_completions(inputs)
+        return {**batch, "scored": batch["scored"] + 1}
+
+
+def trainer_of(folder: Any, name: str, cls: type = OPSDTrainer, of: Any = None, ids: Any = IDS, **given: Any) -> Any:
+    student, teachers = of or models()
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
+    options["shuffle_dataset"] = False  # of two processes the first has more tokens, so that rows are exchanged
+    options |= {"divergence": "reverse_kl", "learning_rate": 1.0, "max_grad_norm": 0.0, **AGGREGATIONS[name], **given}
+    fsdp_on_cpu.allow()
+    return cls(
+        model=student,
+        teacher_model=teachers,
+        args=tiny.config(folder, max_completion_length=60, **{"per_device_eval_batch_size": 3, **options}),
+        train_dataset=ROWS,
+        processing_class=WORDS,
+        rollout=Apart(dict(zip(map(tuple, PROMPTS), ids, strict=True))),
+    )
+
+
+LATE = {"token_selection": "student_entropy", "token_fraction": 0.5}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "by twos": {},
+    "at once": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+    "by ones": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+    "budget": {"max_tokens_per_microbatch": 30},
+    "packed": {"padding_free": True, "max_tokens_per_microbatch": 30},
+    "selected": LATE,
+    "changed": {"cls": Changing},
+    "step": {"overlap": "step"},
+    "ahead": {"overlap": "ahead", "overlap_max_divergence": 1e9},
+}
+RUNS = [(name, one) for name in AGGREGATIONS for one in SETTINGS if one != "step" or "teachers" not in name]
+
+
+def run(folder: Any, name: str, setting: str, of: Any, **given: Any) -> tuple[Any, Any, Any]:
+    """What is logged of a step, how far it moved the weights at a rate of 1, and an evaluation before it."""
+    before = torch.cat([one.detach().flatten() for one in of[0].parameters()])
+    trainer = trainer_of(folder, name, of=of, **SETTINGS[setting], **given)
+    evaluated = trainer.evaluate(ROWS)
+    trainer.train()
+    parameters = trained_parameters(trainer.accelerator.unwrap_model(trainer.model)).values()
+    after = torch.cat([whole(one).detach().flatten() for one in parameters])
+    return trainer.state.log_history[-2], (before - after).numpy(), evaluated
+
+
+def check(where: str, name: str, setting: str, log: Any, moved: Any, evaluated: Any) -> None:
+    loss, gradient, shares = expected(name, setting == "selected")
+    off = float((torch.from_numpy(moved) - gradient).abs().max() / gradient.abs().max())
+    print(f"{where}, {name}, {setting}: {abs(log['loss'] / loss - 1):.1e} {off:.1e}")
+    assert log["loss"] == pytest.approx(loss, rel=1e-5)
+    assert off < 1e-5
+    assert [log[f"loss_share/teacher/{one}"] for one in shares] == pytest.approx([*shares.values()], rel=1e-5)
+    assert log["loss_share/teacher/idle"] == 0
+    loss, _, shares = expected(name, False)
+    found = {one.removeprefix("eval_"): value for one, value in evaluated.items()}
+    assert [found["loss"], found["divergence/mean"]] == pytest.approx([loss, loss], rel=1e-5)
+    assert [found[f"loss_share/teacher/{one}"] for one in shares] == pytest.approx([*shares.values()], rel=1e-5)
+    for one in shares:
+        each = [len(ids) for ids, its in zip(IDS, TEACHERS, strict=True) if its == one]
+        mean = sum(max(1, length) for length in each) / len(each)  # without a token there is one of padding
+        for logs in (found, log) if setting != "selected" else (found,):
+            assert logs[f"tokens/teacher/{one}"] == sum(each)
+            assert logs[f"completions/mean_length/teacher/{one}"] == pytest.approx(mean)
+
+
+SHORT = {("rows", "step"), ("teachers", "budget"), ("weighted teachers", "changed"), ("rows", "selected")}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [pytest.param(*one, marks=() if one in SHORT else pytest.mark.long) for one in RUNS]
+)
+def test_step_and_evaluation_equal_float64(tmp_path, name, setting):
+    given = {"per_device_eval_batch_size": one} if (one := {"by ones": 1, "at once": 8}.get(setting)) else {}
+    check("one", name, setting, *run(tmp_path, name, setting, models(), **given))
+
+
+def in_two(folder: Any, names: list[tuple[str, str]]) -> list[Any]:
+    faulthandler.dump_traceback_later(290, exit=True)
+    made = [models() for _ in names]  # before there is a DeepSpeed config, which would split them
+    found = [run(folder, *one, of, gradient_accumulation_steps=2) for one, of in zip(names, made, strict=True)]
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.timeout(forks.SECONDS + 60)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3_cpu", "fsdp2_cpu", "sp_cpu"])
+def test_two_processes_take_the_step_of_float64(tmp_path, strategy):
+    settings = ("by twos",) if strategy == "sp_cpu" else ("by twos", "budget", "selected", "step")
+    names = [one for one in RUNS if one[1] in settings]
+    for one, found in zip(names, forks.results(strategy, in_two, tmp_path, names)[0], strict=True):
+        check(strategy, *one, *found)
+
+
+def test_turns_stay_alike_within_a_row_that_counts_as_one():
+    rows = [SimpleNamespace(prompt_weight=1.5, gate=0.5), SimpleNamespace(prompt_weight=1.0, gate=1.0)]
+    spoken_BC = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    found = Aggregation(None).weighed(by_turn(spoken_BC.float(), spoken_BC), rows)
+    assert found.tolist() == [[0.375, 0, 0.1875, 0.1875, 0], [0] * 5]
+    assert METHODS.index(TokenSelection) < METHODS.index(EqualTurns) < METHODS.index(Aggregation)
+
+
+def test_one_teacher_is_as_tokens(make_trainer):
+    other = make_trainer(loss_aggregation="teachers")
+    assert other.methods.get(Aggregation) is None
+    assert "no effect         loss_aggregation='teachers'" in repr(other)
+
+
+OTHERS = "but the teachers of rows are ['idle', 'math', 'prose']: expected one number for each of these"
+SOME = [{"math": one, "prose": 1} for one in (0, -1, math.inf, math.nan, True, "1", None)]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"loss_aggregation": "row"}, "`loss_aggregation='row'`: expected one of 'tokens', 'rows', 'teachers'. Did you"),
+    ({"overlap": "step"}, "with `overlap='step'`: what a row counts depends on all rows of its step"),
+    *(
+        ({"teacher_weights": one}, f"`teacher_weights={one!r}`: expected a dict of the names of teachers, each with a")
+        for one in (*SOME, [1, 2], "math", 2, {1: 1.0})
+    ),
+    *(
+        ({"teacher_weights": one}, f"`teacher_weights` is of {sorted(one)}, {OTHERS}")
+        for one in ({}, {"math": 1, "prose": 1}, {**WEIGHTS, "maths": 1})
+    ),
+]
+MODELS = cache(models)
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_values_that_mean_nothing_are_refused(tmp_path, given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        trainer_of(tmp_path, "teachers", of=MODELS(), **given)
+
+
+@pytest.mark.long
+def test_another_aggregation_is_refused_on_resume(tmp_path):
+    given = {"save_strategy": "steps", "save_steps": 1}
+    trainer_of(tmp_path, "teachers", **given).train()
+    trainer_of(tmp_path, "teachers", max_steps=2, **given).train(resume_from_checkpoint=True)
+    for name, option in (("rows", "loss_aggregation"), ("weighted teachers", "teacher_weights")):
+        with pytest.raises(ValueError, match=f"{option}: "):
+            trainer_of(tmp_path, name, max_steps=3, **given).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_teacher_of_short_answers_has_its_share(tmp_path, name):
+    """Of answers ten times shorter, in each step of a training."""
+    ids = [list(range(10, 13 if one == "math" else 40)) for one in TEACHERS]
+    trainer = trainer_of(
+        tmp_path, name, ids=ids, max_steps=30, optim="adamw_torch", learning_rate=3e-3, logging_steps=2
+    )
+    trainer.train()
+    share = {"tokens": 1 / 11, "rows": 1 / 2, "teachers": 1 / 2, "weighted teachers": 3 / 4}[name]
+    assert tiny.logged(trainer, "loss_share/teacher/math")[:15] == pytest.approx([share] * 15, rel=1e-5)
+    assert {*tiny.logged(trainer, "tokens/teacher/math"), *tiny.logged(trainer, "tokens/teacher/prose")} == {12, 120}
+    print(name, *(tiny.logged(trainer, f"divergence/teacher/{one}")[:15:14] for one in ("math", "prose")))
