@@ -35,7 +35,14 @@ _WEIGHTS = Values(
 @dataclass
 class AggregationOptions:
     loss_aggregation: Annotated[
-        str, Option(one_of("tokens", "rows", "teachers"), (_SEVERAL,), resumed=True, words="all {} alike")
+        str,
+        Option(
+            one_of("tokens", "rows", "teachers"),
+            (_SEVERAL,),
+            resumed=True,
+            words="all {} alike",
+            also="loss_agg_mode",
+        ),
     ] = "tokens"
     """What counts alike in the loss. `"tokens"`: each token of a step, so long completions count more. `"rows"`: each
     row, however long. `"teachers"`: each teacher with a token in the step, whatever the number and length of its rows;

@@ -47,7 +47,7 @@ _ADVICE = {
     **_all("teacher_tokenizer_name_or_path teacher_tokenizer", "pass `teacher_processing_class` to `OPSDTrainer`"),
     **_all("distillation_objective loss_mode kd_loss_fn kd_algorithm", "it is called `divergence`"),
     "use_policy_gradient": "set `divergence='sampled_reverse_kl'`",
-    "loss_type": "`divergence` sets the objective; all tokens of a completion have the same weight",
+    "loss_type": "`divergence` sets the objective, and `loss_aggregation` whether tokens or rows count alike",
     **_all("distillation_mode distillation_topk loss_top_k teacher_top_k reverse_kl_top_1_mode", _WHOLE),
     **_all("distillation_add_tail loss_add_tail add_tail_bucket", _WHOLE),
     **_all("distillation_weight distillation_loss_coef teacher_kl_coef kd_ratio rlhf_type", _WEIGHED),
