@@ -11,7 +11,6 @@ from transformers.utils import cached_file
 
 from trl_opsd._compat.peft import CausalLM, activate, adapts_head, read_config, reads_prompts, rewrites_base, with_adapter
 from trl_opsd.models.checks import language_config, place_of
-from trl_opsd.models.tokenizers import has_tokenizer
 
 CONFIG = "adapter_config.json"
 """File in which PEFT describes an adapter."""
@@ -102,10 +101,3 @@ def adapter_at(path: Any, loading: Mapping[str, Any]) -> Adapter | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{found} cannot be read ({type(error).__name__}: {error}): save the adapter again.") from error
     return Adapter(path, config, dict(loading))
-
-
-def tokenizer_at(path: str, loading: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Where the tokenizer of a model is and how it is found: beside its weights, or of an adapter perhaps its base's."""
-    if has_tokenizer(path, place_of(loading)) or (adapter := adapter_at(path, loading)) is None:
-        return path, loading
-    return adapter.base, adapter.loading_of_base
