@@ -9,7 +9,15 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from trl_opsd._compat.peft import CausalLM, activate, adapts_head, read_config, reads_prompts, rewrites_base, with_adapter
+from trl_opsd._compat.peft import (
+    CausalLM,
+    activate,
+    adapts_head,
+    read_config,
+    reads_prompts,
+    rewrites_base,
+    with_adapter,
+)
 from trl_opsd.models.checks import language_config, place_of
 
 CONFIG = "adapter_config.json"
@@ -99,5 +107,7 @@ def adapter_at(path: Any, loading: Mapping[str, Any]) -> Adapter | None:
     try:
         config = read_config(Path(found).parent)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{found} cannot be read ({type(error).__name__}: {error}): save the adapter again.") from error
+        raise ValueError(
+            f"{found} cannot be read ({type(error).__name__}: {error}): save the adapter again."
+        ) from error
     return Adapter(path, config, dict(loading))

@@ -1,12 +1,10 @@
-"""Adapters as teachers: those of one base share its weights, which may be the student's, and each is active while it
-scores."""
+"""Adapters as teachers: those of a base share its weights, perhaps with the student; one is active while it scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,31 +19,22 @@ from trl_opsd.types import OutputHead
 
 
 class Adapted(Placement):
-    """One of the adapters of a model in another placement.
+    """One adapter of a model that another placement keeps with all of them; `owners` says who else uses its base."""
 
-    Args:
-        shared ([`~teacher.Placement`]):
-            Keeps the model with all its adapters.
-        name (`str`):
-            The adapter's name in the model.
-        path (`str`):
-            Where it was loaded from.
-        owners (`str`, *optional*):
-            Who else has weights of its base, in words.
-    """
-
-    def __init__(self, shared: Placement, name: str, path: str, owners: str = "") -> None:
+    def __init__(self, shared: Placement, name: str, path: str, owners: str) -> None:
         self.model, self.device, self.adapter = shared.model, shared.device, path
         self.is_whole, self.passes_cost = shared.is_whole, shared.passes_cost
         self._shared, self._name, self._owners = shared, name, owners
         with self.model.disable_adapter():
             of_base = OutputHead.of(self.model).weight
         activate(self.model, name)
-        head: OutputHead | None = OutputHead.of(self.model)
+        head = OutputHead.of(self.model)
+        self._head: OutputHead | None = head
         if not isinstance(shared, Resident):
-            # A head of its own comes and goes with the layers, but the loss needs it afterwards, as it does the base's.
-            head = None if head.weight is of_base else _copied(head, self.device)
-        self._head = head
+            # A head of its own comes and goes with the layers, but the loss needs it after that, as it does the base's.
+            bias = None if head.bias is None else head.bias.detach().to(self.device, copy=True)
+            own = replace(head, weight=head.weight.detach().to(self.device, copy=True), bias=bias)
+            self._head = None if head.weight is of_base else own
 
     @property
     def where(self) -> str:
@@ -66,35 +55,21 @@ class Adapted(Placement):
         return {**super().samples(), **{name: sample(tensor) for name, tensor in own.items()}}
 
 
-def _copied(head: OutputHead, device: torch.device) -> OutputHead:
-    weight, bias = (None if one is None else one.detach().to(device, copy=True) for one in (head.weight, head.bias))
-    assert weight is not None
-    return replace(head, weight=weight, bias=bias)
-
-
 def placed(
     adapters: Mapping[str, Adapter],
     load: Callable[[Adapter], CausalLM],
     place: Callable[[CausalLM], Placement],
     lenders: Sequence[CausalLM] | None,
 ) -> tuple[dict[str, Placement], Callable[[], None] | None]:
-    """The placement of each adapter by its teacher's name, and a check that weights of lenders have not changed.
+    """The placement of each adapter by its teacher's name, and a check that weights of others have not changed.
 
-    Args:
-        adapters (`Mapping[str, Adapter]`):
-            By the names of their teachers.
-        load (`Callable`):
-            Loads the base of an adapter.
-        place (`Callable`):
-            Puts a model where `teacher_offload` says.
-        lenders (`Sequence`, *optional*):
-            Models whose frozen weights are used where they equal those of a base; `None` where none may be shared.
+    `load` loads the base of one, and `place` puts a model where it is kept. Frozen weights of `lenders`, and of bases
+    loaded here, are used where they equal those of a base; with `None`, no base has another's.
     """
     groups: dict[tuple[str, ...], dict[str, Adapter]] = {}
     for name, one in adapters.items():
-        base = Path(one.base).resolve() if Path(one.base).exists() else one.base
         # PEFT puts adapters of one type only into the layers of a model.
-        key = str(base), str(sorted(one.loading_of_base.items())), str(one.config.peft_type)
+        key = one.base, str(sorted(one.loading_of_base.items())), str(one.config.peft_type)
         groups.setdefault(key, {})[name] = one
     found: dict[str, Placement] = {}
     borrowed: dict[str, Tensor] = {}
@@ -102,15 +77,15 @@ def placed(
     for group in groups.values():
         model = load(next(iter(group.values())))
         mine = {} if lenders is None else _borrowed(model, others)
-        borrowed |= {f"{name} of {next(iter(group))}": one for name, one in mine.items()}
-        names = {name: f"teacher{number:03}" for number, name in enumerate(group)}  # of one length: PEFT looks for parts
+        borrowed |= mine
+        names = {name: f"teacher{number:03}" for number, name in enumerate(group)}
         for name, one in group.items():
             model = one.put_on(model, names[name])
         with model.disable_adapter():  # the head that is kept apart is the base's
             shared = place(model)
         others.append(model)
         owners = f"; {len(group)} teachers share its base" if len(group) > 1 else ""
-        owners += f"; {sizes(_distinct(mine.values()))} of it are the student's" if mine else ""
+        owners += f"; {sizes({id(one): one for one in mine.values()}.values())} of it are others'" if mine else ""
         found |= {name: Adapted(shared, names[name], one.path, owners) for name, one in group.items()}
     return found, _unchanged(borrowed) if borrowed else None
 
@@ -130,18 +105,17 @@ def _borrowed(model: nn.Module, lenders: Sequence[CausalLM]) -> dict[str, Tensor
     return found
 
 
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(one): one for one in tensors}.values())
-
-
 def _unchanged(weights: Mapping[str, Tensor]) -> Callable[[], None]:
-    before = {name: sample(one) for name, one in weights.items()}
+    def sampled() -> Samples:
+        return {name: sample(one) for name, one in weights.items()}
+
+    before = sampled()
 
     def check() -> None:
-        if (changed := first_change(before, {name: sample(one) for name, one in weights.items()})) is not None:
+        if (changed := first_change(before, sampled())) is not None:
             raise ValueError(
-                f"The weight {changed}, a teacher that is an adapter of the student's base, has changed since the "
-                "student was passed, so the teacher has, too: do not change the base weights (in a callback, or with "
+                f"{changed} has changed since the student was passed, but a teacher, an adapter of the same base, uses "
+                "it, and is another model now: do not change the base weights (in a callback, or with "
                 "`merge_adapter`), or set `teacher_offload='cpu'`, for which the teacher gets a copy."
             )
 

@@ -108,16 +108,16 @@ def build_teachers(
 def _placed_adapters(
     adapters: Mapping[str, Adapter], student: CausalLM, args: OPSDConfig
 ) -> tuple[dict[str, Placement], Callable[[], None] | None]:
-    """Loads adapters and their bases, which may have the student's own weights if those are frozen, whole and here."""
-    is_alone = args.deepspeed_plugin is None and not is_fsdp_enabled()
-    shares = args.teacher_offload == "none" and is_alone
+    """Loads adapters and their bases, of which one may have the student's own weights: frozen ones, whole and here."""
+    is_split = args.deepspeed_plugin is not None or is_fsdp_enabled()
     # Compared in host memory, so that a base is never on the device twice.
-    compares = shares and is_peft(student) and not {"device_map", "quantization_config"} & teacher_loading(args).keys()
+    compares = args.teacher_offload == "none" and is_peft(student) and not is_split
+    compares &= teacher_loading(args).keys().isdisjoint({"device_map", "quantization_config"})
 
     def load(adapter: Adapter) -> CausalLM:
         return _loaded(adapter.base, args, adapter.loading_of_base, in_host_memory=compares)
 
-    lenders = [student] * compares if shares else None
+    lenders = [student] * compares if args.teacher_offload == "none" else None  # offloaded weights move
     return placed(adapters, load, partial(_placed, args=args), lenders)
 
 

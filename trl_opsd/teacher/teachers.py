@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 @final
 class Teachers(dict[str, Teacher]):
-    """The teachers by name, with the average behind an `"ema"` teacher, and checks that frozen ones have not changed."""
+    """The teachers by name, with the average behind an `"ema"` teacher, and checks that others have not changed."""
 
     def __init__(
         self,

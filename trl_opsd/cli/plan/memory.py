@@ -92,8 +92,8 @@ class Choice:
     sharding: str
     """`"single"`, `"ddp"`, `"zero2"`, `"zero3"`, `"fsdp2"` or `"zero3_offload"`: the name of an accelerate file."""
     teacher: str
-    """A value of `teacher_offload`, `"served"`, `"itself"`: the student without its adapter, or `"shared"`: an adapter on
-    its weights."""
+    """A value of `teacher_offload`, `"served"`, `"itself"`: the student without its adapter, or `"shared"`: with one
+    of its own."""
     micro: int
     """Rows of a micro-batch."""
     engine: str = TRANSFORMERS
