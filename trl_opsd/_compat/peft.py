@@ -44,8 +44,8 @@ _IRRELEVANT_FIELDS = (
 _WRAPPER_NAMES = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 """Parts that PEFT inserts into the names of the base model's weights."""
 
-_NAMED, _QUOTED = 4, 400
-"""Maximum weights that a message names, and characters that it quotes."""
+_NAMED = 4
+"""Maximum weights that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,11 +334,7 @@ def with_adapter(
     if changed := sorted(key for key in of_base if not torch.equal(loaded[key].to(base[key]), base[key])):
         return model, f"it has other values, or another shape, of weights of the base: {_listed(changed)}"
     rest = {key: tensor for key, tensor in loaded.items() if key not in of_base}
-    try:
-        unknown = set_peft_model_state_dict(model, rest, adapter_name=name).unexpected_keys
-    except (KeyError, RuntimeError) as error:  # lacks a module to save, or has other shapes
-        return model, " ".join(str(error).split())[:_QUOTED]
-    if unknown:
+    if unknown := set_peft_model_state_dict(model, rest, adapter_name=name).unexpected_keys:
         return model, f"the base has no layer for {_listed(sorted(unknown))}"
     wrong = sorted(key for key, tensor in own.items() if not tensor.isfinite().all())
     if lacking := [key for key in wrong if key not in loaded]:

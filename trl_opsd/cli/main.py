@@ -155,7 +155,10 @@ def plan(
     sizes = [(int(size[1]), int(size[2]))] * images if size else []
     sources = student, student if teacher is None else teacher
     adapter = adapter_at(sources[1], {})
-    base = None if adapter is None else adapter.base
+    base = None
+    if adapter is not None:
+        adapter.check("teacher", "teacher_trust_remote_code")
+        base = adapter.base
     shapes = shape_of(sources[0], sizes), shape_of(base or sources[1], sizes)
     if images and not any(shape.images.tokens for shape in shapes):
         raise ValueError(f"`--images {images}`: neither student nor teacher has a vision tower.")

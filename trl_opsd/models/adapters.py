@@ -22,6 +22,8 @@ from trl_opsd.models.checks import language_config, place_of
 
 CONFIG = "adapter_config.json"
 """File in which PEFT describes an adapter."""
+_QUOTED = 400
+"""Characters of an error that are quoted."""
 _MERGE = (
     "Merge it (`AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)`), and pass "
     "that folder."
@@ -79,8 +81,8 @@ class Adapter:
         where = f"The adapter {self.path!r}, on its base {self.base!r}"
         try:
             model, wrong = with_adapter(model, self.config, self.path, place_of(self.loading), name)
-        except (OSError, ValueError) as error:  # no such layers in the base, no weights, options that exclude another's
-            wrong = " ".join(str(error).split())
+        except (OSError, ValueError, LookupError, RuntimeError) as error:  # no file, other layers, shapes or options
+            wrong = " ".join(str(error).split())[:_QUOTED]
         if wrong is None:
             activate(model, name)
             if not adapts_head(model, name):
