@@ -62,8 +62,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "lora, bytes": {"family": "bytes", "cross_tokenizer": "bytes", "lora": LORA},
     "full, skipped": SKIPPED,
     "lora, skipped": {"lora": LORA, **SKIPPED},
-    "full, experts": {"family": "experts"},
-    "lora, experts": {"family": "experts", "lora": LORA},
+    "full, experts": {"family": "experts", "merged": True},
+    "lora, experts": {"family": "experts", "merged": True, "lora": LORA},
     "full, images": {"family": "qwen2_5_vl"},
     "full, images of a stream": {"family": "qwen2_5_vl", "streams": True, "shuffle_dataset": False},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
@@ -109,14 +109,9 @@ DEALT = {
 """Variants whose rows are read in other groups: which of `ALONE` each must equal, and its options."""
 
 ADAPTERS = {
-    **{
-        f"{name}, adapters": (f"{name}, experts", {**ALONE[f"{name}, experts"], "family": "adapters"})
-        for name in ("full", "lora")
-    },
-    "lora, adapters, stream": (
-        "lora, experts",
-        {"family": "adapters", "lora": LORA, "teacher_offload": "stream"},
-    ),
+    "full, adapters": ("full, experts", {"family": "experts"}),
+    "lora, adapters": ("lora, experts", {"family": "experts", "lora": LORA}),
+    "lora, adapters, stream": ("lora, experts", {"family": "experts", "lora": LORA, "teacher_offload": "stream"}),
 }
 """Variants whose teachers are adapters of the student's base, for the same merged into it, as `DEALT`."""
 
@@ -202,22 +197,21 @@ def save_models(folder: Path) -> None:
         student.save_pretrained(folder / name / "student")
         teacher.save_pretrained(folder / name / "teacher")
     pairs.save_pretrained(folder / "bytes" / "teacher")
-    _save_experts(folder)
+    _save_experts(folder / "experts")
 
 
 def _save_experts(folder: Path) -> None:
-    """Two adapters of the student, one with a head of its own, and what they make of it."""
-    for family in ("adapters", "experts"):
-        tiny.qwen2(32, seed=0).save_pretrained(folder / family / "student")
+    """Two adapters of a student, one with a head of its own, and what they make of it."""
+    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
     for seed, name in enumerate(EXPERTS):
-        base = AutoModelForCausalLM.from_pretrained(folder / "adapters" / "student")
+        base = AutoModelForCausalLM.from_pretrained(folder / "student")
         expert = get_peft_model(base, LoraConfig(**(HEAD_TOO if seed else LORA)))
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in expert.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter) * parameter.requires_grad)
-        expert.save_pretrained(folder / "adapters" / name)
-        expert.merge_and_unload().save_pretrained(folder / "experts" / name)
+        expert.save_pretrained(folder / name)
+        expert.merge_and_unload().save_pretrained(folder / f"{name}-merged")
 
 
 def trocr(width: int, seed: int = 0) -> nn.Module:
@@ -278,8 +272,9 @@ def build(
     own, rows = "teacher_model_kind" in options, vision_language.rows(IMAGES) if sees else tiny.rows()
     if options.pop("streams", False):  # whose features do not tell which rows have images
         rows = IterableDataset.from_generator(partial(iter, rows), features=rows.features)
-    if family in ("adapters", "experts"):
-        teacher = {name: str(models / name) for name in EXPERTS}
+    are_merged = options.pop("merged", False)
+    if family == "experts":
+        teacher = {name: str(models / (f"{name}-merged" if are_merged else name)) for name in EXPERTS}
         rows = rows.add_column("teacher", [*EXPERTS, *reversed(EXPERTS)] * 2)
     if "contrast_weight" in options:
         rows = rows.add_column("contrast_context", [f"another {number}" for number in range(len(rows))])
