@@ -14,6 +14,9 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig, get_peft
 from safetensors.torch import load_file, save_file
 from support import tiny
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from trl_opsd.cli.main import app
 
 NAMES = ["math", "code", "chat", "math", "chat", "code", "math", "math"]
 LORA = {"r": 4, "target_modules": "all-linear"}
@@ -224,9 +227,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         r"another shape, of weights of the base: base_model.model.model.embed_tokens.weight",
     ),
-    "no weights": (
-        lambda _, path: (Path(path) / "adapter_model.safetensors").unlink() or path,
-        r"The adapter '.*math', on its base '.*base': ",
+    "pickled weights": (
+        lambda _, path: str((Path(path) / "adapter_model.safetensors").rename(Path(path) / "adapter_model.bin").parent),
+        r"The adapter '.*math', on its base '.*base': .* a file named adapter_model.safetensors",
     ),
 }
 CHEAP = ("a base that is gone", "a weight that is missing")
@@ -329,3 +332,15 @@ def test_a_change_of_the_weights_that_are_lent_is_noticed(make_trainer, tmp_path
     trainer.model.merge_adapter()
     with pytest.raises(ValueError, match=r"q_proj.weight has changed since the student was passed, but a teacher"):
         trainer.teachers.check()
+
+
+@pytest.mark.long
+def test_plan_and_doctor_read_the_base(experts):
+    base, paths = experts("lora")
+    given = ["plan", str(base), paths["math"], "--json", "--no-bf16", "--prompt", "16", "--length", "16"]
+    for more, kept in ([], "none"), (["--lora", "4"], "shared"):
+        planned = json.loads(CliRunner().invoke(app, [*given, *more]).stdout)
+        assert planned["teacher"] == kept
+        assert planned["options"]["teacher_model_name_or_path"] == paths["math"]
+    done = CliRunner().invoke(app, ["doctor", str(base), paths["math"], "--json"])
+    assert json.loads(done.stdout)["ready"], done.output

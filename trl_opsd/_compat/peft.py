@@ -16,7 +16,6 @@ from peft import (
     PeftModel,
     get_peft_model,
     get_peft_model_state_dict,
-    load_peft_weights,
     set_peft_model_state_dict,
 )
 from peft.tuners.lora import Embedding, Linear
@@ -312,9 +311,9 @@ def read_config(folder: str | Path) -> PeftConfig:
 
 @torch.no_grad()
 def with_adapter(
-    model: CausalLM, config: PeftConfig, path: str, place: Mapping[str, Any], name: str
+    model: CausalLM, config: PeftConfig, loaded: Mapping[str, Tensor], name: str
 ) -> tuple[PeftModel, str | None]:
-    """Puts an adapter from a path or model id into the layers of a model, under a name; and what is wrong with it.
+    """Puts an adapter with weights from its file into the layers of a model, under a name; and what is wrong with it.
 
     The model may have others of the same type. Its own weights are not changed.
     """
@@ -328,7 +327,7 @@ def with_adapter(
     for tensor in own.values():
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)  # PEFT only warns of what a file lacks; this stays
-    loaded, base = load_peft_weights(path, device="cpu", **place), model.state_dict()
+    base = model.state_dict()
     # With LoRA on embeddings, or after they are resized, PEFT saves those of the base too, and would load them into it.
     of_base = loaded.keys() & base.keys()
     if changed := sorted(key for key in of_base if not torch.equal(loaded[key].to(base[key]), base[key])):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from transformers.utils import cached_file
 
 from trl_opsd._compat.peft import (
@@ -22,6 +23,7 @@ from trl_opsd.models.checks import language_config, place_of
 
 CONFIG = "adapter_config.json"
 """File in which PEFT describes an adapter."""
+_WEIGHTS = "adapter_model.safetensors"
 _QUOTED = 400
 """Characters of an error that are quoted."""
 _MERGE = (
@@ -80,7 +82,10 @@ class Adapter:
         """Puts it into the layers of its base under a name, beside others, and makes it the active one."""
         where = f"The adapter {self.path!r}, on its base {self.base!r}"
         try:
-            model, wrong = with_adapter(model, self.config, self.path, place_of(self.loading), name)
+            file = cached_file(
+                self.path, _WEIGHTS, **place_of(self.loading)
+            )  # no pickle, which PEFT would take as well
+            model, wrong = with_adapter(model, self.config, load_file(file), name)
         except (OSError, ValueError, LookupError, RuntimeError) as error:  # no file, other layers, shapes or options
             wrong = " ".join(str(error).split())[:_QUOTED]
         if wrong is None:
