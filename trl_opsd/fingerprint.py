@@ -20,7 +20,7 @@ from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.backbone import model_shape, shape_of
-from trl_opsd.models.weights import Samples, digest, sample, sampled
+from trl_opsd.models.weights import Samples, digest, sample
 from trl_opsd.options.table import one_of, resumed, table
 from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.bytewise import ByteTeacher
@@ -132,13 +132,15 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
     for name, teacher in teachers.items():
         source = teacher if kind in ("ema", "live") else getattr(teacher, "model", teacher)
         path = get_config_model_id(source.config) if hasattr(source, "config") else ""
+        if isinstance(teacher, FrozenTeacher):
+            path = teacher.placement.adapter or path
         described[name] = (
             f"{Path(path).name or type(source).__name__} {list(shape_of(teacher.head))}{spelled.get(name, '')}"
         )
-    frozen = {name: one.model for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
+    frozen = {name: one for name, one in teachers.items() if isinstance(one, FrozenTeacher) and kind != "ema"}
     known = {name: one.head for name, one in teachers.items() if name in frozen or name in served}
     heads = {f"head of {name}": digest({"head": sample(head.weight)}) for name, head in known.items()}
-    weights = {name: digest(sampled(model)) for name, model in frozen.items()}
+    weights = {name: digest(one.placement.samples()) for name, one in frozen.items()}
     asked: Any = args.teacher_weights or {}
     in_loss = {f"{name} in the loss": asked.get(name, 1) for name in teachers if args.loss_aggregation == "teachers"}
     return {"teachers": described, "teacher_weights": {**weights, **heads, **in_loss}}

@@ -71,7 +71,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             The student: a path, a model id, or a causal language model.
         teacher_model (`str`, [`~transformers.PreTrainedModel`], [`PeftModel`], [`Teacher`] or `dict`, *optional*):
-            The teacher, with the student's tokenizer. A path or model id is loaded with
+            The teacher, with the student's tokenizer. A path or model id, perhaps of an adapter, is loaded with
             `args.teacher_model_init_kwargs`; an object is frozen in place. A dict holds several by name, and the column
             `"teacher"` names the teacher of each row. When `None`, it is loaded from
             `args.teacher_model_name_or_path`, or `args.teacher_model_kind` makes the student its own teacher.

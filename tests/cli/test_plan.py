@@ -228,7 +228,7 @@ def test_best_placement_is_the_first_that_fits():
 
 def test_base_model_as_teacher_takes_no_memory():
     student, load = of("7b"), replace(LOAD, batch=2, lora=16)
-    (plan,) = considered(student, student, load, 80e9, None, shares_weights=True, activations=a_gigabyte)
+    (plan,) = considered(student, student, load, 80e9, None, places=("itself",), activations=a_gigabyte)
     assert (plan.choice.teacher, plan.fits) == ("itself", True)
     learns = plan.phases["training"]
     assert learns["idle teacher"] == plan.phases["scoring"]["active teacher"] == 0

@@ -7,8 +7,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from datasets import IterableDataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from support import fsdp_on_cpu, tiny, vision_language
 from support.byte_languages import byte_pairs
 from support.failing_server import pretended
@@ -32,6 +33,8 @@ some, as AdamW leaves weights without a gradient alone, but moves on where it is
 REMEDIES = {"contrast_weight": 0.5, "contrast_clip": 10.0, "extrapolation": 1.25, "anchor_weight": 0.3}
 SKIPPED = {"skip_prompts": 2.3, "max_steps": 6}
 """Of eight prompts, some; two steps are an epoch."""
+EXPERTS = ("math", "code")
+"""Names of several teachers."""
 HEAD_TOO = {**LORA, "modules_to_save": ["lm_head"]}
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -59,6 +62,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "lora, bytes": {"family": "bytes", "cross_tokenizer": "bytes", "lora": LORA},
     "full, skipped": SKIPPED,
     "lora, skipped": {"lora": LORA, **SKIPPED},
+    "full, experts": {"family": "experts", "merged": True},
+    "lora, experts": {"family": "experts", "merged": True, "lora": LORA},
     "full, images": {"family": "qwen2_5_vl"},
     "full, images of a stream": {"family": "qwen2_5_vl", "streams": True, "shuffle_dataset": False},
     "full, several": {"several": True},
@@ -106,6 +111,13 @@ DEALT = {
     ),
 }
 """Variants whose rows are read in other groups: which of `ALONE` each must equal, and its options."""
+
+ADAPTERS = {
+    "full, adapters": ("full, experts", {"family": "experts"}),
+    "lora, adapters": ("lora, experts", {"family": "experts", "lora": LORA}),
+    "lora, adapters, stream": ("lora, experts", {"family": "experts", "lora": LORA, "teacher_offload": "stream"}),
+}
+"""Variants whose teachers are adapters of the student's base, for the same merged into it, as `DEALT`."""
 
 SERVED = {"full, served": ("full", {"served": True}), "lora, served": ("lora", {"lora": LORA, "served": True})}
 """Variants whose teacher is behind a server: which of `ALONE` each must equal, and its options."""
@@ -164,7 +176,7 @@ SHORT = {
 def of(strategy: str, every: bool = True) -> dict[str, tuple[str, dict[str, Any]]]:
     """The variants of a strategy, all or those of the short run: which of `ALONE` each must equal, and its options."""
     placed = {**PLACED, **(IN_ZERO3 if strategy == "zero3" else {})}
-    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | OVERLAPPED | SERVED
+    variants = {name: (name, made_of) for name, made_of in ALONE.items()} | DEALT | OVERLAPPED | ADAPTERS | SERVED
     if strategy == "zero3":
         for name in ("full", "full, several"):
             made_of = {**ALONE[name], "teacher_offload": "zero3", "overlap": "step"}
@@ -191,6 +203,21 @@ def save_models(folder: Path) -> None:
         student.save_pretrained(folder / name / "student")
         teacher.save_pretrained(folder / name / "teacher")
     pairs.save_pretrained(folder / "bytes" / "teacher")
+    _save_experts(folder / "experts")
+
+
+def _save_experts(folder: Path) -> None:
+    """Two adapters of a student, one with a head of its own, and what they make of it."""
+    tiny.qwen2(32, seed=0).save_pretrained(folder / "student")
+    for seed, name in enumerate(EXPERTS):
+        base = AutoModelForCausalLM.from_pretrained(folder / "student")
+        expert = get_peft_model(base, LoraConfig(**(HEAD_TOO if seed else LORA)))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in expert.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter) * parameter.requires_grad)
+        expert.save_pretrained(folder / name)
+        expert.merge_and_unload().save_pretrained(folder / f"{name}-merged")
 
 
 def trocr(width: int, seed: int = 0) -> nn.Module:
@@ -247,14 +274,18 @@ def build(
     together = options.pop("rows", 2)
     if options.pop("served", False):
         options["teacher_server_url"] = _server(models / "teacher")
+    teacher: Any = str(models / "teacher")
     own, rows = "teacher_model_kind" in options, vision_language.rows(IMAGES) if sees else tiny.rows()
     if options.pop("streams", False):  # whose features do not tell which rows have images
         rows = IterableDataset.from_generator(partial(iter, rows), features=rows.features)
+    are_merged = options.pop("merged", False)
+    if family == "experts":
+        teacher = {name: str(models / (f"{name}-merged" if are_merged else name)) for name in EXPERTS}
+        rows = rows.add_column("teacher", [*EXPERTS, *reversed(EXPERTS)] * 2)
     if "contrast_weight" in options:
         rows = rows.add_column("contrast_context", [f"another {number}" for number in range(len(rows))])
     if own:
         rows = rows.add_column("privileged_context", [f"hint {number}" for number in range(len(rows))])
-    teacher: Any = None if own else str(models / "teacher")
     if options.pop("several", False):  # of which a process may have no row
         rows = rows.add_column("teacher", ["a", "a", "a", "b"] * 2)
         teacher = {"a": teacher, "b": str(folder / "gemma2" / "teacher")}
@@ -268,7 +299,7 @@ def build(
     fsdp_on_cpu.allow()
     return trainer_class(
         model=str(models / "student"),
-        teacher_model=teacher,
+        teacher_model=None if own else teacher,
         args=args,
         train_dataset=rows,
         processing_class=vision_language.processor(family) if sees else tiny.tokenizer(),

@@ -1,16 +1,24 @@
-"""Inspects a PEFT model without changing it: the base model's weights, merged weights, and the adapter's factors."""
+"""Inspects a PEFT model without changing it (base weights, merged weights, factors), and loads adapters of teachers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import (
+    AutoPeftModelForCausalLM,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora import Embedding, Linear
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -36,6 +44,9 @@ _IRRELEVANT_FIELDS = (
 """Fields of an adapter's config that do not affect training."""
 _WRAPPER_NAMES = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")
 """Parts that PEFT inserts into the names of the base model's weights."""
+
+_NAMED = 4
+"""Maximum weights that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +115,12 @@ def average_of(paths: Sequence[str]) -> PreTrainedModel:
 
 def changes_generate(model: CausalLM) -> bool:
     """Whether an adapter acts differently within PEFT's `generate`: prompt learning, and aLoRA."""
-    configs = model.peft_config.values() if isinstance(model, PeftModel) else ()
-    return any(one.is_prompt_learning or getattr(one, "alora_invocation_tokens", None) for one in configs)
+    return isinstance(model, PeftModel) and any(map(reads_prompts, model.peft_config.values()))
+
+
+def reads_prompts(config: Any) -> bool:
+    """Whether an adapter adds to prompts or depends on their tokens, so that the layers alone do not compute it."""
+    return bool(config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None))
 
 
 def without_peft(model: CausalLM) -> Any:
@@ -312,6 +327,70 @@ def _merged_bias(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
         if layer.lora_bias.get(adapter):
             bias = bias + layer.lora_B[adapter].bias.detach().float() * layer.scaling[adapter]
     return bias
+
+
+# ---- Adapters that are loaded ---------------------------------------------------------------------------------------
+
+
+def read_config(folder: str | Path) -> PeftConfig:
+    """The config of an adapter in a folder."""
+    return PeftConfig.from_pretrained(str(folder))
+
+
+@torch.no_grad()
+def with_adapter(
+    model: CausalLM, config: PeftConfig, loaded: Mapping[str, Tensor], name: str
+) -> tuple[PeftModel, str | None]:
+    """Puts an adapter with weights from its file into the layers of a model, under a name; and what is wrong with it.
+
+    The model may have others of the same type. Its own weights are not changed.
+    """
+    if isinstance(model, PeftModel):
+        model.add_adapter(name, config)
+    else:
+        model = get_peft_model(model, config, name)
+    own, theirs = adapter_weights(model, name), {one.data_ptr() for one in base_parameters(model).values()}
+    if changed := sorted(key for key, tensor in own.items() if tensor.numel() and tensor.data_ptr() in theirs):
+        return model, f"it changes weights of the base, which others share: {_listed(changed)}"
+    for tensor in own.values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)  # PEFT only warns of what a file lacks; this stays
+    base = model.state_dict()
+    # With LoRA on embeddings, or after they are resized, PEFT saves those of the base too, and would load them into it.
+    of_base = loaded.keys() & base.keys()
+    if changed := sorted(key for key in of_base if not torch.equal(loaded[key].to(base[key]), base[key])):
+        return model, f"it has other values, or another shape, of weights of the base: {_listed(changed)}"
+    rest = {key: tensor for key, tensor in loaded.items() if key not in of_base}
+    if unknown := set_peft_model_state_dict(model, rest, adapter_name=name).unexpected_keys:
+        return model, f"the base has no layer for {_listed(sorted(unknown))}"
+    wrong = sorted(key for key, tensor in own.items() if not tensor.isfinite().all())
+    if lacking := [key for key in wrong if key not in loaded]:
+        return model, f"its file lacks {_listed(lacking)}"
+    return model, f"it has values that are not finite, in {_listed(wrong)}" if wrong else None
+
+
+def adapter_weights(model: PeftModel, name: str) -> dict[str, Tensor]:
+    """The weights of one adapter by their names in its file; the tensors themselves."""
+    found: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return found
+
+
+def activate(model: PeftModel, name: str) -> None:
+    """Makes an adapter the only active one, and leaves all frozen."""
+    model.set_adapter(name)
+    model.requires_grad_(False)
+
+
+def adapts_head(model: PeftModel, name: str) -> bool:
+    """Whether an adapter changes the output head otherwise than by one of its own."""
+    head = model.get_output_embeddings()
+    is_own = isinstance(head, ModulesToSaveWrapper)
+    return not is_own and any(name in one.split(".") for one, _ in head.named_parameters())
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 @contextmanager

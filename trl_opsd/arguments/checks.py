@@ -27,7 +27,9 @@ from trl_opsd.data.tokenization import (
     warn_of_prompts,
 )
 from trl_opsd.environments import Environments
+from trl_opsd.http.urls import ONLY
 from trl_opsd.methods.shares import check_shares
+from trl_opsd.models.adapters import adapter_at
 from trl_opsd.models.backbone import context_of, model_shape
 from trl_opsd.models.checks import (
     check_in_memory,
@@ -38,7 +40,7 @@ from trl_opsd.models.checks import (
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
-from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location, teacher_loading
+from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location, servers, teacher_loading
 
 logger = get_logger(__name__)
 
@@ -82,7 +84,17 @@ def _check_no_foreign_adapter(student: Any, teachers: Mapping[str, Any]) -> None
 def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
     for name, teacher in teachers.items():
         called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
-        language_config(teacher, called, location(args), trust="teacher_trust_remote_code")
+        trust = "teacher_trust_remote_code"
+        if (adapter := adapter_at(teacher, location(args))) is None:
+            language_config(teacher, called, location(args), trust)
+            continue
+        adapter.check(called, trust)
+        if args.teacher_offload == "zero3" or name in (served := servers(args)) or ONLY in served:
+            option = "teacher_offload='zero3'" if args.teacher_offload == "zero3" else "teacher_server_url"
+            raise ValueError(
+                f"`{option}` with an adapter, `{called}={teacher!r}`: it is not supported. Pass a merged model, or set "
+                "`teacher_offload='stream'` without a server."
+            )
 
 
 def check_other_teacher(

@@ -161,6 +161,7 @@ def plan(
     from trl_opsd.cli.plan.memory import Load, Rates, best, considered, tracer
     from trl_opsd.cli.plan.shapes import shape_of
     from trl_opsd.cli.plan.shown import PlanRequest, document, show
+    from trl_opsd.models.adapters import adapter_at
 
     size = fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", image_size or "")
     if bool(images) != bool(size):
@@ -171,7 +172,12 @@ def plan(
         )
     sizes = [(int(size[1]), int(size[2]))] * images if size else []
     sources = student, student if teacher is None else teacher
-    shapes = shape_of(sources[0], sizes), shape_of(sources[1], sizes)
+    adapter = adapter_at(sources[1], {})
+    base = None
+    if adapter is not None:
+        adapter.check("teacher", "teacher_trust_remote_code")
+        base = adapter.base
+    shapes = shape_of(sources[0], sizes), shape_of(base or sources[1], sizes)
     if images and not any(shape.images.tokens for shape in shapes):
         raise ValueError(f"`--images {images}`: neither student nor teacher has a vision tower.")
     load = Load(
@@ -185,9 +191,9 @@ def plan(
                 f"context has {shape.context}: lower one of them."
             )
     rates = Rates(tflops * 1e12, bandwidth * 1e9, link * 1e9, launch * 1e-6)
-    request = PlanRequest(sources, shapes, load, rates, gpu_memory * 1e9)
+    request = PlanRequest(sources, shapes, load, rates, gpu_memory * 1e9, base)
     host = None if host_memory is None else host_memory * 1e9
-    search = partial(considered, *shapes, load, request.memory, host, tracer(shapes[0], load), request.shares_weights)
+    search = partial(considered, *shapes, load, request.memory, host, tracer(shapes[0], load), request.teachers)
     for tried in [engine] if engine else [Engine.vllm, Engine.transformers]:
         plans = search(tried.value)
         found = best(plans)

@@ -90,7 +90,9 @@ def _taught(trainer: DistillationTrainer) -> dict[str, str]:
 def _teacher(trainer: DistillationTrainer, teacher: Any) -> str:
     args = trainer.args
     if args.teacher_model_kind is None:
-        model = getattr(teacher, "model", None)
+        model, adapter = getattr(teacher, "model", None), getattr(getattr(teacher, "placement", None), "adapter", None)
+        if adapter is not None:
+            return f"the adapter {_linked(adapter) or f'`{Path(adapter).name}`'} of {_shown(model)}"
         return f"a `{type(teacher).__name__}`" if model is None else _shown(model)
     kinds = {
         "base": f"the model itself before training{', without its adapter' if is_peft(trainer.model) else ''}",
@@ -118,11 +120,12 @@ def _path(model: Any) -> str:
 
 def _shown(model: Any) -> str:
     """A model in a sentence: with a link if it is on the Hub, by the name of its folder, or by its class."""
-    path = _path(model)
-    if (known := _hub_id(path)) is not None:
-        return f"[{known}](https://huggingface.co/{known})"
-    kind = class_of(without_peft(model)).__name__
-    return f"`{Path(path).name}` (a local `{kind}`)" if path else f"an unnamed `{kind}`"
+    path, kind = _path(model), class_of(without_peft(model)).__name__
+    return _linked(path) or (f"`{Path(path).name}` (a local `{kind}`)" if path else f"an unnamed `{kind}`")
+
+
+def _linked(path: str) -> str | None:
+    return None if (known := _hub_id(path)) is None else f"[{known}](https://huggingface.co/{known})"
 
 
 def _hub_id(path: str) -> str | None:

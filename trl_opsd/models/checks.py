@@ -89,9 +89,9 @@ def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str
     if (Path(path) / _ADAPTER_CONFIG).is_file():
         why = (
             "It contains only an adapter: load its base model and pass `PeftModel.from_pretrained(base, path, "
-            "is_trainable=True)`(a teacher needs no `is_trainable`). If only a path can be passed, save both as one "
-            "model, `AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` with "
-            "its tokenizer, and pass that folder."
+            "is_trainable=True)`. If only a path can be passed, save both as one model, "
+            "`AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)` with its "
+            "tokenizer, and pass that folder."
         )
     try:
         return cached_file(path, CONFIG_NAME, **place_of(loading)), why

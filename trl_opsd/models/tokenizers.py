@@ -14,6 +14,7 @@ from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig, PreTrai
 from transformers.utils import cached_file
 
 from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd.models.adapters import adapter_at
 from trl_opsd.models.checks import place_of
 
 logger = get_logger(__name__)
@@ -47,6 +48,13 @@ def has_tokenizer(path: str, place: Mapping[str, Any]) -> bool:
         return any(cached_file(path, name, **place, **quiet) for name in ("tokenizer_config.json", "tokenizer.json"))
     except (OSError, ValueError):  # neither a folder nor the form of a model id
         return False
+
+
+def tokenizer_at(path: str, loading: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Where a model's tokenizer is, and how it is found there: beside its weights, or those of its adapter's base."""
+    if has_tokenizer(path, place_of(loading)) or (adapter := adapter_at(path, loading)) is None:
+        return path, loading
+    return adapter.base, adapter.loading_of_base
 
 
 def text_tokenizer(processing_class: Any) -> Any:

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from transformers import AutoConfig, PreTrainedModel
+from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
 from trl_opsd._compat.peft import CausalLM, is_peft, without_adapter
 from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trained_parameters, whole, whole_copy
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
+from trl_opsd.models.adapters import Adapter, adapter_at
 from trl_opsd.models.backbone import Run
 from trl_opsd.models.checks import whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import Samples
+from trl_opsd.teacher.adapters import placed
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.checks import TeacherLike, deadline, location, servers, teacher_loading
+from trl_opsd.teacher.checks import LOCATION_OPTIONS, TeacherLike, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
@@ -50,13 +53,13 @@ def build_teacher(teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = 
             )
         return teacher_model
     if isinstance(teacher_model, str):
-        teacher_model = _loaded(teacher_model, args)
+        teacher_model = _loaded(teacher_model, args, location(args))
     elif in_zero3_model(teacher_model):
         raise ValueError(
             "The teacher was sharded by the student's ZeRO-3 config when it was loaded: pass its path, so that "
             "`teacher_offload` decides, or load it before the config is built."
         )
-    return _frozen(teacher_model, args, is_only)
+    return _frozen(_placed(teacher_model, args, is_only), args)
 
 
 def on_device(model: CausalLM, device: torch.device) -> FrozenTeacher:
@@ -86,6 +89,9 @@ def build_teachers(
         need = "`teacher_model_kind='base'` is" if is_base else "`anchor_weight` and `extrapolation` need"
         checked = Origin(student, handed_in, need)
     urls = servers(args)
+    adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
+    is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
+    placements, unchanged = _placed_adapters(adapters, student, args, is_only)
     teachers: dict[str, Teacher] = {}
     average: Average | None = None
     for name, model in models.items():
@@ -93,8 +99,10 @@ def build_teachers(
             teachers[name], average = _build_own(student, run, reading, args)
         elif name in urls:
             teachers[name] = served(model, urls[name], args)
+        elif name in placements:
+            teachers[name] = _frozen(placements[name], args)
         else:
-            teachers[name] = build_teacher(model, args, is_only=len(models) == 1)
+            teachers[name] = build_teacher(model, args, is_only)
         if name in by_bytes:
             teachers[name] = by_bytes[name](teachers[name])
     if args.reads_origin and not reads_student:
@@ -102,7 +110,24 @@ def build_teachers(
     elif args.reads_origin and origin is None:
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args)
-    return Teachers(teachers, average, checked, origin)
+    checks = [one for one in (checked and checked.check, unchanged) if one is not None]
+    return Teachers(teachers, average, checks, origin)
+
+
+def _placed_adapters(
+    adapters: Mapping[str, Adapter], student: CausalLM, args: OPSDConfig, is_only: bool
+) -> tuple[dict[str, Placement], Callable[[], None] | None]:
+    """Loads adapters and their bases, of which one may have the student's own weights: frozen ones, whole and here."""
+    is_split = args.deepspeed_plugin is not None or is_fsdp_enabled()
+    # Compared in host memory, so that a base is never on the device twice.
+    compares = args.teacher_offload == "none" and is_peft(student) and not is_split
+    compares &= teacher_loading(args).keys().isdisjoint({"device_map", "quantization_config"})
+
+    def load(adapter: Adapter) -> CausalLM:
+        return _loaded(adapter.base, args, adapter.loading_of_base, in_host_memory=compares)
+
+    lenders = [student] * compares if args.teacher_offload == "none" else None  # offloaded weights move
+    return placed(adapters, load, partial(_placed, args=args, is_only=is_only), lenders)
 
 
 def _build_own(
@@ -156,17 +181,20 @@ def _own(student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSD
 def _copied(student: CausalLM, args: OPSDConfig) -> FrozenTeacher:
     copied = whole_copy(student)
     broadcast_from_first(copied.state_dict(), args.device)
-    return _frozen(copied, args)
+    return _frozen(_placed(copied, args, is_only=True), args)
 
 
 def _progress(args: OPSDConfig) -> bool:
     return args.process_index == 0 and not args.disable_tqdm
 
 
-def _frozen(model: CausalLM, args: OPSDConfig, is_only: bool = True) -> FrozenTeacher:
+def _placed(model: CausalLM, args: OPSDConfig, is_only: bool) -> Placement:
     _check_movable(model, args.teacher_offload)
     of_head = {"keeps_head": is_only} if args.teacher_offload in ("cpu", "stream") else {}
-    placement = _PLACEMENTS[args.teacher_offload](model, args.device, **of_head)
+    return _PLACEMENTS[args.teacher_offload](model, args.device, **of_head)
+
+
+def _frozen(placement: Placement, args: OPSDConfig) -> FrozenTeacher:
     return FrozenTeacher(
         placement,
         cache_device=args.teacher_cache_device,
@@ -187,14 +215,17 @@ def served(path: str, urls: Sequence[str], args: OPSDConfig) -> Teacher:
     return teacher
 
 
-def _loaded(path: str, args: OPSDConfig) -> PreTrainedModel:
-    """Loads a teacher from a path directly to its placement."""
-    kwargs = {"dtype": None, "use_safetensors": True, **teacher_loading(args)}
+def _loaded(path: str, args: OPSDConfig, place: Mapping[str, Any], in_host_memory: bool = False) -> PreTrainedModel:
+    """Loads a teacher, or the base of its adapter, from a path directly to its placement, or else to host memory."""
+    others = {name: one for name, one in teacher_loading(args).items() if name not in LOCATION_OPTIONS}
+    kwargs = {"dtype": None, "use_safetensors": True, **others, **place}
     config = None
-    if args.teacher_offload != "none":
+    if in_host_memory:
+        kwargs["device_map"] = None
+    elif args.teacher_offload != "none":
         kwargs["device_map"] = None
         # Refused by its config, before gigabytes are loaded.
-        theirs = AutoConfig.from_pretrained(path, **location(args))
+        theirs = AutoConfig.from_pretrained(path, **place)
         _check_movable(theirs, args.teacher_offload)
         if args.teacher_offload == "zero3":
             dtype = getattr(torch, str(kwargs["dtype"]).removeprefix("torch."), None) or theirs.dtype or torch.float32

@@ -16,8 +16,9 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import settings_of
 from trl_opsd.data.tokenization import check_token_maps
 from trl_opsd.http.urls import ONLY, server_urls
+from trl_opsd.models.adapters import adapter_at
 from trl_opsd.models.checks import PLACE_OPTIONS, place_of
-from trl_opsd.models.tokenizers import has_tokenizer, text_tokenizer
+from trl_opsd.models.tokenizers import has_tokenizer, text_tokenizer, tokenizer_at
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 
@@ -230,7 +231,9 @@ def teachers_processors(
         if name in servers(args) or (isinstance(model, Teacher) and not model.reads_images):
             theirs = False  # a server is sent ids only
         elif theirs is None and isinstance(model, str):
-            theirs = processor_at(model, location(args))
+            adapter = adapter_at(model, location(args))  # saved beside a tokenizer, seldom beside a processor
+            where = (model, location(args)) if adapter is None else (adapter.base, adapter.loading_of_base)
+            theirs = processor_at(*where)
         elif theirs is None and isinstance(model, nn.Module):
             config = without_peft(model).config
             source = get_config_model_id(config)
@@ -260,7 +263,7 @@ def processor_at(path: str, options: Mapping[str, Any]) -> Any:
 
 def _tokenizer_beside(path: str, args: OPSDConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer at the path or model id that a teacher will be loaded from, or `None` if there is none."""
-    options = location(args)
+    path, options = tokenizer_at(path, location(args))
     if not has_tokenizer(path, place_of(options)):
         logger.warning(f"{path} has no tokenizer: assuming the student's.")
         return None

@@ -24,6 +24,7 @@ from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
+from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.rollout import PromptIds
@@ -50,6 +51,8 @@ class Placement(ABC):
     """The causal language model, bare or wrapped by `peft`."""
     device: torch.device
     """The device that a rollout has to be on."""
+    adapter: str | None = None
+    """The path or model id of the adapter that is active while it scores, if it was loaded as one."""
 
     @property
     def where(self) -> str:
@@ -61,9 +64,9 @@ class Placement(ABC):
     def head(self) -> OutputHead:
         """The head as of the last scoring, where the loss can use it at any time."""
 
-    is_whole: ClassVar[bool] = True
+    is_whole: bool = True
     """Whether the model can be called directly within [`reading`], and not only through what that yields."""
-    passes_cost: ClassVar[bool] = False
+    passes_cost: bool = False
     """Whether each pass copies or gathers the weights again."""
 
     @abstractmethod
@@ -81,6 +84,10 @@ class Placement(ABC):
     def passes_to_run(self, passes: int) -> int:
         """Passes to run: `passes`, or the maximum over processes if passes are collective."""
         return passes
+
+    def samples(self) -> Samples:
+        """Samples of the weights that it scores with. Collective."""
+        return sampled(self.model)
 
 
 class Resident(Placement):

@@ -20,7 +20,7 @@ from trl_opsd.models.backbone import shape_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.self_teacher import Average, Origin
+from trl_opsd.teacher.self_teacher import Average
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.targets import check_targets, kept_by_row
 
@@ -29,18 +29,18 @@ logger = get_logger(__name__)
 
 @final
 class Teachers(dict[str, Teacher]):
-    """The teachers by name, with the average behind an `"ema"` teacher and the check of a `"base"` one."""
+    """The teachers by name, with the average behind an `"ema"` teacher, and checks that others have not changed."""
 
     def __init__(
         self,
         by_name: Mapping[str, Teacher],
         average: Average | None = None,
-        checked: Origin | None = None,
+        checks: Sequence[Callable[[], None]] = (),
         origin: Teacher | None = None,
     ) -> None:
         super().__init__(by_name)
         self.average = average
-        self._checked_origin = checked
+        self._checks = checks
         self.origin = origin
         """The student as it was passed or what stands in its place, where the loss uses it."""
         its_own = {name: getattr(one, "teacher", one) for name, one in by_name.items()}
@@ -131,8 +131,8 @@ class Teachers(dict[str, Teacher]):
 
     def check(self) -> None:
         """Raises `ValueError` if a teacher has changed since the start. Collective."""
-        if self._checked_origin is not None:
-            self._checked_origin.check()
+        for check in self._checks:
+            check()
 
     def save(self, folder: str) -> None:
         """Writes the teachers' state to a checkpoint folder."""

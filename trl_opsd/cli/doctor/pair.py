@@ -21,10 +21,11 @@ from trl_opsd.cli.train.launch import launch_options
 from trl_opsd.cli.train.options import OptionParser, RunOptions
 from trl_opsd.cli.train.script import set_loading, warn_of_options
 from trl_opsd.data.tokenization import shared_vocabulary
+from trl_opsd.models.adapters import adapter_at
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.checks import language_config, place_of, whole_checkpoint
 from trl_opsd.models.probes import Probed
-from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer
+from trl_opsd.models.tokenizers import has_tokenizer, loaded_processing_class, text_tokenizer, tokenizer_at
 from trl_opsd.models.weights import without_weights
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, location, processor_at
 from trl_opsd.types import Rollout
@@ -135,8 +136,12 @@ def load_pair(
     """Loads both models in float32, of the classes that a training loads; `loading` goes to `from_pretrained`."""
     disable_progress_bar()
     PartialState()  # which warnings need
+    path, place = tokenizer_at(teacher, loading[1])
+    named, configs, models = teacher, [], []
+    if (adapter := adapter_at(teacher, loading[1])) is not None:
+        adapter.check("teacher", "teacher_trust_remote_code")
+        loading, teacher = (loading[0], adapter.loading_of_base), adapter.base
     places = [{"trust_remote_code": bool(one.get("trust_remote_code")), **place_of(one)} for one in loading]
-    configs, models = [], []
     for role, source, options in zip(("student", "teacher"), (student, teacher), loading, strict=True):
         language_config(source, role, options, f"{'teacher_' * (role == 'teacher')}trust_remote_code")
     if tiny:  # random weights; vocabulary, hidden size and head stay as they are
@@ -158,15 +163,17 @@ def load_pair(
             options = {"dtype": "float32", "device_map": None, "use_safetensors": True, **loading[number]}
             with whole_checkpoint(role):
                 model = create_model_from_path(source, **options)
+            if adapter is not None and role == "teacher":
+                model = adapter.put_on(model, role)
         models.append(model.to(device).eval())
     processing = loaded_processing_class(student, loading[0], places[0]["trust_remote_code"])
     tokenizer, theirs, reads = text_tokenizer(processing), None, None
-    if has_tokenizer(teacher, place_of(loading[1])):
-        theirs = AutoTokenizer.from_pretrained(teacher, **places[1])
+    if has_tokenizer(path, place_of(place)):
+        theirs = AutoTokenizer.from_pretrained(path, **{**places[1], **place_of(place)})
         reads = processor_at(teacher, places[1])
     return Pair(
         student=Side(student, models[0], tokenizer, processing),
-        teacher=Side(teacher, models[1], theirs or tokenizer, reads),
+        teacher=Side(named, models[1], theirs or tokenizer, reads),
         tiny=tiny,
         assumes_tokenizer=theirs is None,
         by_bytes=by_bytes,

@@ -92,7 +92,8 @@ class Choice:
     sharding: str
     """`"single"`, `"ddp"`, `"zero2"`, `"zero3"`, `"fsdp2"` or `"zero3_offload"`: the name of an accelerate file."""
     teacher: str
-    """A value of `teacher_offload`, `"served"`, or `"itself"`: the student without its adapter."""
+    """A value of `teacher_offload`, `"served"`, `"itself"`: the student without its adapter, or `"shared"`: with one
+    of its own."""
     micro: int
     """Rows of a micro-batch."""
     engine: str = TRANSFORMERS
@@ -164,6 +165,7 @@ def _of_teacher(teacher: Shape, kept: str, itemsize: int) -> tuple[int, int]:
         "zero3": (0, max(3 * teacher.layer, head)),
         "served": (head, head),
         "itself": (0, 0),
+        "shared": (0, 0),
     }[kept]
     return itemsize * idle, itemsize * active
 
@@ -402,7 +404,7 @@ def considered(
     memory: float,
     host: float | None,
     activations: Callable[..., int],
-    shares_weights: bool = False,
+    places: Sequence[str] = (),
     engine: str = "transformers",
 ) -> list[Plan]:
     """A plan for each placement, with the largest micro-batch that fits, or that of one row.
@@ -426,8 +428,9 @@ def considered(
     shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]
     found = []
     for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:  # those with less traffic first
-        teachers = ["none", "cpu", "stream", *["zero3"] * sharding.startswith("zero3"), "served"]
-        for kept, generates in product(["itself"] if shares_weights else teachers, ENGINES[engine]):
+        teachers = places or ["none", "cpu", "stream", *["zero3"] * sharding.startswith("zero3"), "served"]
+        teachers = [one for one in teachers if one != "shared" or sharding in ("single", "ddp")]
+        for kept, generates in product(teachers, ENGINES[engine]):
             for rows in (rows for rows in range(load.batch, 0, -1) if load.batch % rows == 0):
                 choice = Choice(sharding, kept, rows, generates)
                 last = plan(choice, lambda *_: 0)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -29,11 +30,17 @@ class PlanRequest:
     rates: Rates
     memory: float
     """Bytes of each device."""
+    base: str | None = None
+    """The base of a teacher that is an adapter."""
 
     @property
-    def shares_weights(self) -> bool:
-        """Whether the teacher is the student without its adapter."""
-        return self.load.lora is not None and self.sources[0] == self.sources[1]
+    def teachers(self) -> tuple[str, ...]:
+        """Where the teacher may be kept, in the words of `Choice`; all places, if none is named."""
+        lends = self.load.lora is not None
+        if self.base is not None:
+            is_students = lends and Path(self.base).resolve() == Path(self.sources[0]).resolve()
+            return (*["shared"] * is_students, "none", "cpu", "stream")
+        return ("itself",) * (lends and self.sources[0] == self.sources[1])
 
     @property
     def seeing(self) -> list[tuple[str, Shape]]:
@@ -51,7 +58,8 @@ def options(plan: Plan, request: PlanRequest) -> dict[str, Any]:
     of_engine = {"use_vllm": True, "vllm_max_model_length": load.row(request.shapes[0])}
     of_adapter = {"use_peft": True, "lora_r": load.lora, "lora_target_modules": ["all-linear"]}
     address = f"http://127.0.0.1:{8001 if choice.engine == SERVER else 8000}"
-    here = {"teacher_model_name_or_path": request.sources[1], "teacher_dtype": dtype, "teacher_offload": choice.teacher}
+    kept = "none" if choice.teacher == "shared" else choice.teacher
+    here = {"teacher_model_name_or_path": request.sources[1], "teacher_dtype": dtype, "teacher_offload": kept}
     groups: list[tuple[Any, dict[str, Any]]] = [
         (load.by_bytes, {"cross_tokenizer": "bytes"}),
         (choice.engine != TRANSFORMERS, of_engine),

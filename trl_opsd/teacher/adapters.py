@@ -1,0 +1,122 @@
+"""Adapters as teachers: those of a base share its weights, perhaps with the student; one is active while it scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from trl_opsd._compat.peft import CausalLM, activate, adapter_weights, base_parameters
+from trl_opsd.models.adapters import Adapter
+from trl_opsd.models.backbone import Run
+from trl_opsd.models.checks import sizes
+from trl_opsd.models.weights import Samples, first_change, sample
+from trl_opsd.teacher.frozen import Placement, Resident
+from trl_opsd.types import OutputHead
+
+
+class Adapted(Placement):
+    """One adapter of a model that another placement keeps with all of them; `owners` says who else uses its base."""
+
+    def __init__(self, shared: Placement, name: str, path: str, owners: str) -> None:
+        self.model, self.device, self.adapter = shared.model, shared.device, path
+        self.is_whole, self.passes_cost = shared.is_whole, shared.passes_cost
+        self._shared, self._name, self._owners = shared, name, owners
+        with self.model.disable_adapter():
+            of_base = OutputHead.of(self.model).weight
+        activate(self.model, name)
+        head = OutputHead.of(self.model)
+        self._head: OutputHead | None = head
+        if not isinstance(shared, Resident):
+            # A head of its own comes and goes with the layers, but the loss needs it after that, as it does the base's.
+            bias = None if head.bias is None else head.bias.detach().to(self.device, copy=True)
+            own = replace(head, weight=head.weight.detach().to(self.device, copy=True), bias=bias)
+            self._head = None if head.weight is of_base else own
+
+    @property
+    def where(self) -> str:
+        return f"{self._shared.where}, with the adapter {self.adapter!r}{self._owners}"
+
+    @property
+    def head(self) -> OutputHead:
+        return self._shared.head if self._head is None else self._head
+
+    @contextmanager
+    def reading(self, passes: int) -> Iterator[Run]:
+        activate(self.model, self._name)
+        with self._shared.reading(passes) as run:
+            yield run
+
+    def samples(self) -> Samples:
+        own = adapter_weights(self.model, self._name)
+        return {**super().samples(), **{name: sample(tensor) for name, tensor in own.items()}}
+
+
+def placed(
+    adapters: Mapping[str, Adapter],
+    load: Callable[[Adapter], CausalLM],
+    place: Callable[[CausalLM], Placement],
+    lenders: Sequence[CausalLM] | None,
+) -> tuple[dict[str, Placement], Callable[[], None] | None]:
+    """The placement of each adapter by its teacher's name, and a check that weights of others have not changed.
+
+    `load` loads the base of one, and `place` puts a model where it is kept. Frozen weights of `lenders`, and of bases
+    loaded here, are used where they equal those of a base; with `None`, no base has another's.
+    """
+    groups: dict[tuple[str, ...], dict[str, Adapter]] = {}
+    for name, one in adapters.items():
+        # PEFT puts adapters of one type only into the layers of a model.
+        key = one.base, str(sorted(one.loading_of_base.items())), str(one.config.peft_type)
+        groups.setdefault(key, {})[name] = one
+    found: dict[str, Placement] = {}
+    borrowed: dict[str, Tensor] = {}
+    others = list(lenders or ())
+    for group in groups.values():
+        model = load(next(iter(group.values())))
+        mine = {} if lenders is None else _borrowed(model, others)
+        borrowed |= mine
+        names = {name: f"teacher{number:03}" for number, name in enumerate(group)}
+        for name, one in group.items():
+            model = one.put_on(model, names[name])
+        with model.disable_adapter():  # the head that is kept apart is the base's
+            shared = place(model)
+        others.append(model)
+        owners = f"; {len(group)} teachers share its base" if len(group) > 1 else ""
+        owners += f"; {sizes({id(one): one for one in mine.values()}.values())} of it are others'" if mine else ""
+        found |= {name: Adapted(shared, names[name], one.path, owners) for name, one in group.items()}
+    return found, _unchanged(borrowed) if borrowed else None
+
+
+def _borrowed(model: nn.Module, lenders: Sequence[CausalLM]) -> dict[str, Tensor]:
+    """Replaces weights of a model by frozen ones of others that have the same values; returns those, by name."""
+    theirs = [base_parameters(one) for one in lenders]
+    found: dict[str, Tensor] = {}
+    for name, own in list(model.named_parameters(remove_duplicate=False)):
+        for one in (weights[name] for weights in theirs if name in weights):
+            alike = type(one) is type(own) is nn.Parameter and one.dtype == own.dtype and one.shape == own.shape
+            if alike and not one.requires_grad and torch.equal(one, own.to(one.device)):
+                layer, _, part = name.rpartition(".")
+                setattr(model.get_submodule(layer), part, one)
+                found[name] = one
+                break
+    return found
+
+
+def _unchanged(weights: Mapping[str, Tensor]) -> Callable[[], None]:
+    def sampled() -> Samples:
+        return {name: sample(one) for name, one in weights.items()}
+
+    before = sampled()
+
+    def check() -> None:
+        if (changed := first_change(before, sampled())) is not None:
+            raise ValueError(
+                f"{changed} has changed since the student was passed, but a teacher, an adapter of the same base, uses "
+                "it, and is another model now: do not change the base weights (in a callback, or with "
+                "`merge_adapter`), or set `teacher_offload='cpu'`, for which the teacher gets a copy."
+            )
+
+    return check
