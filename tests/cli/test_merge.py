@@ -13,10 +13,10 @@ from peft import LoraConfig, get_peft_model
 from support import tiny
 from transformers import AutoModelForCausalLM
 
-from trl_opsd._compat.peft import average_of
 from trl_opsd.cli.main import app
 from trl_opsd.cli.train.experts import AFTER, AVERAGE, BEFORE, Expert, Metric, experts_of, table
 from trl_opsd.cli.train.script import main
+from trl_opsd.models.adapters import average_of
 
 WORDS = tiny.tokenizer()
 LENGTH = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 from peft import (
-    AutoPeftModelForCausalLM,
     PeftConfig,
     PeftModel,
     get_peft_model,
@@ -24,8 +23,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.peft_utils import find_adapter_config_file
+from transformers import PreTrainedModel
 
 from trl_opsd._compat.sharding import plain_name
 
@@ -85,32 +83,6 @@ class Weight:
 def is_peft(model: CausalLM) -> bool:
     """Whether the model is wrapped by PEFT."""
     return isinstance(model, PeftModel)
-
-
-def average_of(paths: Sequence[str]) -> PreTrainedModel:
-    """The mean of the weights of checkpoints, in float32; adapters are merged into their bases first.
-
-    Raises:
-        ValueError: The checkpoints differ in the names or shapes of their weights.
-    """
-    mean = None
-    for path in paths:
-        kind = AutoModelForCausalLM if find_adapter_config_file(path) is None else AutoPeftModelForCausalLM
-        model = kind.from_pretrained(path, dtype=torch.float32)
-        model = model.merge_and_unload() if isinstance(model, PeftModel) else model
-        if mean is None:
-            mean = model
-            continue
-        mine, yours = dict(mean.named_parameters()), dict(model.named_parameters())
-        shapes = ({name: one.shape for name, one in of.items()} for of in (mine, yours))
-        if differing := sorted({name for name, _ in {*next(shapes).items()} ^ {*next(shapes).items()}}):
-            raise ValueError(f"{path} and {paths[0]} differ in {len(differing)} weights, first {differing[0]!r}.")
-        for name, one in mine.items():
-            one.data.add_(yours[name].data)
-    assert mean is not None, "expected at least one path"
-    for one in mean.parameters():
-        one.data.div_(len(paths))
-    return mean
 
 
 def changes_generate(model: CausalLM) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 from datasets import Dataset, concatenate_datasets
 
-from trl_opsd._compat.peft import average_of
+from trl_opsd.models.adapters import average_of
 from trl_opsd.report.page import write
 from trl_opsd.report.records import about, tell
 
