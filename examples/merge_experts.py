@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
+from experts.controls import supervised, ties
 from experts.make import ADAPTER, make
 from experts.tasks import TASKS, draw, rows
 
@@ -48,7 +50,8 @@ def options(folder: Path, steps: int, seed: int) -> dict[str, Any]:
         "lora_r": ADAPTER["r"],
         "lora_alpha": ADAPTER["lora_alpha"],
         "lora_target_modules": ADAPTER["target_modules"],
-        "divergence": "reverse_kl",
+        "divergence": "forward_kl",
+        "top_p": 0.6,
         "max_steps": steps,
         "per_device_train_batch_size": 48,
         "per_device_eval_batch_size": 200,
@@ -73,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps, each of 48 completions")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
+    parser.add_argument(
+        "--controls", action="store_true", help="supervised training, and TIES by mergekit if installed"
+    )
     asked = parser.parse_args(arguments)
     folder = asked.output
     make(folder)
@@ -90,14 +96,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if known:
                 (run / FILE).write_text(json.dumps(known))
             file = run / "experts.yaml"
-            file.write_text(yaml.safe_dump(options(folder, asked.steps, seed) | WAYS[way] | {"output_dir": str(run)}))
+            file.write_text(
+                yaml.safe_dump(
+                    options(folder, asked.steps, seed) | WAYS[way] | {"output_dir": str(run)}, sort_keys=False
+                )
+            )
             train(["--config", str(file)])
             found = json.loads((run / FILE).read_text())
             known = {**found, "accuracy": {name: of for name, of in found["accuracy"].items() if name != AFTER}}
-    print("\n".join(table(folder, asked.ways, asked.seeds)))
+    lines = table(folder, asked.ways, asked.seeds, controls(folder, asked.steps, asked.seeds) if asked.controls else {})
+    print("\n".join(lines))
 
 
-def table(folder: Path, ways: Sequence[str], seeds: Sequence[int]) -> list[str]:
+def controls(folder: Path, steps: int, seeds: Sequence[int]) -> dict[str, list[dict[str, float]]]:
+    """What was measured of cheaper ways, by their names; once."""
+    file = folder / "controls.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if "supervised on the experts' completions" not in found:
+        found["supervised on the experts' completions"] = [supervised(folder, steps, seed) for seed in seeds]
+    if "TIES of the weights" not in found and find_spec("mergekit"):  # pip install --no-deps mergekit immutables
+        found["TIES of the weights"] = [ties(folder)]
+    file.write_text(json.dumps(found))
+    return found
+
+
+def table(
+    folder: Path, ways: Sequence[str], seeds: Sequence[int], more: Mapping[str, Sequence[dict[str, float]]]
+) -> list[str]:
     """Accuracies, means over seeds with their ranges, and the share of the headroom."""
     of = {
         (way, seed): json.loads((folder / f"{way.partition(':')[0]}-{seed}" / FILE).read_text())["accuracy"]
@@ -119,7 +144,8 @@ def table(folder: Path, ways: Sequence[str], seeds: Sequence[int]) -> list[str]:
 
     head = [f"| accuracy | {' | '.join(TASKS)} | mean | share of the headroom |", "|---" * (len(TASKS) + 3) + "|"]
     fixed = [line(f"expert of {name}" if name in TASKS else name, [first[name]]) for name in (*TASKS, BEFORE, AVERAGE)]
-    return [*head, *fixed, *(line(f"student, {way}", [of[way, seed] for seed in seeds]) for way in ways)]
+    trained = [line(f"student, {way}", [of[way, seed] for seed in seeds]) for way in ways]
+    return [*head, *fixed, *(line(name, some) for name, some in more.items()), *trained]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import yaml
 from datasets import Dataset
 from support import tiny
 
+from trl_opsd.cli.train.experts import Experts
 from trl_opsd.teacher.teachers import Teachers
 
 RECIPES = Path(train.__file__).parent / "recipes"
@@ -22,6 +23,7 @@ COLUMNS = {
     "gkd": ["completion"],
     "lora_sampled": [],
     "several_teachers": ["teacher"],
+    "open_mopd": [],
     "context_distillation": ["teacher_prompt"],
     "sdpo": [],
     "sdft": ["privileged_context"],
@@ -95,13 +97,18 @@ def run(request, disk, tmp_path_factory):
         read.extend(zip(rollout.prompt_lists(), rollout.completion_lists(), names, strict=True))
         return targets(teachers, rollout, names, beside)
 
+    if "experts" in options:
+        one = {"model": disk.teacher, "dataset": rows(name, folder), "metric": f"{__name__}.length"}
+        models["experts"] = {expert: {**one, "test": one["dataset"]} for expert in options["experts"]}
     smaller = {option: value for option, value in SMALLER.items() if option in options} | ALWAYS
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump({**options, **models, **smaller, "output_dir": str(folder / "out")}))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Teachers, "targets", reading)
+        patched.setattr(Experts, "evaluate", lambda *_: None)  # tests/cli/test_merge.py measures
         rewards = ["--reward_funcs", f"{__name__}.length"] if name == "sdpo" else []
-        trainer = train.main(["--config", str(file), "--dataset_name", rows(name, folder), *rewards])
+        data = [] if "experts" in options else ["--dataset_name", rows(name, folder)]
+        trainer = train.main(["--config", str(file), *data, *rewards])
     decode = trainer.processing_class.decode
     read = [(decode(prompt), decode(completion), teacher) for prompt, completion, teacher in read]
     return SimpleNamespace(name=name, options=options, trainer=trainer, read=read)
@@ -152,3 +159,5 @@ def test_teacher_of_a_recipe_scores_its_rows(run):
         assert [re.sub(r"<\|\w+\|>", "", one).strip() for one in others] == solved
     if run.name == "several_teachers":
         assert {teacher for *_, teacher in run.read} == set(run.options["teacher_models"])
+    if run.name == "open_mopd":
+        assert "loss_share/teacher/instructions" in run.trainer.state.log_history[0]
