@@ -163,8 +163,10 @@ class Experts:
         if trainer.state.global_step:
             found[AFTER] = self._measured(trainer)
         else:
-            for name, one in self.experts.items():
-                if name not in found and one.server is None:
+            # One behind a server, sharded, or with another tokenizer cannot generate for the student's prompts here.
+            whole = [name for name in self.experts if getattr(trainer.teachers[name], "is_whole", False)]
+            for name in whole:
+                if name not in found:
                     with trainer.generating_with(name):
                         found[name] = self._measured(trainer)
             if AVERAGE not in found and all(one.server is None for one in self.experts.values()):
