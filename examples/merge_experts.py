@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/merge"))
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps, each of 48 completions")
+    parser.add_argument("--held_out", type=int, default=200, help="questions of each task to measure on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
     parser.add_argument(
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     make(folder)
     for task in TASKS:
         rows(draw(task, 16 * asked.steps)).to_json(folder / f"{task}.jsonl")
-        rows(draw(task, 200, held_out=True)).to_json(folder / f"{task}-test.jsonl")
+        rows(draw(task, asked.held_out, held_out=True)).to_json(folder / f"{task}-test.jsonl")
     known: dict[str, Any] = {}
     """What is the same for all: the experts, their average, and the student before."""
     for seed in asked.seeds:
@@ -96,26 +97,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if known:
                 (run / FILE).write_text(json.dumps(known))
             file = run / "experts.yaml"
-            file.write_text(
-                yaml.safe_dump(
-                    options(folder, asked.steps, seed) | WAYS[way] | {"output_dir": str(run)}, sort_keys=False
-                )
-            )
+            said = {**options(folder, asked.steps, seed), **WAYS[way], "output_dir": str(run)}
+            file.write_text(yaml.safe_dump(said, sort_keys=False))
             train(["--config", str(file)])
             found = json.loads((run / FILE).read_text())
             known = {**found, "accuracy": {name: of for name, of in found["accuracy"].items() if name != AFTER}}
-    lines = table(folder, asked.ways, asked.seeds, controls(folder, asked.steps, asked.seeds) if asked.controls else {})
+    lines = table(folder, asked.ways, asked.seeds, controls(folder, asked) if asked.controls else {})
     print("\n".join(lines))
 
 
-def controls(folder: Path, steps: int, seeds: Sequence[int]) -> dict[str, list[dict[str, float]]]:
+def controls(folder: Path, asked: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """What was measured of cheaper ways, by their names; once."""
     file = folder / "controls.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     if "supervised on the experts' completions" not in found:
-        found["supervised on the experts' completions"] = [supervised(folder, steps, seed) for seed in seeds]
+        found["supervised on the experts' completions"] = [
+            supervised(folder, asked.steps, seed, asked.held_out) for seed in asked.seeds
+        ]
     if "TIES of the weights" not in found and find_spec("mergekit"):  # pip install --no-deps mergekit immutables
-        found["TIES of the weights"] = [ties(folder)]
+        found["TIES of the weights"] = [ties(folder, asked.held_out)]
     file.write_text(json.dumps(found))
     return found
 
@@ -139,8 +139,8 @@ def table(
             f"{statistics.mean(values):.2f}" + (f" ({min(values):.2f}–{max(values):.2f})" if len(some) > 1 else "")
             for values in (*each, means)
         ]
-        share = (statistics.mean(means) - before) / (best - before)
-        return f"| {name} | {' | '.join(cells)} | {share:.0%} |"
+        share = f"{(statistics.mean(means) - before) / (best - before):.0%}" if best > before else "–"
+        return f"| {name} | {' | '.join(cells)} | {share} |"
 
     head = [f"| accuracy | {' | '.join(TASKS)} | mean | share of the headroom |", "|---" * (len(TASKS) + 3) + "|"]
     fixed = [line(f"expert of {name}" if name in TASKS else name, [first[name]]) for name in (*TASKS, BEFORE, AVERAGE)]

@@ -35,7 +35,7 @@ from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
-from trl_opsd.models.backbone import completion_hidden, gathered_head, whole_head
+from trl_opsd.models.backbone import completion_hidden, context_of, gathered_head, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
 from trl_opsd.options.foreign_names import StrictNames
@@ -405,16 +405,29 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
         ```python
         with trainer.generating_with("math"):
-            trainer.evaluate()
+            accuracy = trainer.predict(rows).metrics["test_rewards/right/mean"]
         ```
 
         Raises:
-            ValueError: It is no whole model in each process: it is behind a server, or sharded.
+            ValueError: There is no such teacher, or it is behind a server or sharded.
         """
-        reader = teacher if isinstance(teacher, str) else next(iter(self.teachers))
-        it = self.teachers[reader] if isinstance(teacher, str) else on_device(teacher, self.accelerator.device)
-        with self._generation.by(it, self.teaching.readers.teacher_limits[reader]):
-            yield
+        if isinstance(teacher, str) and teacher not in self.teachers:
+            raise ValueError(f"`generating_with({teacher!r})`: expected a model, or one of {sorted(self.teachers)}.")
+        limits = self.teaching.readers.teacher_limits
+        limits_of = limits[teacher] if isinstance(teacher, str) else next(iter(limits.values()))
+        if isinstance(teacher, str):
+            with self._generation.by(self.teachers[teacher], limits_of):
+                yield
+            return
+        trainable = [one for one in teacher.parameters() if one.requires_grad]
+        context = min((one for one in (context_of(teacher), limits_of.context) if one is not None), default=None)
+        try:
+            frozen = on_device(teacher, self.accelerator.device)
+            with self._generation.by(frozen, replace(limits_of, context=context)):
+                yield
+        finally:
+            for one in trainable:
+                one.requires_grad_()
 
     # ---- Teachers and datasets --------------------------------------------------------------------------------------
 

@@ -31,17 +31,17 @@ def answers(model: torch.nn.Module, folder: Path, questions: list[Question], tem
     return found
 
 
-def measured(model: torch.nn.Module, folder: Path) -> dict[str, float]:
+def measured(model: torch.nn.Module, folder: Path, number: int) -> dict[str, float]:
     """The accuracy in each task, of the questions that `trl-opsd merge` asks."""
     found = {}
     for task in TASKS:
-        asked = draw(task, 200, held_out=True)
+        asked = draw(task, number, held_out=True)
         said = answers(model, folder, asked)
         found[task] = sum(one.answer == text for one, text in zip(asked, said, strict=True)) / len(asked)
     return found
 
 
-def supervised(folder: Path, steps: int, seed: int) -> dict[str, float]:
+def supervised(folder: Path, steps: int, seed: int, number: int) -> dict[str, float]:
     """An adapter of the base, trained on completions that the experts have sampled for the student's prompts."""
     torch.manual_seed(seed)
     seen = []
@@ -53,10 +53,10 @@ def supervised(folder: Path, steps: int, seed: int) -> dict[str, float]:
     random.Random(seed).shuffle(seen)
     student = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(**ADAPTER))
     fit(student, batches(AutoTokenizer.from_pretrained(folder / "base"), seen, seed, 48), steps=steps)
-    return measured(student, folder)
+    return measured(student, folder, number)
 
 
-def ties(folder: Path) -> dict[str, float]:
+def ties(folder: Path, number: int) -> dict[str, float]:
     """TIES of the experts' merged weights, with mergekit's usual density of a half and all weights 1."""
     from mergekit.config import MergeConfiguration
     from mergekit.merge import MergeOptions, run_merge
@@ -76,4 +76,4 @@ def ties(folder: Path) -> dict[str, float]:
         "dtype": "float32",
     }
     run_merge(MergeConfiguration.model_validate(said), str(folder / "ties"), MergeOptions(copy_tokenizer=False))
-    return measured(AutoModelForCausalLM.from_pretrained(folder / "ties"), folder)
+    return measured(AutoModelForCausalLM.from_pretrained(folder / "ties"), folder, number)

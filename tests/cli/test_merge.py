@@ -14,7 +14,7 @@ from support import tiny
 from transformers import AutoModelForCausalLM
 
 from trl_opsd.cli.main import app
-from trl_opsd.cli.train.experts import AFTER, AVERAGE, BEFORE, Expert, Metric, experts_of, table
+from trl_opsd.cli.train.experts import AFTER, AVERAGE, BEFORE, Expert, Experts, Metric, experts_of, table
 from trl_opsd.cli.train.script import main
 from trl_opsd.models.adapters import average_of
 
@@ -91,7 +91,7 @@ def test_everybody_is_measured_and_the_student_is_trained(disk, tmp_path, capsys
     for name, model in models.items():
         assert found[name]["one"] == found[name]["two"] == pytest.approx(measured(model), abs=1e-6), name
     assert len({of["one"] for of in found.values()}) == 5, "else a model could be another"
-    lines = table(found, ["one", "two"])
+    lines = table(found, {"one": 3, "two": 3})
     assert "\n".join(lines) in capsys.readouterr().out
     assert (run / "README.md").read_text().rstrip().endswith("\n".join(lines))
     assert "share of the headroom" in (run / "report.html").read_text()
@@ -130,19 +130,24 @@ def test_the_share_of_the_headroom_is_that_of_the_means():
     found = {
         "a": {"a": 0.9, "b": 0.1}, "b": {"a": 0.2, "b": 0.7}, BEFORE: {"a": 0.3, "b": 0.3}, AFTER: {"a": 0.6, "b": 0.5},
     }  # fmt: skip
-    assert table(found, ["a", "b"])[-1] == f"| {AFTER} | 0.600 | 0.500 | 0.550 | 50% |"
+    assert table(found, {"a": 1, "b": 1})[-1] == f"| {AFTER} | 0.600 | 0.500 | 0.550 | 50% |"
     del found["b"]  # behind a server
-    assert table(found, ["a", "b"])[-1] == f"| {AFTER} | 0.600 | 0.500 | 0.550 | – |"
+    assert table(found, {"a": 1, "b": 1})[-1] == f"| {AFTER} | 0.600 | 0.500 | 0.550 | – |"
 
 
+WHOLE = {"model": "m", "dataset": "d", "metric": "x"}
+OTHER = {**WHOLE, "metric": "accuracy_reward"}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no mapping": ({"experts": ["a"]}, r"`experts`: expected a mapping of names to .*, got \['a'\]"),
     "no expert": ({"experts": {}}, "`experts`: expected a mapping of names to"),
-    "a path": ({"experts": {"a": "path"}}, "got 'path' for 'a'"),
-    "no metric": ({"experts": {"a": {"model": "m", "dataset": "d"}}}, "'metric' of 'a' is missing"),
-    "a typo": (
-        {"experts": {"a": {"model": "m", "dataset": "d", "metric": "x", "data": 1}}},
-        "'data' of 'a' is unknown",
+    "one expert": ({"experts": {"a": WHOLE}}, "of at least two, got"),
+    "a path": ({"experts": {"a": "path", "b": OTHER}}, "got 'path' for 'a'"),
+    "no metric": ({"experts": {"a": {"model": "m", "dataset": "d"}, "b": OTHER}}, "'metric' of 'a' is missing"),
+    "a typo": ({"experts": {"a": {**WHOLE, "data": 1}, "b": OTHER}}, "'data' of 'a' is unknown"),
+    "a name of a row": ({"experts": {"student before": WHOLE, "b": OTHER}}, "cannot be the name of a row"),
+    "no rows": (
+        {"experts": {"a": {**WHOLE, "metric": "accuracy_reward"}, "b": OTHER}},
+        "rows of 'a', 'd', cannot be loaded",
     ),
     "a dataset beside": ({"dataset_name": "rows"}, "`dataset_name` with `experts`"),
     "teachers beside": ({"teacher_models": {"a": "b"}}, "`teacher_models` with `experts`"),
@@ -161,13 +166,94 @@ def test_a_wrong_file_is_explained(disk, tmp_path, case):
 
 
 def test_rows_are_held_out_where_no_test_is_named(disk, tmp_path):
-    experts = {"one": {"model": str(disk / "one"), "metric": f"{__name__}.letters", "dataset": str(disk / "one.jsonl")}}
+    one = {"model": str(disk / "one"), "metric": f"{__name__}.letters", "dataset": str(disk / "one.jsonl")}
+    experts = {"one": one, "two": one}
     with pytest.raises(ValueError, match="has 6 rows, too few to hold any out: set `test`"):
         main(["--config", file(disk, tmp_path, experts=experts)])
-    assert experts_of(experts) == {"one": Expert(**experts["one"])}
+    assert experts_of(experts) == dict.fromkeys(experts, Expert(**one))
 
 
 def test_a_file_without_experts_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("max_steps: 1")
     with pytest.raises(SystemExit):
         app(["merge", str(tmp_path / "run.yaml")])
+
+
+def test_a_used_folder_is_measured_again_for_another_student(disk, tmp_path, capsys):
+    main(["--config", file(disk, tmp_path, max_steps=1)])
+    first = json.loads((tmp_path / "run" / "experts.json").read_text())["accuracy"]
+    (tmp_path / "run" / "README.md").unlink()
+    capsys.readouterr()
+    main(["--config", file(disk, tmp_path, max_steps=1), "--model_name_or_path", str(disk / "two")])
+    again = json.loads((tmp_path / "run" / "experts.json").read_text())["accuracy"]
+    assert again[BEFORE] == first["two"] != first[BEFORE]
+    assert capsys.readouterr().out.count("share of the headroom") == 1, "none of the first training"
+
+
+@pytest.mark.long
+def test_what_is_measured_does_not_change_the_training(disk, tmp_path, monkeypatch):
+    adapted = get_peft_model(loaded(disk / "one"), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    found = []
+    for place in ("measured", "not"):
+        (tmp_path / place).mkdir()
+        if place == "not":
+            monkeypatch.setattr(Experts, "evaluate", lambda *_: None)
+        path = Path(file(disk, tmp_path / place, use_peft=True, lora_target_modules="all-linear"))
+        path.write_text(path.read_text().replace(str(disk / "one") + "\n", str(tmp_path / "adapter") + "\n"))
+        found.append(tiny.weights(main(["--config", str(path)])))
+    assert torch.equal(*found)
+
+
+@pytest.mark.refusal
+def test_a_metric_without_values_is_named(disk, tmp_path):
+    experts = yaml.safe_load(Path(file(disk, tmp_path)).read_text())["experts"]
+    experts["two"]["metric"] = f"{__name__}.nothing"
+    with pytest.raises(ValueError, match="the metric of 'two' returned `None` for all rows"):
+        main(["--config", file(disk, tmp_path, experts=experts)])
+    experts["two"]["metric"] = f"{__name__}.one_too_many"
+    with pytest.raises(RuntimeError, match="returned 4 values for 3 completions"):
+        main(["--config", file(disk, tmp_path, experts=experts)])
+
+
+def nothing(completions: list[str], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+def one_too_many(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * (len(completions) + 1)
+
+
+async def awaited(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_a_metric_may_be_a_coroutine():
+    assert Metric("one", awaited)(teacher=["one", "two"], completions=["", ""]) == [1.0, None]
+
+
+def test_what_a_metric_reads_is_looked_for_before_anything_is_loaded(disk, tmp_path):
+    experts = yaml.safe_load(Path(file(disk, tmp_path)).read_text())["experts"]
+    for broken, message in (
+        (
+            {"metric": "accuracy_reward"},
+            "`dataset` of 'two' has the columns .*'prompt'.*, but its metric reads 'solution'",
+        ),
+        ({"test": str(disk / "other.jsonl")}, r"`test` of 'two' has the columns \['text'\]: expected 'prompt'"),
+        ({"test": str(disk / "empty.jsonl")}, "`experts`: .* of 'two'"),
+        ({"model": str(disk / "nowhere")}, "nowhere"),
+    ):
+        tiny.Dataset.from_dict({"text": ["a"]}).to_json(disk / "other.jsonl")
+        (disk / "empty.jsonl").write_text("")
+        with pytest.raises(ValueError, match=message):
+            main(["--config", file(disk, tmp_path, experts={**experts, "two": {**experts["two"], **broken}})])
+
+
+def test_a_share_of_one_expert_leaves_one_to_each_other():
+    experts = experts_of({"a": {**WHOLE, "share": 2}, "b": {**WHOLE, "weight": 3, "server": "http://127.0.0.1:9"}})
+    assert Experts(experts, dict, [len, len], 0).settings() == {
+        "teacher_shares": {"a": 2, "b": 1},
+        "teacher_weights": {"a": 1, "b": 3},
+        "teacher_server_url": {"b": "http://127.0.0.1:9"},
+        "loss_aggregation": "teachers",
+    }

@@ -44,7 +44,8 @@ def trained(make_trainer, rollout: Any, **options: Any) -> Any:
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         logging_steps=1,
-        learning_rate=1e-3,
+        learning_rate=1e-2,
+        optim="sgd",  # AdamW would make steps of a rounding error
         **options,
     )
     trainer.train()
@@ -64,6 +65,15 @@ def test_rows_apart_are_those_of_rows_together(make_trainer, overlap):
         expected = [log[name] for log in logs[0]]
         assert [log[name] for log in logs[1]] == (pytest.approx(expected, rel=1e-5) if overlap else expected), name
     torch.testing.assert_close(tiny.weights(together), tiny.weights(apart), rtol=1e-4, atol=1e-5 if overlap else 0)
+
+
+def test_a_teacher_generates_in_place_of_such_a_rollout(make_trainer):
+    trainer = make_trainer(**given(turns, rollout=Server(turns), train_dataset=rows(2)))
+    with trainer.generating_with(next(iter(trainer.teachers))):
+        assert trainer.predict(trainer.train_dataset).predictions.shape[1] > 0
+    assert trainer.rollout.asked == []
+    trainer.predict(trainer.train_dataset)
+    assert trainer.rollout.asked
 
 
 def test_no_row_waits_for_another(make_trainer):

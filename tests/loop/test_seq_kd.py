@@ -187,5 +187,5 @@ def test_seq_kd_refuses_conflicting_options_before_loading(make_trainer, options
 
 def test_seq_kd_refuses_a_teacher_that_is_no_model(make_trainer):
     teacher = make_trainer().teacher
-    with pytest.raises(ValueError, match="`seq_kd=True`: the teacher, a Scorer, cannot generate completions"):
+    with pytest.raises(ValueError, match="The teacher, a Scorer, cannot generate completions"):
         make_trainer(**GREEDY, lmbda=0.5, teacher_model=Scorer(teacher))

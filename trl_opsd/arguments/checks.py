@@ -269,12 +269,12 @@ def check_datasets(
             )
         columns = columns_of(dataset)
         check_columns(columns, where, teachers, optional)
-        if needs_privilege and columns is not None and not tells_more(columns):
+        if needs_privilege and not intake.rewrites and columns is not None and not tells_more(columns):
             raise ValueError(
                 f"The student is its own teacher (`teacher_model_kind={args.teacher_model_kind!r}`), but {where} has "
                 f"no context for the teacher that the student does not see; it has only {columns}. Add a column "
-                "'privileged_context', 'teacher_prompt' or 'teacher_images', or pass `teacher_prompt_fn`; or set "
-                "`teacher_temperature`."
+                "'privileged_context', 'teacher_prompt' or 'teacher_images', or pass `teacher_prompt_fn` or a method; "
+                "or set `teacher_temperature`."
             )
         if where == "train_dataset":
             check_train_size(dataset, args)

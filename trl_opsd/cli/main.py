@@ -34,9 +34,7 @@ def merge(
 
     Takes the options of `trl-opsd train` too; `--dry_run` checks everything and measures nothing.
     """
-    import yaml
-
-    if "experts" not in (yaml.safe_load(experts.read_text(encoding="utf-8")) or {}):
+    if "experts:" not in experts.read_text(encoding="utf-8"):
         raise ValueError(f"{experts} has no `experts`: expected names with {{model: ..., dataset: ..., metric: ...}}.")
     from trl_opsd.cli.train.launch import run  # imports torch
 

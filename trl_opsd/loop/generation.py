@@ -97,9 +97,7 @@ class Generation:
         return self._host.args.overlap == "step" and self.streams and self._host.teaching.begins_early
 
     def complete(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """One checked completion of the rollout, or of who is in its place, for each prompt."""
-        if self._by is not None:
-            return self._by.complete(prompt_ids)
+        """One checked completion of the rollout for each prompt."""
         self.be_ready()
         # A copy, so that changing it does not change what is trained on.
         returned = self.rollout.complete([ids.copy() for ids in prompt_ids], self._host.state.global_step)
@@ -219,6 +217,8 @@ class Generation:
 
     def _written(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns, as token ids up to the first end token; raises if these cannot be trained on."""
+        if self._by is not None:  # in place of the rollout, whoever calls that
+            return self._by.complete(prompt_ids) if prompt_ids else []
         host, name = self._host, type(self.rollout).__name__
         complete = self.overlapping if self.overlapping is not None and host.model.training else host.complete
         completions = host.turns.first(prompt_ids) if host.turns.are_apart else complete(prompt_ids)
@@ -246,11 +246,19 @@ class Generation:
         """Has a teacher complete prompts in place of the rollout."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
-        self._by = TeacherRollout(self._host, teacher, limits)
+        outer, self._by = self._by, TeacherRollout(self._host, teacher, limits)
         try:
             yield
         finally:
-            self._by = None
+            self._by = outer
+
+    def check_is_own(self, method: str) -> None:
+        """Refuses what would train on completions of another model, or log them as the student's."""
+        if self._by is not None:
+            raise ValueError(
+                f"`{method}` within `generating_with`, where another model generates: log, samples and model card "
+                "would be of that one. Use `predict`, whose metrics are returned alone."
+            )
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""

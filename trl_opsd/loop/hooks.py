@@ -213,6 +213,7 @@ class TrainerHooks(TrainerMembers):
                 f"`train_dataset` is a stream, whose rows come in its own order, with `{self.methods.drawing[0]}`, "
                 "which draws rows: pass a `datasets.Dataset`, or remove the method."
             )
+        self._generation.check_is_own("train")
         check_can_learn(self.model)
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
             logger.warning(
@@ -509,6 +510,7 @@ class TrainerHooks(TrainerMembers):
         A `metric_for_best_model` without a value in this evaluation is returned as NaN, which is never the best, and is
         not logged.
         """
+        self._generation.check_is_own("evaluate")
         self.restore_launch()
         with self._generation.rollout.session():
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

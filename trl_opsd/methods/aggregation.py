@@ -20,7 +20,12 @@ from trl_opsd.options.rules import Rule, Stage, together
 from trl_opsd.options.table import Need, Option, Values, is_number, one_of
 
 # without names of teachers, they are not known yet
-_SEVERAL = Need("there is one teacher", lambda now: now.loss_aggregation != "teachers" or len(now.teachers) != 1)
+_SEVERAL = Need(
+    "there is one teacher",
+    lambda now: (
+        now.loss_aggregation != "teachers" or len(now.teachers) - (now.extrapolation_reference is not None) != 1
+    ),
+)
 _BY_TEACHER = Need("`loss_aggregation` is not 'teachers'", lambda now: now.loss_aggregation == "teachers")
 _WEIGHTS = Values(
     "a dict of the names of teachers, each with a finite number above 0",
@@ -58,7 +63,7 @@ def _misnamed(now: Any) -> tuple[list[str], list[str]] | None:
     """Names that have a weight, and the teachers of rows, if these are others."""
     rows = [name for name in now.teacher_names if name != now.extrapolation_reference]
     given = now.teacher_weights
-    if given is None or now.loss_aggregation != "teachers" or len(rows) < 2 or {*given} == {*rows}:
+    if given is None or now.loss_aggregation != "teachers" or not rows or {*given} == {*rows}:
         return None
     return sorted(given), sorted(rows)
 

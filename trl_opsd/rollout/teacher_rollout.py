@@ -46,10 +46,11 @@ class TeacherRollout:
         # Processes have different numbers of rows for a teacher, so its forward passes may not be collective.
         is_whole = not splits_student(host.accelerator) if is_student else getattr(teacher, "is_whole", False)
         if not is_whole:
+            who = f"{limits.reader[0].upper()}{limits.reader[1:]}, a {type(teacher).__name__},"
             raise ValueError(
-                f"`seq_kd=True`: {limits.reader}, a {type(teacher).__name__}, cannot generate completions, which needs "
-                "a whole model in each process: use `teacher_offload='none'` or 'cpu' without a server, or generate "
-                "them beforehand, into a column 'completion'."
+                f"{who} cannot generate completions (`seq_kd=True`, `generating_with`), which needs a whole model in "
+                "each process: use `teacher_offload='none'` or 'cpu' without a server, or generate them beforehand, "
+                "into a column 'completion'."
             )
         self._host = cast(Host, _AsStudent(host, teacher, limits))
         self._rollout = HFRollout()

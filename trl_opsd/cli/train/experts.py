@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, concatenate_datasets
 
+from trl_opsd.data.survey import digest
 from trl_opsd.models.adapters import average_of
+from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.page import write
 from trl_opsd.report.records import about, tell
 
@@ -27,6 +32,10 @@ FILE = "experts.json"
 """What was measured, in the folder of a run: a resume measures none of it again."""
 _HELD_OUT, _SHARE = 200, 0.1
 """Rows that are held out of a dataset without a `test`: at most so many, and that share."""
+
+OF_RUN = {"log_extra", "log_metric", "trainer_state"}
+OF_BATCH = {"prompts", "completions", "completion_ids", *OF_RUN}
+"""What a reward function is given beside the columns of rows."""
 
 Load = Callable[[str], Mapping[str, Any]]
 """Loads the splits of a dataset by its name or path."""
@@ -55,11 +64,13 @@ class Expert:
 def experts_of(given: Any) -> dict[str, Expert]:
     """What a file says of the experts; a `ValueError` for anything else."""
     shape = "`experts`: expected a mapping of names to {model: ..., dataset: ..., metric: ...}"
-    if not (isinstance(given, Mapping) and given):
-        raise ValueError(f"{shape}, got {given!r}.")
+    if not (isinstance(given, Mapping) and len(given) > 1):
+        raise ValueError(f"{shape}, of at least two, got {given!r}.")
     known = {one.name: one.default is MISSING for one in fields(Expert)}
     found = {}
     for name, said in given.items():
+        if str(name) in (BEFORE, AFTER, AVERAGE) or {"|", "\n"} & {*str(name)}:
+            raise ValueError(f"`experts`: {name!r} cannot be the name of a row of the table: rename it.")
         if not isinstance(said, Mapping):
             raise ValueError(f"{shape}, got {said!r} for {name!r}.")
         missing = [key for key, is_needed in known.items() if is_needed and key not in said]
@@ -78,15 +89,37 @@ class Metric:
     def __init__(self, name: str, function: Any) -> None:
         self.__name__, self._function = name, function
 
+    def check(self, columns: Collection[str], where: str) -> None:
+        """Refuses rows without a prompt, or without what the function reads."""
+        if "prompt" not in columns:
+            raise ValueError(f"{where} has the columns {sorted(columns)}: expected 'prompt'.")
+        if "teacher" in columns:
+            raise ValueError(f"{where} has a column 'teacher', which names the expert: remove or rename it.")
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+        except (TypeError, ValueError):  # of a builtin
+            return
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        needed = {one.name for one in parameters if one.kind in kinds and one.default is one.empty}
+        if missing := sorted(needed - {*columns, *OF_BATCH}):
+            raise ValueError(
+                f"{where} has the columns {sorted(columns)}, but its metric reads {missing[0]!r}: add it, or set "
+                "another `metric`."
+            )
+
     def __call__(self, **columns: Any) -> list[float | None]:
         mine = [place for place, teacher in enumerate(columns["teacher"]) if teacher == self.__name__]
         found: list[float | None] = [None] * len(columns["teacher"])
         if mine:
-            whole = {"log_extra", "log_metric", "trainer_state"}
             given = {
-                name: values if name in whole else [values[place] for place in mine] for name, values in columns.items()
+                name: values if name in OF_RUN else [values[place] for place in mine]
+                for name, values in columns.items()
             }
-            for place, value in zip(mine, self._function(**given), strict=True):
+            said = self._function(**given)
+            said = asyncio.run(said) if inspect.iscoroutine(said) else said
+            if len(said) != len(mine):
+                raise ValueError(f"returned {len(said)} values for {len(mine)} completions")
+            for place, value in zip(mine, said, strict=True):
                 found[place] = value
         return found
 
@@ -111,25 +144,26 @@ class Experts:
 
     def settings(self) -> dict[str, Any]:
         """The options of the config that the experts set."""
-        found = {
-            option: {name: getattr(one, key) for name, one in self.experts.items() if getattr(one, key) is not None}
-            for option, key in {"teacher_shares": "share", "teacher_weights": "weight"}.items()
-        } | {"teacher_server_url": {name: one.server for name, one in self.experts.items() if one.server}}
-        return {name: value for name, value in found.items() if value}
+        found: dict[str, Any] = {}
+        for option, key in {"teacher_shares": "share", "teacher_weights": "weight"}.items():
+            given = {name: getattr(one, key) for name, one in self.experts.items()}
+            if any(one is not None for one in given.values()):
+                found[option] = {name: 1 if one is None else one for name, one in given.items()}
+        if urls := {name: one.server for name, one in self.experts.items() if one.server is not None}:
+            found["teacher_server_url"] = urls
+        return found | ({"loss_aggregation": "teachers"} if "teacher_weights" in found else {})
 
     @cached_property
     def _rows(self) -> dict[str, tuple[Dataset, Dataset]]:
         """By expert, its rows to train on and to measure on."""
         found = {}
-        for name, one in self.experts.items():
-            splits = self._load(one.dataset)
-            rows = splits.get("train") or next(iter(splits.values()))
+        for (name, one), metric in zip(self.experts.items(), self.rewards, strict=True):
+            splits = self._splits(name, one.dataset)
+            rows = splits.get("train", next(iter(splits.values()), None))
             if one.test is not None:
-                of_test = self._load(one.test)
-                test = of_test.get("test") or next(iter(of_test.values()))
-            elif (test := splits.get("test")) is None:
-                if not isinstance(rows, Dataset):
-                    raise ValueError(f"`experts`: the dataset of {name!r} is a stream: set `test`.")
+                of_test = self._splits(name, one.test)
+                test = of_test.get("test", next(iter(of_test.values()), None))
+            elif (test := splits.get("test")) is None and isinstance(rows, Dataset):
                 held = min(_HELD_OUT, int(len(rows) * _SHARE))
                 if not held:
                     raise ValueError(
@@ -137,79 +171,125 @@ class Experts:
                     )
                 parts = rows.train_test_split(test_size=held, seed=self._seed)
                 rows, test = parts["train"], parts["test"]
-            for some in (rows, test):
-                if "teacher" in some.column_names:
-                    raise ValueError(f"`experts`: the dataset of {name!r} has a column 'teacher': remove or rename it.")
-            found[name] = tuple(some.add_column("teacher", [name] * len(some)) for some in (rows, test))
+            both = {"`dataset`": rows, "`test`": test}
+            for what, some in both.items():
+                if not (isinstance(some, Dataset) and len(some)):
+                    raise ValueError(f"`experts`: {what} of {name!r} is {some!r}: expected a `Dataset` with rows.")
+                metric.check(some.column_names, f"`experts`: {what} of {name!r}")
+            found[name] = tuple(some.add_column("teacher", [name] * len(some)) for some in both.values())
         return found
+
+    def _splits(self, name: str, path: str) -> Mapping[str, Any]:
+        try:
+            return self._load(path)
+        except Exception as error:  # of datasets, of many kinds
+            raise ValueError(
+                f"`experts`: the rows of {name!r}, {path!r}, cannot be loaded: expected a file, a folder or an id of "
+                f"a dataset. {type(error).__name__}: {error}"
+            ) from error
 
     def data(self) -> dict[str, Any]:
         """The rows of all experts to train on, and those of each to measure on."""
+        of_each = self._rows
         try:
-            train = concatenate_datasets([rows for rows, _ in self._rows.values()])
+            train = concatenate_datasets([rows for rows, _ in of_each.values()])
         except ValueError as error:
-            raise ValueError(f"`experts`: columns of one name differ between their datasets: {error}") from error
-        return {"train": train, "test": {name: test for name, (_, test) in self._rows.items()}}
+            kinds = "; ".join(f"{name}: {rows.features}" for name, (rows, _) in of_each.items())
+            raise ValueError(
+                "`experts`: columns of one name have other types in the dataset of another expert: make them alike. "
+                f"{kinds}"
+            ) from error
+        return {"train": train, "test": {name: test for name, (_, test) in of_each.items()}}
 
     # ---- What is measured -------------------------------------------------------------------------------------------
 
     def evaluate(self, trainer: OPSDTrainer) -> None:
         """Before training, measures all but the student after it; then that, and shows the table. Collective."""
-        file = Path(trainer.args.output_dir, FILE)
-        said = json.loads(json.dumps({name: asdict(one) for name, one in self.experts.items()}))
+        file, said = Path(trainer.args.output_dir, FILE), self._measures(trainer)
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        found: dict[str, dict[str, float]] = known.get("accuracy", {}) if known.get("experts") == said else {}
-        trainer.accelerator.wait_for_everyone()  # all have read it
-        if trainer.state.global_step:
-            found[AFTER] = self._measured(trainer)
-        else:
-            # One behind a server, sharded, or with another tokenizer cannot generate for the student's prompts here.
-            whole = [name for name in self.experts if getattr(trainer.teachers[name], "is_whole", False)]
-            for name in whole:
-                if name not in found:
-                    with trainer.generating_with(name):
-                        found[name] = self._measured(trainer)
-            if AVERAGE not in found and all(one.server is None for one in self.experts.values()):
-                found |= self._of_average(trainer)
-            if BEFORE not in found:
-                found[BEFORE] = self._measured(trainer)
+        (found,) = broadcast_object_list([known.get("accuracy", {}) if known.get("of") == said else {}])
+        is_trained = trainer.state.global_step > 0
+        found.pop(AFTER, None)  # of an earlier training
+        with preserved_rng(trainer.accelerator.device):  # whatever was measured, the same is trained
+            self._measure(trainer, found, is_trained)
         if trainer.is_world_process_zero():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"experts": said, "accuracy": found}, indent=1), encoding="utf-8")
-            if AFTER in found:
-                self._publish(trainer, table(found, [*self.experts]))
+            file.write_text(json.dumps({"of": said, "accuracy": found}, indent=1), encoding="utf-8")
+            if is_trained:
+                self._publish(trainer, table(found, {name: len(test) for name, (_, test) in self._rows.items()}))
+
+    def _measures(self, trainer: OPSDTrainer) -> dict[str, Any]:
+        """What a measurement depends on, as JSON."""
+        args = trainer.args
+        names = [
+            *("max_completion_length", "temperature", "eval_temperature", "top_p", "top_k", "min_p"),
+            *("repetition_penalty", "num_generations_eval", "chat_template_kwargs", "generation_kwargs"),
+            *(["seed"] if args.eval_temperature != 0 else []),  # which draws
+        ]
+        said = {
+            "experts": {name: asdict(one) for name, one in self.experts.items()},
+            "student": trainer.model.config._name_or_path,
+            "tests": {name: digest(test, None) for name, (_, test) in self._rows.items()},
+            **{name: getattr(args, name) for name in names},
+        }
+        return dict(json.loads(json.dumps(said, default=str)))
+
+    def _measure(self, trainer: OPSDTrainer, found: dict[str, dict[str, float]], is_trained: bool) -> None:
+        if is_trained:
+            found[AFTER] = self._measured(trainer)
+            return
+        unknown = [name for name in self.experts if name not in found]
+        whole = [name for name in unknown if getattr(trainer.teachers[name], "is_whole", False)]
+        if others := [name for name in unknown if name not in whole]:
+            logger.warning(
+                f"Not measured: {', '.join(others)}, which cannot generate here: they are behind a server, streamed, "
+                "sharded, or have another tokenizer than the student."
+            )
+        for name in whole:
+            with trainer.generating_with(name):
+                found[name] = self._measured(trainer)
+        is_average_known = AVERAGE in found or trainer.args.cross_tokenizer is not None
+        if not is_average_known and all(one.server is None for one in self.experts.values()):
+            try:
+                model = average_of([*self.teachers.values()]).to(trainer.model.dtype)
+            except (ValueError, OSError) as error:
+                logger.warning(f"The experts' weights have no average: {error}")
+            else:
+                with trainer.generating_with(model):
+                    found[AVERAGE] = self._measured(trainer)
+        if BEFORE not in found:
+            found[BEFORE] = self._measured(trainer)
 
     def _measured(self, trainer: OPSDTrainer) -> dict[str, float]:
         """The accuracy of what generates now, by task."""
         found = {}
         for name, (_, test) in self._rows.items():
             metrics = trainer.predict(test, metric_key_prefix="test").metrics
-            found[name] = float(metrics[f"test_rewards/{name}/mean"])
+            if (value := metrics.get(f"test_rewards/{name}/mean")) is None:
+                raise ValueError(
+                    f"`experts`: the metric of {name!r} returned `None` for all rows to measure on: expected a number "
+                    "for each completion."
+                )
+            found[name] = float(value)
         return found
-
-    def _of_average(self, trainer: OPSDTrainer) -> dict[str, dict[str, float]]:
-        """That of the average of the experts' weights, where they can be averaged."""
-        try:
-            model = average_of([*self.teachers.values()])
-        except ValueError as error:
-            logger.warning(f"The experts' weights have no average: {error}")
-            return {}
-        with trainer.generating_with(model.to(trainer.model.dtype)):
-            return {AVERAGE: self._measured(trainer)}
 
     def _publish(self, trainer: OPSDTrainer, lines: list[str]) -> None:
         """Prints the table, and writes it into the model card and the report."""
         text, run = "\n".join(lines), Path(trainer.args.output_dir)
         print(text)
         card = run / "README.md"
-        card.write_text(f"{card.read_text(encoding='utf-8')}\n## Experts\n\n{text}\n", encoding="utf-8")
+        before = card.read_text(encoding="utf-8") if card.exists() else ""
+        card.write_text(f"{before}\n## Experts\n\n{text}\n", encoding="utf-8")
         if trainer.args.report:
             tell(run, {**about(run), "experts": text})
             write(run)
 
 
-def table(found: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> list[str]:
-    """Accuracies by row and task, as lines of Markdown; with the share of the headroom between student and experts."""
+def table(found: Mapping[str, Mapping[str, float]], tasks: Mapping[str, int]) -> list[str]:
+    """Accuracies by row and task (which have so many rows to measure on), as lines of Markdown.
+
+    With the share of the headroom, between the means of student and experts, that is gone.
+    """
 
     def mean(of: Mapping[str, float]) -> float:
         return sum(of[name] for name in tasks) / len(tasks)
@@ -218,7 +298,8 @@ def table(found: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> lis
     best = {name: found[name][name] for name in tasks if name in found}
     rows = [name for name in (*tasks, AVERAGE, BEFORE, AFTER) if name in found]
     lines = [
-        f"| accuracy | {' | '.join(tasks)} | mean | share of the headroom |",
+        f"| accuracy | {' | '.join(f'{name} ({rows} rows)' for name, rows in tasks.items())} | mean | "
+        "share of the headroom |",
         "|---" * (len(tasks) + 3) + "|",
     ]
     for row in rows:

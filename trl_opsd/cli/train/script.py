@@ -70,7 +70,9 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
     with TemporaryDirectory(prefix="trl_opsd-dry-run-") if extra.dry_run else nullcontext() as folder:
         if folder:
             _leave_nothing(config, folder)
-        data, is_evaluated = task.data() if task else loaded(script, given.mixture), config.eval_strategy != "no"
+        data = task.data() if task else loaded(script, given.mixture)
+        # Rows that experts are measured on are checked before anything is loaded.
+        is_evaluated = config.eval_strategy != "no" or isinstance(task, Experts)
         trainer = OPSDTrainer(
             model=model.model_name_or_path,
             teacher_model=extra.teacher_models,
@@ -125,7 +127,7 @@ def _experts(given: RunOptions) -> Experts:
     )
     extra.teacher_models = found.teachers
     for name, value in found.settings().items():
-        if getattr(config, name) is not None:
+        if getattr(config, name) not in (getattr(type(config), name), value):
             raise ValueError(f"`{name}` is set, and in `experts` too: remove one of them.")
         setattr(config, name, value)
     return found
