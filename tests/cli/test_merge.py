@@ -232,7 +232,7 @@ def test_a_metric_may_be_a_coroutine():
     assert Metric("one", awaited)(teacher=["one", "two"], completions=["", ""]) == [1.0, None]
 
 
-def test_what_a_metric_reads_is_looked_for_before_anything_is_loaded(disk, tmp_path):
+def test_what_a_metric_reads_is_checked_before_loading(disk, tmp_path):
     experts = yaml.safe_load(Path(file(disk, tmp_path)).read_text())["experts"]
     for broken, message in (
         (

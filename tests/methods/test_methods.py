@@ -355,3 +355,12 @@ def test_methods_that_need_what_overlap_has_not_are_refused(make_trainer):
     ):
         with pytest.raises(ValueError, match=text):
             make_trainer(model="nowhere", teacher_model="nowhere", methods=[method], overlap=overlap)
+
+
+def test_a_method_may_be_all_that_tells_a_self_teacher(trained):
+    class Telling(Method):
+        def teacher_prompt(self, row, completion_text, prompt):
+            return f"{row['prompt']} (think twice)"
+
+    trainer = trained(teacher_model=None, teacher_model_kind="base", methods=[Telling()], max_steps=1)
+    assert trainer.state.log_history[0]["divergence/mean"] > 0
