@@ -1,15 +1,13 @@
-"""An adapter at a path or model id: the base that its config names, and whether a teacher can use it; averages."""
+"""An adapter at a path or model id: the base that its config names, and whether a teacher can use it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
 from trl_opsd._compat.peft import (
@@ -120,30 +118,3 @@ def adapter_at(path: Any, loading: Mapping[str, Any]) -> Adapter | None:
             f"{found} cannot be read ({type(error).__name__}: {error}): save the adapter again."
         ) from error
     return Adapter(path, config, dict(loading))
-
-
-def average_of(paths: Sequence[str]) -> PreTrainedModel:
-    """The mean of the weights of checkpoints, in float32; adapters are merged into their bases first.
-
-    Raises:
-        ValueError: The checkpoints differ in the names or shapes of their weights.
-    """
-    mean = None
-    for path in paths:
-        adapter = adapter_at(path, {})
-        model = AutoModelForCausalLM.from_pretrained(path if adapter is None else adapter.base, dtype=torch.float32)
-        if adapter is not None:
-            model = adapter.put_on(model, "expert").merge_and_unload()
-        if mean is None:
-            mean = model
-            continue
-        mine, yours = dict(mean.named_parameters()), dict(model.named_parameters())
-        shapes = ({name: one.shape for name, one in of.items()} for of in (mine, yours))
-        if differing := sorted({name for name, _ in {*next(shapes).items()} ^ {*next(shapes).items()}}):
-            raise ValueError(f"{path} and {paths[0]} differ in {len(differing)} weights, first {differing[0]!r}.")
-        for name, one in mine.items():
-            one.data.add_(yours[name].data)
-    assert mean is not None, "expected at least one path"
-    for one in mean.parameters():
-        one.data.div_(len(paths))
-    return mean

@@ -67,6 +67,34 @@ def on_device(model: CausalLM, device: torch.device) -> FrozenTeacher:
     return FrozenTeacher(Resident(model, device))
 
 
+def average_of(paths: Sequence[str], args: OPSDConfig) -> CausalLM:
+    """The mean of the weights of checkpoints, in float32 and host memory; adapters are merged into their bases first.
+
+    Raises:
+        ValueError: The checkpoints differ in the names or shapes of their weights.
+    """
+    mean: CausalLM | None = None
+    for path in paths:
+        adapter = adapter_at(path, location(args))
+        where = (path, location(args)) if adapter is None else (adapter.base, adapter.loading_of_base)
+        model: Any = _loaded(where[0], args, where[1], in_host_memory=True)
+        if adapter is not None:
+            model = adapter.put_on(model, "expert").merge_and_unload()
+        weights = dict(model.float().named_parameters())
+        if mean is None:
+            mean, sums = model, weights
+            continue
+        shapes = [{(name, one.shape) for name, one in of.items()} for of in (sums, weights)]
+        if differing := sorted(name for name, _ in shapes[0] ^ shapes[1]):
+            raise ValueError(f"{path} and {paths[0]} differ in their weights, first in {differing[0]!r}.")
+        for name, one in sums.items():
+            one.data.add_(weights[name].data)
+    assert mean is not None, "expected at least one path"
+    for one in mean.parameters():
+        one.data.div_(len(paths))
+    return mean
+
+
 def build_teachers(
     models: Mapping[str, Any],
     student: CausalLM,

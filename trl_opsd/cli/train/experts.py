@@ -16,10 +16,10 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset, concatenate_datasets
 
 from trl_opsd.data.survey import digest
-from trl_opsd.models.adapters import average_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.page import write
 from trl_opsd.report.records import about, tell
+from trl_opsd.teacher.build import average_of
 
 if TYPE_CHECKING:
     from trl_opsd import OPSDTrainer
@@ -251,7 +251,7 @@ class Experts:
         is_average_known = AVERAGE in found or trainer.args.cross_tokenizer is not None
         if not is_average_known and all(one.server is None for one in self.experts.values()):
             try:
-                model = average_of([*self.teachers.values()]).to(trainer.model.dtype)
+                model = average_of([*self.teachers.values()], trainer.args).to(trainer.model.dtype)
             except (ValueError, OSError) as error:
                 logger.warning(f"The experts' weights have no average: {error}")
             else:
