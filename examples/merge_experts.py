@@ -144,7 +144,7 @@ def table(
 
     head = [f"| accuracy | {' | '.join(TASKS)} | mean | share of the headroom |", "|---" * (len(TASKS) + 3) + "|"]
     fixed = [line(f"expert of {name}" if name in TASKS else name, [first[name]]) for name in (*TASKS, BEFORE, AVERAGE)]
-    trained = [line(f"student, {way}", [of[way, seed] for seed in seeds]) for way in ways]
+    trained = [line(f"student, {way}", [of[way, seed][AFTER] for seed in seeds]) for way in ways]
     return [*head, *fixed, *(line(name, some) for name, some in more.items()), *trained]
 
 
