@@ -85,7 +85,7 @@ CASES: list[Case] = [
     unknown("it is called `num_generations`", rollout_n=8),
     unknown("is used for one optimizer step; `num_generations` sets the completions", num_iterations=2),
     unknown("it is called `max_completion_length`; docs/migration.md", max_new_tokens=128),
-    unknown("all tokens of a completion have the same weight", loss_type="grpo"),
+    unknown("`loss_aggregation` whether tokens or rows count alike", loss_type="grpo"),
     unknown("'precompute_ref_log_probs': see docs/reference.md for all, docs/migration.md", precompute_ref_log_probs=1),
     unknown("`overlong_prompts='drop'` drops", max_prompt_length=512),
     unknown("prompts are never cut", max_length=512),

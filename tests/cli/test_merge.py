@@ -180,6 +180,7 @@ def test_a_file_without_experts_is_refused(tmp_path):
         app(["merge", str(tmp_path / "run.yaml")])
 
 
+@pytest.mark.long
 def test_a_used_folder_is_measured_again_for_another_student(disk, tmp_path, capsys):
     main(["--config", file(disk, tmp_path, max_steps=1)])
     first = json.loads((tmp_path / "run" / "experts.json").read_text())["accuracy"]
@@ -206,6 +207,7 @@ def test_what_is_measured_does_not_change_the_training(disk, tmp_path, monkeypat
     assert torch.equal(*found)
 
 
+@pytest.mark.long
 @pytest.mark.refusal
 def test_a_metric_without_values_is_named(disk, tmp_path):
     experts = yaml.safe_load(Path(file(disk, tmp_path)).read_text())["experts"]

@@ -255,19 +255,18 @@ def test_a_local_dataset_is_read_in_every_form(disk, form, streaming):
     assert [row["prompt"][0]["content"] for row in splits["train"]] == tiny.rows(16)["prompt"]
 
 
-def test_an_adapter_is_refused_with_advice_that_works(models, disk, options, refused, tmp_path):
-    given, merged = [*models, "--dataset_name", disk.data], []
+def test_an_adapter_teaches_and_is_no_student(models, disk, options, refused, tmp_path):
+    given, path, folder = [*models, "--dataset_name", disk.data], str(tmp_path / "adapter"), str(tmp_path / "whole")
     advice = "AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload().save_pretrained(folder)"
-    for role in ("student", "teacher"):
-        path, folder = str(tmp_path / role), str(tmp_path / f"whole-{role}")
-        base = AutoModelForCausalLM.from_pretrained(getattr(disk, role))
-        get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(path)
-        option = "--model_name_or_path" if role == "student" else "--teacher_model_name_or_path"
-        assert f"save both as one model, `{advice}` with its tokenizer" in refused(*given, option, path)
-        eval(advice, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "path": path, "folder": folder})
-        tiny.tokenizer().save_pretrained(folder)
-        merged += [option, folder]
-    assert train.main([*given, *merged, *options]).state.global_step == 1
+    base = AutoModelForCausalLM.from_pretrained(disk.student)
+    get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).save_pretrained(path)
+    assert f"save both as one model, `{advice}` with its tokenizer" in refused(*given, "--model_name_or_path", path)
+    eval(advice, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "path": path, "folder": folder})
+    tiny.tokenizer().save_pretrained(folder)
+    roles = ["--model_name_or_path", folder, "--teacher_model_name_or_path", path]
+    trainer = train.main([*given, *roles, *options])
+    assert trainer.state.global_step == 1
+    assert path in str(trainer.teacher)
 
 
 def test_file_format_as_dataset_name_is_refused(models, refused):

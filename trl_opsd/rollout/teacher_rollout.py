@@ -48,8 +48,8 @@ class TeacherRollout:
         if not is_whole:
             who = f"{limits.reader[0].upper()}{limits.reader[1:]}, a {type(teacher).__name__},"
             raise ValueError(
-                f"{who} cannot generate completions (`seq_kd=True`, `generating_with`), which needs a whole model in "
-                "each process: use `teacher_offload='none'` or 'cpu' without a server, or generate them beforehand, "
+                f"{who} cannot generate completions, which needs a whole model in each process (`seq_kd=True`, "
+                "`generating_with`): use `teacher_offload='none'` or 'cpu' without a server, or generate them beforehand, "
                 "into a column 'completion'."
             )
         self._host = cast(Host, _AsStudent(host, teacher, limits))

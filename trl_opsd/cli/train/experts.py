@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, concatenate_datasets
 
+from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.data.survey import digest
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.page import write
@@ -228,7 +229,7 @@ class Experts:
         ]
         said = {
             "experts": {name: asdict(one) for name, one in self.experts.items()},
-            "student": trainer.model.config._name_or_path,
+            "student": get_config_model_id(trainer.model.config),
             "tests": {name: digest(test, None) for name, (_, test) in self._rows.items()},
             **{name: getattr(args, name) for name in names},
         }

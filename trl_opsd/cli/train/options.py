@@ -90,13 +90,14 @@ class ExtraArguments:
         for name in ("reward_funcs", "methods"):
             if isinstance(given := getattr(self, name), str):  # in YAML
                 setattr(self, name, [given])
+        given = self.teacher_models
         for name in ("teacher_models", "experts"):  # on the command line
-            if isinstance(given := getattr(self, name), str):
+            if isinstance(text := getattr(self, name), str):
                 with suppress(ValueError):
-                    setattr(self, name, json.loads(given))
+                    setattr(self, name, json.loads(text))
         if self.teacher_models is not None and not (isinstance(self.teacher_models, dict) and self.teacher_models):
             raise ValueError(
-                f"`teacher_models={self.teacher_models!r}`: expected a mapping of names to paths or ids, for instance "
+                f"`teacher_models={given!r}`: expected a mapping of names to paths or ids, for instance "
                 '\'{"math": "Qwen/Qwen2.5-Math-1.5B-Instruct", "code": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}\'.'
             )
 
