@@ -49,8 +49,8 @@ class TeacherRollout:
             who = f"{limits.reader[0].upper()}{limits.reader[1:]}, a {type(teacher).__name__},"
             raise ValueError(
                 f"{who} cannot generate completions, which needs a whole model in each process (`seq_kd=True`, "
-                "`generating_with`): use `teacher_offload='none'` or 'cpu' without a server, or generate them beforehand, "
-                "into a column 'completion'."
+                "`generating_with`): use `teacher_offload='none'` or 'cpu' without a server, or generate them "
+                "beforehand, into a column 'completion'."
             )
         self._host = cast(Host, _AsStudent(host, teacher, limits))
         self._rollout = HFRollout()
