@@ -3,7 +3,7 @@
     python examples/merge_experts.py --output out/merge
 
 Trains a base and an adapter of it for each task (minutes, once), and then a student for each way and seed. One expert
-answers with a digit, the sums with twenty-odd tokens: by tokens, it has a tenth of the loss.
+answers with a digit, the sums with 25 tokens: if all tokens count alike, it has a twentieth of the loss.
 """
 
 from __future__ import annotations
