@@ -114,7 +114,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("unprivileged", SUCCESS, "the teacher's context is not read"),
     ("no student", OF_REWARDS, "`lmbda=0"),
     ("extrapolation, a teacher", {"anchor", "anchor, forward"}, "there is one reference alone"),
-    ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS}, "`environment_factory` with"),
+    ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
 ]
 """What is refused with each of these, and what the error says."""
