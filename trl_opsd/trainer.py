@@ -49,7 +49,7 @@ from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import on_device
 from trl_opsd.teacher.checks import TeacherLike
-from trl_opsd.teacher.comparison import compared, tokens_by_teacher
+from trl_opsd.teacher.comparison import compared, pairs_to_read, tokens_by_teacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -338,6 +338,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 objective,
                 origin=origin,
             )
+            if self.methods.reading and not self.model.training:
+                for pair in pairs_to_read(hidden_BCH, head, teacher_heads, mine, objective.temperatures):
+                    self.methods.read(*pair)
             if self._recording is not None and rollout.begins_at is None:
                 from trl_opsd.report.samples import samples_of
 

@@ -71,13 +71,19 @@ class Weight:
     """The student's own tensor, without adapters."""
     parts: tuple[Tensor, ...]
     """Tensors that must be gathered while it is materialised."""
-    materialize: Callable[[], Tensor]
-    """Returns the tensor, which is read-only: it may share memory with the student's."""
+    merge: Callable[[Tensor], Tensor] = Tensor.detach
+    """Adds adapters to it."""
+    quantize: Callable[[Tensor], Tensor] = Tensor.detach
+    """What the student computes with in place of its own tensor."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Weight:
         """A tensor sent unchanged."""
-        return cls(name, tensor, (tensor,), tensor.detach)
+        return cls(name, tensor, (tensor,))
+
+    def materialize(self) -> Tensor:
+        """Returns the tensor, which is read-only: it may share memory with the student's."""
+        return self.merge(self.quantize(self.base))
 
 
 def is_peft(model: CausalLM) -> bool:
@@ -125,6 +131,21 @@ def base_parameters(model: CausalLM) -> dict[str, Tensor]:
         if inside is None or part in ("base_layer", "original_module"):
             found[_plain(_WRAPPER_NAMES.sub("", name))] = parameter
     return found
+
+
+def adapters_inside(model: CausalLM) -> set[int]:
+    """Ids of the modules that adapters have put into the layers of a model."""
+    found = set[int]()
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            children = (child for name, child in layer.named_children() if name != "base_layer")
+            found |= {id(one) for child in children for one in child.modules()}
+    return found
+
+
+def plain_layer(name: str) -> str:
+    """The name of a layer in a checkpoint of the base model."""
+    return _plain(_WRAPPER_NAMES.sub("", f"{plain_name(name)}.").removesuffix("."))
 
 
 def describe_adapters(model: CausalLM) -> dict[str, Any] | None:
@@ -277,10 +298,10 @@ def _merged(name: str, base: Tensor, layer: Any, kind: str) -> Weight:
         merge = _merged_bias
     if merge is None or not adapters:
         return Weight.of(name, base)
-    return Weight(name, base, parts, partial(merge, layer, base, adapters))
+    return Weight(name, base, parts, partial(merge, layer, adapters))
 
 
-def _merged_weight(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
+def _merged_weight(layer: Any, adapters: list[str], base: Tensor) -> Tensor:
     """W + sBA, summed in float32, so that it is rounded only once."""
     weight = base.detach().float()
     for adapter in adapters:
@@ -293,7 +314,7 @@ def _merged_weight(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
     return weight
 
 
-def _merged_bias(layer: Any, base: Tensor, adapters: list[str]) -> Tensor:
+def _merged_bias(layer: Any, adapters: list[str], base: Tensor) -> Tensor:
     bias = base.detach().float()
     for adapter in adapters:
         if layer.lora_bias.get(adapter):

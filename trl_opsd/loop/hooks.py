@@ -623,8 +623,11 @@ class TrainerHooks(TrainerMembers):
     # By `_save_checkpoint` of transformers, and by `save_model`.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
+        folder = output_dir or self.args.output_dir
         if self.processor is not None:
-            self.processor.save_pretrained(output_dir or self.args.output_dir)
+            self.processor.save_pretrained(folder)
+        if state_dict != {}:  # of ZeRO-3, where its weights are not gathered for it
+            self.methods.saved(Path(folder), self._checkpoints.is_staging)
 
     # By `_save_checkpoint` of transformers, after the weights.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -18,6 +18,7 @@ from transformers import ProcessorMixin
 from trl_opsd._compat.deepspeed import forwards_apart, register_external_parameters, with_current_autocast
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
+from trl_opsd._compat.torchao import kept_quantized
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
@@ -348,6 +349,7 @@ class TrainerMembers(UpstreamFixes):
                 # One context for all tokens, so that each weight is cast once and not for each token.
                 autocast(self.accelerator),
                 self._dist.summon_full_params(self.model_wrapped, recurse=False),
+                kept_quantized(self.model),
             ):
                 try:
                     yield student

@@ -35,7 +35,7 @@ SELF_DISTILLATION = {
 }
 """The paper of a student that is its own teacher; TRL's is that of distillation from another model."""
 
-_FIGURES = re.compile(r"(.+_)?(divergence|rewards/.+)/mean")
+_FIGURES = re.compile(r"(.+_)?(divergence/mean|rewards/.+/mean|certificate/.+)")
 """Names in the log that the card shows, also of evaluations."""
 _MARKS = re.compile(r"\[([^\]]+)\]\([^)]+\)|`")
 """Markdown links and backticks."""

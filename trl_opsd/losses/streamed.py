@@ -341,19 +341,34 @@ def streamed_entropy(
     It is the `student_entropy` of [`~losses.streamed_divergence`] up to rounding, for one product with a head instead
     of two; `chunk_tokens` and `vocabulary` are those of that function. With `ids`, [N], it is `-log p` of these tokens.
     """
+    entropy_N = torch.empty(len(model.hidden), device=model.hidden.device)
+    for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
+        entropy_N[rows] = _entropy_(logits_RV) if ids is None else _surprise(logits_RV, ids[rows])
+    return entropy_N
+
+
+@torch.no_grad()
+def streamed_greedy(model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None) -> Tensor:
+    """A model's likeliest token at each position, [N], int64, of equal ones the first; as [`streamed_entropy`]."""
+    ids_N = torch.empty(len(model.hidden), dtype=torch.long, device=model.hidden.device)
+    for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
+        ids_N[rows] = logits_RV.argmax(-1)
+    return ids_N
+
+
+def _blocks(model: LazyLogits, chunk_tokens: int | None, vocabulary: int | None) -> Iterator[tuple[slice, Tensor]]:
+    """The logits of some positions after the other, [R, V], which may be overwritten."""
     side = Side.of(model, product_dtype(model), vocabulary)
     tokens, width, device = len(side.hidden_NH), len(side.weight_VH), side.hidden_NH.device
     stride = -(-width // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
     tile_tokens = max(1, min(tokens, chunk_tokens or tile_of(tokens, 4 * stride, memory_of(device))))
     tile_CV = torch.empty(tile_tokens, stride, device=device)[:, :width]
-    entropy_N = torch.empty(tokens, device=device)
     for tile in _spans(0, tokens, tile_tokens):
         side.project_(tile_CV, tile)
         for rows in _spans(tile.start, tile.stop, _block_rows(tile_CV)):
             logits_RV = tile_CV[rows.start - tile.start : rows.stop - tile.start]
             side.finish(logits_RV)
-            entropy_N[rows] = _entropy_(logits_RV) if ids is None else _surprise(logits_RV, ids[rows])
-    return entropy_N
+            yield rows, logits_RV
 
 
 def _entropy_(logits_RV: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from trl_opsd._compat.sharding import launched
 from trl_opsd.methods.aggregation import Aggregation, AggregationOptions
 from trl_opsd.methods.base import Method
+from trl_opsd.methods.certificate import Certificate, CertificateOptions
 from trl_opsd.methods.collapse import CollapseGuard, CollapseOptions
 from trl_opsd.methods.context import ContextOptions, GroupSuccess, PromptFunction
 from trl_opsd.methods.contrast import Contrast, ContrastOptions
@@ -22,6 +23,7 @@ from trl_opsd.methods.gates import GateOptions, Gates
 from trl_opsd.methods.groups import Groups
 from trl_opsd.methods.off_policy import OffPolicy, OffPolicyOptions
 from trl_opsd.methods.origin import Origin, OriginOptions
+from trl_opsd.methods.quantization import QuantizationOptions, StudentQuantization
 from trl_opsd.methods.rewards import BatchRewards, RewardOptions
 from trl_opsd.methods.selection import SelectionOptions, TokenSelection
 from trl_opsd.methods.shares import ShareOptions, Shares
@@ -36,6 +38,7 @@ from trl_opsd.options.table import shown
 @with_help
 @dataclass
 class MethodOptions(
+    QuantizationOptions,
     ShareOptions,
     VisitOptions,
     OffPolicyOptions,
@@ -49,11 +52,13 @@ class MethodOptions(
     TurnOptions,
     AggregationOptions,
     CollapseOptions,
+    CertificateOptions,
 ):
     """The options of all methods, which are fields of [`OPSDConfig`]."""
 
 
 METHODS: tuple[type[Method], ...] = (
+    StudentQuantization,
     Shares,
     OffPolicy,
     BatchRewards,
@@ -69,6 +74,7 @@ METHODS: tuple[type[Method], ...] = (
     Aggregation,
     Groups,
     CollapseGuard,
+    Certificate,
 )
 """Those of the package: what comes later sees what earlier ones have set."""
 

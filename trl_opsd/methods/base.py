@@ -21,7 +21,7 @@ from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.monitor.metrics import Metric
 from trl_opsd.options.rules import Rule
-from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -221,6 +221,12 @@ class Method:
 
     # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
 
+    def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
+        """Tokens of an evaluation that a teacher has scored, [N], weighted; asked once their loss is known.
+
+        For each micro-batch and teacher, and no collectives in it. Not by bytes.
+        """
+
     def evaluated(self, sums: MutableMapping[str, Any]) -> None:
         """A dataset is evaluated: may change the sums over its tokens, by [`~types.LossParts`], of teachers too."""
 
@@ -234,6 +240,12 @@ class Method:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on with what a checkpoint has kept."""
+
+    def saved(self, folder: Path, in_checkpoint: bool) -> None:
+        """The student, or its adapter, was written into a folder, of a checkpoint or by `save_model`.
+
+        Asked in the process that writes, so no collectives in it.
+        """
 
     def kept(self, run_dir: Path) -> Collection[Path]:
         """Checkpoints that `save_total_limit` does not delete."""

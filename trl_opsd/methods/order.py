@@ -23,7 +23,7 @@ from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.table import LARGEST_WEIGHT
-from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
 
 M = TypeVar("M", bound=Method)
 
@@ -223,7 +223,20 @@ class Methods:
                 stack.enter_context(one.evaluation(prefix))
             yield
 
+    @property
+    def reading(self) -> bool:
+        """Whether one reads the tokens of evaluations."""
+        return bool(self._of("read"))
+
+    def read(self, student: LazyLogits, teacher: LazyLogits, weights_N: Tensor) -> None:
+        for one in self._of("read"):
+            one.read(student, teacher, weights_N)
+
     # ---- Checkpoints ------------------------------------------------------------------------------------------------
+
+    def saved(self, folder: Path, in_checkpoint: bool) -> None:
+        for one in self._of("saved"):
+            one.saved(folder, in_checkpoint)
 
     def save(self, folder: str) -> None:
         """Writes what each keeps into a checkpoint; called by one process."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,6 +24,7 @@ from trl_opsd._compat.peft import (
     without_peft,
 )
 from trl_opsd._compat.sharding import in_zero3, whole, whole_numel, whole_shape
+from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd.models.weights import as_saved
 
 T = TypeVar("T")
@@ -95,10 +96,16 @@ class Stream:
 
 
 def weights_of(model: CausalLM) -> list[Weight]:
-    """All weights of a checkpoint of the student, with adapters merged, and a tied head also under its own name."""
-    if is_peft(model):
-        return list(merged_weights(model))
-    return [Weight.of(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()]
+    """All weights of a checkpoint of the student, with adapters merged, and a tied head also under its own name.
+
+    Of a student that computes with quantised weights, these.
+    """
+    plain = (Weight.of(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items())
+    quantizers = {id(layer.weight): layer.quantizer for layer in fake_quantized(model).values()}
+    return [
+        replace(one, quantize=quantizers[id(one.base)].of_weight) if id(one.base) in quantizers else one
+        for one in (merged_weights(model) if is_peft(model) else plain)
+    ]
 
 
 def saved_by(model: CausalLM) -> Saved:
@@ -108,7 +115,7 @@ def saved_by(model: CausalLM) -> Saved:
 
 def base_weights_of(model: CausalLM) -> list[Weight]:
     """As [`weights_of`], without adapters."""
-    return [Weight.of(weight.name, weight.base) for weight in weights_of(model)]
+    return [replace(one, parts=(one.base,), merge=Tensor.detach) for one in weights_of(model)]
 
 
 def adapter_of(

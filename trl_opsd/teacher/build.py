@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.integrations import is_fsdp_enabled
 from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
 from trl_opsd._compat.peft import CausalLM, is_peft, without_adapter
 from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trained_parameters, whole, whole_copy
+from trl_opsd._compat.torchao import copy_quantizers, restore, unquantized
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.models.adapters import Adapter, adapter_at
@@ -190,15 +191,24 @@ def _build_own(
         average = averaged(adapter)
         return own(average.swapped_in, kept=adapter.values()), average
     teacher = _copied(student, args)
+    copy_quantizers(student, teacher.model)
     parameters = dict(teacher.model.named_parameters())
     return teacher, averaged({name: parameters[name] for name in followed})
 
 
 def _build_base(student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig) -> Teacher:
-    """The student as it was passed: without its adapter, or a copy."""
+    """The student as it was passed: without its adapter and not quantised, or a copy."""
     if is_peft(student):
-        return _own(student, run, reading, args)(partial(without_adapter, student))
-    return _copied(student, args)
+        return _own(student, run, reading, args)(partial(_as_passed, student))
+    teacher = _copied(student, args)
+    restore(teacher.model)
+    return teacher
+
+
+@contextmanager
+def _as_passed(student: CausalLM) -> Iterator[None]:
+    with without_adapter(student), unquantized(student):
+        yield
 
 
 def _own(student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig) -> Callable[..., OwnTeacher]:

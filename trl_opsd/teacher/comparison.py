@@ -5,7 +5,7 @@ B rows · C completion tokens · M states that are kept · N tokens in the loss 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
@@ -178,6 +178,26 @@ def best(share: TeacherTokens, scores_N: Tensor) -> TeacherTokens:
         kept_N=best_K if share.kept_N is None else share.kept_N.to(device, non_blocking=True)[best_K],
         highest_K=None,
     )
+
+
+def pairs_to_read(
+    hidden_BCH: Tensor,
+    head: OutputHead,
+    teacher_heads: Sequence[OutputHead],
+    shares: Sequence[TeacherTokens],
+    temperatures: tuple[float, float],
+) -> Iterator[tuple[LazyLogits, LazyLogits, Tensor]]:
+    """The logits of student and teacher for the tokens in a loss, and their weights, [N]; not by bytes."""
+    device = head.weight.device
+    for share in shares:
+        if share.spelled is None:
+            weights_N = share.weights_BC.flatten()[share.places_N].to(device)
+            student = LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0])
+            yield (
+                student,
+                LazyLogits(share.of_teacher(device), teacher_heads[share.teacher], temperatures[1]),
+                weights_N,
+            )
 
 
 def compared(

@@ -1,0 +1,234 @@
+"""Linear layers that compute with what their weights become when torchao saves them quantised; knows no trainer.
+
+O output features · I input features
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trl_opsd._compat.deepspeed import loading
+from trl_opsd._compat.sharding import whole_numel
+from trl_opsd._compat.versions import bounds
+
+NAMES = ("int4", "int8", "fp8", "nvfp4")
+"""Formats by name. Of each the weights alone are quantised: for activations too, a `QATConfig` with a base config."""
+
+
+def base_config(option: str, value: Any) -> Any:
+    """The torchao config by which weights are saved, from the name of a format or a config; else `ValueError`."""
+    try:
+        from torchao.core.config import AOBaseConfig
+        from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig
+        from torchao.quantization.granularity import PerGroup
+        from torchao.quantization.qat import QATConfig
+    except ImportError as error:
+        wanted = f"torchao{bounds().get('torchao', '')}"
+        raise ValueError(
+            f'`{option}={value!r}` needs {wanted}, which cannot be imported ({error}): `pip install "{wanted}"`.'
+        ) from error
+    # Without side effects: by default some of them set options of torch's compiler for the whole process.
+    named = {
+        "int4": lambda: IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
+        "int8": lambda: Int8WeightOnlyConfig(set_inductor_config=False),
+        "fp8": lambda: Float8WeightOnlyConfig(set_inductor_config=False),
+        "nvfp4": lambda: NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=True),
+    }
+    if isinstance(value, str) and value in named:
+        return named[value]()
+    if isinstance(value, QATConfig):
+        value = value.base_config  # the one with which it would be converted
+    if not isinstance(value, AOBaseConfig) or isinstance(value, QATConfig):
+        raise ValueError(
+            f"`{option}={value!r}`: expected one of {', '.join(map(repr, NAMES))}, a config of torchao such as "
+            "`Int8WeightOnlyConfig()`, or a `QATConfig` with such a config as `base_config`, by which it is saved."
+        )
+    return value
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FakeQuantizer:
+    """A torchao config, and what it does to a linear layer."""
+
+    config: Any
+    activation: Callable[[Tensor], Tensor] | None = None
+    """torchao's fake quantisation of a layer's input; `None` where inputs are not quantised."""
+
+    @classmethod
+    def of(cls, config: Any, device: torch.device, dtype: torch.dtype) -> FakeQuantizer:
+        """What a config does on a device; torchao's own error where it cannot."""
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import QATConfig
+
+        shape, where = (256, 256), {"device": device, "dtype": dtype}
+        made = _quantized(torch.eye(*shape, **where), config)
+        names = ("act_quant_kwargs", "activation_quantization")
+        if all(getattr(made, name, None) is None for name in names):
+            return cls(config)
+        model = nn.Sequential(nn.Linear(*shape, bias=False, **where))
+        quantize_(model, QATConfig(config, step="prepare"))
+        return cls(config, model[0].activation_fake_quantizer)
+
+    @torch.no_grad()
+    def of_weight(self, weight_OI: Tensor) -> Tensor:
+        """[O, I], what the weight is once it is saved and loaded, in its dtype; rows of FSDP2's as it shards them."""
+        # Of all rows: a scale may be of the whole weight.
+        full = weight_OI.full_tensor() if isinstance(weight_OI, DTensor) else weight_OI.detach()
+        value: Tensor = _quantized(full, self.config).dequantize().to(weight_OI.dtype)
+        if isinstance(weight_OI, DTensor):
+            value = distribute_tensor(value, weight_OI.device_mesh, weight_OI.placements, src_data_rank=None)
+        return value
+
+    @torch.no_grad()
+    def of_input(self, states: Tensor) -> Tensor:
+        """[..., I], what a layer computes with in place of its input."""
+        return states if self.activation is None else self.activation(states)
+
+
+def _quantized(weight_OI: Tensor, config: Any) -> Any:
+    """The weight as torchao saves it."""
+    from torchao.quantization import quantize_
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(weight_OI.size(1), weight_OI.size(0), bias=False))
+    model[0].weight = nn.Parameter(weight_OI, requires_grad=False)
+    quantize_(model, config)
+    return model[0].weight
+
+
+@final
+class _StraightThrough(torch.autograd.Function):
+    """The second of two tensors, with its gradient going to the first, unchanged."""
+
+    # torchao's fake float8 has a cast to float8 on the way back, in which gradients below 2**-10 become 0 (0.18).
+
+    @staticmethod
+    def forward(ctx: Any, latent: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Any:
+        return *gradient, None
+
+
+class FakeQuantizedLinear(nn.Linear):
+    """A linear layer that computes with its quantised weight; made of one by [`prepare`], which sets its class.
+
+    Its weight stays the latent one, in checkpoints and for the optimizer.
+    """
+
+    quantizer: FakeQuantizer
+    is_on: bool = True
+    kept: Tensor | None = None
+    """The quantised weight, while it is known not to change."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        if not self.is_on:
+            return super().forward(states)
+        weight = self.kept
+        if weight is None:
+            weight = _StraightThrough.apply(self.weight, self.quantizer.of_weight(self.weight))
+        if self.quantizer.activation is not None:
+            states = _StraightThrough.apply(states, self.quantizer.of_input(states))
+        return nn.functional.linear(states, weight, self.bias)
+
+
+def prepare(layers: Mapping[str, nn.Linear], quantizer: FakeQuantizer) -> None:
+    """Makes linear layers compute with quantised weights, in place.
+
+    Raises:
+        ValueError: A layer's shape does not fit; nothing is changed then.
+    """
+    # Few rows show as much as many, but as many beyond a multiple of what a kernel may ask for.
+    rows = {name: min(one.out_features, 256 + one.out_features % 128) for name, one in layers.items()}
+    shapes = {(rows[name], one.in_features): name for name, one in reversed(layers.items())}
+    for shape, name in shapes.items():
+        some = layers[name].weight
+        try:
+            quantizer.of_weight(torch.ones(shape, device=some.device, dtype=some.dtype))
+        except Exception as error:  # of any type: torchao asserts, and kernels fail in their own ways
+            raise ValueError(
+                f"`student_quantization`: {name} has {shape[1]} input features, for which {quantizer.config} does not "
+                f"work ({str(error).strip() or type(error).__name__}): pass another config of torchao, for instance "
+                "`IntxWeightOnlyConfig(torch.int4, PerGroup(size))` with a group size that divides them."
+            ) from error
+    for layer in layers.values():
+        # As torch's parametrizations do: the module stays the same for whoever holds it, PEFT's layers for one.
+        layer.__class__ = FakeQuantizedLinear
+        layer.quantizer = quantizer  # type: ignore[assignment]
+
+
+def fake_quantized(model: nn.Module) -> dict[str, FakeQuantizedLinear]:
+    """The layers of [`prepare`], by name."""
+    return {name: one for name, one in model.named_modules() if isinstance(one, FakeQuantizedLinear)}
+
+
+def copy_quantizers(model: nn.Module, copied: nn.Module) -> None:
+    """Makes the layers of a copy compute as the model's do; ZeRO-3's is a model of its own."""
+    for name, layer in fake_quantized(model).items():
+        prepare({name: copied.get_submodule(name)}, layer.quantizer)  # type: ignore[dict-item]
+
+
+def restore(model: nn.Module) -> None:
+    """Makes the layers plain again, in place; their weights are the latent ones."""
+    for layer in fake_quantized(model).values():
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+@contextmanager
+def unquantized(model: nn.Module) -> Iterator[None]:
+    """Has the model compute with its latent weights while the context is open."""
+    layers = [one for one in fake_quantized(model).values() if one.is_on]
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
+
+
+@contextmanager
+def kept_quantized(model: nn.Module) -> Iterator[None]:
+    """Quantises each whole weight once, while the context is open, in which weights must not change."""
+    found = [one for one in fake_quantized(model).values() if not isinstance(one.weight, DTensor)]
+    layers = [one for one in found if one.weight.numel() == whole_numel(one.weight)]  # under ZeRO-3 it may be gathered
+    try:
+        for layer in layers:
+            layer.kept = layer.quantizer.of_weight(layer.weight)
+        yield
+    finally:
+        for layer in layers:
+            layer.kept = None
+
+
+def save_quantized(
+    model_class: Any, checkpoint: str | Path, folder: str | Path, config: Any, kept: list[str], device: torch.device
+) -> int:
+    """Writes a checkpoint again, quantised but for the layers `kept`; returns the bytes of its weights in memory."""
+    from transformers import TorchAoConfig
+
+    how = TorchAoConfig(config, modules_to_not_convert=kept)
+    with loading(None):
+        model = model_class.from_pretrained(
+            checkpoint, quantization_config=how, dtype="auto", device_map={"": device}, use_safetensors=True
+        )
+    model.save_pretrained(folder)
+    return sum(map(bytes_of, model.state_dict().values()))
+
+
+def bytes_of(tensor: Any) -> int:
+    """Bytes of a tensor in memory, also of one that torchao has quantised."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return int(tensor.nbytes)
+    return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])

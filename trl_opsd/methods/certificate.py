@@ -1,0 +1,70 @@
+"""Measures in evaluations how far the student is from its teacher as both would be served: at temperature 1, greedily.
+
+N tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, final
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_opsd.losses import ForwardKL, streamed_divergence
+from trl_opsd.losses.streamed import streamed_greedy
+from trl_opsd.methods.base import Method
+from trl_opsd.monitor.metrics import Logs, Metric
+from trl_opsd.options.normalize import with_help
+from trl_opsd.options.rules import not_by_bytes
+from trl_opsd.options.table import Option
+from trl_opsd.types import LazyLogits
+
+_LOGS = Logs("evaluations alone; mean over their tokens", "`certificate`")
+
+
+@with_help
+@dataclass
+class CertificateOptions:
+    certificate: Annotated[bool | None, Option()] = None
+    """Whether evaluations measure KL(teacher‖student) and the share of tokens with the same likeliest token, one before
+    the first step and one after the last. When `None`, with `student_quantization` and an `eval_dataset`."""
+
+
+@final
+class Certificate(Method, TrainerCallback):
+    """Evaluates before the first step, which is what quantising alone costs, and after the last."""
+
+    rules = (not_by_bytes("certificate", True, "which has no tokens in common"),)
+    metrics: ClassVar = {
+        "certificate/kl": Metric("nats", "KL(teacher‖student) per token at temperature 1.", _LOGS),
+        "certificate/agreement": Metric("1", "Share of tokens of which both models' likeliest is the same.", _LOGS),
+    }
+
+    @classmethod
+    def of(cls, now: Any) -> Certificate | None:
+        asked = now.args.certificate
+        if asked is None:
+            asked = now.args.student_quantization is not None and not now.args.cross_tokenizer
+        return cls() if asked and now.eval_dataset is not None else None
+
+    def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
+        if not len(weights):
+            return
+        student, teacher = replace(student, temperature=1.0), replace(teacher, temperature=1.0)
+        args, vocabulary = self.host.args, self.host.current_objective.vocabulary
+        how = {"chunk_tokens": args.loss_chunk_tokens, "vocabulary": vocabulary}
+        with torch.no_grad():
+            kl_N = streamed_divergence(student, teacher, ForwardKL(), **how).divergence
+        same_N = streamed_greedy(student, **how) == streamed_greedy(teacher, **how)
+        total = float(weights.sum())
+        for name, each_N in (("kl", kl_N), ("agreement", same_N)):
+            self.host.record(f"certificate/{name}", float((each_N * weights).sum() / total), total)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step == 0 and not args.eval_on_start:
+            self.host.evaluate()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_evaluate |= state.global_step >= state.max_steps

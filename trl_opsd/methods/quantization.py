@@ -1,0 +1,126 @@
+"""Trains a student as it will be served: linear layers with quantised weights, saved quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, final
+
+from accelerate.logging import get_logger
+from torch import nn
+from tqdm.auto import tqdm
+
+from trl_opsd._compat.peft import adapters_inside, is_peft, plain_layer, why_not_plain_lora, without_peft
+from trl_opsd._compat.sharding import class_of, whole_numel
+from trl_opsd._compat.torchao import FakeQuantizedLinear, FakeQuantizer, base_config, prepare, save_quantized
+from trl_opsd.methods.base import Method
+from trl_opsd.options.normalize import with_help
+from trl_opsd.options.table import Option
+
+FOLDER = "quantized"
+"""The folder of the quantised student, beside its weights."""
+
+logger = get_logger(__name__)
+
+
+def _a_format(option: str, value: Any) -> None:
+    if value is not None:
+        base_config(option, value)
+
+
+@with_help
+@dataclass
+class QuantizationOptions:
+    student_quantization: Annotated[
+        object | str | None,
+        Option(_a_format, resumed=True, words="with the linear layers quantised as {!r}", also="qat quantization"),
+    ] = None
+    """The format that the student is trained for: `"int4"` (groups of 32), `"int8"`, `"fp8"` or `"nvfp4"`, of the
+    weights alone, or a config of torchao. Linear layers compute with quantised weights, and each save has a folder
+    `quantized`."""
+
+
+@final
+class StudentQuantization(Method):
+    """Quantises linear layers of the text decoder while the student computes; embeddings and head stay as they are."""
+
+    @classmethod
+    def of(cls, now: Any) -> StudentQuantization | None:
+        return cls() if now.args.student_quantization is not None else None
+
+    def build(self) -> None:
+        """Prepares the student; nothing of it has computed yet."""
+        given, model = self.host.args.student_quantization, self.host.model
+        shown = f"`student_quantization={given!r}`"
+        self._config = base_config("student_quantization", given)
+        if is_peft(model) and (reason := why_not_plain_lora(model)):
+            raise ValueError(
+                f"{shown}: {reason}, but beside a quantised base only plain LoRA computes the same once it is saved: "
+                "use a `LoraConfig` without that, or train all weights."
+            )
+        self._base = _base_of(model)
+        if is_peft(model) and not self._base:
+            raise ValueError(
+                f"{shown} with an adapter on a model without a path, but its base is saved quantised from there: pass "
+                "the path of the model, or a model that was loaded from one."
+            )
+        layers, self._kept = {}, []
+        inside = {id(one) for one in without_peft(model).get_decoder().modules()}
+        for name, layer in _linear(model):
+            if id(layer) in inside and layer is not model.get_output_embeddings():
+                layers[name] = layer
+            else:
+                self._kept.append(name)
+        if not layers:
+            raise ValueError(
+                f"{shown}: {type(without_peft(model)).__name__} has no `nn.Linear` in its decoder, and nothing else is "
+                "quantised here: remove the option."
+            )
+        some = next(iter(layers.values())).weight
+        try:
+            quantizer = FakeQuantizer.of(self._config, self.host.accelerator.device, some.dtype)
+        except Exception as error:  # of any type: torchao asserts, and kernels fail in their own ways
+            raise ValueError(
+                f"{shown}: the installed torchao cannot quantise on {self.host.accelerator.device} in "
+                f"{some.dtype}: {str(error).strip() or type(error).__name__}. Choose another format."
+            ) from error
+        prepare(layers, quantizer)
+        numbers = {id(one): whole_numel(one) for one in model.parameters()}
+        of_layers = sum(numbers[id(one.weight)] for one in layers.values())
+        self.share = of_layers / sum(numbers.values())
+        if self.share < 0.5:
+            logger.warning(
+                f"{shown} quantises {self.share:.0%} of the parameters: others are embeddings, or experts in one "
+                "tensor per layer, which stay as they are."
+            )
+
+    def saved(self, folder: Path, in_checkpoint: bool) -> None:
+        """Saves the student quantised; beside an adapter its base, which no checkpoint changes, so not with each."""
+        source: str | Path = folder
+        if is_peft(self.host.model):
+            if in_checkpoint:
+                return
+            source = self._base
+        kind, device = class_of(without_peft(self.host.model)), self.host.accelerator.device
+        into = folder / FOLDER
+        memory = save_quantized(kind, source, into, self._config, self._kept, device)
+        self.host.processing_class.save_pretrained(into)
+        disk = sum(one.stat().st_size for one in into.glob("*.safetensors"))
+        before = sum(one.stat().st_size for one in Path(source).glob("*.safetensors"))
+        tqdm.write(
+            f"{into}: {disk / 1e6:.4g} MB on disk ({before / 1e6:.4g} MB before), {memory / 1e6:.4g} MB in memory"
+        )
+
+
+def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers by their names in a checkpoint of the base, without those of adapters."""
+    inside = adapters_inside(model)
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, FakeQuantizedLinear) and id(module) not in inside:
+            yield plain_layer(name), module
+
+
+def _base_of(model: Any) -> str:
+    """The path of the model below an adapter; empty without a path, or an adapter."""
+    return str(without_peft(model).config._name_or_path or "") if is_peft(model) else ""
