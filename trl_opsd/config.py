@@ -305,7 +305,8 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     @property
     def differs_from_itself(self) -> bool:
         """Whether a student without a teacher's context has something to learn from itself."""
-        return self.tempers_apart or self.pulls or self.contrast_weight > 0 or self.extrapolation != 1
+        is_quantised = self.student_quantization is not None and self.teacher_model_kind == "base"
+        return self.tempers_apart or self.pulls or self.contrast_weight > 0 or self.extrapolation != 1 or is_quantised
 
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""

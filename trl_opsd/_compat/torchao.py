@@ -65,19 +65,37 @@ class FakeQuantizer:
     """torchao's fake quantisation of a layer's input; `None` where inputs are not quantised."""
 
     @classmethod
-    def of(cls, config: Any, device: torch.device, dtype: torch.dtype) -> FakeQuantizer:
-        """What a config does on a device; torchao's own error where it cannot."""
+    def of(cls, config: Any, layers: Mapping[str, nn.Linear], device: torch.device) -> FakeQuantizer:
+        """What a config does to these layers on a device.
+
+        Raises:
+            ValueError: torchao cannot do it there, or not in the shape of a layer.
+        """
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
 
-        shape, where = (256, 256), {"device": device, "dtype": dtype}
-        made = _quantized(torch.eye(*shape, **where), config)
-        names = ("act_quant_kwargs", "activation_quantization")
-        if all(getattr(made, name, None) is None for name in names):
-            return cls(config)
-        model = nn.Sequential(nn.Linear(*shape, bias=False, **where))
-        quantize_(model, QATConfig(config, step="prepare"))
-        return cls(config, model[0].activation_fake_quantizer)
+        # Few rows show as much as many, but as many beyond a multiple of what a kernel may ask for.
+        shapes: dict[tuple[int, int], str] = {}
+        for name, one in layers.items():
+            shapes.setdefault((min(one.out_features, 256 + one.out_features % 128), one.in_features), name)
+        for shape, name in shapes.items():
+            how: Any = {"device": device, "dtype": layers[name].weight.dtype}
+            try:
+                made = _quantized(torch.ones(shape, **how), config)
+                made.dequantize()
+                kinds = ("act_quant_kwargs", "activation_quantization")
+                activation = None
+                if any(getattr(made, kind, None) is not None for kind in kinds):
+                    model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, **how))
+                    quantize_(model, QATConfig(config, step="prepare"))
+                    activation = model[0].activation_fake_quantizer
+            except Exception as error:  # of any type: torchao asserts, and kernels fail in their own ways
+                raise ValueError(
+                    f"{type(config).__name__} does not work for {name} with {shape[1]} input features, on {device} in "
+                    f"{how['dtype']} ({str(error).strip() or type(error).__name__}): choose another format, or another "
+                    "size of groups, such as `IntxWeightOnlyConfig(torch.int4, PerGroup(16))`."
+                ) from error
+        return cls(config, activation)
 
     @torch.no_grad()
     def of_weight(self, weight_OI: Tensor) -> Tensor:
@@ -144,24 +162,7 @@ class FakeQuantizedLinear(nn.Linear):
 
 
 def prepare(layers: Mapping[str, nn.Linear], quantizer: FakeQuantizer) -> None:
-    """Makes linear layers compute with quantised weights, in place.
-
-    Raises:
-        ValueError: A layer's shape does not fit; nothing is changed then.
-    """
-    # Few rows show as much as many, but as many beyond a multiple of what a kernel may ask for.
-    rows = {name: min(one.out_features, 256 + one.out_features % 128) for name, one in layers.items()}
-    shapes = {(rows[name], one.in_features): name for name, one in reversed(layers.items())}
-    for shape, name in shapes.items():
-        some = layers[name].weight
-        try:
-            quantizer.of_weight(torch.ones(shape, device=some.device, dtype=some.dtype))
-        except Exception as error:  # of any type: torchao asserts, and kernels fail in their own ways
-            raise ValueError(
-                f"`student_quantization`: {name} has {shape[1]} input features, for which {quantizer.config} does not "
-                f"work ({str(error).strip() or type(error).__name__}): pass another config of torchao, for instance "
-                "`IntxWeightOnlyConfig(torch.int4, PerGroup(size))` with a group size that divides them."
-            ) from error
+    """Makes linear layers compute with quantised weights, in place."""
     for layer in layers.values():
         # As torch's parametrizations do: the module stays the same for whoever holds it, PEFT's layers for one.
         layer.__class__ = FakeQuantizedLinear

@@ -38,6 +38,7 @@ from trl_opsd.models.checks import (
     same_weights,
 )
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
+from trl_opsd.options.table import shown
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
 from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location, servers, teacher_loading
@@ -48,7 +49,7 @@ logger = get_logger(__name__)
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 
-def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) -> None:
+def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig, quantization_config: Any = None) -> None:
     """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
     if (reference := args.extrapolation_reference) not in (None, *(teachers if len(teachers) > 1 else ())):
         raise ValueError(
@@ -56,7 +57,13 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig) ->
             f"{sorted(teachers)}: pass a dict of models as `teacher_model`, this one among them."
         )
     loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-    check_own_loss({**language_config(student, "model", loading), **loading})
+    config = {"quantization_config": quantization_config, **language_config(student, "model", loading), **loading}
+    check_own_loss(config)
+    if args.student_quantization is not None and config["quantization_config"] is not None:
+        raise ValueError(
+            f"{shown('student_quantization', args.student_quantization)} with a student that is quantised already "
+            "(`quantization_config`): pass the model that it was made of, or remove one of them."
+        )
     check_in_memory(student, args.device)
     _check_no_foreign_adapter(student, teachers)
     _check_teacher_models(teachers, args)

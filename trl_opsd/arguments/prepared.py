@@ -216,10 +216,11 @@ def prepared(
     # a reference beside rewards, or a sharper self, differs from the student without a column
     check_datasets(datasets, args, intake, needs_context and not args.differs_from_itself)
     more = check_acted(datasets, environments)
-    check_models(model, models, args)
+    check_models(model, models, args, quantization_config)
     refuse((*SURPRISES, *rules(Stage.SURPRISES)), now, logger.warning)
     tells_more = intake.rewrites or bool(args.teacher_template_kwargs) or is_told
-    is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
+    is_quantised = quantization_config is not None or args.student_quantization is not None
+    is_same_model = not is_quantised and warn_of_same_model(model, models, args, datasets, tells_more)
     # 5. Processes agree.
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))

@@ -623,11 +623,8 @@ class TrainerHooks(TrainerMembers):
     # By `_save_checkpoint` of transformers, and by `save_model`.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
-        folder = output_dir or self.args.output_dir
         if self.processor is not None:
-            self.processor.save_pretrained(folder)
-        if state_dict != {}:  # of ZeRO-3, where its weights are not gathered for it
-            self.methods.saved(Path(folder), self._checkpoints.is_staging)
+            self.processor.save_pretrained(output_dir or self.args.output_dir)
 
     # By `_save_checkpoint` of transformers, after the weights.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -670,6 +667,10 @@ class TrainerHooks(TrainerMembers):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers', with a model card beside the weights."""
         super().save_model(output_dir, _internal_call)
+        folder = Path(output_dir or self.args.output_dir)
+        # Not in `_save`, whose ValueErrors transformers takes for ZeRO-3's, and not where weights stay in shards.
+        if self.args.should_save and [*folder.glob("*.safetensors")]:
+            self.methods.saved(folder, self._checkpoints.is_staging)
         if not _internal_call:
             own = self.args.output_dir
             try:  # TRL's writes to the folder of the run

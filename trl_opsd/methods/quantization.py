@@ -52,7 +52,7 @@ class StudentQuantization(Method):
     def build(self) -> None:
         """Prepares the student; nothing of it has computed yet."""
         given, model = self.host.args.student_quantization, self.host.model
-        shown = f"`student_quantization={given!r}`"
+        shown = f"`student_quantization={repr(given) if isinstance(given, str) else type(given).__name__}`"
         self._config = base_config("student_quantization", given)
         if is_peft(model) and (reason := why_not_plain_lora(model)):
             raise ValueError(
@@ -77,14 +77,10 @@ class StudentQuantization(Method):
                 f"{shown}: {type(without_peft(model)).__name__} has no `nn.Linear` in its decoder, and nothing else is "
                 "quantised here: remove the option."
             )
-        some = next(iter(layers.values())).weight
         try:
-            quantizer = FakeQuantizer.of(self._config, self.host.accelerator.device, some.dtype)
-        except Exception as error:  # of any type: torchao asserts, and kernels fail in their own ways
-            raise ValueError(
-                f"{shown}: the installed torchao cannot quantise on {self.host.accelerator.device} in "
-                f"{some.dtype}: {str(error).strip() or type(error).__name__}. Choose another format."
-            ) from error
+            quantizer = FakeQuantizer.of(self._config, layers, self.host.accelerator.device)
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from error
         prepare(layers, quantizer)
         numbers = {id(one): whole_numel(one) for one in model.parameters()}
         of_layers = sum(numbers[id(one.weight)] for one in layers.values())

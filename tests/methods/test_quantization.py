@@ -1,0 +1,328 @@
+"""A student that computes with quantised weights: its loss, gradient, engines and saved model, against float64.
+
+O output features · I input features
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from support import forks, fsdp_on_cpu, tiny
+from support.rollouts import Apart
+from torch import Tensor, nn
+from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
+from torchao.quantization.granularity import PerGroup
+from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+from transformers import AutoModelForCausalLM
+
+from trl_opsd import OPSDTrainer
+from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.sharding import trained_parameters, whole
+from trl_opsd._compat.torchao import FakeQuantizedLinear, fake_quantized, save_quantized
+from trl_opsd.rollout.weight_sync import weights_of
+
+WORDS = tiny.tokenizer()
+PROMPTS = WORDS(tiny.PROMPTS)["input_ids"]
+TEXTS = ["4<|im_end|>", " blue, as it is", "no", "three four", "1", " b c", "x", "and white<|im_end|>"]
+IDS: list[list[int]] = WORDS(TEXTS)["input_ids"]
+BOTH = QATConfig(Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
+FORMATS = ("int4", "int8", "fp8", "nvfp4")
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
+
+
+def as_e4m3(value: Tensor) -> Tensor:
+    """The nearest number with a mantissa of 3 bits and exponents from -6."""
+    step = 2.0 ** (value.abs().clamp(min=2**-6).log2().floor() - 3)
+    return ((value / step).round() * step).clamp(-448, 448)
+
+
+def quantised(weight_OI: Tensor, kind: str) -> Tensor:
+    """[O, I] in float64, by the definition of each format, whose scales are float32."""
+    if kind in ("int4", "int8"):
+        most, size = (7, 32) if kind == "int4" else (127, weight_OI.size(1))
+        parts = weight_OI.view(len(weight_OI), -1, size)
+        scale = parts.abs().amax(-1, keepdim=True) / (most + 0.5)
+        # The largest of a group lies between two integers: which of them it becomes is a matter of float32.
+        return ((parts * (1 / scale)).round().clamp(-most - 1, most).double() * scale).view_as(weight_OI)
+    if kind == "fp8":
+        scale = (weight_OI.abs().amax(1, keepdim=True) / 448).double()
+        return as_e4m3(weight_OI.double() / scale) * scale
+    whole_scale = (weight_OI.abs().amax() / (448 * 6)).double()
+    parts = weight_OI.double().view(len(weight_OI), -1, 16)
+    scale = as_e4m3(parts.abs().amax(-1, keepdim=True) / 6 / whole_scale) * whole_scale
+    nearest = (parts.abs() / scale).unsqueeze(-1).sub(E2M1).abs().argmin(-1)
+    return (E2M1[nearest] * parts.sign() * scale).view_as(weight_OI)
+
+
+def models() -> tuple[Any, Any]:
+    return tiny.qwen2(64, seed=0), tiny.qwen2(48, seed=1)
+
+
+def inside(model: Any) -> dict[str, nn.Linear]:
+    return {name: one for name, one in model.model.named_modules() if isinstance(one, nn.Linear)}
+
+
+@cache
+def expected(kind: str) -> tuple[float, Tensor, tuple[float, float]]:
+    """In float64, row by row: the loss of a step, its gradient, and KL and agreement with the teacher."""
+    student, teacher = models()
+    for layer in inside(student).values():
+        layer.weight.data = quantised(layer.weight.data, kind).float()
+    values, kls, same = [], [], []
+    for prompt, ids in zip(PROMPTS, IDS, strict=True):
+        read, at = torch.tensor([[*prompt, *ids]]), slice(len(prompt) - 1, len(prompt) + len(ids) - 1)
+        log = student.double()(read).logits[0, at].log_softmax(-1)
+        target = teacher.double()(read).logits[0, at].detach().log_softmax(-1)
+        values.append((log.exp() * (log - target)).sum(-1))
+        kls.append((target.exp() * (target - log.detach())).sum(-1))
+        same.append((log.argmax(-1) == target.argmax(-1)).double())
+    loss = torch.cat(values).mean()
+    loss.backward()
+    gradient = torch.cat([one.grad.flatten() for one in student.parameters()])
+    return float(loss.detach()), gradient, (float(torch.cat(kls).mean()), float(torch.cat(same).mean()))
+
+
+def trainer_of(folder: Any, kind: Any, of: Any = None, peft_config: Any = None, **given: Any) -> Any:
+    student, teacher = of or models()
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
+    options |= {"divergence": "reverse_kl", "learning_rate": 1.0, "max_grad_norm": 0.0, "shuffle_dataset": False}
+    options |= {"student_quantization": kind, "max_completion_length": 60, **given}
+    rows = tiny.rows(8)
+    fsdp_on_cpu.allow()
+    return OPSDTrainer(
+        model=student,
+        teacher_model=teacher,
+        args=tiny.config(folder, **options),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=WORDS,
+        peft_config=peft_config,
+        rollout=Apart(dict(zip(map(tuple, PROMPTS), IDS, strict=True))),
+    )
+
+
+def run(folder: Any, kind: str, of: Any, **given: Any) -> tuple[Any, Any, Any]:
+    """The logs of a step, how far it moved the latent weights at a rate of 1, and what is synced before it."""
+    before = torch.cat([one.detach().flatten() for one in of[0].parameters()])
+    trainer = trainer_of(folder, kind, of=of, **given)
+    trainer.train()
+    parameters = trained_parameters(trainer.accelerator.unwrap_model(trainer.model)).values()
+    after = torch.cat([whole(one).detach().flatten() for one in parameters])
+    return trainer.state.log_history, (before - after).numpy(), trainer
+
+
+def check(where: str, kind: str, logs: Any, moved: Any) -> None:
+    loss, gradient, certificate = expected(kind)
+    off = float((torch.from_numpy(moved) - gradient).abs().max() / gradient.abs().max())
+    first, step = logs[0], logs[1]
+    print(f"{where}, {kind}: {abs(step['loss'] / loss - 1):.1e} {off:.1e}")
+    assert step["loss"] == pytest.approx(loss, rel=1e-5)
+    assert off < 1e-5
+    # Before the first step: what quantising alone has cost.
+    found = [first[f"eval_certificate/{name}"] for name in ("kl", "agreement")]
+    assert [first["step"], *found] == pytest.approx([0, *certificate], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_layer_computes_with_the_weight_of_its_format(kind):
+    model = tiny.qwen2(64, seed=0)
+    expected_of = {name: quantised(one.weight.data, kind) for name, one in inside(model).items()}
+    trainer_of("out", kind, of=(model, models()[1]))
+    layers = fake_quantized(model.model)
+    assert layers.keys() == expected_of.keys()
+    assert type(model.lm_head) is nn.Linear
+    for name, layer in layers.items():
+        torch.testing.assert_close(
+            layer.quantizer.of_weight(layer.weight).double(), expected_of[name], atol=1e-7, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", ["int4", *(pytest.param(one, marks=pytest.mark.long) for one in FORMATS[1:])])
+def test_loss_gradient_and_certificate_equal_float64(tmp_path, kind):
+    check("one", kind, *run(tmp_path, kind, models())[:2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{"gradient_checkpointing": True}, {"padding_free": True}, {"overlap": "step"}])
+def test_recomputed_and_packed_rows_equal_float64(tmp_path, given):
+    check(str(given), "nvfp4", *run(tmp_path, "nvfp4", models(), **given)[:2])
+
+
+def in_two(folder: Any, kinds: list[str]) -> list[Any]:
+    faulthandler.dump_traceback_later(290, exit=True)
+    made, found = [models() for _ in kinds], []  # before there is a DeepSpeed config, which would split them
+    for kind, of in zip(kinds, made, strict=True):
+        logs, moved, trainer = run(folder / kind, kind, of, gradient_accumulation_steps=2)
+        trainer.save_model(folder / kind)
+        with_sync = {}
+        for one in weights_of(trainer.model):
+            with trainer.gathered([part for part in one.parts if hasattr(part, "ds_id")]):
+                with_sync[one.name] = whole(one.materialize()).clone().float().numpy()
+        found.append((logs, moved, with_sync))
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.timeout(forks.SECONDS + 60)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2_cpu", "zero3_cpu", "fsdp2_cpu"])
+def test_two_processes_take_the_step_of_float64(tmp_path, strategy):
+    for kind, (logs, moved, sent) in zip(
+        FORMATS, forks.results(strategy, in_two, tmp_path, list(FORMATS))[0], strict=True
+    ):
+        check(strategy, kind, logs, moved)
+        student = AutoModelForCausalLM.from_pretrained(tmp_path / kind / "quantized")
+        latent = AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        for name, layer in inside(student).items():
+            saved = layer.weight.dequantize()
+            torch.testing.assert_close(torch.from_numpy(sent[f"model.{name}.weight"]), saved, atol=0, rtol=0)
+            torch.testing.assert_close(
+                saved.double(), quantised(latent.model.get_submodule(name).weight.data, kind), atol=1e-6, rtol=1e-5
+            )
+
+
+@pytest.mark.parametrize("kind", ["int4", *(pytest.param(one, marks=pytest.mark.long) for one in (*FORMATS[1:], BOTH))])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("tuned", ["all", "lora"])
+def test_saved_student_loads_with_its_logits(tmp_path, kind, dtype, tuned):
+    student, teacher = models()
+    student.to(getattr(torch, dtype)).save_pretrained(tmp_path / "base")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False) if tuned == "lora" else None
+    trainer = trainer_of(tmp_path, kind, (student, teacher), lora, learning_rate=0.05, certificate=False)
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "quantized")
+    assert "Linear" in type(loaded.model.layers[0].mlp.up_proj).__name__
+    assert not isinstance(loaded.model.layers[0].mlp.up_proj.weight.data, nn.Parameter | FakeQuantizedLinear)
+    assert type(loaded.model.layers[0].mlp.up_proj.weight.data) is not Tensor
+    if tuned == "lora":
+        loaded = PeftModel.from_pretrained(loaded, tmp_path / "final")
+    trainer.model.eval()
+    ids = torch.tensor([PROMPTS[-1]])
+    with torch.no_grad():
+        own, theirs = trainer.model(ids).logits.float(), loaded(ids).logits.float()
+    # In bfloat16 kernels that multiply before they scale round otherwise.
+    assert float((own - theirs).abs().max()) <= (1e-4 if dtype == "float32" else 0.05) * float(own.abs().max())
+    assert float((own - teacher(ids).logits).abs().max()) > 0.1
+
+
+def test_generation_keeps_quantised_weights_and_forgets_them(tmp_path):
+    trainer = trainer_of(tmp_path, "int4")
+    model, ids = trainer.model, torch.tensor([PROMPTS[-1]])
+    how = {"max_new_tokens": 20, "do_sample": False}
+    slow = model.eval().generate(ids, **how)
+    with trainer.student_for_generation() as student:
+        assert all(one.kept is not None for one in fake_quantized(student).values())
+        assert torch.equal(student.generate(ids, **how), slow)
+    assert all(one.kept is None for one in fake_quantized(model).values())
+    for layer in fake_quantized(model).values():
+        layer.is_on = False
+    assert not torch.equal(model.generate(ids, **how), slow)
+
+
+def test_resumed_training_goes_on_bit_for_bit(tmp_path):
+    given = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
+    given["certificate"] = False
+    one = trainer_of(tmp_path / "a", "int4", **given)
+    one.train()
+    two = trainer_of(tmp_path / "b", "int4", **{**given, "max_steps": 2, "lr_scheduler_type": "constant"})
+    two.train()
+    two = trainer_of(tmp_path / "b", "int4", **given)
+    two.train(resume_from_checkpoint=True)
+    assert torch.equal(tiny.weights(one), tiny.weights(two))
+    with pytest.raises(ValueError, match="student_quantization: "):
+        trainer_of(tmp_path / "b", "int8", **{**given, "max_steps": 6}).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("tuned", ["all", "lora"])
+def test_base_teacher_is_the_student_before_it_was_quantised(tmp_path, tuned):
+    student = tiny.qwen2(64, seed=0)
+    student.save_pretrained(tmp_path / "base")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = tiny.qwen2(64, seed=0)
+    lora = LoraConfig(r=4, target_modules=["q_proj"]) if tuned == "lora" else None
+    trainer = trainer_of(tmp_path, "int4", (student, None), lora, teacher_model_kind="base", learning_rate=0.05)
+    trainer.train()
+    with trainer.teacher.lent() if tuned == "lora" else _itself(trainer.teacher.model) as teacher:
+        ids = torch.tensor([PROMPTS[-1]])
+        assert torch.equal(teacher(ids).logits, plain(ids).logits)
+    assert trainer.state.log_history[0]["eval_certificate/kl"] > 1e-3
+    assert trainer.state.log_history[1]["loss"] > 1e-3
+    assert all(one.is_on for one in fake_quantized(trainer.model).values())
+
+
+class _itself:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> Any:
+        return self.model
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def test_average_and_live_teachers_are_quantised_too(tmp_path):
+    for kind in ("ema", "live"):
+        trainer = trainer_of(tmp_path, "int4", (tiny.qwen2(64, seed=0), None), teacher_model_kind=kind, **_CONTEXT)
+        assert fake_quantized(trainer.teacher.model).keys() == fake_quantized(trainer.model).keys()
+
+
+_CONTEXT = {"teacher_temperature": 0.7}
+"""Without a difference a student has nothing to learn from itself."""
+
+REFUSED: list[tuple[Any, str]] = [
+    ("int5", "`student_quantization='int5'`: expected one of 'int4', 'int8', 'fp8', 'nvfp4', a config of torchao"),
+    (4, "`student_quantization=4`: expected one of"),
+    (QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32)), "a `QATConfig` with such a config as"),
+    (
+        IntxWeightOnlyConfig(torch.int4, PerGroup(48)),
+        ": IntxWeightOnlyConfig does not work for model.layers.0.self_attn.q_proj with 64 input",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED)
+def test_formats_that_mean_nothing_are_refused(tmp_path, given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        trainer_of(tmp_path, given)
+
+
+def test_students_that_cannot_be_quantised_are_refused(tmp_path):
+    student, teacher = models()
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no `nn.Linear` in its decoder"):
+        trainer_of(tmp_path, "int4", (tiny.gpt2(64), teacher))
+    with pytest.raises(ValueError, match="a model without a path, but its base is saved quantised from there"):
+        trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"]))
+    models()[0].save_pretrained(tmp_path / "base")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="the adapter is a variant of LoRA such as DoRA, but beside a quantised base"):
+        trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"], use_dora=True))
+    student, _ = models()
+    student.save_pretrained(tmp_path / "base")
+    save_quantized(type(student), tmp_path / "base", tmp_path / "q", BOTH.base_config, ["lm_head"], torch.device("cpu"))
+    for one in (str(tmp_path / "q"), AutoModelForCausalLM.from_pretrained(tmp_path / "q")):
+        with pytest.raises(ValueError, match="`student_quantization='int4'` with a student that is quantised already"):
+            trainer_of(tmp_path, "int4", (one, teacher))
+
+
+def test_student_with_an_adapter_is_synced_quantised(tmp_path):
+    student, teacher = models()
+    student.save_pretrained(tmp_path / "base")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    trainer = trainer_of(tmp_path, "int4", (student, teacher), lora)
+    plain = tiny.qwen2(64, seed=0)
+    plain.load_state_dict({one.name: one.materialize() for one in weights_of(trainer.model)})
+    ids = torch.tensor([PROMPTS[-1]])
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.model.eval()(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)
+    assert without_peft(trainer.model).config._name_or_path
