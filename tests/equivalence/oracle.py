@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from spelling import Spelling
+from support.number_formats import quantised
 from torch import Tensor
+from torch.func import functional_call
 
 TEMPLATE = "{privileged_context} | {prompt}"
 """Joins what only the teacher sees, and a prompt."""
@@ -318,7 +320,16 @@ class Oracle:
     def _logits(self, model: Any, prompt: str, ids: Sequence[int], words: Any = None) -> Tensor:
         shown = f"{ASKED}{prompt}{ANSWERED}" if "environment_factory" in self.options else prompt
         before = (words or self.words)(shown)["input_ids"]
-        return model(torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1]
+        weights = self._quantised() if model is self.student and "student_quantization" in self.options else {}
+        found = functional_call(model, weights, (torch.tensor([[*before, *ids]]),))
+        return found.logits[0, len(before) - 1 : -1]
+
+    def _quantised(self) -> dict[str, Tensor]:
+        """What layers compute with, whose gradient is that of their weights."""
+        layers = {name: one for name, one in self.student.model.named_modules() if isinstance(one, torch.nn.Linear)}
+        values = {f"model.{name}.weight": one.weight for name, one in layers.items()}
+        kind = self.options["student_quantization"]
+        return {name: one + (quantised(one.detach().float(), kind) - one).detach() for name, one in values.items()}
 
     def _of_row(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
         """[N] each: the weights of tokens, what they add to the loss, and their divergence from the target alone."""

@@ -83,6 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a user's method": {"methods": "one"},
     "shares": {"teacher_shares": {"told": 1, "other": 1}},
     "no guard": {"collapse_guard": None},
+    "quantised": {"student_quantization": "fp8", "certificate": True},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
 SUCCESS = {"success", "success alone"}
@@ -334,7 +335,7 @@ def test_every_option_of_a_method_is_in_the_pairs():
 EFFECTS = [
     (name, key) for name, given in VARIANTS.items() for key in given if key not in ("columns", "cross_tokenizer")
 ]
-UNSEEN = {"num_generations", "environment_factory", "reward_funcs", "collapse_guard", "teacher_shares"}
+UNSEEN = {"num_generations", "environment_factory", "reward_funcs", "collapse_guard", "teacher_shares", "certificate"}
 """What has no effect on the loss of given completions by itself."""
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from support import forks, fsdp_on_cpu, tiny
+from support.number_formats import quantised
 from support.rollouts import Apart
 from torch import Tensor, nn
 from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
@@ -33,31 +34,6 @@ TEXTS = ["4<|im_end|>", " blue, as it is", "no", "three four", "1", " b c", "x",
 IDS: list[list[int]] = WORDS(TEXTS)["input_ids"]
 BOTH = QATConfig(Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
 FORMATS = ("int4", "int8", "fp8", "nvfp4")
-E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
-
-
-def as_e4m3(value: Tensor) -> Tensor:
-    """The nearest number with a mantissa of 3 bits and exponents from -6."""
-    step = 2.0 ** (value.abs().clamp(min=2**-6).log2().floor() - 3)
-    return ((value / step).round() * step).clamp(-448, 448)
-
-
-def quantised(weight_OI: Tensor, kind: str) -> Tensor:
-    """[O, I] in float64, by the definition of each format, whose scales are float32."""
-    if kind in ("int4", "int8"):
-        most, size = (7, 32) if kind == "int4" else (127, weight_OI.size(1))
-        parts = weight_OI.view(len(weight_OI), -1, size)
-        scale = parts.abs().amax(-1, keepdim=True) / (most + 0.5)
-        # The largest of a group lies between two integers: which of them it becomes is a matter of float32.
-        return ((parts * (1 / scale)).round().clamp(-most - 1, most).double() * scale).view_as(weight_OI)
-    if kind == "fp8":
-        scale = (weight_OI.abs().amax(1, keepdim=True) / 448).double()
-        return as_e4m3(weight_OI.double() / scale) * scale
-    whole_scale = (weight_OI.abs().amax() / (448 * 6)).double()
-    parts = weight_OI.double().view(len(weight_OI), -1, 16)
-    scale = as_e4m3(parts.abs().amax(-1, keepdim=True) / 6 / whole_scale) * whole_scale
-    nearest = (parts.abs() / scale).unsqueeze(-1).sub(E2M1).abs().argmin(-1)
-    return (E2M1[nearest] * parts.sign() * scale).view_as(weight_OI)
 
 
 def models() -> tuple[Any, Any]:

@@ -97,6 +97,7 @@ def configurations(tmp_path):
             **{"num_generations": 2, "anchor_weight": 0.1},
             "prompt_weight_fn": lambda row, last: 1,
         },
+        "a certificate": {"certificate": True},
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
         "rows that are written ahead": {
@@ -160,7 +161,7 @@ def test_logged_metrics_match_the_table(logged, tmp_path):
         for name, one in METRICS.items()
         for prefix in ("", "eval_")
         for named in ("math", "prose")
-        if one.logs.evaluated or not prefix
+        if (one.logs.evaluated if prefix else one.logs.trained)
     }
     found = {key for rows in logged.values() for row in rows for key in row} - theirs
     assert found - ours == set(), "logged, and in no row of METRICS"

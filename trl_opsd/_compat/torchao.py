@@ -38,7 +38,7 @@ def base_config(option: str, value: Any) -> Any:
         ) from error
     # Without side effects: by default some of them set options of torch's compiler for the whole process.
     named = {
-        "int4": lambda: IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
+        "int4": lambda: IntxWeightOnlyConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
         "int8": lambda: Int8WeightOnlyConfig(set_inductor_config=False),
         "fp8": lambda: Float8WeightOnlyConfig(set_inductor_config=False),
         "nvfp4": lambda: NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=True),
@@ -84,7 +84,7 @@ class FakeQuantizer:
                 made = _quantized(torch.ones(shape, **how), config)
                 made.dequantize()
                 kinds = ("act_quant_kwargs", "activation_quantization")
-                activation = None
+                activation: Any = None
                 if any(getattr(made, kind, None) is not None for kind in kinds):
                     model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False, **how))
                     quantize_(model, QATConfig(config, step="prepare"))

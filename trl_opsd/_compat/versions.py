@@ -17,7 +17,7 @@ from packaging.version import Version
 
 logger = get_logger(__name__)
 
-_EXTRAS = ("", "deepspeed", "report", "server", "vllm")
+_EXTRAS = ("", "deepspeed", "quantization", "report", "server", "vllm")
 """Extras for users; `""` is the package without extras."""
 
 

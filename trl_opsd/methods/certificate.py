@@ -18,16 +18,16 @@ from trl_opsd.methods.base import Method
 from trl_opsd.monitor.metrics import Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import not_by_bytes
-from trl_opsd.options.table import Option
+from trl_opsd.options.table import Option, one_of
 from trl_opsd.types import LazyLogits
 
-_LOGS = Logs("evaluations alone; mean over their tokens", "`certificate`")
+_LOGS = Logs("weighted mean over the tokens of an evaluation, of all processes", "`certificate`", trained=False)
 
 
 @with_help
 @dataclass
 class CertificateOptions:
-    certificate: Annotated[bool | None, Option()] = None
+    certificate: Annotated[bool | None, Option(one_of(None, True, False))] = None
     """Whether evaluations measure KL(teacher‖student) and the share of tokens with the same likeliest token, one before
     the first step and one after the last. When `None`, with `student_quantization` and an `eval_dataset`."""
 
@@ -59,8 +59,8 @@ class Certificate(Method, TrainerCallback):
             kl_N = streamed_divergence(student, teacher, ForwardKL(), **how).divergence
         same_N = streamed_greedy(student, **how) == streamed_greedy(teacher, **how)
         total = float(weights.sum())
-        for name, each_N in (("kl", kl_N), ("agreement", same_N)):
-            self.host.record(f"certificate/{name}", float((each_N * weights).sum() / total), total)
+        self.host.record("certificate/kl", float((kl_N * weights).sum() / total), total)
+        self.host.record("certificate/agreement", float((same_N * weights).sum() / total), total)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step == 0 and not args.eval_on_start:

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from trl_opsd._compat.peft import adapters_inside, is_peft, plain_layer, why_not_plain_lora, without_peft
 from trl_opsd._compat.sharding import class_of, whole_numel
 from trl_opsd._compat.torchao import FakeQuantizedLinear, FakeQuantizer, base_config, prepare, save_quantized
+from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.methods.base import Method
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.table import Option
@@ -59,7 +60,7 @@ class StudentQuantization(Method):
                 f"{shown}: {reason}, but beside a quantised base only plain LoRA computes the same once it is saved: "
                 "use a `LoraConfig` without that, or train all weights."
             )
-        self._base = _base_of(model)
+        self._base = str(get_config_model_id(without_peft(model).config) or "") if is_peft(model) else ""
         if is_peft(model) and not self._base:
             raise ValueError(
                 f"{shown} with an adapter on a model without a path, but its base is saved quantised from there: pass "
@@ -115,8 +116,3 @@ def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, FakeQuantizedLinear) and id(module) not in inside:
             yield plain_layer(name), module
-
-
-def _base_of(model: Any) -> str:
-    """The path of the model below an adapter; empty without a path, or an adapter."""
-    return str(without_peft(model).config._name_or_path or "") if is_peft(model) else ""
