@@ -214,9 +214,16 @@ def kept_quantized(model: nn.Module) -> Iterator[None]:
 
 
 def save_quantized(
-    model_class: Any, checkpoint: str | Path, folder: str | Path, config: Any, kept: list[str], device: torch.device
-) -> int:
-    """Writes a checkpoint again, quantised but for the layers `kept`; returns the bytes of its weights in memory."""
+    model_class: Any,
+    checkpoint: str | Path,
+    folder: str | Path,
+    config: Any,
+    kept: list[str],
+    device: torch.device,
+    packs: bool = True,
+) -> None:
+    """Writes a checkpoint again, quantised but for the layers `kept`; `packs` int4 as engines read it."""
+    from torchao.quantization import IntxUnpackedToInt8Tensor
     from transformers import TorchAoConfig
 
     how = TorchAoConfig(config, modules_to_not_convert=kept)
@@ -224,12 +231,46 @@ def save_quantized(
         model = model_class.from_pretrained(
             checkpoint, quantization_config=how, dtype="auto", device_map={"": device}, use_safetensors=True
         )
-    model.save_pretrained(folder)
-    return sum(map(bytes_of, model.state_dict().values()))
+    state, packed = dict(model.state_dict()), None
+    for name, tensor in model.state_dict().items():
+        # torchao would write four bits in eight, and no engine has kernels for that.
+        if packs and isinstance(tensor, IntxUnpackedToInt8Tensor) and _is_plain_int4(tensor):
+            del state[name]
+            state |= {f"{name}_packed": _packed(tensor.qdata), f"{name}_shape": torch.tensor(tensor.shape)}
+            state[f"{name}_scale"] = tensor.scale.to(tensor.dtype)
+            packed = _as_compressed_tensors(tensor, kept)
+    if packed is None:
+        model.save_pretrained(folder)
+        return
+    model.hf_quantizer, model.config.quantization_config = None, packed
+    model.save_pretrained(folder, state_dict=state)
 
 
-def bytes_of(tensor: Any) -> int:
-    """Bytes of a tensor in memory, also of one that torchao has quantised."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return int(tensor.nbytes)
-    return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+def _is_plain_int4(tensor: Any) -> bool:
+    """Whether a weight is four bits and a scale in the sense of compressed-tensors."""
+    return (
+        tensor.target_dtype == torch.int4  # type: ignore[attr-defined]
+        and tensor.activation_quantization is None
+        and not tensor.zero_point.any()
+    )
+
+
+def _packed(values_OI: Tensor) -> Tensor:
+    """[O, I / 8], int32: eight numbers from -8 to 7 in each, the first in the lowest bits."""
+    filled = nn.functional.pad(values_OI.long() + 8, (0, -values_OI.size(1) % 8)).unflatten(1, (-1, 8))
+    both = (filled << torch.arange(0, 32, 4, device=values_OI.device)).sum(-1)
+    return torch.where(both >= 2**31, both - 2**32, both).int()
+
+
+def _as_compressed_tensors(tensor: Any, kept: list[str]) -> dict[str, Any]:
+    """How the checkpoint says what it is, to transformers and to engines."""
+    size = tensor.block_size[1]
+    groups = {"strategy": "group", "group_size": size} if size < tensor.shape[1] else {"strategy": "channel"}
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, **groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": kept,
+    }

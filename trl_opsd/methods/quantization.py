@@ -101,13 +101,12 @@ class StudentQuantization(Method):
             source = self._base
         kind, device = class_of(without_peft(self.host.model)), self.host.accelerator.device
         into = folder / FOLDER
-        memory = save_quantized(kind, source, into, self._config, self._kept, device)
+        # PEFT finds no weight in a layer of compressed-tensors.
+        packs = not is_peft(self.host.model)
+        save_quantized(kind, source, into, self._config, self._kept, device, packs)
         self.host.processing_class.save_pretrained(into)
-        disk = sum(one.stat().st_size for one in into.glob("*.safetensors"))
-        before = sum(one.stat().st_size for one in Path(source).glob("*.safetensors"))
-        tqdm.write(
-            f"{into}: {disk / 1e6:.4g} MB on disk ({before / 1e6:.4g} MB before), {memory / 1e6:.4g} MB in memory"
-        )
+        before, after = (sum(one.stat().st_size for one in Path(at).glob("*.safetensors")) for at in (source, into))
+        tqdm.write(f"{into}: {after / 1e6:.4g} MB, unquantised {before / 1e6:.4g} MB")
 
 
 def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
