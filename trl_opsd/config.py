@@ -315,8 +315,10 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         return divergence_of(self.divergence, self.settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers', for loggers and files, with a divergence object in words."""
+        """As transformers', for loggers and files, with a divergence or a config of torchao in words."""
         values: dict[str, Any] = super().to_dict()
+        if not isinstance(given := values["student_quantization"], str | None):
+            values["student_quantization"] = repr(given)
         return {name: describe(value) if isinstance(value, Divergence) else value for name, value in values.items()}
 
     @property

@@ -209,14 +209,16 @@ def test_generation_keeps_quantised_weights_and_forgets_them(tmp_path):
     assert not torch.equal(model.generate(ids, **how), slow)
 
 
-def test_resumed_training_goes_on_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("kind", ["int4", pytest.param(BOTH, marks=pytest.mark.long)])
+def test_resumed_training_goes_on_bit_for_bit(tmp_path, kind):
     given = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
     given["certificate"] = False
-    one = trainer_of(tmp_path / "a", "int4", **given)
+    one = trainer_of(tmp_path / "a", kind, **given)
     one.train()
-    two = trainer_of(tmp_path / "b", "int4", **{**given, "max_steps": 2, "lr_scheduler_type": "constant"})
+    two = trainer_of(tmp_path / "b", kind, **{**given, "max_steps": 2, "lr_scheduler_type": "constant"})
     two.train()
-    two = trainer_of(tmp_path / "b", "int4", **given)
+    two = trainer_of(tmp_path / "b", kind, **given)
+    assert "PerGroup" in two.args.to_json_string() or kind == "int4"
     two.train(resume_from_checkpoint=True)
     assert torch.equal(tiny.weights(one), tiny.weights(two))
     with pytest.raises(ValueError, match="student_quantization: "):
