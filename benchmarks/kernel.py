@@ -105,7 +105,7 @@ def oracle(divergence: Any, clip: float | None, given: dict[str, Any]) -> tuple[
     entropies = [-(log.exp() * log.clamp(min=-1e300)).sum(-1) for log in logs]
     ratio = logs[1].exp().sum(-1) / logs[1].exp().amax(-1) / logs[1].size(-1)
     same, first = logs[0].argmax(-1) == logs[1].argmax(-1), chosen[1] == logs[1].amax(-1)
-    of_sampled = pulled * factor, same, first, importance
+    of_sampled = pulled * factor, same, first, importance, chosen[0]
     statistics = torch.stack([values * factor, *entropies, ratio, clipped, *of_sampled])
     return statistics.detach(), gradient * factor.unsqueeze(-1) / cap
 
@@ -150,6 +150,7 @@ def errors(rows: int, widths: list[int]) -> list[dict[str, Any]]:
                             "pulled": error(got[5], statistics[5]),
                             "firsts": max(error(got[6], statistics[6]), error(got[7], statistics[7])),
                             "importance": error(got[8], statistics[8]),
+                            "sampled": error(got[9], statistics[9]),
                             "gradient": error(out, gradient),
                             "bytes": bytes_moved[0] / (rows * width),
                         }
@@ -311,7 +312,7 @@ def specialized(divergence: type, rich: bool) -> Any:
     clips = rich and not policy
     total = fused.THIRD_PASS.value if clips else kernel.total
     kinds: dict[str, Any] = dict.fromkeys(("student", "teacher", "statistics"), "*fp32")
-    kinds |= {"gradient": "*bf16", "ids": "*i64"} | dict.fromkeys(("setting", "drift"), "fp32")
+    kinds |= {"gradient": "*bf16", "ids": "*i64"} | dict.fromkeys(("setting", "floor", "drift"), "fp32")
     optional = dict.fromkeys(("student_bias", "teacher_bias", "weights", "pulls"), "*fp32")
     optional |= dict.fromkeys(("student_cap", "teacher_cap"), "fp32")
     kinds |= optional if rich else dict.fromkeys(optional, None)

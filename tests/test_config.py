@@ -164,7 +164,8 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
 WITHOUT_EFFECT = """
     contrast_clip extrapolation_reference feedback_template environment_timeout
     teacher_weights reward_gate teacher_context success_threshold
-    skew alpha vllm_importance_sampling_clip_max token_selection token_fraction sft_weight reward_weights scale_rewards
+    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    skew alpha token_selection token_fraction sft_weight reward_weights scale_rewards
     multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
     teacher_model_revision teacher_trust_remote_code teacher_server_timeout nonfinite_skip_limit eval_delay eval_steps
     metric_for_best_model save_steps save_total_limit save_only_model log_unique_prompts num_completions_to_print
@@ -182,9 +183,7 @@ def test_needs_of_each_option(tmp_path):
         return {name for name, one in TABLE.items() if one.lacks(now) is not None}
 
     alone = {*WITHOUT_EFFECT.split()}
-    of_engines = {name for name in alone if name.startswith(("vllm_", "sglang_"))} - {
-        "vllm_importance_sampling_clip_max"
-    }
+    of_engines = {name for name in alone if name.startswith(("vllm_", "sglang_")) and "importance" not in name}
     assert unread({}) == alone
     assert unread({"own_rollout": True}) == alone - of_engines
     given = {"rewards": ["r"], "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
@@ -194,6 +193,7 @@ def test_needs_of_each_option(tmp_path):
     server = "vllm_gpu_memory_utilization vllm_model_impl vllm_tensor_parallel_size vllm_server_host vllm_server_port"
     others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
     still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
+    still += "vllm_importance_sampling_clip_min "
     still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model contrast_clip "
     still += "success_threshold extrapolation_reference teacher_weights"
     url = "http://localhost:9"

@@ -110,6 +110,10 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         float | None, Option(above(0) | None, of_divergences("clip_max"), also="distillation_is_clip")
     ] = 3.0
     """Largest importance weight of a token of `"sampled_reverse_kl"` with an engine; `None` for no bound."""
+    vllm_importance_sampling_clip_min: Annotated[float | None, Option(above(0) | None, of_divergences("clip_min"))] = (
+        None
+    )
+    """Smallest such weight: a token below it weighs nothing, as in TRL's mode `"token_mask"`."""
     student_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
     """Softmax temperature of the student in the loss. When `None`, `temperature`."""
     teacher_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
@@ -282,8 +286,14 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     @property
     def settings(self) -> Settings:
         """What a divergence that is given by name is made from."""
-        bound = self.vllm_importance_sampling_clip_max
-        return Settings(beta=self.beta, skew=self.skew, alpha=self.alpha, clip_max=bound, top_k=self.top_k_teacher)
+        return Settings(
+            beta=self.beta,
+            skew=self.skew,
+            alpha=self.alpha,
+            clip_max=self.vllm_importance_sampling_clip_max,
+            clip_min=self.vllm_importance_sampling_clip_min,
+            top_k=self.top_k_teacher,
+        )
 
     @property
     def tempers_apart(self) -> bool:

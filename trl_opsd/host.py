@@ -48,7 +48,7 @@ class Host(Protocol):
 
     @property
     def reads_logprobs(self) -> bool:
-        """Whether the loss uses [`RolloutBackend.logprobs`] of the current generation."""
+        """Whether [`RolloutBackend.logprobs`] of the current generation are read, of one row in 16 or of all."""
 
     @property
     def learns_from_draws(self) -> bool:

@@ -39,6 +39,7 @@ from trl_opsd.models.backbone import completion_hidden, context_of, gathered_hea
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.padding import Reading
 from trl_opsd.options.foreign_names import StrictNames
+from trl_opsd.options.normalize import drawn_otherwise
 from trl_opsd.options.rules import refuse
 from trl_opsd.options.table import Situation, a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
@@ -393,13 +394,19 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     @property
     def reads_logprobs(self) -> bool:
-        """Whether the loss of the current generation uses them. Engines report those at temperature 1."""
+        """Whether the rollout is asked for those of the current generation, to weigh tokens or to measure the sampler.
+
+        Engines report them at temperature 1 and before anything else changes the distribution, so only where tokens are
+        drawn from that of the student in the loss. An evaluation weighs none.
+        """
+        args, training = self.args, self.model.training
+        drawn_at = args.temperature if training or args.eval_temperature is None else args.eval_temperature
         return (
-            self.learns_from_draws
-            and self.rollout.returns_logprobs
-            and self.model.training
-            and self.temperature == 1
+            self.rollout.returns_logprobs
+            and (training or not self.learns_from_draws)
+            and drawn_at == self.temperatures[0] == 1
             and not self.tools
+            and not drawn_otherwise(args)
         )
 
     @contextmanager

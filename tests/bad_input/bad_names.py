@@ -35,7 +35,7 @@ ELSEWHERE = {
     # TRL's GRPO and RLOO
     "no counterpart: completions are trained on once": "epsilon epsilon_high delta vespo_k_pos",
     "no counterpart: the loss has no entropy term": "entropy_coef use_adaptive_entropy entropy_target",
-    "`vllm_importance_sampling_clip_max` bounds": "vllm_importance_sampling_mode vllm_importance_sampling_clip_min",
+    "bounded by `vllm_importance_sampling_clip_max`": "vllm_importance_sampling_mode vllm_importance_sampling_cap",
     "set `teacher_model_kind='ema'`": "sync_ref_model use_ema_teacher",
     "without an estimator": "use_bias_correction_kl",
     "set `scale_rewards='batch'`": "normalize_advantages",

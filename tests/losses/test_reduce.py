@@ -29,6 +29,9 @@ def per_token(values):
         same_first=(values > 1).float(),
         teacher_first=(values > 0).float(),
         importance=values.detach() / 4,
+        gated=(values > 3).float(),
+        sampler_kl=values.detach() / 2,
+        sampler_known=(values > 1).float(),
         ranked=(values < 2).float(),
         top_shared=values.detach() / 8,
         top_mass=values.detach() / 16,
@@ -37,7 +40,7 @@ def per_token(values):
 
 def test_values_are_summed_over_the_tokens_of_each_row():
     parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
-    assert parts.ROW_NAMES[:15] == (
+    assert parts.ROW_NAMES[:18] == (
         "weight",
         "divergence",
         "student_entropy",
@@ -50,17 +53,20 @@ def test_values_are_summed_over_the_tokens_of_each_row():
         "same_first",
         "teacher_first",
         "importance",
+        "gated",
+        "sampler_kl",
+        "sampler_known",
         "ranked",
         "top_shared",
         "top_mass",
     )
     # divergences and what is added to them come weighted, entropies do not
-    assert parts.rows[:, :15].tolist() == [
-        [1.5, 1.5, 20, 200, 2, 0, 2, 0.75, 0.75, 1, 2, 0.75, 1, 0.375, 0.1875],
-        [0] * 15,
-        [2, 2, 80, 800, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0.5, 0.25],
+    assert parts.rows[:, :18].tolist() == [
+        [1.5, 1.5, 20, 200, 2, 0, 2, 0.75, 0.75, 1, 2, 0.75, 0, 1.5, 1, 1, 0.375, 0.1875],
+        [0] * 18,
+        [2, 2, 80, 800, 1, 1, 0, 1, 1, 1, 1, 1, 1, 2, 1, 0, 0.5, 0.25],
     ]
-    assert parts.rows[:, 19:].abs().sum() == 0, "where rows are parts, places are not known"
+    assert parts.rows[:, 22:].abs().sum() == 0, "where rows are parts, places are not known"
     assert parts.rows.shape == (3, len(parts.ROW_NAMES))
     assert not parts.rows.requires_grad
 
@@ -92,7 +98,7 @@ def test_values_are_summed_by_place_and_at_least_certainty():
     number = int((weights != 0).sum())
     values, entropies = torch.rand(2, number, generator=generator)
     tokens = PerToken(divergence=values, student_entropy=entropies, teacher_entropy=entropies)
-    found = reduce(tokens, weights, None, real).rows[:, 19:]
+    found = reduce(tokens, weights, None, real).rows[:, 22:]
     assert_close(found, naive(values.tolist(), entropies.tolist(), weights.tolist(), lengths))
     assert found[:, 2:12].sum() > 20, "there was something to sum"
 

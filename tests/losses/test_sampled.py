@@ -24,7 +24,10 @@ from trl_opsd.losses import (
 pytestmark = pytest.mark.quick
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
-FIELDS = ("divergence", "pulled", "same_first", "teacher_first", "importance", "student_entropy")
+FIELDS = (
+    *("divergence", "pulled", "same_first", "teacher_first", "importance", "gated", "student_entropy"),
+    *("sampler_kl", "sampler_known"),
+)
 every_objective = pytest.mark.parametrize(
     ("divergence", "clip"),
     [
@@ -36,6 +39,7 @@ every_objective = pytest.mark.parametrize(
         (SampledReverseKL(), None),
         (SampledReverseKL(1.5), None),
         (SampledReverseKL(None), None),
+        (SampledReverseKL(clip_min=0.2), None),
     ],
     ids=repr,
 )
@@ -52,7 +56,10 @@ def sampled(tokens: int, vocabulary: int, *, pull: bool = True, logprobs: bool =
 def assert_same(ours, oracle, **tolerance):
     (per_token, grads), (expected, expected_grads) = ours, oracle
     for name in FIELDS:
-        found, right = (getattr(one, name).detach().float() for one in (per_token, expected))
+        found, right = (getattr(one, name) for one in (per_token, expected))
+        if found is right is None:  # no log-probabilities are known
+            continue
+        found, right = found.detach().float(), right.detach().float()
         assert_close(found, right, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
     assert_close(grads, expected_grads, **tolerance)
 
@@ -71,6 +78,7 @@ class TestEqualsTheOracle:
         if isinstance(divergence, SampledReverseKL) and given.get("logprobs", True) and divergence.clip_max:
             assert (oracle[0].importance == divergence.clip_max).any()
             assert (oracle[0].importance < divergence.clip_max).any()
+            assert oracle[0].gated.any() == (divergence.clip_min is not None)
 
     @every_objective
     def test_sampled_tokens_of_models_in_bfloat16(self, make_pair, gradients, divergence, clip):
@@ -139,6 +147,36 @@ def test_mean_policy_gradient_is_the_reverse_kl_gradient():
         assert_close(estimate.sum(), value.sum(), rtol=1e-6, atol=1e-7)
 
 
+def test_means_over_sampled_tokens_are_those_of_an_enumeration(gradients):
+    """Over all tokens by the sampler's probabilities: KL(sampler || student), and the gradient of tokens that count."""
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    (student, teacher, sampler), ids = logits.log_softmax(-1), torch.arange(7)
+    head = OutputHead(torch.eye(7))
+    pair = [LazyLogits(one.float().expand(7, -1), head) for one in (student, teacher)]
+    kl = (sampler.exp() * (sampler - student)).sum()
+    counts = (student - sampler).exp() >= 0.5
+    assert 0 < counts.sum() < 7
+    advantage = student.exp() * (student - teacher) * counts
+    expected = advantage - student.exp() * advantage.sum()
+    for compute in (streamed_divergence, dense_divergence):
+        of = Sampled(ids, logprobs=sampler.float())
+        args = pair, SampledReverseKL(None, clip_min=0.5), sampler.exp().float(), None, None, None, of
+        found, (hidden, *_) = gradients(compute, *args)
+        assert_close((found.sampler_kl.double() * sampler.exp()).sum(), kl, rtol=1e-5, atol=0)
+        assert_close(found.divergence.double().sum(), advantage.sum(), rtol=1e-5, atol=1e-7)
+        assert_close(hidden.double().sum(0), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found.gated == 0, counts)
+
+
+def test_tokens_whose_sampler_is_not_known_are_left_out(make_pair):
+    of = Sampled(torch.arange(7), logprobs=torch.full((7,), -2.0).index_fill(0, torch.tensor([1, 4]), torch.nan))
+    for compute in (streamed_divergence, dense_divergence):
+        found = compute(*make_pair(), ForwardKL(), sampled=of)
+        assert found.sampler_known.tolist() == [1, 0, 1, 1, 0, 1, 1]
+        assert found.sampler_kl[[1, 4]].tolist() == [0, 0]
+        assert (found.sampler_kl[[0, 2, 3, 5, 6]] > 0).all()
+
+
 def test_the_pull_is_cross_entropy_with_the_sampled_token(make_pair):
     student, teacher = make_pair(6)
     hidden = student.hidden.requires_grad_()
@@ -196,3 +234,9 @@ def test_the_policy_gradient_has_no_value_of_distributions(make_pair):
 def test_a_bound_of_importance_weights_is_above_0(bound):
     with pytest.raises(ValueError, match=f"clip_max is {bound}, expected a number above 0, or None"):
         SampledReverseKL(bound)
+
+
+@pytest.mark.parametrize("bound", [0.0, 3.0, float("nan")])
+def test_a_gate_of_importance_weights_is_below_their_bound(bound):
+    with pytest.raises(ValueError, match=f"clip_min is {bound}, expected a number above 0 and below clip_max, or None"):
+        SampledReverseKL(clip_min=bound)

@@ -70,6 +70,7 @@ def configurations(tmp_path):
             "rollout": Mirrored(tiny.config(tmp_path)),
             "max_completion_length": 16,
             "divergence": "sampled_reverse_kl",
+            "vllm_importance_sampling_clip_min": 0.1,
         },
         "some tokens": {"token_selection": "student_entropy", "token_fraction": 0.5},
         "its own teacher, LoRA": {
@@ -181,6 +182,12 @@ def test_metrics_are_reduced_as_the_table_says(logged):
     assert max(row["rollout/logprob_gap"] for row in syncs) < 1e-4
     importance = [row["importance/mean"] for row in logged["a policy gradient"] if "loss" in row]
     assert importance == pytest.approx([1, 1], rel=1e-4), "the weights that write are those that learn"
+    assert [row["importance/gated"] for row in logged["a policy gradient"] if "loss" in row] == [0, 0]
+    of_engine = logged["an engine that is evaluated"]
+    sampler = [
+        row[name] for name in ("rollout/kl_sampler", "eval_rollout/kl_sampler") for row in of_engine if name in row
+    ]
+    assert sampler == pytest.approx([0] * 4, abs=1e-9)
     left_out = [row["nonfinite/skipped_steps"] for row in logged["a step that is left out"] if "loss" in row]
     assert left_out == [1, 1]
     saves = [row["step"] for row in logged["plain"] if "time/save" in row]

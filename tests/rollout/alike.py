@@ -12,7 +12,7 @@ import torch
 from served import main
 from server_lab import CONTEXT
 from support import forks, tiny
-from test_vllm_sync import Watch
+from test_vllm_sync import Watch, distances_of_stale_weights
 from vllm_lab import by_hf, gap, lora, student, two_end_tokens
 
 from trl_opsd import OPSDTrainer
@@ -104,6 +104,13 @@ class Alike:
                 trainer.model.get_input_embeddings().weight[5:].mul_(-1)
             with pytest.raises(SyncError, match="Likely a stale prefix cache"):
                 trainer.complete(prompt)
+
+    @pytest.mark.long
+    def test_stale_weights_show_in_the_distance_of_the_sampler(self, serve, monkeypatch, tmp_path):
+        undecided = student(tmp_path / "student", tied=True)
+        with torch.no_grad():
+            undecided.get_output_embeddings().weight.mul_(0.1)
+        distances_of_stale_weights(serve, monkeypatch, model=undecided)
 
     # ---- One trainer after the other -------------------------------------------------------------------------------
 

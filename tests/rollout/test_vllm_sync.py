@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support import tiny
+from support.measured_sampler import Measured, remembered
 
 pytest.importorskip("vllm")
 
@@ -55,6 +56,26 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.stale.append(gap(self._trainer))
+
+
+def distances_of_stale_weights(make, monkeypatch, **given):
+    """Trains with an engine that is sent the first weights alone; checks what is logged of each step."""
+    trainer = make(cls=Measured, max_steps=3, vllm_sync_check="never", **given)
+    remembered(trainer)
+    send, sent = trainer.rollout.send_weights, []
+    monkeypatch.setattr(trainer.rollout, "send_weights", lambda: sent.append(0 if sent else send()) or 0)
+    trainer.train()
+
+    assert len(sent) == 3
+    fresh, *stale = tiny.logged(trainer, "rollout/kl_sampler")
+    print(f"\nKL(sampler || student): {fresh:.1e} after a sync, {stale} of weights one and two steps older")
+    assert abs(fresh) < 1e-9
+    assert min(stale) > 1e-3
+    assert stale == pytest.approx([trainer.mean(1), trainer.mean(2)], rel=1e-3)
+
+
+def test_stale_weights_show_in_the_distance_of_the_sampler(make, monkeypatch):
+    distances_of_stale_weights(make, monkeypatch)
 
 
 @pytest.mark.parametrize(("kind", "tied"), KINDS)

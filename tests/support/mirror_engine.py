@@ -29,9 +29,8 @@ class Mirror:
         ids = torch.tensor([prompt + written])
         scores = student(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
         first = len(prompt) - 1
-        return Completion(
-            prompt_ids=prompt, completion_ids=written, prompt_logprobs=scores[:first], logprobs=scores[first:]
-        )
+        asked = scores[first:] if "logprobs" in options else []
+        return Completion(prompt_ids=prompt, completion_ids=written, prompt_logprobs=scores[:first], logprobs=asked)
 
     def forget_prefixes(self):
         """Does nothing: there are no prefixes."""

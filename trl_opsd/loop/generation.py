@@ -183,6 +183,8 @@ class Generation:
 
     def note_logprobs(self, row: BatchRow, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
+        if row.is_off_policy or self._by is not None:  # by chance the rollout may have generated the same before
+            return
         found = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
         row.logprobs = None if found is None else (completion_ids, found)
 

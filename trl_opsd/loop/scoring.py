@@ -106,17 +106,22 @@ class Scorer:
         return bool(self._host.accelerator.gather(changed).any())
 
     def _logprobs(self, rollout: Rollout, rows: Sequence[BatchRow]) -> dict[str, Tensor]:
-        """What tokens were sampled with, [B, C], if all processes know it for all rows; else empty. Collective."""
-        known = [row.logprobs for row in rows]
-        # Where a subclass has changed a completion since, what its tokens were sampled with is not known.
-        found = [one for one, ids in zip(known, rollout.completion_lists(), strict=True) if one and one[0] == ids]
-        device = self._host.accelerator.device
-        if not self._host.accelerator.gather(torch.tensor([len(found) == len(rows)], device=device)).all():
-            return {}
-        logprobs_BC = torch.zeros(rollout.completion_ids.shape)
-        for row, (_, values) in enumerate(found):
-            logprobs_BC[row, : len(values)] = torch.tensor(values)
-        return {"logprobs": logprobs_BC.to(device)}
+        """What tokens were sampled with, [B, C], NaN in rows where it is not known; empty without any. Collective.
+
+        A loss that weighs tokens by it gets those of all rows of all processes, or none.
+        """
+        logprobs_BC, known = torch.zeros(rollout.completion_ids.shape), 0
+        for number, (row, ids) in enumerate(zip(rows, rollout.completion_lists(), strict=True)):
+            # Where a subclass has changed a completion since, what its tokens were sampled with is not known.
+            if row.logprobs is not None and row.logprobs[0] == ids:
+                known += 1
+                logprobs_BC[number, : len(row.logprobs[1])] = torch.tensor(row.logprobs[1])
+            else:
+                logprobs_BC[number] = torch.nan
+        device, weighs = self._host.accelerator.device, self._host.learns_from_draws
+        enough = torch.tensor([known == len(rows) if weighs else known > 0], device=device)
+        of_all = self._host.accelerator.gather(enough)
+        return {"logprobs": logprobs_BC.to(device)} if (of_all.all() if weighs else of_all.any()) else {}
 
 
 def _generated(batch: Mapping[str, Any]) -> Rollout:

@@ -228,12 +228,14 @@ class StepStats:
         teachers = self._trainer.teaching.names
         of_teachers = [f"{name}/{teacher}" for name in _BY_TEACHER for teacher in teachers]
         named = dict(zip((*LossParts.ROW_NAMES, *of_teachers), sums, strict=True))
+        weighs = self._trainer.learns_from_draws and batch.get("logprobs") is not None
         # The sums of an option that is off are 0, which would be logged as if measured.
         is_on = {
             "clipped": self._trainer.args.kl_clip is not None,
             "pulled": batch.get("pull") is not None,
             "anchored": self._trainer.args.anchor_weight > 0,
-            "importance": batch.get("logprobs") is not None,
+            "importance": weighs,
+            "gated": weighs and getattr(self._trainer.divergence, "clip_min", None) is not None,
             "outcomes": self._trainer.teaching.spelling is not None,
             **dict.fromkeys(("same_first", "teacher_first", "ranked"), self._trainer.teaching.spelling is None),
         }

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trl_opsd.losses.byte_ranges import ByteTile, Plan, Tile
 from trl_opsd.losses.divergence import Divergence
+from trl_opsd.losses.sampled import against_sampler
 from trl_opsd.losses.side import Side, addmm_
 from trl_opsd.losses.streamed import _GROUP_TILES, _Streamed
 from trl_opsd.types import LazyLogits, PerToken, Sampled
@@ -103,12 +104,20 @@ def bytewise_divergence(
         values = _Streamed.apply(*inputs, weights, fold)
     else:
         values, _ = fold.run(weights, (False, False, False))
-    value_N, student_entropy_N, teacher_entropy_N, pulled_N, outcomes_N, compared_N, escaped_N, lost_N = values
+    value_N, student_entropy_N, teacher_entropy_N, pulled_N, outcomes_N, compared_N, escaped_N, lost_N, own_N = values
+    logprobs_N = (
+        sampled.logprobs
+        if weights is None or sampled.logprobs is None
+        else sampled.logprobs.where(weights != 0, torch.nan)
+    )
+    kl_N, known_N = (None, None) if logprobs_N is None else against_sampler(own_N, logprobs_N)
     return PerToken(
         divergence=value_N,
         student_entropy=student_entropy_N,
         teacher_entropy=teacher_entropy_N,
         pulled=None if sampled.pull is None else pulled_N,
+        sampler_kl=kl_N,
+        sampler_known=known_N,
         outcomes=outcomes_N,
         compared=compared_N,
         escaped=escaped_N,
@@ -140,7 +149,7 @@ class _Fold:
         gradients = [
             torch.zeros(one, device=device) if want else None for one, want in zip(shapes, wanted, strict=True)
         ]
-        found_8N = torch.zeros(8, tokens, device=device)
+        found_9N = torch.zeros(9, tokens, device=device)
         weights_N = torch.ones(tokens, device=device) if weights_N is None else weights_N
         # As of other losses: products in lower precision take the gradients of several tiles at once.
         in_place = dtype == torch.float32 or not any(wanted)
@@ -154,7 +163,7 @@ class _Fold:
                 with torch.enable_grad():
                     for leaf in leaves:
                         leaf.requires_grad_(any(wanted))
-                    value, found_8N[:, tile.tokens] = self._compared(plan, tile, part, weights_N)
+                    value, found_9N[:, tile.tokens] = self._compared(plan, tile, part, weights_N)
                 if not any(wanted):
                     continue
                 gradient_SV = part.gradient_(*torch.autograd.grad(value, leaves, materialize_grads=True))
@@ -167,10 +176,10 @@ class _Fold:
             if any(wanted):
                 self._add(plan.side, group_SV[: group.stop - group.start, : len(self.table.order)], group, gradients)
         _by_id(gradients[1:], plan.table)
-        return tuple(found_8N), tuple(gradients)
+        return tuple(found_9N), tuple(gradients)
 
     def _compared(self, plan: Plan, tile: Tile, part: ByteTile, weights_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted loss of the tokens of a tile, and their statistics, [8, tokens]."""
+        """The weighted loss of the tokens of a tile, and their statistics, [9, tokens]."""
         here, tokens, (held_P,) = tile.positions, tile.tokens.stop - tile.tokens.start, plan.more
         device, weights_N, (logarithms_PO, escape_P) = part.own_S.device, weights_N[tile.tokens], part.logarithms()
         token_P = plan.token_P[here] - tile.tokens.start
@@ -202,6 +211,7 @@ class _Fold:
             by_token(held_P),
             by_token(~held_P),
             outcomes_N - present_N,
+            part.own_S[-tokens:].detach(),
         )
         return value, torch.stack([one.float() for one in found])
 

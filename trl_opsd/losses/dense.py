@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.elementwise import FARTHEST, top_shared_
-from trl_opsd.losses.sampled import SampledReverseKL, drawn
+from trl_opsd.losses.sampled import SampledReverseKL, against_sampler, drawn
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import LazyLogits, PerToken, ReferenceModel, Sampled
 
@@ -46,10 +46,12 @@ def dense_divergence(
     log_teacher_NV = target_NV.log_softmax(-1)
     logs = log_student_NV, log_teacher_NV
     clipped_N, pulled_N = log_student_NV.new_zeros(2, len(log_student_NV))
-    first_N = importance_N = None
+    first_N = importance_N = kl_N = known_N = None
     if sampled is not None:
         chosen = [log_NV.gather(-1, sampled.ids[:, None]).squeeze(-1) for log_NV in logs]
         value_N, pulled_N, importance_N, _ = drawn(divergence, sampled, *chosen)
+        if sampled.logprobs is not None:
+            kl_N, known_N = against_sampler(chosen[0], sampled.logprobs)
         first_N = (chosen[1] == log_teacher_NV.amax(-1)).float()
     if not isinstance(divergence, SampledReverseKL):
         value_N = divergence.value(*logs)
@@ -76,6 +78,9 @@ def dense_divergence(
         same_first=(log_student_NV.argmax(-1) == log_teacher_NV.argmax(-1)).float(),
         teacher_first=first_N,
         importance=importance_N,
+        gated=None if importance_N is None else (importance_N == 0).float(),
+        sampler_kl=kl_N,
+        sampler_known=known_N,
         ranked=torch.ones_like(shared_N),
         top_shared=shared_N,
         top_mass=mass_N,

@@ -166,4 +166,4 @@ KERNELS: Mapping[type[Divergence], Kernel] = MappingProxyType(
         SampledReverseKL: Kernel(_of_sampled, BALANCED.value),
     }
 )
-"""Device code by class, a dataclass of one number at most; all other divergences are computed eagerly."""
+"""Device code by class, a dataclass whose first number is the setting; all other divergences are computed eagerly."""

@@ -133,8 +133,10 @@ def of_logits_(slopes_RV: Tensor, student_RV: Tensor) -> Tensor:
 
 def describe(divergence: Any) -> str:
     """A divergence or a method with its settings, in one line, the same in every process; of large values, digests."""
+    # A setting of ours that is off, as it is by default, is left out: checkpoints from before it do not have it.
+    ours = type(divergence).__module__.startswith("trl_opsd.")
     names = (
-        [field.name for field in fields(divergence)]
+        [one.name for one in fields(divergence) if not (ours and one.default is None is getattr(divergence, one.name))]
         if is_dataclass(divergence)
         else [name for name in vars(divergence) if not name.startswith("_")]
     )

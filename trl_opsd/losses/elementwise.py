@@ -16,7 +16,7 @@ from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.sampled import Drawn, SampledReverseKL, drawn, gradient_of
 from trl_opsd.types import Sampled
 
-STATISTICS = 9
+STATISTICS = 10
 """Numbers per row that a step returns; [`eager_`] lists them."""
 INFINITE = 1e7
 """Divergence in nats above which the result is infinite. Only an excluded token, whose logit is the lowest float32, can
@@ -74,7 +74,7 @@ def eager_(
     sampled: Sampled | None,
     gradient_RV: Tensor | None,
 ) -> Tensor:
-    """The statistics of R rows of products, [9, R], and the gradient in `gradient_RV`; overwrites the products."""
+    """The statistics of R rows of products, [10, R], and the gradient in `gradient_RV`; overwrites the products."""
     # `clip`, nats per entry, needs an `Entrywise` divergence, and `SampledReverseKL` needs `sampled`. `gradient_RV` may
     # be `student_RV` itself, so it is written last.
     for finish, products_RV in zip(finishes, (student_RV, teacher_RV), strict=True):
@@ -84,10 +84,11 @@ def eager_(
     log_student_RV, probs_RV, student_entropy_R, _ = _normalise_(student_RV)
     log_teacher_RV, teacher_probs_RV, teacher_entropy_R, total_R = _normalise_(teacher_RV)
     zero_R, first_R, push_RV = torch.zeros_like(total_R), torch.zeros_like(total_R), None
-    of_sampled = Drawn(zero_R, zero_R, torch.ones_like(total_R), None)
+    of_sampled, log_sampled_R = Drawn(zero_R, zero_R, torch.ones_like(total_R), None), zero_R
     if sampled is not None:
         ids_R1 = sampled.ids.unsqueeze(-1)
         chosen = [log_RV.gather(-1, ids_R1).squeeze(-1) for log_RV in (log_student_RV, log_teacher_RV)]
+        log_sampled_R = chosen[0]
         first_R = (chosen[1] >= total_R.log().neg_()).to(total_R)
         of_sampled = drawn(divergence, sampled, *chosen)
         if of_sampled.force is not None and gradient_RV is not None:
@@ -116,8 +117,9 @@ def eager_(
     entropies = student_entropy_R, teacher_entropy_R
     # The order is that of the kernel's stores and of `_Fold.run`: the divergence without the pull, both entropies, that
     # ratio, 1 if clipped, the pull's part, 1 if both models have the same likeliest token, 1 if the sampled token is
-    # the teacher's likeliest, and its importance weight.
-    return torch.stack([value_R, *entropies, ratio_R, cut_R, pulled_R, same_R, first_R, of_sampled.importance])
+    # the teacher's likeliest, its importance weight, and its log-probability under the student.
+    of_both = cut_R, pulled_R, same_R, first_R, of_sampled.importance, log_sampled_R
+    return torch.stack([value_R, *entropies, ratio_R, *of_both])
 
 
 def _compared_(

@@ -84,6 +84,7 @@ def _rows(  # type: ignore[no-untyped-def]
     student_cap,
     teacher_cap,
     setting,
+    floor,
     drift,
     clip,
     TERMS: tl.constexpr,
@@ -92,7 +93,7 @@ def _rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One row: statistics [9, R], and the gradient in place of the logits or elsewhere. What is absent is `None`."""
+    """One row: statistics [10, R], and the gradient in place of the logits or elsewhere. What is absent is `None`."""
     number = tl.program_id(0)
     row = number.to(tl.int64)
     student += row * student_stride
@@ -145,7 +146,7 @@ def _rows(  # type: ignore[no-untyped-def]
         total = tl.sum(crosses * scale_s, 0) / sum_s / _SMALL
     value = 0.0
     values, slope_sums, most = nothing, nothing, nothing
-    pulled, first, force, importance = 0.0, 0.0, 0.0, 1.0
+    pulled, first, force, importance, log_ps = 0.0, 0.0, 0.0, 1.0, 0.0
     if ids is not None:
         log_ps, log_pt = chosen_s - top_s - log_s, chosen_t - top_t - log_t
         first = tl.where(chosen_t >= top_t, 1.0, 0.0)
@@ -154,7 +155,8 @@ def _rows(  # type: ignore[no-untyped-def]
             pulled = -force * log_ps
         if POLICY:
             if logprobs is not None:
-                importance = tl.minimum(tl.exp(log_ps - tl.load(logprobs + number)), setting)
+                ratio = tl.exp(log_ps - tl.load(logprobs + number))
+                importance = tl.where(ratio < floor, 0.0, tl.minimum(ratio, setting))
             value = importance * (log_ps - log_pt)
             force -= value
         total -= force  # the sum of the slopes, to which the sampled token adds
@@ -166,6 +168,7 @@ def _rows(  # type: ignore[no-untyped-def]
     tl.store(statistics + 6 * rows + number, same)
     tl.store(statistics + 7 * rows + number, first)
     tl.store(statistics + 8 * rows + number, importance)
+    tl.store(statistics + 9 * rows + number, log_ps)
     for start in range(0, padded, BLOCK):
         columns = start + block
         x = _logits(student, student_bias, student_cap, columns, width, padded)
@@ -263,7 +266,7 @@ def fused_(
     setting = math.inf if setting is None else float(setting)
     policy = isinstance(divergence, SampledReverseKL)
     drawn = [None] * 3 if sampled is None else [sampled.ids, sampled.pull, sampled.logprobs if policy else None]
-    statistics_9R = torch.empty(STATISTICS, rows, device=student_RV.device)
+    statistics_10R = torch.empty(STATISTICS, rows, device=student_RV.device)
     tiles = [one for one in (student_RV, teacher_RV, gradient_RV) if one is not None]
     assert min(one.stride(0) for one in tiles) >= padded, "rows end before those 64 columns"
     with torch.accelerator.device_index(student_RV.device.index):  # Triton launches on the current one
@@ -275,7 +278,7 @@ def fused_(
             weights_R,
             drawn[0],
             *(None if one is None else one.float().contiguous() for one in drawn[1:]),
-            statistics_9R,
+            statistics_10R,
             rows,
             width,
             padded,
@@ -283,6 +286,7 @@ def fused_(
             student.cap,
             teacher.cap,
             setting,
+            (divergence.clip_min or 0.0) if isinstance(divergence, SampledReverseKL) else 0.0,
             kernel.drift(setting),
             clip,
             TERMS=kernel.terms,
@@ -292,7 +296,7 @@ def fused_(
             LANES=_LANES,
             num_warps=_WARPS,
         )
-    return statistics_9R
+    return statistics_10R
 
 
 # ---- The target, where other models stand beside the teacher ---------------------------------------------------------

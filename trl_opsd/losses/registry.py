@@ -24,7 +24,7 @@ from trl_opsd.losses.sampled import SampledReverseKL
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The numbers that named divergences are made from; each divergence reads at most one."""
+    """The numbers that named divergences are made from; each divergence reads the few that it has."""
 
     beta: float = 1.0
     """TRL's: 0 forward KL, 1 reverse KL, between: the generalised Jensen-Shannon divergence."""
@@ -36,6 +36,8 @@ class Settings:
     """Teacher's entropy in nats, above which the forward KL is added."""
     clip_max: float | None = 3.0
     """Largest importance weight of a sampled token; `None` for no bound."""
+    clip_min: float | None = None
+    """Smallest; a token below it has the weight 0. `None` for no bound."""
     top_k: int | None = None
     """The teacher's likeliest tokens that are compared one by one; `None` for all."""
 
@@ -51,7 +53,7 @@ DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingPr
         "alpha_divergence": lambda given: AlphaDivergence(given.alpha),
         "adaptive_kl": lambda given: AdaptiveKL(),
         "entropy_aware_kl": lambda given: EntropyAwareKL(given.threshold),
-        "sampled_reverse_kl": lambda given: SampledReverseKL(given.clip_max),
+        "sampled_reverse_kl": lambda given: SampledReverseKL(given.clip_max, given.clip_min),
     }
 )
 """Factories by name; a new entry is a new value of `divergence`, with the docstring of its class in the reference."""

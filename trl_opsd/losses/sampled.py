@@ -1,4 +1,4 @@
-"""Losses of the sampled tokens alone: the policy gradient of the reverse KL, and a pull towards each token.
+"""Losses of the sampled tokens alone, a policy gradient and a pull towards each; and how far their sampler is away.
 
 N tokens in the loss · R rows (tokens) · V vocabulary size; log-probabilities in nats
 
@@ -33,21 +33,27 @@ class SampledReverseKL(Divergence):
     whole vocabulary, as [`ReverseKL`] does.
 
     `w = min(p_s(y) / p_rollout(y), clip_max)` is a constant too, the truncated importance weight of TRL's GRPO trainer
-    (`"token_truncate"`); 1 where the rollout's own log-probabilities are not given.
+    (`"token_truncate"`); 1 where the rollout's own log-probabilities are not given, and 0 below `clip_min`
+    (`"token_mask"`): such a token was drawn from a distribution that is hardly the student's.
 
     Args:
         clip_max (`float`, *optional*, defaults to `3.0`):
             Largest importance weight, TRL's `vllm_importance_sampling_clip_max`; `None` for no bound.
+        clip_min (`float`, *optional*):
+            Smallest, TRL's `vllm_importance_sampling_clip_min`: a token below it weighs nothing.
 
     Raises:
-        ValueError: If `clip_max` is not above 0.
+        ValueError: If `clip_max` is not above 0, or `clip_min` not between 0 and `clip_max`.
     """
 
     clip_max: float | None = 3.0
+    clip_min: float | None = None
 
     def __post_init__(self) -> None:
         if self.clip_max is not None and not self.clip_max > 0:
             raise ValueError(f"clip_max is {self.clip_max}, expected a number above 0, or None for no bound.")
+        if self.clip_min is not None and not 0 < self.clip_min < (math.inf if self.clip_max is None else self.clip_max):
+            raise ValueError(f"clip_min is {self.clip_min}, expected a number above 0 and below clip_max, or None.")
 
     def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> NoReturn:
         raise ValueError(
@@ -60,7 +66,8 @@ class SampledReverseKL(Divergence):
         if logprobs_R is None:
             return torch.ones_like(log_student_R)
         bound = math.inf if self.clip_max is None else self.clip_max
-        return (log_student_R.detach() - logprobs_R).exp().clamp(max=bound)
+        ratio_R = (log_student_R.detach() - logprobs_R).exp()
+        return ratio_R.clamp(max=bound).masked_fill(ratio_R < (self.clip_min or 0.0), 0.0)
 
 
 class Drawn(NamedTuple):
@@ -95,3 +102,16 @@ def gradient_of(force_R: Tensor, student_RV: Tensor, ids_R: Tensor) -> Tensor:
     """`force * (p_s - 1[ids])`, [R, V], from the student's probabilities."""
     gradient_RV = student_RV * force_R.unsqueeze(-1)
     return gradient_RV.scatter_add_(-1, ids_R.unsqueeze(-1), -force_R.unsqueeze(-1))
+
+
+def against_sampler(log_student_N: Tensor, logprobs_N: Tensor) -> tuple[Tensor, Tensor]:
+    """How far the sampler is from the student at each sampled token, nats, and 1 where that is known; else both 0.
+
+    With `r = p_student / p_sampler` it is `r - 1 - log r`, the estimate k3 of `KL(sampler || student)`
+    (http://joschu.net/blog/kl-approx.html). Over tokens that the sampler draws its mean is that of `-log r`, k1, but it
+    is never below 0, and of two close distributions far less noisy: at 0.005 nats, 200 tokens know it to a tenth, where
+    k1 needs 40,000.
+    """
+    gap_N = log_student_N.detach() - logprobs_N
+    known_N = ~gap_N.isnan()
+    return (gap_N.expm1() - gap_N).where(known_N, 0.0), known_N.float()

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, top_shared_
 from trl_opsd.losses.kernels import step_for
+from trl_opsd.losses.sampled import against_sampler
 from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
 from trl_opsd.losses.target import is_sum, project_target_
 from trl_opsd.losses.validation import check_arguments
@@ -140,7 +141,9 @@ def streamed_divergence(
         with torch.no_grad():
             (value_N, *others), _ = fold.run(weights, (False, False, False))
     student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, pulled_N, same_N, first_N, *of_some = others
-    importance_N, ranked_N, shared_N, mass_N, anchored_N = of_some
+    importance_N, log_sampled_N, ranked_N, shared_N, mass_N, anchored_N = of_some
+    logprobs_N = None if sampled is None else sampled.logprobs
+    kl_N, known_N = (None, None) if logprobs_N is None else against_sampler(log_sampled_N, logprobs_N)
     return PerToken(
         divergence=value_N,
         student_entropy=student_entropy_N,
@@ -152,6 +155,9 @@ def streamed_divergence(
         same_first=same_N,
         teacher_first=None if sampled is None else first_N,
         importance=importance_N,
+        gated=(importance_N == 0).float(),
+        sampler_kl=kl_N,
+        sampler_known=known_N,
         ranked=ranked_N,
         top_shared=shared_N,
         top_mass=mass_N,
@@ -244,7 +250,7 @@ class _Fold:
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
         finish = Finish(None, None) if any(one.push for one in self.beside) else teacher.finish
         finishes, objective = (student.finish, finish), (self.divergence, self.clip)
-        statistics_9N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
+        statistics_10N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
         anchored_N = torch.zeros(tokens, device=device)
         # Ranked rows are collected over several tiles: tile by tile they would be many small kernels.
         ranked_tokens = max(1, min(tokens, tile_tokens * _GROUP_TILES))
@@ -280,7 +286,7 @@ class _Fold:
                     products = student_CV[here], teacher_CV[here]
                     drawn = None if self.sampled is None else self.sampled.rows(rows)
                     gradient_RV = gradient_GV[_shift(rows, -group.start)] if any(wanted) else None
-                    statistics_9N[:, rows] = step(*objective, finishes, *products, weights_R, drawn, gradient_RV)
+                    statistics_10N[:, rows] = step(*objective, finishes, *products, weights_R, drawn, gradient_RV)
                     if anchor is not None:
                         pair = (
                             (student.finish, products_TCV[-1][here]),
@@ -289,11 +295,11 @@ class _Fold:
                         anchored_N[rows] = self._anchored(pair, self.beside[anchor].anchor, weights_R, gradient_RV)
             # Once per group: each product reads and writes the whole gradient of the head.
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
-        statistics_9N[0].add_(statistics_9N[_PULLED]).add_(anchored_N)
+        statistics_10N[0].add_(statistics_10N[_PULLED]).add_(anchored_N)
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
             broken_N = ~hidden_NH.sum(-1).isfinite()
-            statistics_9N[0].masked_fill_(broken_N & statistics_9N[0].isfinite(), torch.nan)
-        return (*statistics_9N, *top_3N, anchored_N), gradients
+            statistics_10N[0].masked_fill_(broken_N & statistics_10N[0].isfinite(), torch.nan)
+        return (*statistics_10N, *top_3N, anchored_N), gradients
 
     def _anchored(
         self,
@@ -306,10 +312,10 @@ class _Fold:
         (mine, mine_RV), (theirs, theirs_RV) = pair
         step, wanted = step_for(self.anchor, None, mine_RV.device), None if gradient_RV is None else mine_RV
         weights_R = mine_RV.new_full((len(mine_RV),), weight) if weights_R is None else weights_R * weight
-        found_9R = step(self.anchor, None, (mine, theirs), mine_RV, theirs_RV, weights_R, None, wanted)
+        found_10R = step(self.anchor, None, (mine, theirs), mine_RV, theirs_RV, weights_R, None, wanted)
         if gradient_RV is not None:
             gradient_RV.add_(mine_RV)
-        return found_9R[0]
+        return found_10R[0]
 
 
 def _is_uniform(upstream_N: Tensor) -> bool:

@@ -64,6 +64,10 @@ _SYNC = Logs("all processes; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
 _IMAGES = Logs(BATCHES, "prompts with images")
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
+_SAMPLER = Logs(
+    "mean over the tokens in the loss of one row in 16, of all processes and micro-batches",
+    "engines, at temperature 1, where nothing else changes which token is sampled; without tools",
+)
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
 _TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
@@ -150,6 +154,12 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             Logs(MEAN, _ENGINE, evaluated=False),
             "importance / tokens",
         ),
+        "importance/gated": Metric(
+            "1",
+            "Share of tokens that weigh 0.",
+            Logs(MEAN, "as `importance/mean`, with `vllm_importance_sampling_clip_min`", evaluated=False),
+            "gated / tokens",
+        ),
         "completions/repeated_ratio": Metric(
             "1",
             "Share of the student's completions of whose last 32 tokens at most half of the 4-grams differ.",
@@ -197,6 +207,12 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "nats",
             "Largest difference between a log-probability of vLLM and the student's, in that verification.",
             Logs("maximum over processes; mean over weight syncs", _PROOF),
+        ),
+        "rollout/kl_sampler": Metric(
+            "nats",
+            "KL(sampler ‖ student) per token, estimated from the engine's log-probabilities of the tokens it sampled.",
+            _SAMPLER,
+            "sampler_kl / sampler_known",
         ),
         "nonfinite/skipped_steps": Metric(
             "optimizer steps",

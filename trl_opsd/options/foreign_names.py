@@ -23,7 +23,10 @@ _NUMBER = "each completion is used for one optimizer step; `num_generations` set
 _PROMPTS = "prompts are never cut; `overlong_prompts='drop'` drops those that are too long"
 _BYTES = "set `cross_tokenizer='bytes'`, which compares models with different tokenizers; see docs/tokenizers.md"
 _ONCE = "it has no counterpart: completions are trained on once, so there is no ratio to clip or to weigh"
-_ENGINE = "`vllm_importance_sampling_clip_max` bounds the weights of 'sampled_reverse_kl', the only ones"
+_ENGINE = (
+    "the weights of 'sampled_reverse_kl', the only ones, are bounded by `vllm_importance_sampling_clip_max` as in the "
+    "mode 'token_truncate', and 0 below `vllm_importance_sampling_clip_min` as in 'token_mask'"
+)
 _ENTROPY = "it has no counterpart: the loss has no entropy term; the log has `entropy/student`"
 _WEIGHED = "the divergence has the weight 1; beside it set `reward_weight`, or `sft_weight` for cross-entropy"
 _TEMPERATURES = "set `student_temperature` and `teacher_temperature`; `temperature` is that of sampling as well"
@@ -73,7 +76,7 @@ _ADVICE = {
     **_all("n n_samples_per_prompt", "it is called `num_generations`"),
     **_all("epsilon epsilon_high delta importance_sampling_level off_policy_mask_threshold", _ONCE),
     **_all("vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is_threshold", _ENGINE),
-    **_all("vllm_importance_sampling_cap vllm_importance_sampling_clip_min", _ENGINE),
+    **_all("vllm_importance_sampling_cap", _ENGINE),
     "use_adaptive_entropy": _ENTROPY,
     "use_bias_correction_kl": "`anchor_weight` is that of an exact KL, without an estimator: remove it",
     "use_task_rewards": "pass `reward_funcs` to `OPSDTrainer`, and set `reward_weight`",

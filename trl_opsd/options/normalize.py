@@ -151,6 +151,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1, None),
     "min_p": (0.0, None),
     "repetition_penalty": (1.0, None),
+    "vllm_structured_outputs_regex": (None,),
 }
 """Options with the values at which tokens are drawn from the student's whole distribution."""
 _OFF_IN_GENERATE: dict[str, tuple[Any, ...]] = {
@@ -227,21 +228,33 @@ def _check_key(args: DistillationConfig, name: str, value: Any) -> None:
 def check_sampled(args: Any, divergence: Any) -> None:
     """Refuses options with which the policy gradient of sampled tokens would not be that of their distribution."""
     if isinstance(divergence, SampledReverseKL):
-        for name, off in {**_OFF, "lmbda": (1.0,), "student_temperature": (args.temperature, None)}.items():
-            _check_off(f"{name}={getattr(args, name)!r}", getattr(args, name), off)
-        check_drawn(args.generation_kwargs or {}, args.temperature, "generation_kwargs={{{name!r}: {value!r}}}")
+        mixed = [] if args.lmbda == 1.0 else [f"lmbda={args.lmbda!r}"]
+        _refuse_drawn([*drawn_otherwise(args), *mixed])
+
+
+def drawn_otherwise(args: Any) -> list[str]:
+    """Options with which tokens are not drawn from the student's distribution in the loss, each with its value."""
+    off = {**_OFF, "student_temperature": (args.temperature, None)}
+    found = [f"{name}={getattr(args, name)!r}" for name, values in off.items() if getattr(args, name) not in values]
+    shown = "generation_kwargs={{{name!r}: {value!r}}}"
+    return found + _not_drawn(args.generation_kwargs or {}, args.temperature, shown)
 
 
 def check_drawn(options: Mapping[str, Any], temperature: float, shown: str) -> None:
     """Refuses options of `generate` or an engine with which tokens are not drawn from the student's distribution."""
+    _refuse_drawn(_not_drawn(options, temperature, shown))
+
+
+def _not_drawn(options: Mapping[str, Any], temperature: float, shown: str) -> list[str]:
     off = {**_OFF_IN_GENERATE, "temperature": (temperature,)}
-    for name, value in options.items():
-        if name not in _CHANGE_NO_CHOICE:
-            _check_off(shown.format(name=name, value=value), value, off.get(name, (None,)))
+    others = {name: value for name, value in options.items() if name not in _CHANGE_NO_CHOICE}
+    return [
+        shown.format(name=name, value=value) for name, value in others.items() if value not in off.get(name, (None,))
+    ]
 
 
-def _check_off(shown: str, value: Any, off: tuple[Any, ...]) -> None:
-    if value not in off:
+def _refuse_drawn(options: list[str]) -> None:
+    for shown in options:
         raise ValueError(
             f"`{shown}` with 'sampled_reverse_kl', whose gradient estimate needs tokens sampled from the student's "
             "distribution in the loss: remove the option, or set `divergence='reverse_kl'`, which uses the full "

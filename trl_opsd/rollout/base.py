@@ -95,7 +95,8 @@ class RolloutBackend(ABC):
     def logprobs(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float] | None:
         """The log-probability of each token of a completion in the distribution that it was sampled from, in nats.
 
-        With `divergence="sampled_reverse_kl"` it weighs the token. Called when a completion has been returned or
+        With `divergence="sampled_reverse_kl"` it weighs the token; with others it is compared with the student's, as
+        `rollout/kl_sampler`. Called when a completion has been returned or
         yielded; by then others may have begun, as with `overlap="ahead"`. `None` where it is not known, the default.
         """
         return None

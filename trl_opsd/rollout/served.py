@@ -27,7 +27,7 @@ from trl_opsd.models.backbone import model_shape
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.sync_proof import RELATIVE
-from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, key_of
+from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, note
 from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
 from trl_opsd.types import Completion
 
@@ -342,7 +342,7 @@ class ServedRollout(SyncedRollout[GenerationClient]):
         with closing(responses):
             for number, row in responses:
                 self._check_prompt(number, prompt_ids[number], row)
-                known[key_of(prompt_ids[number], row.completion_ids)] = row.logprobs
+                note(known, prompt_ids[number], row)
                 missing -= 1
                 yield number, row.completion_ids
         if missing:

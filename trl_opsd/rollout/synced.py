@@ -30,6 +30,8 @@ Key: TypeAlias = tuple[tuple[int, ...], RowImages | None, tuple[int, ...]]
 """A prompt, its images, and the ids of a completion."""
 Logprobs: TypeAlias = dict[Key, list[float]]
 """Log-probabilities of a completion's tokens."""
+EVERY = 16
+"""Where no loss is weighed by log-probabilities, one row in so many is asked for them: they cost an engine time."""
 
 
 class SyncedRollout(RolloutBackend, Generic[E]):
@@ -56,7 +58,8 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         self._proved = False
         self._sessions = 0
         self._has_weights = True
-        self._logprobs: deque[Logprobs] = deque(maxlen=2)  # of the batch trained on, and the one being generated
+        # Of the batch trained on and the one being generated; and of an evaluation, which comes between these.
+        self._logprobs: dict[bool, deque[Logprobs]] = {True: deque(maxlen=2), False: deque(maxlen=1)}
 
     # ---- What depends on the engine -----------------------------------------------------------------------------
 
@@ -110,18 +113,20 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         known = self._new_logprobs()
         for number, (sent, row) in enumerate(zip(prompt_ids, rows, strict=True)):
             self._check_prompt(number, sent, row)
-            known[key_of(sent, row.completion_ids)] = row.logprobs
+            note(known, sent, row)
         return [row.completion_ids for row in rows]
 
     def logprobs(self, prompt_ids: list[int], completion_ids: list[int]) -> list[float] | None:
         key = key_of(prompt_ids, completion_ids)
-        return next((known[key] for known in reversed(self._logprobs) if key in known), None)
+        return next(
+            (known[key] for known in reversed(self._logprobs[self.trainer.model.training]) if key in known), None
+        )
 
     def _new_logprobs(self) -> Logprobs:
-        """Those of a batch, to be filled; kept until the batch after the next if the loss reads them."""
+        """Those of a batch, to be filled; kept until the batch after the next if they are read."""
         known: Logprobs = {}
         if self.trainer.reads_logprobs:
-            self._logprobs.append(known)
+            self._logprobs[self.trainer.model.training].append(known)
         return known
 
     def _prepared(self, prompt_ids: list[list[int]]) -> list[dict[str, Any]]:
@@ -136,11 +141,14 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         self.wake("kv_cache")
         limits = self.trainer.limits
         options: dict[str, Any] = dict(self._sampling)
-        if self.trainer.reads_logprobs:
-            options["logprobs"] = 0
         if self.args.eval_temperature is not None and not self.trainer.model.training:
             options["temperature"] = self.args.eval_temperature
-        return [{**options, "max_tokens": limits.room(len(ids))} for ids in prompt_ids]
+        every = EVERY if not self.trainer.learns_from_draws else 1
+        asked = {"logprobs": 0} if self.trainer.reads_logprobs else {}
+        return [
+            {**options, **({} if number % every else asked), "max_tokens": limits.room(len(ids))}
+            for number, ids in enumerate(prompt_ids)
+        ]
 
     def _check_prompt(self, number: int, sent: list[int], row: Completion) -> None:
         if row.prompt_ids != sent:
@@ -229,6 +237,12 @@ def version_of(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
 
 def key_of(prompt_ids: list[int], completion_ids: list[int]) -> Key:
     return tuple(prompt_ids), getattr(prompt_ids, "images", None), tuple(completion_ids)
+
+
+def note(known: Logprobs, prompt_ids: list[int], row: Completion) -> None:
+    """Keeps the log-probabilities of a row that was asked for them."""
+    if len(row.logprobs) == len(row.completion_ids):
+        known[key_of(prompt_ids, row.completion_ids)] = row.logprobs
 
 
 @contextmanager

@@ -108,8 +108,8 @@ class Sampled:
     """[N], float32: adds `pull * -log p_s(ids)` to the value of each token, with the gradient `pull * (p_s - 1[ids])`
     with respect to the student's logits; `None` adds nothing."""
     logprobs: Tensor | None = None
-    """[N], float32, nats: log-probability of each token in the distribution that it was drawn from; where `None`, that
-    is the student's own."""
+    """[N], float32, nats: log-probability of each token in the distribution that it was drawn from, NaN where it is not
+    known; where `None`, that is the student's own."""
 
     def rows(self, rows: slice) -> Sampled:
         """Those of some positions."""
@@ -152,6 +152,12 @@ class PerToken:
     """[N], float32, 1 where the sampled token is the teacher's likeliest; `None` where not known."""
     importance: Tensor | None = None
     """[N], float32, importance weight of the sampled token, 1 where it has none; `None` where not known."""
+    gated: Tensor | None = None
+    """[N], float32, 1 where that weight is 0; `None` where not known."""
+    sampler_kl: Tensor | None = None
+    """[N], float32, estimate of `KL(sampler || student)` from the sampled token; 0 where the sampler is not known."""
+    sampler_known: Tensor | None = None
+    """[N], float32, 1 where it is known; `None` where it is for no token, like the above."""
     ranked: Tensor | None = None
     """[N], float32, 1 where both models' likeliest tokens were ranked; `None` where not known, like the next two."""
     top_shared: Tensor | None = None
@@ -193,7 +199,7 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 41], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    """[B, 44], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
     and pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
     all are 0 where the row is only a part of a completion."""
 

@@ -134,7 +134,7 @@ class Rollout:
     nothing, and so does `None`."""
     logprobs: Tensor | None = None
     """[B, C], float32: log-probability of each token in the distribution that it was drawn from, in nats, 0 for
-    padding; `None` where the rollout returns none."""
+    padding, NaN in rows where it is not known; `None` where it is for none."""
     images: tuple[RowImages | None, ...] | None = None
     """B of them, in host memory, `None` for a row without images; `None` where no row has any."""
     lengths: tuple[Length, ...] | None = None

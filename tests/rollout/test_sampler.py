@@ -1,0 +1,119 @@
+"""`rollout/kl_sampler` is the mean over the tokens whose sampler is known, and over no others."""
+
+from __future__ import annotations
+
+import pytest
+from support import forks, tiny
+from support.measured_sampler import Measured, Told
+from support.mirror_engine import Mirrored
+
+from trl_opsd.losses import SampledReverseKL
+from trl_opsd.losses.divergence import describe
+from trl_opsd.rollout.synced import EVERY
+
+NAME = "rollout/kl_sampler"
+long = pytest.mark.long
+
+
+def trained(make_trainer, told=None, **given):
+    """A trainer that was trained and evaluated in turn, whose rollout knows what all tokens were drawn with."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": tiny.rows(2)}
+    rollout = Told(tiny.recorded(tiny.tokenizer()))
+    trainer = make_trainer(cls=Measured, rollout=rollout, **{**options, **evaluates, **given})
+    trainer.told = told or trainer.told
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": "ahead"},
+        pytest.param(
+            {"cross_tokenizer": "bytes", "teacher_processing_class": tiny.tokenizer()}, id="bytes", marks=long
+        ),
+        pytest.param({"padding_free": True, "max_tokens_per_microbatch": 90}, marks=long),
+        pytest.param({"num_generations": 2}, marks=long),
+        pytest.param({"overlap": "step"}, marks=long),
+        pytest.param({"divergence": "sampled_reverse_kl", "eval_strategy": "no"}, marks=long),
+    ],
+    ids=str,
+)
+def test_distance_of_the_sampler_equals_the_float64_figure(make_trainer, options):
+    trainer = trained(make_trainer, **options)
+    assert tiny.logged(trainer, NAME) == pytest.approx([trainer.mean(step) for step in range(3)], rel=1e-4)
+    if "eval_strategy" not in options:
+        trainer.of_step.clear()
+        found = trainer.evaluate()
+        assert found[f"eval_{NAME}"] == pytest.approx(trainer.mean("eval"), rel=1e-4)
+
+
+def test_completions_of_the_dataset_are_left_out(make_trainer):
+    rows = tiny.rows().add_column("completion", ["so"] * 8)
+    given = tiny.tokenizer()("so")["input_ids"]
+
+    def told(prompt, ids):
+        return None if ids[: len(given)] == given else Told.logprobs(None, prompt, ids)
+
+    options = {"train_dataset": rows, "lmbda": 0.5, "per_device_train_batch_size": 4, "eval_strategy": "no"}
+    trainer = trained(make_trainer, told, **options)
+    assert tiny.logged(trainer, NAME) == pytest.approx([trainer.mean(step) for step in range(3)], rel=1e-4)
+    assert sum(tiny.logged(trainer, "off_policy/share")) > 0.5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({}, (True, True)),
+        ({"temperature": 0.5}, (False, False)),
+        pytest.param({"student_temperature": 0.5}, (False, False), marks=long),
+        ({"generation_kwargs": {"temperature": 0.5}}, (False, False)),
+        pytest.param({"generation_kwargs": {"max_new_tokens": 5}}, (True, True), marks=long),
+        pytest.param({"top_p": 0.9}, (False, False), marks=long),
+        ({"eval_temperature": 0.0}, (True, False)),
+        ({"divergence": "sampled_reverse_kl"}, (True, False)),
+    ],
+    ids=str,
+)
+def test_a_sampler_that_differs_by_an_option_is_not_measured(make_trainer, options, reads):
+    trainer = make_trainer(rollout=Told({}), **options)
+    assert (trainer.model.train() and trainer.reads_logprobs, trainer.model.eval() and trainer.reads_logprobs) == reads
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "sampled_reverse_kl"])
+def test_engines_are_asked_of_one_row_in_16(make_trainer, tmp_path, divergence):
+    trainer = make_trainer(rollout=Mirrored(tiny.config(tmp_path)), divergence=divergence)
+    prompts, every = [[5, number + 1] for number in range(2 * EVERY)], 1 if divergence.startswith("s") else EVERY
+    asked = [number for number, one in enumerate(trainer.rollout._prepared(prompts)) if "logprobs" in one]
+    assert asked == [*range(0, len(prompts), every)]
+    (ids,) = trainer.rollout.complete(prompts[:1], 0)
+    trainer.model.eval()
+    for _ in range(3):  # evaluations between the rows of a step and their loss
+        trainer.rollout.complete(prompts[1:2], 0)
+    trainer.model.train()
+    assert len(trainer.rollout.logprobs(prompts[0], ids)) == len(ids)
+
+
+def test_a_gate_that_is_off_is_in_no_description():
+    assert describe(SampledReverseKL()) == "SampledReverseKL(clip_max=3.0)", "as in checkpoints from before it"
+    assert describe(SampledReverseKL(clip_min=0.5)) == "SampledReverseKL(clip_max=3.0, clip_min=0.5)"
+
+
+def measured(folder, options):
+    given = {"model": tiny.qwen2(32, seed=0), "teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows()}
+    args = tiny.config(folder, max_steps=2, **options)
+    rollout = Told(tiny.recorded(tiny.tokenizer()))
+    trainer = Measured(args=args, processing_class=tiny.tokenizer(), rollout=rollout, **given)
+    trainer.train()
+    return tiny.logged(trainer, NAME), dict(trainer.of_step)
+
+
+@pytest.mark.distributed
+@long
+def test_distance_of_the_sampler_is_that_of_all_processes(tmp_path):
+    found = forks.results("ddp", measured, tmp_path, {"shuffle_dataset": False})
+    for step in range(2):
+        values = [value for _, seen in found.values() for value in seen[step]]
+        assert found[0][0][step] == pytest.approx(sum(values) / len(values), rel=1e-4)
