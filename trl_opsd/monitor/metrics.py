@@ -62,6 +62,7 @@ _SYNC = Logs("all processes; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
 _IMAGES = Logs(BATCHES, "prompts with images")
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
+_TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the teacher itself, no clip')
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
 _TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
@@ -141,6 +142,9 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         ),
         "agreement/top_mass": Metric(
             "1", "The student's probability of those that both have.", _RANKED, "top_mass / ranked"
+        ),
+        "acceptance": Metric(
+            "1", "Probability that speculative decoding accepts a token of the student.", _TOLD, "accepted / tokens"
         ),
         "importance/mean": Metric(
             "1",
