@@ -320,8 +320,8 @@ class TotalVariation(Entrywise):
 @final
 @dataclass(frozen=True, slots=True)
 class NegativeLogAcceptance(Divergence):
-    """`-log sum min(p_s, p_t)`: minus the logarithm of the probability that speculative decoding (arXiv 2211.17192)
-    accepts a token of the student, which is one minus the total variation.
+    """`-log sum min(p_s, p_t)`: minus the logarithm of the probability that speculative decoding accepts a token of
+    the student, which is one minus the total variation (LK losses, arXiv 2602.23881).
 
     The gradient with respect to the student's logits is that of the total variation divided by the acceptance:
     `p_s E_s[r] - p_s r` with `r = [p_s < p_t] / sum min(p_s, p_t)`. No entry is beyond 1, and it does not vanish
