@@ -347,7 +347,7 @@ PARTS = {
         lambda parts: replace(parts, loss=parts.loss.expand(2)),
         r".* `loss`: of shape \[2\] in torch.float32",
     ),
-    "one row": (lambda parts: replace(parts, rows=parts.rows.sum(0)), r".* `rows`: of shape \[44\] in .* \[2, 44\]"),
+    "one row": (lambda parts: replace(parts, rows=parts.rows.sum(0)), r".* `rows`: of shape \[45\] in .* \[2, 45\]"),
 }
 
 

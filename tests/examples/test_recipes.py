@@ -30,6 +30,7 @@ COLUMNS = {
     "concise": ["privileged_context"],
     "few_shot": ["teacher_prompt"],
     "cross_tokenizer": [],
+    "drafter": [],
 }
 """What rows have besides `prompt`."""
 
@@ -136,7 +137,7 @@ def test_a_recipe_trains_with_its_own_options(run):
     kept = options.keys() & vars(trainer.args).keys() - {*SMALLER, *ALWAYS, *models, "output_dir"}
     assert {option: getattr(trainer.args, option) for option in kept} == {option: options[option] for option in kept}
     names = {"forward_kl": "ForwardKL", "reverse_kl": "ReverseKL", "jsd": "GeneralizedJSD"}
-    names["sampled_reverse_kl"] = "SampledReverseKL"
+    names |= {"sampled_reverse_kl": "SampledReverseKL", "negative_log_acceptance": "NegativeLogAcceptance"}
     assert type(trainer.divergence).__name__ == names[options["divergence"]]
     adapters = [one for one, _ in trainer.model.named_parameters() if "lora_A" in one]
     assert bool(adapters) is options.get("use_peft", False)
@@ -159,5 +160,7 @@ def test_teacher_of_a_recipe_scores_its_rows(run):
         assert [re.sub(r"<\|\w+\|>", "", one).strip() for one in others] == solved
     if run.name == "several_teachers":
         assert {teacher for *_, teacher in run.read} == set(run.options["teacher_models"])
+    if run.name == "drafter":
+        assert 0 < run.trainer.state.log_history[0]["acceptance"] < 1
     if run.name == "open_mopd":
         assert "loss_share/teacher/instructions" in run.trainer.state.log_history[0]

@@ -18,12 +18,13 @@ from trl_opsd.losses import (
     Sampled,
     SampledReverseKL,
     TopKTeacher,
+    TotalVariation,
     dense_divergence,
 )
 
 
-def expected(trainer, divergence, temperatures=(1.0, 1.0), kl_clip=None):
-    """The mean divergence over all tokens of the rows, by the models' own logits, in float64."""
+def expected(trainer, divergence, temperatures=(1.0, 1.0), kl_clip=None, value="divergence"):
+    """The mean of a value over all tokens of the rows, by the models' own logits, in float64."""
     words, values = tiny.tokenizer(), []
     for prompt, completion in tiny.recorded(words).items():
         if list(prompt) not in [words(row["prompt"])["input_ids"] for row in trainer.eval_dataset]:
@@ -35,8 +36,19 @@ def expected(trainer, divergence, temperatures=(1.0, 1.0), kl_clip=None):
                 logits = model(ids).logits[0, len(prompt) - 1 : -1]
             sides.append(LazyLogits(logits, OutputHead(torch.eye(logits.size(-1))), temperature))
         sampled = Sampled(torch.tensor(completion))
-        values.append(dense_divergence(*sides, divergence, kl_clip=kl_clip, sampled=sampled).divergence)
+        values.append(getattr(dense_divergence(*sides, divergence, kl_clip=kl_clip, sampled=sampled), value))
     return torch.cat(values).mean().item()
+
+
+@pytest.mark.parametrize("name", ["total_variation", "negative_log_acceptance", "forward_kl"])
+def test_acceptance_is_logged_where_the_divergence_tells_it(make_trainer, name):
+    trainer = make_trainer(divergence=name, eval_dataset=tiny.rows(), temperature=0.7, teacher_temperature=2.0)
+    found = trainer.evaluate().get("eval_acceptance")
+    if name == "forward_kl":
+        assert found is None
+    else:
+        assert found == pytest.approx(expected(trainer, trainer.divergence, (0.7, 2.0), value="accepted"), rel=1e-4)
+        assert found == pytest.approx(1 - expected(trainer, TotalVariation(), (0.7, 2.0)), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

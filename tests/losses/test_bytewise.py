@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses import ForwardKL, GeneralizedJSD, ReverseKL, byte_ranges, bytewise, side
+from trl_opsd.losses import ForwardKL, GeneralizedJSD, NegativeLogAcceptance, ReverseKL, byte_ranges, bytewise, side
 from trl_opsd.losses.byte_ranges import _FLOOR
 from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms, bytewise_divergence
 from trl_opsd.losses.dense import dense_byte_logarithms
@@ -63,7 +63,9 @@ def dense_of(student, teacher_logs, vocabulary, ids, divergence, weights, held, 
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 4])
-@pytest.mark.parametrize("divergence", [ReverseKL(), ForwardKL(), GeneralizedJSD(0.3)], ids=str)
+@pytest.mark.parametrize(
+    "divergence", [ReverseKL(), ForwardKL(), GeneralizedJSD(0.3), NegativeLogAcceptance()], ids=str
+)
 @pytest.mark.parametrize(("bias", "softcap", "pulls"), [(False, None, False), (True, 2.0, True)])
 def test_values_and_gradients_equal_the_dense_ones(divergence, chunk_tokens, bias, softcap, pulls):
     vocabulary = small_vocabulary()

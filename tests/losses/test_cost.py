@@ -20,11 +20,11 @@ from trl_opsd.losses import (
     OutputHead,
     ReverseKL,
     Sampled,
-    SampledReverseKL,
     reduce,
     streamed,
     streamed_divergence,
 )
+from trl_opsd.losses.divergence import Entrywise
 from trl_opsd.losses.registry import Settings
 
 pytestmark = pytest.mark.quick
@@ -86,7 +86,7 @@ class TestProducts:
     @pytest.mark.parametrize("clip", [None, 0.01])
     def test_no_product_is_computed_twice(self, make_pair, gradients, divergence, chunk, rich, frozen, expected, clip):
         pair = make_pair(TOKENS, VOCABULARY, rich=rich)
-        clip = None if divergence == SampledReverseKL() else clip
+        clip = clip if isinstance(divergence, Entrywise) else None
         options = {"chunk_tokens": chunk, "kl_clip": clip, "sampled": SAMPLED}
         with counted_flops() as counter:
             gradients(streamed_divergence, pair, divergence, frozen=frozen, **options)
@@ -184,13 +184,13 @@ class TestMemory:
         with LargestTensor() as largest:
             sampled = Sampled(torch.arange(300) % 53, pull=torch.ones(300))
             gradients(streamed_divergence, pair, divergence, chunk_tokens=3, sampled=sampled)
-        assert largest.elements <= 300 * 9  # the statistics of each token; all logits would be 300 * 53
+        assert largest.elements <= 300 * 10  # the statistics of each token; all logits would be 300 * 53
 
     def test_the_default_tile_stays_within_its_budget(self, make_pair, gradients, monkeypatch):
         monkeypatch.setattr("trl_opsd.losses.streamed.TILE_BYTES", 8 * 53 * 10)
         with LargestTensor() as largest:
             gradients(streamed_divergence, make_pair(300, 53), ForwardKL())
-        assert largest.elements <= 300 * 9
+        assert largest.elements <= 300 * 10
 
     @pytest.mark.parametrize(("memory", "tiles"), [(0, [493] * 4 + [28]), (80 * 10**9, [976, 976, 48])])
     def test_the_default_tile_follows_the_memory_of_an_accelerator(self, monkeypatch, memory, tiles):

@@ -35,12 +35,13 @@ def per_token(values):
         ranked=(values < 2).float(),
         top_shared=values.detach() / 8,
         top_mass=values.detach() / 16,
+        accepted=values.detach() / 16,
     )
 
 
 def test_values_are_summed_over_the_tokens_of_each_row():
     parts = reduce(per_token([1.0, 2.0, 4.0]), WEIGHTS, num_items=None)
-    assert parts.ROW_NAMES[:18] == (
+    assert parts.ROW_NAMES[:19] == (
         "weight",
         "divergence",
         "student_entropy",
@@ -59,14 +60,15 @@ def test_values_are_summed_over_the_tokens_of_each_row():
         "ranked",
         "top_shared",
         "top_mass",
+        "accepted",
     )
     # divergences and what is added to them come weighted, entropies do not
-    assert parts.rows[:, :18].tolist() == [
-        [1.5, 1.5, 20, 200, 2, 0, 2, 0.75, 0.75, 1, 2, 0.75, 0, 1.5, 1, 1, 0.375, 0.1875],
-        [0] * 18,
-        [2, 2, 80, 800, 1, 1, 0, 1, 1, 1, 1, 1, 1, 2, 1, 0, 0.5, 0.25],
+    assert parts.rows[:, :19].tolist() == [
+        [1.5, 1.5, 20, 200, 2, 0, 2, 0.75, 0.75, 1, 2, 0.75, 0, 1.5, 1, 1, 0.375, 0.1875, 0.1875],
+        [0] * 19,
+        [2, 2, 80, 800, 1, 1, 0, 1, 1, 1, 1, 1, 1, 2, 1, 0, 0.5, 0.25, 0.25],
     ]
-    assert parts.rows[:, 22:].abs().sum() == 0, "where rows are parts, places are not known"
+    assert parts.rows[:, 23:].abs().sum() == 0, "where rows are parts, places are not known"
     assert parts.rows.shape == (3, len(parts.ROW_NAMES))
     assert not parts.rows.requires_grad
 
@@ -98,7 +100,7 @@ def test_values_are_summed_by_place_and_at_least_certainty():
     number = int((weights != 0).sum())
     values, entropies = torch.rand(2, number, generator=generator)
     tokens = PerToken(divergence=values, student_entropy=entropies, teacher_entropy=entropies)
-    found = reduce(tokens, weights, None, real).rows[:, 22:]
+    found = reduce(tokens, weights, None, real).rows[:, 23:]
     assert_close(found, naive(values.tolist(), entropies.tolist(), weights.tolist(), lengths))
     assert found[:, 2:12].sum() > 20, "there was something to sum"
 

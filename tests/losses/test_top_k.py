@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_streamed import NAMED
+from test_streamed import ENTRYWISE
 from torch.testing import assert_close
 
 from trl_opsd.losses import (
@@ -12,6 +12,7 @@ from trl_opsd.losses import (
     Divergence,
     ForwardKL,
     LazyLogits,
+    NegativeLogAcceptance,
     OutputHead,
     ReverseKL,
     SampledReverseKL,
@@ -22,7 +23,7 @@ from trl_opsd.losses import (
 
 pytestmark = pytest.mark.quick
 
-each = pytest.mark.parametrize("of", NAMED, ids=repr)
+each = pytest.mark.parametrize("of", ENTRYWISE, ids=repr)
 
 
 def rows(logits):
@@ -89,6 +90,7 @@ class Own(Divergence):
     [
         (ForwardKL(), 0, "top_k_teacher is 0, expected a number of tokens, at least 1"),
         (SampledReverseKL(), 4, "top_k_teacher is 4 with SampledReverseKL, which is not a sum over vocabulary entries"),
+        (NegativeLogAcceptance(), 4, "top_k_teacher is 4 with NegativeLogAcceptance, which is not a sum"),
         (Own(), 4, "top_k_teacher is 4 with Own, which is not a sum over vocabulary entries: use"),
     ],
 )

@@ -72,7 +72,9 @@ def configurations(tmp_path):
             "divergence": "sampled_reverse_kl",
             "vllm_importance_sampling_clip_min": 0.1,
         },
-        "some tokens": {"token_selection": "student_entropy", "token_fraction": 0.5},
+        "some tokens": {
+            "divergence": "total_variation", "token_selection": "student_entropy", "token_fraction": 0.5,
+        },
         "its own teacher, LoRA": {
             "teacher_model": None,
             "teacher_model_kind": "ema",
@@ -125,7 +127,7 @@ def configurations(tmp_path):
             "max_completion_length": 16,
             "eval_on_start": True,
         },
-    }
+    }  # fmt: skip
 
 
 def of_trl(folder) -> set[str]:
@@ -180,6 +182,8 @@ def test_metrics_are_reduced_as_the_table_says(logged):
     assert {row["sync/bytes"] for row in syncs} == {BYTES}, "a mean over syncs"
     assert all(row["time/sync"] > row["sync/seconds"] + row["sync/proof_seconds"] for row in syncs)
     assert max(row["rollout/logprob_gap"] for row in syncs) < 1e-4
+    of_some = [row for row in logged["some tokens"] if "loss" in row]
+    assert [row["acceptance"] for row in of_some] == pytest.approx([1 - row["divergence/mean"] for row in of_some])
     importance = [row["importance/mean"] for row in logged["a policy gradient"] if "loss" in row]
     assert importance == pytest.approx([1, 1], rel=1e-4), "the weights that write are those that learn"
     assert [row["importance/gated"] for row in logged["a policy gradient"] if "loss" in row] == [0, 0]

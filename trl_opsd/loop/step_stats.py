@@ -236,6 +236,7 @@ class StepStats:
             "anchored": self._trainer.args.anchor_weight > 0,
             "importance": weighs,
             "gated": weighs and getattr(self._trainer.divergence, "clip_min", None) is not None,
+            "accepted": named["accepted"] > 0,  # 0 at each token is what a divergence that does not tell leaves
             "outcomes": self._trainer.teaching.spelling is not None,
             **dict.fromkeys(("same_first", "teacher_first", "ranked"), self._trainer.teaching.spelling is None),
         }

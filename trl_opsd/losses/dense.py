@@ -60,6 +60,7 @@ def dense_divergence(
         entries_NV = divergence.entries(*logs)
         value_N, clipped_N = entries_NV.clamp(max=kl_clip).sum(-1), (entries_NV > kl_clip).any(-1)
     shared_N, mass_N = top_shared_(torch.stack([log_student_NV.detach(), log_teacher_NV]))
+    is_whole = kl_clip is None and not any(one.push for one in beside)
     weights_N = torch.ones_like(value_N) if weights is None else weights
     anchors = [
         one.anchor * (anchor or divergence).value(log_student_NV, log_NV)
@@ -84,6 +85,7 @@ def dense_divergence(
         ranked=torch.ones_like(shared_N),
         top_shared=shared_N,
         top_mass=mass_N,
+        accepted=divergence.accepted(value_N.detach().float()) if is_whole else None,
     )
 
 

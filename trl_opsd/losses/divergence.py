@@ -65,6 +65,12 @@ class Divergence(ABC):
         self._check_shape(value_R, len(log_student_RV))
         return value_R
 
+    def accepted(self, value_R: Tensor) -> Tensor | None:
+        """The probability that speculative decoding keeps the student's token, [R], from values; `None` if they do not
+        tell.
+        """
+        return None
+
     def _check_shape(self, value_R: Any, rows: int) -> None:
         """Refuses a value that would be broadcast over the rows."""
         if not isinstance(value_R, Tensor) or value_R.shape != (rows,):

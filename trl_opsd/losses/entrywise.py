@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trl_opsd.losses.divergence import Divergence, Entrywise, Terms
+from trl_opsd.losses.divergence import Divergence, Entrywise, Terms, of_logits_
 
 FAR = 80.0
 """Gap between two log-probabilities in nats, beyond which the smaller one contributes nothing to a mixture."""
@@ -300,8 +300,9 @@ class TotalVariation(Entrywise):
     """`1/2 sum |p_s - p_t|`, from 0 to 1: the largest difference in the probability of any set of tokens (f-distill,
     arXiv 2307.15190).
 
-    The gradient with respect to the student's logits is `1/2 p_s (g - E_s[g])` with `g = sign(p_s - p_t)`. It does not
-    become smaller as the models come closer.
+    Speculative decoding (arXiv 2211.17192) rejects a token of the student with this probability. The gradient with
+    respect to the student's logits is `1/2 p_s (g - E_s[g])` with `g = sign(p_s - p_t)`. It does not become smaller as
+    the models come closer.
     """
 
     def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
@@ -311,6 +312,44 @@ class TotalVariation(Entrywise):
         gap_RV = torch.sub(student_RV, teacher_RV, out=log_student_RV)
         slopes_RV = torch.sign(gap_RV, out=log_teacher_RV).mul_(student_RV).mul_(0.5)
         return Terms(gap_RV.abs_().mul_(0.5), slopes_RV)
+
+    def accepted(self, value_R: Tensor) -> Tensor:
+        return 1 - value_R
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NegativeLogAcceptance(Divergence):
+    """`-log sum min(p_s, p_t)`: minus the logarithm of the probability that speculative decoding accepts a token of
+    the student, which is one minus the total variation (LK losses, arXiv 2602.23881).
+
+    The gradient with respect to the student's logits is that of the total variation divided by the acceptance:
+    `p_s E_s[r] - p_s r` with `r = [p_s < p_t] / sum min(p_s, p_t)`. No entry is beyond 1, and it does not vanish
+    where the models hardly overlap, as that of the total variation does. There is no fused kernel, because a logarithm
+    of a sum has no entries.
+    """
+
+    def value(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
+        return -torch.minimum(log_student_RV, log_teacher_RV).logsumexp(-1)
+
+    def value_and_gradient(
+        self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        value_R = self.value(log_student_RV, log_teacher_RV)
+        apart_R = torch.sub(student_RV, teacher_RV, out=teacher_RV).abs_().sum(-1).mul_(0.5)
+        far_R = apart_R > 0.5
+        # Near agreement the logarithm of a sum near 1 would be rounding alone.
+        exact_R = torch.where(far_R, value_R, apart_R.neg().log1p().neg())
+        # Far apart, slopes are those of tokens that the student underrates, where p_s is at most the acceptance. Near
+        # agreement half of p_s / acceptance, at most 1, is added to each, which the softmax takes away: they are 0
+        # where both models agree.
+        sign_RV = torch.sub(log_student_RV, log_teacher_RV, out=log_teacher_RV).sign_()
+        slopes_RV = log_student_RV.add_(value_R.unsqueeze(-1)).clamp_(max=1.0).exp_()
+        slopes_RV.mul_(sign_RV.sub_(far_R.unsqueeze(-1).to(sign_RV)).mul_(0.5))
+        return exact_R, of_logits_(slopes_RV, student_RV)
+
+    def accepted(self, value_R: Tensor) -> Tensor:
+        return value_R.neg().exp()
 
 
 @final

@@ -141,7 +141,7 @@ def streamed_divergence(
         with torch.no_grad():
             (value_N, *others), _ = fold.run(weights, (False, False, False))
     student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, pulled_N, same_N, first_N, *of_some = others
-    importance_N, log_sampled_N, ranked_N, shared_N, mass_N, anchored_N = of_some
+    importance_N, log_sampled_N, ranked_N, shared_N, mass_N, anchored_N, accepted_N = of_some
     logprobs_N = None if sampled is None else sampled.logprobs
     kl_N, known_N = (None, None) if logprobs_N is None else against_sampler(log_sampled_N, logprobs_N)
     return PerToken(
@@ -161,6 +161,7 @@ def streamed_divergence(
         ranked=ranked_N,
         top_shared=shared_N,
         top_mass=mass_N,
+        accepted=accepted_N,
     )
 
 
@@ -170,12 +171,12 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, fold: _Fold
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         statistics, (ctx.hidden_gradient, *ctx.head_gradient) = fold.run(weights, ctx.needs_input_grad[:3])
         if any(ctx.needs_input_grad[1:3]):
             ctx.fold, teacher = fold, fold.teacher
             ctx.save_for_backward(weights, hidden, weight, bias, teacher.hidden, teacher.head.weight, teacher.head.bias)
-        ctx.mark_non_differentiable(*statistics[1:])
+        ctx.mark_non_differentiable(*(one for one in statistics[1:] if one is not None))
         return statistics
 
     @staticmethod
@@ -216,10 +217,10 @@ class _Fold:
 
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`."""
         # Statistics are those of `eager_`, the first with pull and anchors added, then `ranked`, `top_shared`,
-        # `top_mass`, and the anchors' part.
+        # `top_mass`, the anchors' part, and `accepted`.
         # The gradients are those of the sum of the weighted divergences, in float32.
         student = Side.of(self.student, self.dtypes[0], self.vocabulary)
         given = self.teacher, *(one.logits for one in self.beside)
@@ -295,11 +296,14 @@ class _Fold:
                         anchored_N[rows] = self._anchored(pair, self.beside[anchor].anchor, weights_R, gradient_RV)
             # Once per group: each product reads and writes the whole gradient of the head.
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
-        statistics_10N[0].add_(statistics_10N[_PULLED]).add_(anchored_N)
+        value_N, accepted_N = statistics_10N[0], None
+        if self.clip is None and not any(one.push for one in self.beside):
+            accepted_N = self.divergence.accepted(value_N if weights_N is None else value_N / weights_N)
+        value_N.add_(statistics_10N[_PULLED]).add_(anchored_N)
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not
             broken_N = ~hidden_NH.sum(-1).isfinite()
-            statistics_10N[0].masked_fill_(broken_N & statistics_10N[0].isfinite(), torch.nan)
-        return (*statistics_10N, *top_3N, anchored_N), gradients
+            value_N.masked_fill_(broken_N & value_N.isfinite(), torch.nan)
+        return (*statistics_10N, *top_3N, anchored_N, accepted_N), gradients
 
     def _anchored(
         self,

@@ -68,6 +68,7 @@ _SAMPLER = Logs(
     "mean over the tokens in the loss of one row in 16, of all processes and micro-batches",
     "engines, at temperature 1, where nothing else changes which token is sampled; without tools",
 )
+_TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the teacher itself, no clip')
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
 _TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
@@ -147,6 +148,9 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         ),
         "agreement/top_mass": Metric(
             "1", "The student's probability of those that both have.", _RANKED, "top_mass / ranked"
+        ),
+        "acceptance": Metric(
+            "1", "Probability that speculative decoding accepts a token of the student.", _TOLD, "accepted / tokens"
         ),
         "importance/mean": Metric(
             "1",

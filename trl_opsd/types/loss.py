@@ -164,6 +164,9 @@ class PerToken:
     """[N], float32, share of one model's 16 likeliest tokens that are among the other's; 0 where not ranked."""
     top_mass: Tensor | None = None
     """[N], float32, the student's probability of these shared tokens; 0 where not ranked."""
+    accepted: Tensor | None = None
+    """[N], float32, probability that speculative decoding keeps a token of the student, NaN where the weight is 0;
+    `None` where the divergence does not tell."""
     outcomes: Tensor | None = None
     """[N], float32, bytes of each token, 1 for a special one; `None` where models are compared by tokens."""
     compared: Tensor | None = None
@@ -199,7 +202,7 @@ class LossParts:
     loss: Tensor
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
-    """[B, 44], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
+    """[B, 45], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
     and pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
     all are 0 where the row is only a part of a completion."""
 

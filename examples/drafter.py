@@ -1,0 +1,207 @@
+"""Trains a drafter for a target, and counts what real speculative decoding accepts of it, before and after.
+
+    python examples/drafter.py --output out/drafter
+
+Target and drafter read the language of `two_tokenizers`; the drafter is too small for it. transformers decodes with it
+as `assistant_model`, four drafted tokens at a time. All runs start from the same drafter. Minutes for one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from fitting import fit
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from two_tokenizers.task import Language, batches, tokenizer
+
+from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.losses.entrywise import NoDivergence
+
+SHAPES = {"target": (96, 2, 500), "drafter": (16, 1, 600)}
+"""Width, layers, and steps of supervised training."""
+DRAFTED = 4
+"""Tokens that the drafter proposes before the target reads them."""
+LONGEST = 48
+OF_TARGET = {"lmbda": 0.0, "seq_kd": True}
+"""The target writes the rows, as token ids: a column of text would be cut into other tokens."""
+METHODS: dict[str, dict[str, Any]] = {
+    "supervised": {"divergence": NoDivergence(), "sft_weight": 1.0, **OF_TARGET},
+    "forward KL": {"divergence": "forward_kl", **OF_TARGET},
+    "reverse KL": {"divergence": "reverse_kl", **OF_TARGET},
+    "total variation": {"divergence": "total_variation", **OF_TARGET},
+    "negative log acceptance": {"divergence": "negative_log_acceptance", **OF_TARGET},
+    "forward KL, rows of the drafter": {"divergence": "forward_kl"},
+    "total variation, rows of the drafter": {"divergence": "total_variation"},
+    "negative log acceptance, rows of the drafter": {"divergence": "negative_log_acceptance"},
+}
+
+
+def made(folder: Path, role: str) -> Any:
+    """A model that has read the language, trained once."""
+    if not (folder / "config.json").exists():
+        language, (width, layers, steps) = Language(), SHAPES[role]
+        words = tokenizer(language.sentences(1, 2000), 400)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(words),
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            eos_token_id=words.eos_token_id,
+            bos_token_id=None,
+            pad_token_id=words.pad_token_id,
+        )
+        model = LlamaForCausalLM(config)
+        fit(model, batches(words, language, 2, 32), steps=steps)
+        model.save_pretrained(folder)
+        words.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def starts(seed: int, count: int) -> list[str]:
+    """The first two words of as many sentences."""
+    found = (one.split(" ")[:2] for one in Language().sentences(seed, 3 * count))
+    return [" ".join(one) for one in found if len(one) == 2 and not one[1].endswith(".")][:count]
+
+
+def decoded(target: Any, drafter: Any, prompts: Sequence[list[int]], sample: bool) -> dict[str, Any]:
+    """Completes prompts by speculative decoding; counts the target's forward passes, and which tokens they tested.
+
+    A draft is accepted if it stands in the result: one that is rejected is never drawn again in its place.
+    """
+    drafter.generation_config.num_assistant_tokens = DRAFTED
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"  # else it grows with each success
+    drafter.generation_config.assistant_confidence_threshold = 0.0  # else drafts end where the drafter is unsure
+    inputs: list[list[int]] = []
+    hook = target.register_forward_pre_hook(
+        lambda _, args, given: inputs.append(given["input_ids"][0].tolist()), with_kwargs=True
+    )
+    found: dict[str, Any] = {"completions": {}, "tested": [], "tokens": 0, "forwards": 0, "accepted": 0}
+    for prompt in prompts:
+        inputs.clear()
+        ids = target.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            assistant_model=drafter,
+            do_sample=sample,
+            top_k=0 if sample else None,
+            max_new_tokens=LONGEST,
+        )[0].tolist()
+        place, tested = len(prompt), []
+        for number, read in enumerate(inputs):
+            drafts = read[1:] if number else read[len(prompt) :]  # after the prompt, or the last token
+            pairs = list(zip(drafts, ids[place:], strict=False))
+            kept = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
+            tested += range(place, place + min(kept + 1, len(pairs)))
+            found["accepted"] += kept
+            place += kept + 1
+        assert place in (len(ids), len(ids) + 1), "each forward pass adds its accepted drafts and a token"
+        found["completions"][tuple(prompt)] = ids[len(prompt) :]
+        found["tested"].append((ids, tested))
+        found["tokens"] += len(ids) - len(prompt)
+        found["forwards"] += len(inputs)
+    hook.remove()
+    return found
+
+
+@torch.no_grad()
+def predicted(target: Any, drafter: Any, tested: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """`1 - TV` at each token that was tested, in their order."""
+    found = []
+    for ids, places in tested:
+        probs = [model(torch.tensor([ids])).logits[0].softmax(-1) for model in (target, drafter)]
+        found.append(torch.minimum(*probs).sum(-1)[torch.tensor(places, dtype=torch.long) - 1])
+    return torch.cat(found)
+
+
+def measured(trainer: OPSDTrainer, target: Any, prompts: Sequence[list[int]]) -> dict[str, float]:
+    """What speculative decoding accepts of the trainer's student, and what its metric says on the same tokens."""
+    drafter = trainer.model.eval()
+    torch.manual_seed(1)
+    greedy, sampled = (decoded(target, drafter, prompts, sample) for sample in (False, True))
+    alpha = predicted(target, drafter, sampled["tested"])
+    trainer.divergence, trainer.rollout = "total_variation", FixedRollout(sampled["completions"])
+    metric = trainer.evaluate()["eval_acceptance"]
+    return {
+        "metric": metric,
+        "at tested tokens": float(alpha.mean()),
+        "accepted": sampled["accepted"] / len(alpha),
+        "off by standard errors": float((sampled["accepted"] - alpha.sum()) / (alpha * (1 - alpha)).sum().sqrt()),
+        "tokens per step": sampled["tokens"] / sampled["forwards"],
+        "if independent": (1 - metric ** (DRAFTED + 1)) / (1 - metric),
+        "greedy accepted": greedy["accepted"] / sum(len(places) for _, places in greedy["tested"]),
+        "greedy tokens per step": greedy["tokens"] / greedy["forwards"],
+    }
+
+
+def run(name: str, seed: int, target: Any, options: argparse.Namespace) -> dict[str, float]:
+    """Trains the drafter by a method, or not at all ("before"), and measures it on held-out prompts."""
+    begin = time.monotonic()
+    words = AutoTokenizer.from_pretrained(options.output / "target")
+    held_out = list(dict.fromkeys(starts(4, 3 * options.prompts)))[: options.prompts]
+    trainer = OPSDTrainer(
+        model=made(options.output / "drafter", "drafter"),
+        teacher_model=target,
+        args=OPSDConfig(
+            str(options.output / "run"),
+            max_steps=options.steps,
+            per_device_train_batch_size=64,
+            per_device_eval_batch_size=50,
+            max_completion_length=LONGEST,
+            learning_rate=options.learning_rate,
+            lr_scheduler_type="linear",
+            warmup_steps=5,
+            seed=seed,
+            logging_steps=20,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            collapse_guard=None,
+            **METHODS.get(name, {}),
+        ),
+        train_dataset=Dataset.from_dict({"prompt": starts(100 + seed, 64 * options.steps)}),
+        eval_dataset=Dataset.from_dict({"prompt": held_out}),
+        processing_class=words,
+    )
+    if name in METHODS:
+        trainer.train()
+    return {**measured(trainer, target, words(held_out)["input_ids"]), "seconds": time.monotonic() - begin}
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, float]]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("out/drafter"))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps, each of 64 completions")
+    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--prompts", type=int, default=60, help="held-out prompts for speculative decoding")
+    options = parser.parse_args(arguments)
+    target = made(options.output / "target", "target")
+    file = options.output / "results.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    for seed in map(str, options.seeds):
+        for name in [*([] if "before" in results else ["before"]), *options.methods]:
+            if seed not in results.setdefault(name, {}):
+                results[name][seed] = run(name, int(seed), target, options)
+                file.write_text(json.dumps(results, indent=1))
+    columns = [one for one in next(iter(results["before"].values())) if one != "seconds"]
+    print(f"| | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
+    for name, rows in results.items():
+        means = [statistics.mean(row[one] for row in rows.values()) for one in columns]
+        print(f"| {name} | {' | '.join(f'{value:.3f}' for value in means)} |")
+    return results
+
+
+if __name__ == "__main__":
+    main()
