@@ -16,6 +16,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,20 @@ from small_methods import OffPolicyFirst
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
 
 SIZES["deep"] = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 3}
+MIXED, SUPERVISED = "off-policy to on-policy", "supervised"
 WAYS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "off-policy": ({"lmbda": 0.0}, []),
-    "off-policy to on-policy": ({"lmbda": 0.0}, [OffPolicyFirst()]),
+    MIXED: ({"lmbda": 0.0}, [OffPolicyFirst()]),
     "on-policy": ({}, []),
 }
-SUPERVISED = "supervised"
 PLAN = {
-    "states": ["none", SUPERVISED, *WAYS],
+    "states": ["none", MIXED, "off-policy", "on-policy", SUPERVISED],
     "block": ["none"],
-    "last": ["none", "off-policy to on-policy"],
-    "random": ["none", "off-policy to on-policy"],
+    "last": ["none", MIXED],
+    "random": ["none", MIXED],
 }
 """What is trained, by how layers are chosen."""
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ def common(asked: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 def teachers(asked: argparse.Namespace, rows: Dataset, seed: int) -> Dataset:
     """The rows with a completion of the teacher each, sampled; once."""
-    file = asked.output / f"{asked.task}-completions-{seed}.json"
+    file = asked.output / f"{asked.task}-completions-{len(rows)}-{seed}.json"
     if not file.exists():
         one = trainer(asked, asked.model, rows, seed, eval_temperature=1.0)
         with one.generating_with("teacher"):
@@ -137,11 +138,17 @@ def student_of(asked: argparse.Namespace, choice: str, rows: Dataset, seed: int)
     return str(folder)
 
 
-def measured(one: OPSDTrainer, held_out: Dataset) -> dict[str, float]:
+def measured(asked: argparse.Namespace, one: OPSDTrainer, held_out: Dataset) -> dict[str, float]:
     """What greedy completions are worth, and the KL from the teacher on them and on the teacher's own, nats."""
     own = one.predict(held_out).metrics
-    with one.generating_with("teacher"):
-        theirs = one.predict(held_out).metrics
+    file, words = asked.output / f"{asked.task}-held-out-{asked.held_out}.json", one.processing_class
+    if not file.exists():
+        with one.generating_with("teacher"):
+            ids = [[each for each in row if each >= 0] for row in one.predict(held_out).predictions.tolist()]
+        file.write_text(json.dumps(ids))
+    prompts = words.apply_chat_template(held_out["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+    one.rollout = FixedRollout(dict(zip(map(tuple, prompts), json.loads(file.read_text()), strict=True)))
+    theirs = one.predict(held_out).metrics
     name = next(key for key in own if key.startswith("test_rewards/") and key.endswith("/mean"))
     return {
         "right": own[name],
@@ -171,19 +178,20 @@ def run(asked: argparse.Namespace, choice: str, way: str, seed: int) -> dict[str
         if way != "none":
             one.train()
     seconds = time.perf_counter() - start
-    return {**measured(one, held_out), "seconds": seconds}
+    return {**measured(asked, one, held_out), "seconds": seconds}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=DEFAULTS)
     parser.add_argument("--model", help="of `rules`: a chat model")
     parser.add_argument("--output", type=Path, default=Path("out/pruned"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--ways", nargs="+", choices=["none", SUPERVISED, *WAYS], default=["none", SUPERVISED, *WAYS])
     for name, value in DEFAULTS["sums"].items():
         if name != "reward":
             parser.add_argument(f"--{name}", type=type(value))
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     for name, value in DEFAULTS[asked.task].items():
         setattr(asked, name, value if getattr(asked, name, None) is None else getattr(asked, name))
     asked.output.mkdir(parents=True, exist_ok=True)
@@ -195,21 +203,26 @@ def main() -> None:
             supervise(model, tokenizer, task.draw(50_000), steps=700)
             model.save_pretrained(asked.model)
             tokenizer.save_pretrained(asked.model)
+    every = [(choice, way) for choice, ways in PLAN.items() for way in ways if way in asked.ways]
+    for seed in asked.seeds:
+        for choice, way in every:
+            file = result(asked, choice, way, seed)
+            if not file.exists():
+                file.write_text(json.dumps(run(asked, choice, way, seed)))
+                print(file.name, file.read_text(), flush=True)
     print(f"| {asked.task} | right | KL on its own completions | on the teacher's | seconds |\n|---|---|---|---|---|")
-    for choice, ways in PLAN.items():
-        for way in ways:
-            found = []
-            for seed in asked.seeds if way != "none" or choice == "random" else asked.seeds[:1]:
-                file = asked.output / f"{asked.task}-{choice}-{way}-{seed}-{asked.steps}-{asked.rate:g}.json"
-                if not file.exists():
-                    file.write_text(json.dumps(run(asked, choice, way, seed)))
-                found.append(json.loads(file.read_text()))
-            cells = [span([one[key] for one in found]) for key in ("right", "kl", "kl_teacher")]
-            print(
-                f"| {choice}, {way} | {' | '.join(cells)} | {statistics.mean(one['seconds'] for one in found):.0f} |",
-                flush=True,
-            )
+    for choice, way in every:
+        found = [json.loads(result(asked, choice, way, seed).read_text()) for seed in asked.seeds]
+        cells = [span([one[key] for one in found]) for key in ("right", "kl", "kl_teacher")]
+        seconds = statistics.mean(one["seconds"] for one in found)
+        print(f"| {choice}, {way} | {' | '.join(cells)} | {seconds:.0f} |")
     print(f"the teacher: {found[0]['teacher']:.3f}")
+
+
+def result(asked: argparse.Namespace, choice: str, way: str, seed: int) -> Path:
+    """The file of one student; those that are not trained are the same for all seeds, unless chance chose them."""
+    of = "" if way == "none" and choice != "random" else f"-{seed}"
+    return asked.output / f"{asked.task}-{choice}-{way}{of}-{asked.steps}-{asked.rate:g}.json"
 
 
 def span(values: list[float]) -> str:
