@@ -146,7 +146,9 @@ def measured(asked: argparse.Namespace, one: OPSDTrainer, held_out: Dataset) -> 
         with one.generating_with("teacher"):
             ids = [[each for each in row if each >= 0] for row in one.predict(held_out).predictions.tolist()]
         file.write_text(json.dumps(ids))
-    prompts = words.apply_chat_template(held_out["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompts = words.apply_chat_template(list(held_out["prompt"]), add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     one.rollout = FixedRollout(dict(zip(map(tuple, prompts), json.loads(file.read_text()), strict=True)))
     theirs = one.predict(held_out).metrics
     name = next(key for key in own if key.startswith("test_rewards/") and key.endswith("/mean"))

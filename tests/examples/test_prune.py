@@ -147,7 +147,7 @@ def test_model_whose_layers_are_not_found_is_refused():
 
 
 @pytest.mark.refusal
-def test_layers_that_depend_on_their_number_are_refused_and_nothing_is_left(tmp_path):
+def test_layers_that_depend_on_their_number_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^GPT2LMHeadModel without layers \[1\] has logits up to .* the last ones\.$"):
         prune.prune(family("gpt2", scale_attn_by_inverse_layer_idx=True), [1], tmp_path / "pruned", IDS)
     assert not [*tmp_path.iterdir()]

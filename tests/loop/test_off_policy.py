@@ -128,7 +128,7 @@ def test_resumed_run_takes_the_same_off_policy_rows(trained, tmp_path):
         trained(lmbda=0.7, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
 
 
-def test_off_policy_first_ends_with_the_students_completions_and_resumes(trained, tmp_path):
+def test_off_policy_first_ends_on_policy_and_resumes(trained, tmp_path):
     options = {"lmbda": 0.0, "sft_weight": 0.5, "max_completion_length": 8, "methods": [OffPolicyFirst(until=0.75)]}
     whole = trained(**options, save_strategy="steps", save_steps=1)
     shares = [row["off_policy/share"] for row in whole.state.log_history if "loss" in row]
