@@ -94,7 +94,7 @@ def test_pruned_layers_of_a_pattern_keep_their_kind(tmp_path):
         assert torch.equal(pruned.get_parameter(name.replace(".5.", ".3.")), one)
 
 
-def test_change_of_states_is_one_minus_their_cosine_over_all_tokens():
+def test_change_of_states_is_a_mean_over_all_tokens():
     model, texts = family("gpt2").double(), [IDS[:6], IDS]
     with torch.no_grad():
         states = [model(ids[None], output_hidden_states=True).hidden_states for ids in texts]
