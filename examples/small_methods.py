@@ -4,6 +4,7 @@ OPSDTrainer(..., methods=[Discounted(0.95)])
 trl-opsd train ... --methods small_methods.Discounted    # in the folder of this file
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -54,6 +55,23 @@ class ShortAtFirst(Method):
     def generated(self, batch):
         if batch.is_training:
             self.host.record("completions/limit", self.limit(self.host.args.max_completion_length))
+
+
+@dataclass
+class OffPolicyFirst(Method):
+    """The student's share of the completions rises from `lmbda` to 1, linearly over a share of the training's steps."""
+
+    until: float = 1.0
+
+    def before(self, rows):
+        args, state = self.host.args, self.host.state
+        done = state.global_step / (self.until * state.max_steps)
+        for row in rows:
+            # By the place of the row alone: a resumed run draws the same.
+            drawn = random.Random(f"{args.seed} {state.global_step} {row.place}").random()
+            if row.is_off_policy and drawn < done:
+                row.is_off_policy = False
+                row.pull -= args.sft_weight
 
 
 @dataclass

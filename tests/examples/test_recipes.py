@@ -31,6 +31,7 @@ COLUMNS = {
     "few_shot": ["teacher_prompt"],
     "cross_tokenizer": [],
     "drafter": [],
+    "pruned": [],
 }
 """What rows have besides `prompt`."""
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset
+from small_methods import OffPolicyFirst
 from support import tiny
 from transformers import TrainerCallback
 
@@ -125,6 +126,19 @@ def test_resumed_run_takes_the_same_off_policy_rows(trained, tmp_path):
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
     with pytest.raises(ValueError, match=r"lmbda: 0\.5 in the checkpoint, 0\.7 now"):
         trained(lmbda=0.7, resume=str(tmp_path / "checkpoint-2"), max_completion_length=8)
+
+
+def test_off_policy_first_ends_on_policy_and_resumes(trained, tmp_path):
+    options = {"lmbda": 0.0, "sft_weight": 0.5, "max_completion_length": 8, "methods": [OffPolicyFirst(until=0.75)]}
+    whole = trained(**options, save_strategy="steps", save_steps=1)
+    shares = [row["off_policy/share"] for row in whole.state.log_history if "loss" in row]
+    assert shares[0] == 1
+    assert 0 < sum(shares[1:3]) < 2
+    assert shares[3] == 0
+    assert len(whole.asked) == 16 - 4 * sum(shares)
+    assert [row.pull for row, *_ in whole.taught] == [0.5 * row.is_off_policy for row, *_ in whole.taught]
+    resumed = trained(**options, resume=str(tmp_path / "checkpoint-1"))
+    assert resumed.taught == whole.taught[4:]
 
 
 def test_dataset_completions_are_cut_like_rollouts(trained):

@@ -1,0 +1,183 @@
+"""Layers are dropped from models of several families; what is saved computes what skipping them does."""
+
+from __future__ import annotations
+
+import json
+
+import prune
+import pytest
+import torch
+import transformers
+from support import tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+GPT2 = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 6,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+LINEAR_SIZES = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+FAMILIES = {
+    "llama": ("Llama", {**SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**SIZES, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}),
+    "gemma3_text": ("Gemma3Text", {**SIZES, "sliding_window": 4}),
+    "smollm3": ("SmolLM3", SIZES),
+    "mixtral, as many experts as layers": ("Mixtral", {**SIZES, "num_local_experts": 6}),
+    "qwen3_next": ("Qwen3Next", {**SIZES, **LINEAR_SIZES, "layer_types": [LINEAR, LINEAR, FULL] * 2}),
+    "gpt2": ("GPT2", GPT2),
+}
+IDS = torch.randint(3, 60, (24,), generator=torch.Generator().manual_seed(0))
+
+
+def family(name, **changed):
+    kind, sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**{**sizes, **changed})).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # at their own scale layers would hardly differ
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("dropped", [[4], [1, 5], [2, 3]], ids=str)
+@pytest.mark.parametrize(
+    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
+def test_pruned_model_loads_and_generates_with_cache_as_without(name, dropped, tmp_path):
+    types = getattr(family(name).config, "layer_types", None)
+    prune.prune(family(name), dropped, tmp_path / "pruned", IDS)
+    pruned = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    assert pruned.config.num_hidden_layers == len(prune.layers_of(pruned)[1]) == 6 - len(dropped)
+    if types is not None:
+        assert pruned.config.layer_types == [one for number, one in enumerate(types) if number not in dropped]
+    batch = {"input_ids": IDS[None], "attention_mask": torch.ones(1, len(IDS)), "max_new_tokens": 16}
+    with_cache, without = (pruned.generate(**batch, do_sample=False, use_cache=use) for use in (True, False))
+    assert torch.equal(with_cache, without)
+    if pruned.config.tie_word_embeddings:
+        assert pruned.get_output_embeddings().weight is pruned.get_input_embeddings().weight
+
+
+def test_pruned_layers_of_a_pattern_keep_their_kind(tmp_path):
+    model = family("gemma3_text")
+    assert model.config.layer_types == [SLIDING] * 5 + [FULL]
+    own = {name: one.clone() for name, one in model.named_parameters() if ".layers.5." in name}
+    pruned = prune.prune(model, [0, 3], tmp_path / "pruned", IDS)
+    assert pruned.config.layer_types == [SLIDING] * 3 + [FULL]
+    for name, one in own.items():
+        assert torch.equal(pruned.get_parameter(name.replace(".5.", ".3.")), one)
+
+
+def test_change_of_states_is_a_mean_over_all_tokens():
+    model, texts = family("gpt2").double(), [IDS[:6], IDS]
+    with torch.no_grad():
+        states = [model(ids[None], output_hidden_states=True).hidden_states for ids in texts]
+    for size in (1, 2):
+        found = prune.changes(model, texts, size)
+        assert len(found) == 7 - size
+        for first, value in enumerate(found[:-1]):  # the last of transformers' states is after the last norm
+            cosines = [torch.cosine_similarity(one[first], one[first + size], dim=-1)[0] for one in states]
+            assert value == pytest.approx(1 - torch.cat(cosines).mean().item(), abs=1e-12)
+
+
+def test_layers_that_change_states_least_are_chosen():
+    model = family("llama")
+    for number in (1, 3, 4):
+        for name, one in prune.layers_of(model)[1][number].named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                torch.nn.init.normal_(one, std=1e-2 if number > 1 else 1e-3)
+    assert prune.chosen(model, [IDS], 1) == [1]
+    assert prune.chosen(model, [IDS], 3) == [1, 3, 4]
+    assert prune.chosen(model, [IDS], 2, block=True) == [3, 4]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("dropped", [[], [6], [-1], range(6)], ids=["none", "no such layer", "negative", "all"])
+def test_layers_to_drop_exist_and_leave_one(dropped, tmp_path):
+    with pytest.raises(ValueError, match=r"^Layers \[.*\] to drop, expected some of 0 to 5; one has to stay"):
+        prune.prune(family("gpt2"), dropped, tmp_path / "pruned", IDS)
+
+
+@pytest.mark.refusal
+def test_bad_number_of_layers_and_folder_are_refused(tmp_path):
+    for drop in (0, 6):
+        with pytest.raises(ValueError, match=f"^`drop` is {drop}, expected 1 to 5"):
+            prune.chosen(family("gpt2"), [IDS], drop)
+    with pytest.raises(ValueError, match=r"exists, expected a new folder\.$"):
+        prune.prune(family("gpt2"), [1], tmp_path, IDS)
+
+
+@pytest.mark.refusal
+def test_model_whose_layers_are_not_found_is_refused():
+    model = family("gpt2")
+    model.config.n_layer = 5
+    with pytest.raises(
+        ValueError, match=r"^GPT2LMHeadModel: lists of `num_hidden_layers`=5 modules are \[\], expected one"
+    ):
+        prune.layers_of(model)
+    model.config.n_layer, model.transformer.more = 6, torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(6))
+    with pytest.raises(ValueError, match=r"modules are \['transformer.h', 'transformer.more'\], expected one"):
+        prune.layers_of(model)
+
+
+@pytest.mark.refusal
+def test_layers_that_depend_on_their_number_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^GPT2LMHeadModel without layers \[1\] has logits up to .* the last ones\.$"):
+        prune.prune(family("gpt2", scale_attn_by_inverse_layer_idx=True), [1], tmp_path / "pruned", IDS)
+    assert not [*tmp_path.iterdir()]
+    prune.prune(family("gpt2", scale_attn_by_inverse_layer_idx=True), [4, 5], tmp_path / "pruned", IDS)
+
+
+@pytest.mark.refusal
+def test_quantised_model_is_refused(tmp_path):
+    model = tiny.qwen2(32)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is quantised, expected whole weights: prune the original"):
+        prune.load(str(tmp_path))
+
+
+def test_script_prunes_a_folder_by_rows_of_a_training(tmp_path, capsys, disk):
+    rows = tmp_path / "rows.jsonl"
+    messages = [[{"role": role, "content": "2+2=4"}] for role in ("user", "assistant")]
+    some = [{"text": "2+2="}, {"prompt": "2+2="}, {"prompt": "2+2=", "completion": "4"}]
+    some.append({"prompt": messages[0], "completion": messages[1]})
+    rows.write_text("\n".join(map(json.dumps, some)))
+    folder = str(tmp_path / "pruned")
+    prune.main([disk.student, folder, "--texts", str(rows)])
+    assert "parameters," in capsys.readouterr().out
+    pruned = AutoModelForCausalLM.from_pretrained(folder)
+    assert (
+        pruned.config.num_hidden_layers
+        == AutoModelForCausalLM.from_pretrained(disk.student).config.num_hidden_layers - 1
+    )
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    rows.write_text("")
+    with pytest.raises(ValueError, match="is empty, expected a row in each line"):
+        prune.main([disk.student, folder, "--texts", str(rows)])
