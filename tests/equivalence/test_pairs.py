@@ -83,7 +83,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a user's method": {"methods": "one"},
     "shares": {"teacher_shares": {"told": 1, "other": 1}},
     "no guard": {"collapse_guard": None},
-    "quantised": {"student_quantization": "fp8", "certificate": True},
+    "quantised": {"student_quantization": "fp8"},
+    "certified": {"certificate": True},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
 SUCCESS = {"success", "success alone"}
@@ -108,7 +109,7 @@ THIRD_MODELS = {
     "anchor, forward",
 }  # fmt: skip
 REFUSED: list[tuple[str, set[str], str]] = [
-    ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant"}, "with `cross_tokenizer='bytes'`, "),
+    ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant", "certified"}, "with `cross_tokenizer='bytes'`, "),
     ("constant", {*LATE, "prefix", "random", "skip, near"}, "the control replaces the objective"),
     ("shuffled", {"skip, flat groups", "skip, near"}, "a step that skips prompts may have one alone"),
     ("shuffled", {"weights of prompts"}, "which needs to know of all prompts that they are generated for"),
