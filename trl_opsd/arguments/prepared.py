@@ -219,7 +219,8 @@ def prepared(
     check_models(model, models, args)
     refuse((*SURPRISES, *rules(Stage.SURPRISES)), now, logger.warning)
     tells_more = intake.rewrites or bool(args.teacher_template_kwargs) or is_told
-    is_same_model = quantization_config is None and warn_of_same_model(model, models, args, datasets, tells_more)
+    is_whole = quantization_config is None and args.student_quantization is None
+    is_same_model = is_whole and warn_of_same_model(model, models, args, datasets, tells_more)
     # 5. Processes agree.
     if args.world_size > 1:
         check_same_options(gather_object([_named(args, models)]))
