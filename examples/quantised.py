@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--controls", action="store_true", help="supervised training on the original's samples")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="1e-6 to 1e-5 for a large model")
+    parser.add_argument("--learning_rate", type=float, default=3e-4, help="1e-6 to 1e-5 for a large model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--held_out", type=int, default=200, help="prompts to measure on")
     parser.add_argument("--output", type=Path, default=Path("out/quantised"))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_every_way_has_a_line_and_the_saved_student_is_quantised(tmp_path, capsys):
+def test_every_way_has_a_line_and_saved_student_is_quantised(tmp_path, capsys):
     options = ["--model", STUDENT, "--steps", "2", "--seeds", "0", "--held_out", "4", "--controls"]
     lines = quantised.main(["--output", str(tmp_path), *options])
     capsys.readouterr()
