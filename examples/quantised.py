@@ -93,6 +93,7 @@ def build(asked: argparse.Namespace, seed: int = 0, student: str | None = None, 
         "per_device_eval_batch_size": 50,
         "eval_temperature": 0.0,  # greedy
         "model_init_kwargs": {"dtype": "float32"},
+        "teacher_model_init_kwargs": {"dtype": "float32"},  # else as its checkpoint is, and the KL has its rounding
         **given,
     }
     return OPSDTrainer(
