@@ -32,6 +32,7 @@ COLUMNS = {
     "cross_tokenizer": [],
     "drafter": [],
     "pruned": [],
+    "quantised": [],
 }
 """What rows have besides `prompt`."""
 

@@ -229,7 +229,9 @@ def test_teacher_at_the_path_of_the_student_warns(make_trainer, caplog, tmp_path
     assert SAME in caplog.text
 
 
-@pytest.mark.parametrize("form", ["a copy of other weights", "a column", "a function", "another revision's folder"])
+@pytest.mark.parametrize(
+    "form", ["a copy of other weights", "a column", "a function", "another revision's folder", "a quantised student"]
+)
 def test_other_weights_or_prompts_of_the_teacher_do_not_warn(make_trainer, caplog, tmp_path, form):
     student = teacher = saved(tmp_path / "student")
     options = {}
@@ -239,6 +241,8 @@ def test_other_weights_or_prompts_of_the_teacher_do_not_warn(make_trainer, caplo
         options = {"teacher_prompt_fn": lambda row, completion: f"Hint: 4. {row['prompt']}"}
     elif form == "another revision's folder":
         teacher = saved(tmp_path / "student" / "refs", seed=1)
+    elif form == "a quantised student":
+        options = {"student_quantization": "int4"}
     else:
         teacher = saved(tmp_path / "teacher", seed=1)
     make_trainer(model=student, teacher_model=teacher, **options)
