@@ -195,6 +195,24 @@ def test_saved_student_loads_with_its_logits(tmp_path, kind, dtype, tuned):
     assert float((own - teacher(ids).logits).abs().max()) > 0.1
 
 
+def test_saved_student_teaches_and_the_card_names_its_folder(tmp_path):
+    trainer = trainer_of(tmp_path, "int4")
+    trainer.save_model(tmp_path / "final")
+    assert "\n- To serve: the model in `quantized`\n" in (tmp_path / "final" / "README.md").read_text()
+    # Its weights are unpacked only when the whole model computes, which a teacher's backbone alone does not.
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "quantized")
+    teacher = trainer_of(tmp_path, None, (models()[0], loaded)).teacher.model
+    ids = torch.tensor([PROMPTS[-1]])
+    torch.testing.assert_close(teacher(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_a_certificate_without_rows_warns(tmp_path, caplog):
+    student, teacher = models()
+    args = tiny.config(tmp_path, certificate=True, student_quantization="int8", report=False)
+    OPSDTrainer(student, teacher, args, tiny.rows(2), processing_class=WORDS)
+    assert "`certificate=True` without an `eval_dataset` measures nothing" in caplog.text
+
+
 def test_generation_keeps_quantised_weights_and_forgets_them(tmp_path):
     trainer = trainer_of(tmp_path, "int4")
     model, ids = trainer.model, torch.tensor([PROMPTS[-1]])

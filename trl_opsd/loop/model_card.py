@@ -19,6 +19,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
+from trl_opsd.methods.quantization import FOLDER
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
 from trl_opsd.report.records import PAGE
 
@@ -60,6 +61,7 @@ def complete(trainer: DistillationTrainer, settings: Mapping[str, str], dataset_
         "",
         *(f"- {topic[0].upper()}{topic[1:]}: {text}" for topic, text in {**_taught(trainer), **settings}.items()),
         *([f"- Curves and completions: [{PAGE}]({PAGE})"] if trainer.args.report else []),
+        *_served(trainer),
         *figures(trainer.state.log_history),
     ]
     card.text = "\n".join(lines).replace(_UNNAMED, f'model="{trainer.hub_model_id or folder}"')
@@ -85,6 +87,13 @@ def _taught(trainer: DistillationTrainer) -> dict[str, str]:
         source = f"{own if args.lmbda else ''}completions of the {'teacher' if args.seq_kd else 'dataset'}"
     at = temperatures_in_words(*trainer.temperatures)
     return {**taught, "objective": f"`{trainer.divergence!r}` at {at}{shape_in_words(args)}, over {source}"}
+
+
+def _served(trainer: DistillationTrainer) -> list[str]:
+    """What computes as the student did: the weights beside that folder, or an adapter's base by its name, do not."""
+    if trainer.args.student_quantization is None:
+        return []
+    return [f"- To serve: {'this adapter on the base' if is_peft(trainer.model) else 'the model'} in `{FOLDER}`"]
 
 
 def _teacher(trainer: DistillationTrainer, teacher: Any) -> str:

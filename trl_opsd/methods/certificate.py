@@ -17,7 +17,7 @@ from trl_opsd.losses.streamed import streamed_greedy
 from trl_opsd.methods.base import Method
 from trl_opsd.monitor.metrics import Logs, Metric
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import not_by_bytes
+from trl_opsd.options.rules import Rule, Stage, not_by_bytes
 from trl_opsd.options.table import Option, one_of
 from trl_opsd.types import LazyLogits
 
@@ -36,7 +36,15 @@ class CertificateOptions:
 class Certificate(Method, TrainerCallback):
     """Evaluates before the first step, which is what quantising alone costs, and after the last."""
 
-    rules = (not_by_bytes("certificate", True, "which has no tokens in common"),)
+    rules = (
+        not_by_bytes("certificate", True, "which has no tokens in common"),
+        Rule(
+            lambda now: now.certificate and now.eval_dataset is None,
+            "`certificate=True` without an `eval_dataset` measures nothing: pass one, or remove it.",
+            warns=True,
+            at=Stage.SURPRISES,
+        ),
+    )
     metrics: ClassVar = {
         "certificate/kl": Metric("nats", "KL(teacher‖student) per token at temperature 1.", _LOGS),
         "certificate/agreement": Metric("1", "Share of tokens of which both models' likeliest is the same.", _LOGS),

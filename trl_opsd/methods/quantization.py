@@ -106,7 +106,7 @@ class StudentQuantization(Method):
         save_quantized(kind, source, into, self._config, self._kept, device, packs)
         self.host.processing_class.save_pretrained(into)
         before, after = (sum(one.stat().st_size for one in Path(at).glob("*.safetensors")) for at in (source, into))
-        tqdm.write(f"{into}: {after / 1e6:.4g} MB, unquantised {before / 1e6:.4g} MB")
+        tqdm.write(f"{into.parent.name}/{FOLDER}: {after / 1e6:.4g} MB, unquantised {before / 1e6:.4g} MB")
 
 
 def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:

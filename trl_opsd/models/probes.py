@@ -207,8 +207,9 @@ def _rebuilt_logits(one: Probed) -> str:
                 "with `model.resize_token_embeddings(n)`, or correct the config."
             )
         ids_BL = torch.arange(8, device=device).mul(rows // 8)[None]  # spread over the vocabulary
-        hidden_BLH, own_BLV = one.evaluate(
-            lambda: (one.run(hidden_states, ids_BL, torch.ones_like(ids_BL)), one.run(_own_logits, ids_BL))
+        # The whole model first: compressed-tensors unpacks weights in a hook of its first forward.
+        own_BLV, hidden_BLH = one.evaluate(
+            lambda: (one.run(_own_logits, ids_BL), one.run(hidden_states, ids_BL, torch.ones_like(ids_BL)))
         )
         with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_head(one.model) as whole:
             expected_BLV, actual_BLV = own_BLV.to(device).float(), logits_of(hidden_BLH.to(device), whole)
