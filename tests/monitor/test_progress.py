@@ -45,6 +45,15 @@ def test_a_training_prints_one_row_for_each_log(make_trainer, capsys, quiet):
     assert max(map(len, (header, again, evaluated))) <= 80, "fits a terminal"
 
 
+def test_a_drafters_acceptance_fits_a_terminal():
+    logs = {"divergence/mean": 0.3, "acceptance": 0.7, "completions/mean_length": 4.0, "tokens_per_second": 700.0}
+    logs |= {"step_time": 0.1, "time/complete": 0.1, "time/teach": 0.1, "time/compare": 0.1}
+    header, row = Rows(peak=lambda: 2.0**30).of(logs, 1, 20)
+    assert header.split() == [*COLUMNS[:2], "accept", *COLUMNS[2:]]
+    assert row.split()[:3] == ["1/20", "0.3000", "70.0%"]
+    assert len(header) == len(row) <= 80
+
+
 def test_removing_the_default_callback_shows_nothing(make_trainer, capsys):
     for kind, quiet in ((ProgressCallback, False), (PrinterCallback, True)):
         trainer = make_trainer(max_steps=1, logging_steps=1, disable_tqdm=quiet)

@@ -25,6 +25,7 @@ _COLUMNS = {
     "divergence": ("divergence/mean", 10, "#.4g"),
     "KL": ("certificate/kl", 8, "#.3g"),
     "agree": ("certificate/agreement", 5, ".1%"),
+    "accept": ("acceptance", 6, ".1%"),
     "reward": ("reward", 6, ".3f"),
     "length": ("completions/mean_length", 6, ".1f"),
     "tokens/s": ("tokens_per_second", 8, ",.0f"),
