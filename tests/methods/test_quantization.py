@@ -105,7 +105,9 @@ def check(where: str, kind: str, logs: Any, moved: Any) -> None:
     assert [first["step"], *found] == pytest.approx([0, *certificate], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "kind", ["int4", "nvfp4", *(pytest.param(one, marks=pytest.mark.long) for one in ("int8", "fp8"))]
+)
 def test_layer_computes_with_the_weight_of_its_format(kind):
     model = tiny.qwen2(64, seed=0)
     expected_of = {name: quantised(one.weight.data, kind) for name, one in inside(model).items()}
@@ -243,7 +245,7 @@ def test_resumed_training_goes_on_bit_for_bit(tmp_path, kind):
         trainer_of(tmp_path / "b", "int8", **{**given, "max_steps": 6}).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("tuned", ["all", "lora"])
+@pytest.mark.parametrize("tuned", [pytest.param("all", marks=pytest.mark.long), "lora"])
 def test_base_teacher_is_the_student_before_it_was_quantised(tmp_path, tuned):
     student = tiny.qwen2(64, seed=0)
     student.save_pretrained(tmp_path / "base")

@@ -92,8 +92,8 @@ class FakeQuantizer:
             except Exception as error:  # of any type: torchao asserts, and kernels fail in their own ways
                 raise ValueError(
                     f"{type(config).__name__} does not work for {name} with {shape[1]} input features, on {device} in "
-                    f"{how['dtype']} ({str(error).strip() or type(error).__name__}): choose another format, or another "
-                    "size of groups, such as `IntxWeightOnlyConfig(torch.int4, PerGroup(16))`."
+                    f"{how['dtype']} ({str(error).strip() or type(error).__name__}): choose another format, or a "
+                    "size of groups that divides them, as in `IntxWeightOnlyConfig(torch.int4, PerGroup(16))`."
                 ) from error
         return cls(config, activation)
 

@@ -50,6 +50,9 @@ class Certificate(Method, TrainerCallback):
         "certificate/agreement": Metric("1", "Share of tokens of which both models' likeliest is the same.", _LOGS),
     }
 
+    _begins: bool = False
+    """Whether the next evaluation is the one before the first step."""
+
     @classmethod
     def of(cls, now: Any) -> Certificate | None:
         asked = now.args.certificate
@@ -71,8 +74,13 @@ class Certificate(Method, TrainerCallback):
         self.host.record("certificate/agreement", float((same_N * weights).sum() / total), total)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step == 0 and not args.eval_on_start:
-            self.host.evaluate()
+        # transformers reads it once all callbacks have been called, that of the summary too.
+        self._begins = state.global_step == 0 and not args.eval_on_start
+        args.eval_on_start |= self._begins
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        args.eval_on_start &= not self._begins
+        self._begins = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         control.should_evaluate |= state.global_step >= state.max_steps
