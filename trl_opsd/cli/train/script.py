@@ -233,7 +233,8 @@ def _split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
 
 
 def _leave_nothing(config: OPSDConfig, folder: str) -> None:
-    config.output_dir, config.report_to, config.push_to_hub, config.eval_on_start = folder, [], False, False
+    config.output_dir, config.report_to, config.push_to_hub = folder, [], False
+    config.eval_on_start = config.certificate = False
 
 
 class _OneStep(TrainerCallback):
