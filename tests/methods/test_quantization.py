@@ -362,21 +362,6 @@ def test_base_of_an_adapter_is_saved_as_trained(tmp_path, changed, caplog):
             torch.testing.assert_close(layer.quantizer.of_weight(layer.weight), saved, atol=0, rtol=0)
 
 
-def test_certificate_is_measured_once_after_the_last_step(tmp_path, caplog):
-    trainer = trainer_of(tmp_path, None, certificate=True, max_steps=2, eval_strategy="epoch")
-    trainer.train()
-    found = [row["step"] for row in trainer.state.log_history if "eval_certificate/kl" in row]
-    assert found == [0, 1, 2]
-    OPSDTrainer(
-        model=models()[0],
-        teacher_model=models()[1],
-        args=tiny.config(tmp_path, certificate=True),
-        train_dataset=tiny.rows(2),
-        processing_class=WORDS,
-    )
-    assert "`certificate=True`, because there is no `eval_dataset`" in caplog.text
-
-
 def test_student_with_an_adapter_is_synced_quantised(tmp_path):
     student, teacher = models()
     student.save_pretrained(tmp_path / "base")

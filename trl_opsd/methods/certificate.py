@@ -51,7 +51,7 @@ class Certificate(Method, TrainerCallback):
         return cls() if asked and now.eval_dataset is not None else None
 
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
-        if not len(weights):
+        if not (total := float(weights.sum())):
             return
         student, teacher = replace(student, temperature=1.0), replace(teacher, temperature=1.0)
         args, vocabulary = self.host.args, self.host.current_objective.vocabulary
@@ -59,7 +59,6 @@ class Certificate(Method, TrainerCallback):
         with torch.no_grad():
             kl_N = streamed_divergence(student, teacher, ForwardKL(), **how).divergence
         same_N = streamed_greedy(student, **how) == streamed_greedy(teacher, **how)
-        total = float(weights.sum())
         self.host.record("certificate/kl", float((kl_N * weights).sum() / total), total)
         self.host.record("certificate/agreement", float((same_N * weights).sum() / total), total)
 
