@@ -340,7 +340,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 origin=origin,
             )
             if self.methods.reading and not self.model.training:
-                for pair in pairs_to_read(hidden_BCH, head, teacher_heads, mine, objective.temperatures):
+                rows, process = len(hidden_BCH), self.accelerator.process_index
+                distinct = rows if self.distinct_rows is None else max(0, self.distinct_rows - process * rows)
+                for pair in pairs_to_read(hidden_BCH, head, teacher_heads, mine, objective.temperatures, distinct):
                     self.methods.read(*pair)
             if self._recording is not None and rollout.begins_at is None:
                 from trl_opsd.report.samples import samples_of

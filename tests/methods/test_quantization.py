@@ -6,6 +6,7 @@ O output features · I input features
 from __future__ import annotations
 
 import faulthandler
+import json
 import re
 from functools import cache
 from typing import Any
@@ -13,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from support import forks, fsdp_on_cpu, tiny
+from support import forks, fsdp_on_cpu, tiny, vision_language
 from support.number_formats import quantised
 from support.rollouts import Apart
 from torch import Tensor, nn
 from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
 from torchao.quantization.granularity import PerGroup
 from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, PhimoeConfig
 
 from trl_opsd import OPSDTrainer
-from trl_opsd._compat.peft import without_peft
+from trl_opsd._compat.peft import plain_layer, without_peft
 from trl_opsd._compat.sharding import trained_parameters, whole
 from trl_opsd._compat.torchao import fake_quantized, save_quantized
 from trl_opsd.rollout.weight_sync import weights_of
@@ -208,13 +209,6 @@ def test_saved_student_teaches_and_the_card_names_its_folder(tmp_path):
     torch.testing.assert_close(teacher(ids).logits, trainer.model.eval()(ids).logits)
 
 
-def test_a_certificate_without_rows_warns(tmp_path, caplog):
-    student, teacher = models()
-    args = tiny.config(tmp_path, certificate=True, student_quantization="int8", report=False)
-    OPSDTrainer(student, teacher, args, tiny.rows(2), processing_class=WORDS)
-    assert "`certificate=True` without an `eval_dataset` measures nothing" in caplog.text
-
-
 def test_generation_keeps_quantised_weights_and_forgets_them(tmp_path):
     trainer = trainer_of(tmp_path, "int4")
     model, ids = trainer.model, torch.tensor([PROMPTS[-1]])
@@ -303,6 +297,10 @@ def test_students_that_cannot_be_quantised_are_refused(tmp_path):
     student, teacher = models()
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no `nn.Linear` in its decoder"):
         trainer_of(tmp_path, "int4", (tiny.gpt2(64), teacher))
+    zero = tiny.qwen2(64, seed=0)
+    zero.model.layers[0].mlp.up_proj.weight.data[3] = 0
+    with pytest.raises(ValueError, match=r"NaN of model.layers.0.mlp.up_proj, which has zeros alone, or rows of them"):
+        trainer_of(tmp_path, "fp8", (zero, teacher))
     with pytest.raises(ValueError, match="a model without a path, but its base is saved quantised from there"):
         trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"]))
     models()[0].save_pretrained(tmp_path / "base")
@@ -310,11 +308,71 @@ def test_students_that_cannot_be_quantised_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the adapter is a variant of LoRA such as DoRA, but beside a quantised base"):
         trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"], use_dora=True))
     student, _ = models()
+    trainer_of(tmp_path, "int4", (student, teacher))
+    with pytest.raises(ValueError, match="`model` computes with the quantised weights of an earlier training"):
+        trainer_of(tmp_path, None, (student, teacher))
+    student, _ = models()
     student.save_pretrained(tmp_path / "base")
     save_quantized(type(student), tmp_path / "base", tmp_path / "q", BOTH.base_config, ["lm_head"], torch.device("cpu"))
     for one in (str(tmp_path / "q"), AutoModelForCausalLM.from_pretrained(tmp_path / "q")):
         with pytest.raises(ValueError, match="`student_quantization='int4'` with a student that is quantised already"):
             trainer_of(tmp_path, "int4", (one, teacher))
+
+
+def loads_with_its_logits(trainer: Any, folder: Any, kind: Any = AutoModelForCausalLM) -> bool:
+    trainer.save_model(folder)
+    own, ids = trainer.model.eval(), torch.tensor([[5, 6, 7, 8]])
+    loaded = kind.from_pretrained(folder / "quantized").eval()
+    with torch.no_grad():
+        return torch.allclose(own(input_ids=ids).logits, loaded(input_ids=ids).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int4", *(pytest.param(one, marks=pytest.mark.long) for one in FORMATS[1:])])
+def test_experts_and_routers_stay_and_are_saved(tmp_path, kind):
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    config = PhimoeConfig(vocab_size=259, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, **sizes)
+    trainer = trainer_of(tmp_path, kind, (tiny.model(config), models()[1]))  # its router is a subclass of `nn.Linear`
+    assert {name.split(".")[-1] for name in fake_quantized(trainer.model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert loads_with_its_logits(trainer, tmp_path / "final")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("family", ["gemma3", "llava"])  # the first has another subclass in its vision tower
+def test_student_that_sees_is_saved_with_its_processor(tmp_path, family, kind):
+    given = {**vision_language.arguments(family), "model": vision_language.model(family, 64, 0, sees=True)}
+    args, rows = tiny.config(tmp_path, student_quantization=kind), vision_language.rows([1, 1])
+    trainer = OPSDTrainer(**given, args=args, train_dataset=rows, rollout=Apart({}))
+    assert not any("vision" in name or "visual" in name for name in fake_quantized(trainer.model))
+    assert loads_with_its_logits(trainer, tmp_path / "final", AutoModelForImageTextToText)
+    AutoProcessor.from_pretrained(tmp_path / "final" / "quantized")
+
+
+def test_groups_as_wide_as_the_last_layer_are_groups(tmp_path):
+    student = tiny.qwen2(128, seed=0, intermediate_size=64)
+    trainer = trainer_of(tmp_path, IntxWeightOnlyConfig(torch.int4, PerGroup(64)), (student, models()[1]))
+    trainer.save_model(tmp_path / "final")
+    said = json.loads((tmp_path / "final" / "quantized" / "config.json").read_text())["quantization_config"]
+    weights = said["config_groups"]["group_0"]["weights"]
+    assert (weights["strategy"], weights["group_size"]) == ("group", 64)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_base_of_an_adapter_is_saved_as_trained(tmp_path, changed, caplog):
+    tiny.qwen2(64, seed=0).bfloat16().save_pretrained(tmp_path / "base")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    if changed:
+        student.model.layers[1].mlp.up_proj.weight.data *= 1.1  # as by an adapter that was merged into it
+    trainer = trainer_of(tmp_path, "int4", (student, models()[1]), LoraConfig(r=4, target_modules=["q_proj"]))
+    trainer.save_model(tmp_path / "final")
+    folder = tmp_path / "final" / "quantized"
+    assert folder.exists() != changed
+    assert changed == ("up_proj.weight of" in caplog.text)
+    if not changed:
+        loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_modules())
+        for name, layer in fake_quantized(trainer.model).items():
+            saved = loaded[plain_layer(name)].weight.dequantize()
+            torch.testing.assert_close(layer.quantizer.of_weight(layer.weight), saved, atol=0, rtol=0)
 
 
 def test_student_with_an_adapter_is_synced_quantised(tmp_path):

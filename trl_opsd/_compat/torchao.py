@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trl_opsd._compat.deepspeed import loading
-from trl_opsd._compat.sharding import whole_numel
+from trl_opsd._compat.sharding import whole, whole_numel
 from trl_opsd._compat.versions import bounds
 
 NAMES = ("int4", "int8", "fp8", "nvfp4")
@@ -95,7 +95,16 @@ class FakeQuantizer:
                     f"{how['dtype']} ({str(error).strip() or type(error).__name__}): choose another format, or a "
                     "size of groups that divides them, as in `IntxWeightOnlyConfig(torch.int4, PerGroup(16))`."
                 ) from error
-        return cls(config, activation)
+        quantizer = cls(config, activation)
+        if not quantizer.of_weight(torch.zeros(shape, **how)).isfinite().all():  # 0 / 0, where a scale is 0
+            for name, one in layers.items():
+                weight = whole(one.weight.detach())
+                if not (weight.is_meta or quantizer.of_weight(weight).isfinite().all()):
+                    raise ValueError(
+                        f"{type(config).__name__} makes NaN of {name}, which has zeros alone, or rows of them: choose "
+                        "another format, or a student without such a layer."
+                    )
+        return quantizer
 
     @torch.no_grad()
     def of_weight(self, weight_OI: Tensor) -> Tensor:
@@ -221,28 +230,34 @@ def save_quantized(
     kept: list[str],
     device: torch.device,
     packs: bool = True,
+    **place: Any,
 ) -> None:
-    """Writes a checkpoint again, quantised but for the layers `kept`; `packs` int4 as engines read it."""
+    """Writes a checkpoint again, quantised but for the layers `kept`; `packs` int4 as engines read it.
+
+    `place` are options of transformers' by which it is found and loaded.
+    """
     from torchao.quantization import IntxUnpackedToInt8Tensor
     from transformers import TorchAoConfig
+    from transformers.core_model_loading import WeightConverter
 
     how = TorchAoConfig(config, modules_to_not_convert=kept)
     with loading(None):
-        model = model_class.from_pretrained(
-            checkpoint, quantization_config=how, dtype="auto", device_map={"": device}, use_safetensors=True
-        )
-    state, packed = dict(model.state_dict()), None
+        others = {"dtype": "auto", "device_map": {"": device}, "use_safetensors": True, **place}
+        model = model_class.from_pretrained(checkpoint, quantization_config=how, **others)
+    # Of a packed model, transformers takes what it joins, experts of a layer for one, for packed too, and loads noise.
+    packs &= not any(isinstance(one, WeightConverter) for one in model._weight_conversions or ())
+    state, sizes = dict(model.state_dict()), set[int]()
     for name, tensor in model.state_dict().items():
         # torchao would write four bits in eight, and no engine has kernels for that.
         if packs and isinstance(tensor, IntxUnpackedToInt8Tensor) and _is_plain_int4(tensor):
             del state[name]
             state |= {f"{name}_packed": _packed(tensor.qdata), f"{name}_shape": torch.tensor(tensor.shape)}
             state[f"{name}_scale"] = tensor.scale.to(tensor.dtype)
-            packed = _as_compressed_tensors(tensor, kept)
-    if packed is None:
+            sizes.add(tensor.block_size[1])
+    if not sizes:
         model.save_pretrained(folder)
         return
-    model.hf_quantizer, model.config.quantization_config = None, packed
+    model.hf_quantizer, model.config.quantization_config = None, _as_compressed_tensors(sizes, kept)
     model.save_pretrained(folder, state_dict=state)
 
 
@@ -262,10 +277,9 @@ def _packed(values_OI: Tensor) -> Tensor:
     return torch.where(both >= 2**31, both - 2**32, both).int()
 
 
-def _as_compressed_tensors(tensor: Any, kept: list[str]) -> dict[str, Any]:
-    """How the checkpoint says what it is, to transformers and to engines."""
-    size = tensor.block_size[1]
-    groups = {"strategy": "group", "group_size": size} if size < tensor.shape[1] else {"strategy": "channel"}
+def _as_compressed_tensors(sizes: set[int], kept: list[str]) -> dict[str, Any]:
+    """How the checkpoint says what it is, to transformers and to engines; `sizes` of the groups that share a scale."""
+    groups = {"strategy": "group", "group_size": min(sizes)} if len(sizes) == 1 else {"strategy": "channel"}
     weights = {"num_bits": 4, "type": "int", "symmetric": True, **groups}
     return {
         "quant_method": "compressed-tensors",

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM, has_foreign_adapter, is_peft
+from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.completions import COMPLETION, check_completion
 from trl_opsd.data.datasets import AnyDataset, Rows, check_alike, columns_of, describe_rows, look_ahead
@@ -63,6 +64,11 @@ def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig, qu
         raise ValueError(
             f"{shown('student_quantization', args.student_quantization)} with a student that is quantised already "
             "(`quantization_config`): pass the model that it was made of, or remove one of them."
+        )
+    if args.student_quantization is None and isinstance(student, nn.Module) and fake_quantized(student):
+        raise ValueError(
+            "`model` computes with the quantised weights of an earlier training (`student_quantization`): set the "
+            "option again, or load the model anew."
         )
     check_in_memory(student, args.device)
     _check_no_foreign_adapter(student, teachers)

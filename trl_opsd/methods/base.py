@@ -222,9 +222,9 @@ class Method:
     # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
 
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
-        """Tokens of an evaluation that a teacher has scored, [N], weighted; asked once their loss is known.
+        """Tokens of an evaluation that a teacher has scored, [N], weighted, 0 in rows that only fill a batch.
 
-        For each micro-batch and teacher, and no collectives in it. Not by bytes.
+        For each micro-batch and teacher, once its loss is known, and no collectives in it. Not by bytes.
         """
 
     def evaluated(self, sums: MutableMapping[str, Any]) -> None:

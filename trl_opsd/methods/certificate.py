@@ -17,17 +17,18 @@ from trl_opsd.losses.streamed import streamed_greedy
 from trl_opsd.methods.base import Method
 from trl_opsd.monitor.metrics import Logs, Metric
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import Rule, Stage, not_by_bytes
-from trl_opsd.options.table import Option, one_of
+from trl_opsd.options.rules import not_by_bytes
+from trl_opsd.options.table import Need, Option, one_of
 from trl_opsd.types import LazyLogits
 
+_EVALUATED = Need("there is no `eval_dataset`", lambda now: now.eval_dataset is not None)
 _LOGS = Logs("weighted mean over the tokens of an evaluation, of all processes", "`certificate`", trained=False)
 
 
 @with_help
 @dataclass
 class CertificateOptions:
-    certificate: Annotated[bool | None, Option(one_of(None, True, False))] = None
+    certificate: Annotated[bool | None, Option(one_of(None, True, False), (_EVALUATED,))] = None
     """Whether evaluations measure KL(teacher‖student) and the share of tokens with the same likeliest token, one before
     the first step and one after the last. When `None`, with `student_quantization` and an `eval_dataset`."""
 
@@ -36,15 +37,7 @@ class CertificateOptions:
 class Certificate(Method, TrainerCallback):
     """Evaluates before the first step, which is what quantising alone costs, and after the last."""
 
-    rules = (
-        not_by_bytes("certificate", True, "which has no tokens in common"),
-        Rule(
-            lambda now: now.certificate and now.eval_dataset is None,
-            "`certificate=True` without an `eval_dataset` measures nothing: pass one, or remove it.",
-            warns=True,
-            at=Stage.SURPRISES,
-        ),
-    )
+    rules = (not_by_bytes("certificate", True, "which has no tokens in common"),)
     metrics: ClassVar = {
         "certificate/kl": Metric("nats", "KL(teacher‖student) per token at temperature 1.", _LOGS),
         "certificate/agreement": Metric("1", "Share of tokens of which both models' likeliest is the same.", _LOGS),
@@ -61,7 +54,7 @@ class Certificate(Method, TrainerCallback):
         return cls() if asked and now.eval_dataset is not None else None
 
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
-        if not len(weights):
+        if not (total := float(weights.sum())):
             return
         student, teacher = replace(student, temperature=1.0), replace(teacher, temperature=1.0)
         args, vocabulary = self.host.args, self.host.current_objective.vocabulary
@@ -69,7 +62,6 @@ class Certificate(Method, TrainerCallback):
         with torch.no_grad():
             kl_N = streamed_divergence(student, teacher, ForwardKL(), **how).divergence
         same_N = streamed_greedy(student, **how) == streamed_greedy(teacher, **how)
-        total = float(weights.sum())
         self.host.record("certificate/kl", float((kl_N * weights).sum() / total), total)
         self.host.record("certificate/agreement", float((same_N * weights).sum() / total), total)
 
@@ -83,4 +75,5 @@ class Certificate(Method, TrainerCallback):
         self._begins = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        control.should_evaluate |= state.global_step >= state.max_steps
+        # With "epoch" it follows at the end of the last one.
+        control.should_evaluate |= state.global_step >= state.max_steps and args.eval_strategy != "epoch"

@@ -11,11 +11,21 @@ from accelerate.logging import get_logger
 from torch import nn
 from tqdm.auto import tqdm
 
-from trl_opsd._compat.peft import adapters_inside, is_peft, plain_layer, why_not_plain_lora, without_peft
+from trl_opsd._compat.deepspeed import loading
+from trl_opsd._compat.peft import (
+    adapters_inside,
+    base_parameters,
+    is_peft,
+    plain_layer,
+    why_not_plain_lora,
+    without_peft,
+)
 from trl_opsd._compat.sharding import class_of, whole_numel
 from trl_opsd._compat.torchao import FakeQuantizedLinear, FakeQuantizer, base_config, prepare, save_quantized
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.methods.base import Method
+from trl_opsd.models.checks import PLACE_OPTIONS
+from trl_opsd.models.weights import first_change, sample
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.table import Option
 
@@ -69,7 +79,9 @@ class StudentQuantization(Method):
         layers, self._kept = {}, []
         inside = {id(one) for one in without_peft(model).get_decoder().modules()}
         for name, layer in _linear(model):
-            if id(layer) in inside and layer is not model.get_output_embeddings():
+            # A subclass may compute otherwise: routers are some.
+            is_plain = type(layer) in (nn.Linear, FakeQuantizedLinear)
+            if is_plain and id(layer) in inside and layer is not model.get_output_embeddings():
                 layers[name] = layer
             else:
                 self._kept.append(name)
@@ -95,16 +107,28 @@ class StudentQuantization(Method):
     def saved(self, folder: Path, in_checkpoint: bool) -> None:
         """Saves the student quantised; beside an adapter its base, which no checkpoint changes, so not with each."""
         source: str | Path = folder
+        base, place = without_peft(self.host.model), dict[str, Any]()
+        kind: Any = class_of(base)
+        device, into = self.host.accelerator.device, folder / FOLDER
         if is_peft(self.host.model):
             if in_checkpoint:
                 return
-            source = self._base
-        kind, device = class_of(without_peft(self.host.model)), self.host.accelerator.device
-        into = folder / FOLDER
+            # In its dtype, as the weights were quantised in training.
+            source, given = self._base, self.host.args.model_init_kwargs or {}
+            place = {name: given[name] for name in PLACE_OPTIONS if name in given} | {"dtype": base.dtype}
+            with loading(None):
+                found = kind.from_pretrained(source, use_safetensors=True, **place)
+            theirs = {name: sample(one) for name, one in base_parameters(found).items()}
+            if (changed := first_change(self.host.base_samples, theirs)) is not None:
+                logger.warning(
+                    f"{into} is not written: {changed} of {source} is not that of the student's base. Save the base "
+                    "before an adapter is put on it, and load it from there."
+                )
+                return
         # PEFT finds no weight in a layer of compressed-tensors.
         packs = not is_peft(self.host.model)
-        save_quantized(kind, source, into, self._config, self._kept, device, packs)
-        self.host.processing_class.save_pretrained(into)
+        save_quantized(kind, source, into, self._config, self._kept, device, packs, **place)
+        (self.host.processor or self.host.processing_class).save_pretrained(into)
         before, after = (sum(one.stat().st_size for one in Path(at).glob("*.safetensors")) for at in (source, into))
         tqdm.write(f"{into.parent.name}/{FOLDER}: {after / 1e6:.4g} MB, unquantised {before / 1e6:.4g} MB")
 
@@ -113,5 +137,5 @@ def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers by their names in a checkpoint of the base, without those of adapters."""
     inside = adapters_inside(model)
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, FakeQuantizedLinear) and id(module) not in inside:
+        if isinstance(module, nn.Linear) and id(module) not in inside:
             yield plain_layer(name), module

@@ -186,12 +186,17 @@ def pairs_to_read(
     teacher_heads: Sequence[OutputHead],
     shares: Sequence[TeacherTokens],
     temperatures: tuple[float, float],
+    distinct: int,
 ) -> Iterator[tuple[LazyLogits, LazyLogits, Tensor]]:
-    """The logits of student and teacher for the tokens in a loss, and their weights, [N]; not by bytes."""
+    """The logits of student and teacher for the tokens in a loss, and their weights, [N]; not by bytes.
+
+    Rows beyond the first `distinct` only fill the batch: their weights are 0.
+    """
     device = head.weight.device
     for share in shares:
         if share.spelled is None:
-            weights_N = share.weights_BC.flatten()[share.places_N].to(device)
+            is_own_N = share.places_N < distinct * share.weights_BC.size(1)
+            weights_N = (share.weights_BC.flatten()[share.places_N] * is_own_N).to(device)
             student = LazyLogits(share.of_student(hidden_BCH, device), head, temperatures[0])
             yield (
                 student,

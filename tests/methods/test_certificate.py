@@ -1,0 +1,78 @@
+"""Certificates: KL(teacher‖student) and agreement of an evaluation, when they are measured, and of which rows."""
+
+from __future__ import annotations
+
+import faulthandler
+from typing import Any
+
+import pytest
+import torch
+from support import forks, tiny
+
+from trl_opsd import FixedRollout, OPSDTrainer
+
+WORDS = tiny.tokenizer()
+
+
+def trainer_of(folder: Any, **given: Any) -> Any:
+    rows = tiny.rows(8)
+    return OPSDTrainer(
+        model=tiny.qwen2(32, seed=0),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=tiny.config(folder, **{"certificate": True, **given}),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(5)),
+        processing_class=WORDS,
+        rollout=FixedRollout(tiny.recorded(WORDS)),
+    )
+
+
+def expected(number: int) -> tuple[float, float]:
+    """In float64, row by row."""
+    student, teacher = tiny.qwen2(32, seed=0).double(), tiny.qwen2(48, seed=1).double()
+    kls, same = [], []
+    for prompt, ids in list(tiny.recorded(WORDS).items())[:number]:
+        read, at = torch.tensor([[*prompt, *ids]]), slice(len(prompt) - 1, len(prompt) + len(ids) - 1)
+        with torch.no_grad():
+            own, target = (one(read).logits[0, at].log_softmax(-1) for one in (student, teacher))
+        kls.append((target.exp() * (target - own)).sum(-1))
+        same.append((own.argmax(-1) == target.argmax(-1)).double())
+    return float(torch.cat(kls).mean()), float(torch.cat(same).mean())
+
+
+def measured(folder: Any) -> list[float]:
+    faulthandler.dump_traceback_later(forks.SECONDS, exit=True)
+    trainer = trainer_of(folder, per_device_eval_batch_size=2)
+    found = trainer.evaluate()
+    faulthandler.cancel_dump_traceback_later()
+    return [found[f"eval_certificate/{name}"] for name in ("kl", "agreement")]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "alone",
+        pytest.param("ddp", marks=[pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]),
+    ],
+)
+def test_rows_that_only_fill_a_batch_are_not_measured(tmp_path, strategy):
+    found = measured(tmp_path) if strategy == "alone" else forks.results(strategy, measured, tmp_path)[0]
+    assert found == pytest.approx(expected(5), rel=1e-5)
+
+
+def test_it_is_measured_once_before_and_after_a_training(tmp_path):
+    for strategy, steps in {"no": [0, 2], "steps": [0, 1, 2], "epoch": [0, 1, 2]}.items():
+        options = {"eval_strategy": strategy, "eval_steps": 1, "gradient_accumulation_steps": 4, "max_steps": 2}
+        trainer = trainer_of(tmp_path, **options)
+        trainer.train()
+        assert [row["step"] for row in trainer.state.log_history if "eval_certificate/kl" in row] == steps
+
+
+def test_without_rows_it_is_said_to_have_no_effect(tmp_path, caplog):
+    trained = {
+        "train_dataset": tiny.rows(2),
+        "processing_class": WORDS,
+        "args": tiny.config(tmp_path, certificate=True),
+    }
+    OPSDTrainer(model=tiny.qwen2(32, seed=0), teacher_model=tiny.qwen2(48, seed=1), **trained)
+    assert "`certificate=True`, because there is no `eval_dataset`" in caplog.text
