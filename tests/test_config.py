@@ -162,7 +162,7 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
 
 
 WITHOUT_EFFECT = """
-    contrast_clip extrapolation_reference feedback_template environment_timeout
+    certificate contrast_clip extrapolation_reference feedback_template environment_timeout
     teacher_weights reward_gate teacher_context success_threshold
     vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
     skew alpha token_selection token_fraction sft_weight reward_weights scale_rewards
@@ -187,7 +187,7 @@ def test_needs_of_each_option(tmp_path):
     assert unread({}) == alone
     assert unread({"own_rollout": True}) == alone - of_engines
     given = {"rewards": ["r"], "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
-    given["environments"] = ["e"]
+    given |= {"environments": ["e"], "eval_dataset": ["e"]}
     optimizer = "learning_rate optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon"
     scheduler = "lr_scheduler_type lr_scheduler_kwargs warmup_steps"
     server = "vllm_gpu_memory_utilization vllm_model_impl vllm_tensor_parallel_size vllm_server_host vllm_server_port"

@@ -136,7 +136,7 @@ def test_streamed_rows_have_sampling_log_probabilities_the_loss_reads(serve):
         found = trainer.rollout.logprobs(prompts[number], completion)
         with torch.no_grad():
             ids = torch.tensor([prompts[number] + completion])
-            logits = trainer.model.eval()(ids).logits
+            logits = trainer.model(ids).logits
         logprobs = logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(found), logprobs[-len(completion) :], rtol=0, atol=1e-4)
 

@@ -1,7 +1,7 @@
 """The only modules that import other trainers and engines, one file or folder each; API changes are absorbed here.
 
 Importing it drops what libraries log when they are imported, about devices and engines that this process may never use,
-and deprecation warnings that only they can act on: TRL imports vLLM and DeepSpeed where they are installed.
+and deprecation warnings that only they can act on: TRL imports vLLM, DeepSpeed and torchao where they are installed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from functools import partial
 _NOISE = {
     "vllm.triton_utils.importing": "Triton is installed",
     "DeepSpeed": "Setting accelerator to CPU",
+    "torchao": "Failed to load",
+    "torch.utils._pytree": "%s is an Enum subclass",  # torchao's
 }
 """Beginning of the dropped message, by logger."""
 _WARNINGS = (

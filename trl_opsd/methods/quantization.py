@@ -97,10 +97,10 @@ class StudentQuantization(Method):
         prepare(layers, quantizer)
         numbers = {id(one): whole_numel(one) for one in model.parameters()}
         of_layers = sum(numbers[id(one.weight)] for one in layers.values())
-        self.share = of_layers / sum(numbers.values())
-        if self.share < 0.5:
+        share = of_layers / sum(numbers.values())
+        if share < 0.5:
             logger.warning(
-                f"{shown} quantises {self.share:.0%} of the parameters: others are embeddings, or experts in one "
+                f"{shown} quantises {share:.0%} of the parameters: others are embeddings, or experts in one "
                 "tensor per layer, which stay as they are."
             )
 
