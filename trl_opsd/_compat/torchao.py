@@ -38,7 +38,7 @@ def base_config(option: str, value: Any) -> Any:
         ) from error
     # Without side effects: by default some of them set options of torch's compiler for the whole process.
     named = {
-        "int4": lambda: IntxWeightOnlyConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]
+        "int4": lambda: IntxWeightOnlyConfig(torch.int4, PerGroup(32)),  # type: ignore[attr-defined]  # not in its stubs
         "int8": lambda: Int8WeightOnlyConfig(set_inductor_config=False),
         "fp8": lambda: Float8WeightOnlyConfig(set_inductor_config=False),
         "nvfp4": lambda: NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale=True),
@@ -170,12 +170,12 @@ class FakeQuantizedLinear(nn.Linear):
         return nn.functional.linear(states, weight, self.bias)
 
 
-def prepare(layers: Mapping[str, nn.Linear], quantizer: FakeQuantizer) -> None:
+def prepare(layers: Mapping[str, Any], quantizer: FakeQuantizer) -> None:
     """Makes linear layers compute with quantised weights, in place."""
     for layer in layers.values():
         # As torch's parametrizations do: the module stays the same for whoever holds it, PEFT's layers for one.
         layer.__class__ = FakeQuantizedLinear
-        layer.quantizer = quantizer  # type: ignore[assignment]
+        layer.quantizer = quantizer
 
 
 def fake_quantized(model: nn.Module) -> dict[str, FakeQuantizedLinear]:
@@ -186,7 +186,7 @@ def fake_quantized(model: nn.Module) -> dict[str, FakeQuantizedLinear]:
 def copy_quantizers(model: nn.Module, copied: nn.Module) -> None:
     """Makes the layers of a copy compute as the model's do; ZeRO-3's is a model of its own."""
     for name, layer in fake_quantized(model).items():
-        prepare({name: copied.get_submodule(name)}, layer.quantizer)  # type: ignore[dict-item]
+        prepare({name: copied.get_submodule(name)}, layer.quantizer)
 
 
 def restore(model: nn.Module) -> None:
