@@ -185,6 +185,14 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     ] = None
     """URL of a server that has the teacher's layers. Several are tried in turn; a dict has those of several teachers.
     `teacher_model` is then the checkpoint of its output head; see `docs/teachers.md`."""
+    teacher_server_targets: Annotated[
+        str | None, Option(one_of(None, "states", "student_top_k", "teacher_top_k", "both_top_k"), (TEACHER_SERVER,))
+    ] = None
+    """What the teacher's servers are asked for: hidden states of a pooling server; or of one that generates, the
+    log-probabilities of the student's likeliest tokens, of its own, or of both. When `None`, what they offer."""
+    teacher_server_top_k: Annotated[int | None, Option(integer(1) | None, (TEACHER_SERVER,))] = None
+    """How many likeliest tokens of each kind a server that generates is asked for; all others are one token to the
+    loss. When `None`, 64, or the most that it tells."""
     teacher_server_timeout: Annotated[float, Option(at_least(0), (TEACHER_SERVER,))] = 240.0
     """Seconds to wait for the teacher's servers to be up, and then for their first rows, for these at least 30."""
     # failures and monitoring

@@ -127,7 +127,7 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
     """
     kind, served = args.teacher_model_kind, server_urls("teacher_server_url", args.teacher_server_url)
     described = {}
-    spelled = {name: f", {one.spelling}" for name, one in teachers.items() if isinstance(one, ByteTeacher)}
+    spelled = {name: f", {said}" for name, one in teachers.items() if (said := getattr(one, "spelling", None))}
     teachers = {name: one.teacher if isinstance(one, ByteTeacher) else one for name, one in teachers.items()}
     for name, teacher in teachers.items():
         source = teacher if kind in ("ema", "live") else getattr(teacher, "model", teacher)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ def feedback(prompt: str) -> str | None:
 
 
 PULL = 0.2
+TOP_K = 4
+"""Tokens of each kind that a server tells."""
 TABLES = {"rising": (0.25, 0.5, 1.0), "from 0": (0.0, 1.0)}
 """Weights along a completion, by the names of methods."""
 FACTORS = {"one": 1.25, "discounted": 0.8}
@@ -345,11 +348,18 @@ class Oracle:
             first = self._logits(self.origin, row["prompt"], ids) if self.reads_origin else torch.zeros(())
             if self.spellings is None and self.control != "constant":
                 told = self._logits(self.teachers[self._teacher(row)], row["told"], ids)
-        alone = torch.zeros(len(ids), dtype=torch.float64)
+        alone, confidence = torch.zeros(len(ids), dtype=torch.float64), -chosen.detach()
         if self.spellings:
             alone = self._by_bytes(student, row)
         elif told is not None:
-            alone = self.compared(student, self._target(row, told / its, first / its))
+            target = self._target(row, told / its, first / its)
+            confidence = -entropy(target)
+            if (known := options.get("known")) and self._teacher(row) == "told":
+                each = [self._told_tokens(known, *one) for one in zip(student, target, ids, strict=True)]
+                alone = torch.stack([self.compared(*one) for one in each])
+                confidence = torch.stack([-entropy(one) for _, one in each])
+            else:
+                alone = self.compared(student, target)
         value = alone - row["pull"] * chosen
         if weight := options.get("anchor_weight"):
             anchored = DIVERGENCES["forward_kl" if self.method == "anchored" else "reverse_kl"]
@@ -358,9 +368,22 @@ class Oracle:
             "student_entropy": entropy(student.detach()),
             "student_surprise": -chosen.detach(),
             "teacher_divergence": alone.detach(),
-            "teacher_confidence": -chosen.detach() if told is None else -entropy((told / its).log_softmax(-1)),
+            "teacher_confidence": confidence,
         }
         return self._weights(row, scores), value, alone
+
+    def _told_tokens(self, known: str, student: Tensor, target: Tensor, own: int) -> tuple[Tensor, Tensor]:
+        """[M] each: both distributions over the tokens that a server tells, each once, and all others together."""
+        asked = student.topk(TOP_K).indices.tolist()
+        if own not in asked:
+            asked[-1] = own
+        tops = {"student_top_k": asked, "teacher_top_k": target.topk(TOP_K).indices.tolist()}
+        told = {own, *chain.from_iterable(tops.values() if known == "both_top_k" else [tops[known]])}
+        rest = [one for one in range(len(student)) if one not in told]
+        mine, theirs = (
+            torch.cat([logs[sorted(told)], logs[rest].logsumexp(0, keepdim=True)]) for logs in (student, target)
+        )
+        return mine, theirs
 
     def _target(self, row: Row, teacher: Tensor, first: Tensor) -> Tensor:
         teacher, first = teacher.log_softmax(-1), first.log_softmax(-1) if first.ndim else first

@@ -16,10 +16,11 @@ import pytest
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from oracle import ANSWERED, ASKED, GATE, TEMPLATE, Oracle
+from oracle import ANSWERED, ASKED, GATE, TEMPLATE, TOP_K, Oracle
 from passed import functions_of
 from support import forks, tiny
 from support.byte_languages import byte_pairs
+from support.scores import known_teacher
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd.methods import METRICS, MethodOptions
@@ -85,6 +86,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no guard": {"collapse_guard": None},
     "quantised": {"student_quantization": "fp8"},
     "certified": {"certificate": True},
+    "student's tokens": {"known": "student_top_k"},
+    "teacher's tokens": {"known": "teacher_top_k"},
+    "tokens of both": {"known": "both_top_k"},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
 SUCCESS = {"success", "success alone"}
@@ -108,6 +112,8 @@ THIRD_MODELS = {
     "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "extrapolation, a teacher", "anchor",
     "anchor, forward",
 }  # fmt: skip
+WHOLE = {*THIRD_MODELS, "temperatures", "bytes"} - {"anchor", "anchor, forward"}
+KNOWN = {name for name, given in VARIANTS.items() if "known" in given}
 REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant", "certified"}, "with `cross_tokenizer='bytes'`, "),
     ("constant", {*LATE, "prefix", "random", "skip, near"}, "the control replaces the objective"),
@@ -117,6 +123,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("no student", OF_REWARDS, "`lmbda=0"),
     ("extrapolation, a teacher", {"anchor", "anchor, forward"}, "there is one reference alone"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
+    *((name, WHOLE, "needs the whole distribution of each teacher") for name in KNOWN),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
 ]
 """What is refused with each of these, and what the error says."""
@@ -220,6 +227,8 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
     student, teacher = models(by_bytes)
     words = MINE if by_bytes else WORDS
     several = {"base": base()} if "extrapolation_reference" in options else {}
+    if known := options.pop("known", None):
+        teacher = known_teacher(teacher, known, TOP_K)
     several |= {"other": other(by_bytes)} if {"teacher_weights", "teacher_shares"} & options.keys() else {}
     if several:
         teacher, named = {"told": teacher, **several}, ["told", "other" if "other" in several else "told"]

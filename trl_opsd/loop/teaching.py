@@ -141,6 +141,8 @@ class Teaching:
                 lambda: host.reading_to_learn,
                 host.args,
                 host.base_samples,
+                host.divergence,
+                host.processing_class,
                 origin=self.teachers.origin if hasattr(self, "teachers") else None,
                 by_bytes=by_bytes,
             )
@@ -353,6 +355,7 @@ class Teaching:
         return targets.among(read, len(rows))
 
     def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
+        rollout = self.teachers.proposed(rollout, self._host.args.loss_chunk_tokens, self.vocabulary)
         read = self._for_teachers(rollout, rows)
         found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
         if self.spelling is not None:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trl_opsd.losses.completed import complete_
 from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.elementwise import FARTHEST, top_shared_
 from trl_opsd.losses.sampled import SampledReverseKL, against_sampler, drawn
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import LazyLogits, PerToken, ReferenceModel, Sampled
+from trl_opsd.types.known import KnownTokens, TokenHead
 
 
 def dense_divergence(
@@ -33,7 +35,12 @@ def dense_divergence(
     """
     check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled, beside, anchor)
     log_student_NV = _log_probs(student, vocabulary)
-    log_teacher_NV = _log_probs(teacher, vocabulary).detach()
+    if isinstance(teacher.head, TokenHead):
+        log_teacher_NV = log_student_NV.detach().clone()
+        complete_(log_teacher_NV, KnownTokens.unpack(teacher.hidden.double()))
+        log_teacher_NV = log_teacher_NV.log_softmax(-1)
+    else:
+        log_teacher_NV = _log_probs(teacher, vocabulary).detach()
     log_besides = [_log_probs(one.logits, vocabulary).detach() for one in beside]
     target_NV = log_teacher_NV
     for one, log_NV in zip(beside, log_besides, strict=True):

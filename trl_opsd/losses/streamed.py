@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trl_opsd.losses.completed import CompletedSide
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.elementwise import EVERY, STATISTICS, Finish, eager_, looked_at, top_shared_
 from trl_opsd.losses.kernels import step_for
@@ -27,6 +28,7 @@ from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
 from trl_opsd.losses.target import is_sum, project_target_
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import LazyLogits, PerToken, ReferenceModel, Sampled
+from trl_opsd.types.known import KnownTokens, TokenHead
 
 TILE_BYTES = 600_000_000
 """Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes; more on a large accelerator."""
@@ -100,7 +102,8 @@ def streamed_divergence(
         student ([`LazyLogits`]):
             Hidden states [N, H_s] and head [V, H_s].
         teacher ([`LazyLogits`]):
-            Hidden states [N, H_t] and head [V, H_t]; its hidden size may differ.
+            Hidden states [N, H_t] and head [V, H_t]; its hidden size may differ. With a [`~types.known.TokenHead`],
+            what is known of its tokens; all others share their probability as in the student.
         divergence ([`Divergence`]):
             One of [`DIVERGENCES`], or one of your own.
         weights (`torch.Tensor`, *optional*):
@@ -223,9 +226,10 @@ class _Fold:
         # `top_mass`, the anchors' part, and `accepted`.
         # The gradients are those of the sum of the weighted divergences, in float32.
         student = Side.of(self.student, self.dtypes[0], self.vocabulary)
-        given = self.teacher, *(one.logits for one in self.beside)
-        sides = [Side.of(one, dtype, self.vocabulary) for one, dtype in zip(given, self.dtypes[1:], strict=True)]
-        teacher, others = sides[0], list(zip(self.beside, sides[1:], strict=True))
+        is_known = isinstance(self.teacher.head, TokenHead)
+        teacher = None if is_known else Side.of(self.teacher, self.dtypes[1], self.vocabulary)
+        of_beside = zip(self.beside, self.dtypes[2:], strict=True)
+        others = [(one, Side.of(one.logits, dtype, self.vocabulary)) for one, dtype in of_beside]
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
         device, dtype = student.hidden_NH.device, student.weight_VH.dtype
 
@@ -234,7 +238,7 @@ class _Fold:
         stride = -(-vocabulary // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
         anchor = next((number for number, one in enumerate(self.beside) if one.anchor), None)
         # What is only added to the target needs no tile.
-        held = [bool(one.anchor) or not is_sum(teacher, others) for one in self.beside]
+        held = [bool(one.anchor) or teacher is None or not is_sum(teacher, others) for one in self.beside]
         tiles = 2 + sum(held) + (anchor is not None)
         token_bytes = stride * (4 * tiles + (0 if in_place else _GROUP_TILES * dtype.itemsize))
         tile_tokens = max(1, min(tokens, self.chunk_tokens or tile_of(tokens, token_bytes, memory_of(device))))
@@ -243,6 +247,8 @@ class _Fold:
         products_TCV = torch.empty(tiles, tile_tokens, stride, device=device)[..., :vocabulary]
         products_2CV, (student_CV, teacher_CV, *free) = products_TCV[:2], products_TCV
         others_CV = [free.pop(0) if own else teacher_CV for own in held]
+        if teacher is None:
+            teacher = CompletedSide(KnownTokens.unpack(self.teacher.hidden.to(device)), student.finish, student_CV)
         gradient_GV = student_CV
         if not in_place:
             gradient_GV = torch.empty(group_tokens, stride, dtype=dtype, device=device)[:, :vocabulary]
@@ -291,7 +297,7 @@ class _Fold:
                     if anchor is not None:
                         pair = (
                             (student.finish, products_TCV[-1][here]),
-                            (sides[1 + anchor].finish, others_CV[anchor][here]),
+                            (others[anchor][1].finish, others_CV[anchor][here]),
                         )
                         anchored_N[rows] = self._anchored(pair, self.beside[anchor].anchor, weights_R, gradient_RV)
             # Once per group: each product reads and writes the whole gradient of the head.
@@ -351,6 +357,8 @@ def streamed_entropy(
     It is the `student_entropy` of [`~losses.streamed_divergence`] up to rounding, for one product with a head instead
     of two; `chunk_tokens` and `vocabulary` are those of that function. With `ids`, [N], it is `-log p` of these tokens.
     """
+    if isinstance(model.head, TokenHead) and ids is None:
+        return KnownTokens.unpack(model.hidden).entropy()
     entropy_N = torch.empty(len(model.hidden), device=model.hidden.device)
     for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
         entropy_N[rows] = _entropy_(logits_RV) if ids is None else _surprise(logits_RV, ids[rows])
@@ -360,10 +368,22 @@ def streamed_entropy(
 @torch.no_grad()
 def streamed_greedy(model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None) -> Tensor:
     """A model's likeliest token at each position, [N], int64, of equal ones the first; as [`streamed_entropy`]."""
+    if isinstance(model.head, TokenHead):
+        return KnownTokens.unpack(model.hidden).likeliest(1)[1][:, 0]
     ids_N = torch.empty(len(model.hidden), dtype=torch.long, device=model.hidden.device)
     for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
         ids_N[rows] = logits_RV.argmax(-1)
     return ids_N
+
+
+@torch.no_grad()
+def streamed_likeliest(
+    model: LazyLogits, k: int, chunk_tokens: int | None = None, vocabulary: int | None = None
+) -> Tensor:
+    """A model's K likeliest tokens at each position, [N, K], int64, or all V; as [`streamed_entropy`]."""
+    k = min(k, vocabulary or len(model.head.weight))
+    rows_NK = [logits_RV.topk(k).indices for _, logits_RV in _blocks(model, chunk_tokens, vocabulary)]
+    return torch.cat([torch.empty(0, k, dtype=torch.long, device=model.hidden.device), *rows_NK])
 
 
 def _blocks(model: LazyLogits, chunk_tokens: int | None, vocabulary: int | None) -> Iterator[tuple[slice, Tensor]]:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from trl_opsd.losses.completed import CompletedSide
 from trl_opsd.losses.elementwise import FARTHEST, Finish, Push
 from trl_opsd.losses.kernels import agree, kernels
 from trl_opsd.losses.side import Side
@@ -21,14 +22,18 @@ TargetStep: TypeAlias = Callable[[Sequence[Finish], Sequence[Tensor], Sequence[P
 """A function with the arguments and the effect of [`target_`]."""
 
 
-def is_sum(teacher: Side, others: Sequence[tuple[ReferenceModel, Side]]) -> bool:
+def is_sum(teacher: Side | CompletedSide, others: Sequence[tuple[ReferenceModel, Side]]) -> bool:
     """Whether the target's logits are a sum of products, up to a constant per row, which a softmax does not see."""
     pushed = [(one, side) for one, side in others if one.push]
     return teacher.finish.is_plain and all(one.bound is None and side.finish.is_plain for one, side in pushed)
 
 
 def project_target_(
-    teacher: Side, others: Sequence[tuple[ReferenceModel, Side]], tiles_CV: Sequence[Tensor], rows: slice, block: int
+    teacher: Side | CompletedSide,
+    others: Sequence[tuple[ReferenceModel, Side]],
+    tiles_CV: Sequence[Tensor],
+    rows: slice,
+    block: int,
 ) -> None:
     """Writes the target into the first of these tiles, and the products of others into theirs, which in a sum may be
     the first; `block` are the rows that eager steps take at once.

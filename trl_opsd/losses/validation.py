@@ -16,6 +16,7 @@ from torch import Tensor
 from trl_opsd.losses.divergence import Divergence, Entrywise
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
+from trl_opsd.types.known import TokenHead
 
 
 def check_arguments(
@@ -48,6 +49,12 @@ def check_arguments(
         raise ValueError(
             f"vocabulary is {vocabulary}, but the student's head has {mine} rows and the teacher's {yours}: pass a "
             f"teacher with the same tokenizer, and the number of shared ids, from 1 to {min(mine, yours)}."
+        )
+    if isinstance(teacher.head, TokenHead) and (teacher.temperature != 1 or any(one.push for one in beside)):
+        raise ValueError(
+            f"The teacher is known by some of its tokens, at temperature 1: its temperature here is "
+            f"{teacher.temperature:g}, and models that the target moves away from are "
+            f"{sum(bool(one.push) for one in beside)}, expected 1 and none: use a teacher with hidden states for them."
         )
     check_clip(kl_clip, divergence)
     if isinstance(anchor or divergence, SampledReverseKL) and any(one.anchor for one in beside):

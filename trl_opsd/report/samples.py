@@ -21,6 +21,7 @@ from trl_opsd.models.backbone import logits_of
 from trl_opsd.models.tokenizers import readable
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, Sampled, TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets, Spelled
+from trl_opsd.types.known import KnownTokens, TokenHead
 
 TOKENS = 200
 """Maximum generated tokens of a completion recorded."""
@@ -168,6 +169,9 @@ def _numbers(
 
 def _said(logits: LazyLogits, vocabulary: int | None, ids_n: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
     """A model's probabilities of these tokens, the ids of the likeliest at each position, and their probabilities."""
+    if isinstance(logits.head, TokenHead):  # the token of the row is the first
+        probabilities_nc, ids_nc = (known := KnownTokens.unpack(logits.hidden)).likeliest(CHOICES)
+        return known.logprobs[:, 0].exp().tolist(), ids_nc.tolist(), probabilities_nc.tolist()
     given, largest, which = [], [], []
     # In chunks, since these logits are formed in full.
     for hidden_cH, ids_c in zip(logits.hidden.split(CHUNK), ids_n.split(CHUNK), strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.deepspeed import loading, reader_config, recompute_buffers
@@ -19,8 +19,9 @@ from trl_opsd._compat.sharding import broadcast_from_first, in_zero3_model, trai
 from trl_opsd._compat.torchao import copy_quantizers, restore, unquantized
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
+from trl_opsd.losses import Divergence
 from trl_opsd.models.adapters import Adapter, adapter_at
-from trl_opsd.models.backbone import Run
+from trl_opsd.models.backbone import Run, model_shape
 from trl_opsd.models.checks import whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import Samples
@@ -31,6 +32,7 @@ from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
 from trl_opsd.teacher.teachers import Teachers
+from trl_opsd.types.known import TokenHead
 
 _PLACEMENTS: dict[str, Callable[..., Placement]] = {
     "none": Resident,
@@ -102,14 +104,16 @@ def build_teachers(
     run: Run,
     reading: Callable[[], Reading],
     args: OPSDConfig,
-    handed_in: Samples | None = None,
+    handed_in: Samples | None,
+    divergence: Divergence,
+    tokenizer: PreTrainedTokenizerBase,
     origin: Teacher | None = None,
     by_bytes: Mapping[str, Callable[[Teacher], Teacher]] = MappingProxyType({}),
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself.
 
-    `origin` is the student as it was passed, if it is known from teachers that these replace; `by_bytes` wraps those
-    that have a tokenizer of their own.
+    `divergence` and `tokenizer` say what a server is asked for; `origin` is the student as it was passed, if it is
+    known from teachers that these replace; `by_bytes` wraps those that have a tokenizer of their own.
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
@@ -127,7 +131,7 @@ def build_teachers(
         if model is None:
             teachers[name], average = _build_own(student, run, reading, args)
         elif name in urls:
-            teachers[name] = served(model, urls[name], args)
+            teachers[name] = served(model, urls[name], args, divergence, student, tokenizer)
         elif name in placements:
             teachers[name] = _frozen(placements[name], args)
         else:
@@ -140,7 +144,29 @@ def build_teachers(
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
-    return Teachers(teachers, average, checks, origin)
+    _check_whole(teachers, args)
+    asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
+    proposer = _own(student, run, reading, args)(nullcontext) if asks_student else None
+    return Teachers(teachers, average, checks, origin, proposer)
+
+
+def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig) -> None:
+    """Refuses options that need the whole distribution of a teacher of which only some tokens are known."""
+    known = [name for name, one in teachers.items() if isinstance(getattr(one, "teacher", one).head, TokenHead)]
+    needs = {
+        "cross_tokenizer": args.cross_tokenizer is not None,
+        "contrast_weight": args.contrast_weight > 0,
+        "extrapolation": args.extrapolation != 1,
+        "extrapolation_reference": args.extrapolation_reference in known,
+        "teacher_temperature": (args.teacher_temperature or args.temperature) != 1,
+    }
+    if known and (name := next((name for name, one in needs.items() if one), None)):
+        raise ValueError(
+            f"`{name}={getattr(args, name)!r}` needs the whole distribution of each teacher, but the server of "
+            f"{known[0]!r} tells the log-probabilities of some tokens, at temperature 1: remove it"
+            f"{' (1 if `temperature` is another)' * (name == 'teacher_temperature')}, or start one that sends hidden "
+            "states (docs/teachers.md)."
+        )
 
 
 def _placed_adapters(
@@ -242,13 +268,33 @@ def _frozen(placement: Placement, args: OPSDConfig) -> FrozenTeacher:
     )
 
 
-def served(path: str, urls: Sequence[str], args: OPSDConfig) -> Teacher:
+def served(
+    path: str,
+    urls: Sequence[str],
+    args: OPSDConfig,
+    divergence: Divergence,
+    student: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Teacher:
     """A teacher behind servers, which all processes have found to be one."""
-    from trl_opsd.teacher.served import ServedTeacher  # needs aiohttp, which may be absent where no server is used
+    # These need aiohttp, which may be absent where no server is used.
+    from trl_opsd.teacher.known import KnownTeacher, chosen_targets
+    from trl_opsd.teacher.served import ServedTeacher
+    from trl_opsd.teacher.token_servers import TokenServers
 
-    seconds = deadline(args), args.teacher_server_timeout
+    seconds, place = (deadline(args), args.teacher_server_timeout), location(args)
     keeping = args.teacher_cache_device, _progress(args)
-    teacher = ServedTeacher(path, urls, args.device, *seconds, location(args), *keeping)
+    teacher: ServedTeacher | KnownTeacher
+    if (targets := args.teacher_server_targets) != "states":
+        servers = TokenServers(urls, *seconds, tokenizer)
+        targets = targets or chosen_targets(servers.offers, divergence)
+    if targets == "states":
+        teacher = ServedTeacher(path, urls, args.device, *seconds, place, *keeping)
+    else:
+        vocabulary = model_shape(student)[0]
+        teacher = KnownTeacher(
+            path, servers, targets, args.teacher_server_top_k, args.device, vocabulary, place, *keeping
+        )
     teacher.compare_processes()
     return teacher
 

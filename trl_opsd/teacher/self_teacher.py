@@ -15,13 +15,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_opsd._compat.peft import CausalLM, rewrites_base, without_adapter
 from trl_opsd._compat.sharding import is_split, is_split_model, whole, write
+from trl_opsd.losses.streamed import streamed_likeliest
 from trl_opsd.models.backbone import Run, context_of, preserved_mode
 from trl_opsd.models.checks import sizes
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import first_change, sampled
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import max_over_processes, pass_groups, score_groups
-from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
+from trl_opsd.types.targets import kept_by_row
 
 _ANOTHER_COPY = "or pass a second copy of it, for instance its path, as `teacher_model`"
 
@@ -218,3 +220,23 @@ class OwnTeacher(Teacher):
                 return score_groups(
                     self._run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading
                 )
+
+
+@torch.no_grad()
+def with_candidates(
+    rollout: Rollout, student: Teacher, k: int, chunk_tokens: int | None, vocabulary: int | None
+) -> Rollout:
+    """The rollout with the student's K likeliest tokens, which a pass of it without a gradient finds. Collective."""
+    targets = kept_by_row(student.targets(rollout), rollout.weights)
+    rows, device = targets.rows or (), rollout.completion_ids.device
+    candidates_BCK = rollout.completion_ids.new_full((*rollout.completion_ids.shape, k), -1)
+    head = student.head
+    head = replace(head, weight=whole(head.weight), bias=None if head.bias is None else whole(head.bias))
+    for number, row in enumerate(rows):
+        at_n = row.places.to(device)
+        top_nK = streamed_likeliest(LazyLogits(row.hidden.to(device), head), k, chunk_tokens, vocabulary)
+        sampled_n1 = rollout.completion_ids[number, at_n, None]
+        is_missing_n1 = ~(top_nK == sampled_n1).any(1, keepdim=True)
+        top_nK[:, -1:] = torch.where(is_missing_n1, sampled_n1, top_nK[:, -1:])
+        candidates_BCK[number, at_n, : top_nK.size(1)] = top_nK
+    return replace(rollout, candidates=candidates_BCK)

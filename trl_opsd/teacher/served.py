@@ -8,26 +8,23 @@ B rows · C completion tokens · L tokens of a row · H hidden width
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, distributed
-from tqdm import tqdm
+from torch import distributed
 
 from trl_opsd.http.client import warn_in_main
 from trl_opsd.http.in_turn import WrongAnswerError
 from trl_opsd.models.backbone import check_no_holes, shape_of
+from trl_opsd.teacher.asked import Asked
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
-from trl_opsd.teacher.servers import Expected, TeacherServers, are_same, distance, word
+from trl_opsd.teacher.servers import Expected, TeacherServers, are_same, distance, smallest, word
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import Keeper
-
-_EXPECTED_BYTES = 4_000_000_000
-"""Byte limit for states of rows that were requested ahead; others are requested when their targets are needed."""
 
 
 class _Row(NamedTuple):
@@ -60,14 +57,14 @@ class ServedTeacher(Teacher):
         self._servers = TeacherServers(urls, deadline, timeout)
         checkpoint = CheckpointHead(path, options)
         self.config = checkpoint.config
-        self._context = _smallest(
+        self._context = smallest(
             getattr(self.config.get_text_config(), "max_position_embeddings", None),
             None if self._servers.context is None else self._servers.context + 1,  # the last token is not sent
         )
         self._probe = self._servers.prove(Expected(path, checkpoint.width, checkpoint.norm), checkpoint.vocabulary)
         self._head = checkpoint.head(self._servers.dtype, device)
-        self._expected: dict[_Row, Future[Tensor]] = {}
-        self._alone: tuple[_Row, Future[Tensor]] | None = None
+        width = checkpoint.width * self._servers.dtype.itemsize
+        self._asked = Asked[_Row](lambda row: self._servers.start(row.ids), lambda row: len(row.ids), width)
         self._warn(checkpoint)
 
     def __str__(self) -> str:
@@ -104,57 +101,23 @@ class ServedTeacher(Teacher):
                 f"{word(their_dtype)}: start all with the same checkpoint, revision and `--dtype`; 127.0.0.1 is a "
                 "different server on each machine."
             )
-        self._context = _smallest(*(context for *_, context in found))
+        self._context = smallest(*(context for *_, context in found))
 
     def expect(self, rollout: Rollout) -> None:
-        width = shape_of(self._head)[1] * self._servers.dtype.itemsize
-        kept = sum(len(row.ids) for row in self._expected) * width
-        for row in self._rows(rollout):
-            if row is None or row in self._expected:
-                continue
-            kept += len(row.ids) * width
-            if kept > _EXPECTED_BYTES:  # the rest is requested when it is needed
-                return
-            self._expected[row] = self._servers.start(row.ids)
+        self._asked.expect(self._rows(rollout))
 
     def forget_expected(self) -> None:
-        for future in self._expected.values():
-            future.cancel()
-        self._expected.clear()
+        self._asked.forget()
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         check_no_holes(rollout.measured())
         rows = self._rows(rollout)
-        # Equal completions of one prompt give equal rows, which are requested once.
-        asked = {row for row in rows if row is not None}
-        # Longest first, as the longest row should not be the last to start.
-        reading = {row: self._begun(row) for row in sorted(asked, key=lambda row: -len(row.ids))}
-        # With `overlap="step"`, a process that waits for others requests one row again and again: keep its answer.
-        self._alone = next(iter(reading.items())) if len(rows) == len(reading) == 1 else None
-        last = {row: number for number, row in enumerate(rows)}
         keeper = Keeper(rollout.weights, self._cache_device)
         no_states = torch.empty(0, shape_of(self._head)[1], dtype=self._servers.dtype)
-        bar = tqdm(rows, desc="teach", unit="row", delay=5, leave=False, disable=not self._progress)
-        try:
-            for number, row in enumerate(bar):
-                states_LH = no_states if row is None else reading[row].result()[row.first :]
-                keeper.put([number], states_LH[None])
-                if row is not None and last[row] == number:
-                    del reading[row]  # otherwise all states of a batch would be held twice
-        finally:
-            for future in reading.values():
-                future.cancel()
+        with closing(self._asked.answers(rows, self._progress)) as answers:
+            for number, (row, states_LH) in enumerate(zip(rows, answers, strict=True)):
+                keeper.put([number], (no_states if row is None or states_LH is None else states_LH[row.first :])[None])
         return keeper.targets()
-
-    def _begun(self, row: _Row) -> Future[Tensor]:
-        """The states of a row that was requested ahead, or was the last single row; else the row is requested now."""
-        found = self._expected.pop(row, None)
-        if found is None and self._alone is not None and self._alone[0] == row:
-            found = self._alone[1]
-        # A request that failed since then, perhaps in an earlier training, is repeated.
-        if found is not None and not (found.done() and (found.cancelled() or found.exception())):
-            return found
-        return self._servers.start(row.ids)
 
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
         """The tokens to score for each row; `None` where no token counts."""
@@ -194,7 +157,3 @@ class ServedTeacher(Teacher):
                 f"The teacher's server computes in {self._servers.dtype} and the checkpoint is in {stored}: start it "
                 f"with `--dtype {word(stored)}` if that is not meant."
             )
-
-
-def _smallest(*limits: int | None) -> int | None:
-    return min((one for one in limits if one is not None), default=None)

@@ -135,6 +135,11 @@ def _repeats(extra_KH: Tensor, states_LH: Tensor) -> bool:
     return True
 
 
+def smallest(*limits: int | None) -> int | None:
+    """The smallest of limits, of which some may be unknown."""
+    return min((one for one in limits if one is not None), default=None)
+
+
 def word(dtype: torch.dtype) -> str:
     """The name of a dtype in options and requests."""
     return str(dtype).removeprefix("torch.")

@@ -20,7 +20,7 @@ from trl_opsd.models.backbone import shape_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.self_teacher import Average
+from trl_opsd.teacher.self_teacher import Average, with_candidates
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.targets import check_targets, kept_by_row
 
@@ -37,12 +37,14 @@ class Teachers(dict[str, Teacher]):
         average: Average | None = None,
         checks: Sequence[Callable[[], None]] = (),
         origin: Teacher | None = None,
+        proposer: Teacher | None = None,
     ) -> None:
         super().__init__(by_name)
         self.average = average
         self._checks = checks
         self.origin = origin
         """The student as it was passed or what stands in its place, where the loss uses it."""
+        self._proposer = proposer  # the student as it is, whose likeliest tokens some teachers are asked for
         its_own = {name: getattr(one, "teacher", one) for name, one in by_name.items()}
         self._sharded = {
             name for name, one in its_own.items() if isinstance(one, FrozenTeacher) and is_split_model(one.model)
@@ -57,6 +59,14 @@ class Teachers(dict[str, Teacher]):
     def only(self) -> Teacher | None:
         """The teacher if there is exactly one, else `None`."""
         return next(iter(self.values())) if len(self) == 1 else None
+
+    def proposed(self, rollout: Rollout, chunk_tokens: int | None, vocabulary: int | None) -> Rollout:
+        """The student's rollout, with the candidates that teachers need of it. Collective."""
+        k = max(getattr(one, "student_k", 0) for one in self.values())
+        if not k:
+            return rollout
+        assert self._proposer is not None, "built with teachers behind servers"
+        return with_candidates(rollout, self._proposer, k, chunk_tokens, vocabulary)
 
     @property
     def heads(self) -> list[OutputHead]:

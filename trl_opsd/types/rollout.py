@@ -137,6 +137,9 @@ class Rollout:
     padding, NaN in rows where it is not known; `None` where it is for none."""
     images: tuple[RowImages | None, ...] | None = None
     """B of them, in host memory, `None` for a row without images; `None` where no row has any."""
+    candidates: Tensor | None = None
+    """[B, C, K], int64: the student's likeliest tokens at each completion token that counts, and that token itself;
+    `None` unless a teacher is asked for these."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` until they are read from the masks."""
     begins_at: int | None = None
@@ -264,6 +267,7 @@ class Rollout:
             tool_mask=None if self.tool_mask is None else self.tool_mask[:, :completion],
             on_host=on_host,
             logprobs=None if self.logprobs is None else self.logprobs[:, :completion],
+            candidates=None if self.candidates is None else self.candidates[:, :completion],
             lengths=lengths,
         )
 

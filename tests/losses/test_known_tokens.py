@@ -1,0 +1,175 @@
+"""A teacher known by some tokens: its divergences are those of buckets, summed in full in float64."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+
+from trl_opsd.losses import DIVERGENCES, LazyLogits, OutputHead, ReferenceModel, Sampled, streamed_divergence
+from trl_opsd.losses.dense import dense_divergence
+from trl_opsd.losses.registry import Settings
+from trl_opsd.losses.streamed import streamed_entropy, streamed_greedy, streamed_likeliest
+from trl_opsd.types.known import KnownTokens, TokenHead
+
+N, V, H = 7, 40, 8
+CPU = torch.device("cpu")
+# Sums of f(p_t / p_s) over tokens, so that a bucket's ratio is that of each of its tokens, or functions of such a sum.
+OF_BUCKETS = sorted(set(DIVERGENCES) - {"adaptive_kl", "entropy_aware_kl", "sampled_reverse_kl"})
+
+
+def student(seed: int = 0, bias: bool = False, cap: float | None = None) -> LazyLogits:
+    made = torch.Generator().manual_seed(seed)
+    weight = torch.randn(V, H, generator=made)
+    head = OutputHead(weight, torch.randn(V, generator=made) if bias else None, 1.3, cap)
+    return LazyLogits(2 * torch.randn(N, H, generator=made), head, 1.0)
+
+
+def teacher_logs(seed: int = 1) -> Tensor:
+    return (3 * torch.randn(N, V, generator=torch.Generator().manual_seed(seed))).double().log_softmax(-1)
+
+
+def chosen(log_student_NV: Tensor, log_teacher_NV: Tensor, by: str, k: int) -> list[list[int]]:
+    """The known ids of each position: of the student's likeliest, the teacher's, or both, each once."""
+    logs = {"student": [log_student_NV], "teacher": [log_teacher_NV], "both": [log_student_NV, log_teacher_NV]}[by]
+    tops = [log_NV.topk(k).indices.tolist() for log_NV in logs]
+    return [list(dict.fromkeys(chain.from_iterable(rows))) for rows in zip(*tops, strict=True)]
+
+
+def served(log_teacher_NV: Tensor, ids: list[list[int]], more: int = 2) -> LazyLogits:
+    """The teacher as its servers tell it, filled up to more than the most known tokens."""
+    width = max(map(len, ids)) + more
+    padded_NM = torch.tensor([[*row, *[-1] * (width - 1 - len(row))] for row in ids])
+    logs_NM = log_teacher_NV.gather(1, padded_NM.clamp(min=0)).float().masked_fill(padded_NM < 0, -math.inf)
+    known = KnownTokens.of(padded_NM, logs_NM, width)
+    return LazyLogits(known.packed(), TokenHead.sized(V, width, CPU))
+
+
+def log_probs(lazy: LazyLogits, hidden_NH: Tensor) -> Tensor:
+    head = lazy.head
+    logits_NV = head.scale * (hidden_NH @ head.weight.double().T + (0 if head.bias is None else head.bias.double()))
+    logits_NV = logits_NV if head.softcap is None else head.softcap * (logits_NV / head.softcap).tanh()
+    return (logits_NV / lazy.temperature).log_softmax(-1)
+
+
+def buckets(log_V: Tensor, ids: list[int]) -> Tensor:
+    """The distribution of one position over its known ids and all others together."""
+    rest = [one for one in range(V) if one not in ids]
+    return torch.cat([log_V[ids], log_V[rest].logsumexp(0, keepdim=True)]) if rest else log_V[ids]
+
+
+def told(log_V: Tensor, ids: list[int]) -> Tensor:
+    """The same of a teacher, whose servers tell float32 log-probabilities."""
+    own = log_V[ids].float().double()
+    return torch.cat([own, (1 - own.exp().sum()).log()[None]]) if len(ids) < V else own
+
+
+@pytest.mark.parametrize("by", ["student", "teacher", "both"])
+@pytest.mark.parametrize("name", OF_BUCKETS)
+def test_equals_the_divergence_of_buckets_with_its_gradient(name, by):
+    divergence = DIVERGENCES[name](Settings(beta=0.3))
+    for k in (1, 5, 20, V):
+        for bias, cap in ((False, None), (True, 6.0)):
+            mine, log_teacher_NV = student(bias=bias, cap=cap), teacher_logs()
+            hidden_NH = mine.hidden.double().requires_grad_()
+            log_student_NV = log_probs(mine, hidden_NH)
+            ids = chosen(log_student_NV, log_teacher_NV, by, k)
+            expected = [
+                divergence.value(buckets(own_V, row)[None], told(their_V, row)[None])[0]
+                for own_V, their_V, row in zip(log_student_NV, log_teacher_NV, ids, strict=True)
+            ]
+            torch.stack(expected).sum().backward()
+            teacher, values_N = served(log_teacher_NV, ids), torch.stack(expected).detach()
+            for loss, dtype, limit in ((dense_divergence, torch.float64, 1e-6), (streamed_divergence, None, 5e-6)):
+                given_NH = mine.hidden.to(dtype or torch.float32).clone().requires_grad_()
+                found = loss(LazyLogits(given_NH, mine.head), teacher, divergence, chunk_tokens=3)
+                found.divergence.sum().backward()
+                for one, other in ((found.divergence, values_N), (given_NH.grad, hidden_NH.grad)):
+                    gap, largest = float((one - other).detach().abs().max()), float(other.abs().max())
+                    assert gap < limit * max(1.0, largest)
+
+
+def test_dense_loss_completes_a_teacher_as_the_streamed_one_does():
+    mine, log_teacher_NV = student(bias=True), teacher_logs()
+    ids = chosen(log_probs(mine, mine.hidden.double()), log_teacher_NV, "both", 6)
+    ids = [sorted(row, key=lambda one: one >= V - 5) for row in ids]  # what was sampled, the first, is shared
+    sampled = Sampled(torch.tensor([row[0] for row in ids]), torch.linspace(-1, 1, N), torch.linspace(-3, -1, N))
+    for name in DIVERGENCES:
+        given = mine, served(log_teacher_NV, ids), DIVERGENCES[name](Settings()), torch.rand(N)
+        one, other = (
+            loss(*given, sampled=sampled, vocabulary=V - 5) for loss in (streamed_divergence, dense_divergence)
+        )
+        for value in ("divergence", "teacher_entropy", "same_first", "teacher_first", "importance", "accepted"):
+            if (theirs := getattr(other, value)) is not None:
+                torch.testing.assert_close(getattr(one, value), theirs.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_sampled_token_has_the_probability_that_the_server_told():
+    mine, log_teacher_NV = student(), teacher_logs()
+    log_student_NV = log_probs(mine, mine.hidden.double())
+    ids = chosen(log_student_NV, log_teacher_NV, "student", 4)
+    drawn_N = torch.tensor([row[2] for row in ids])
+    found = streamed_divergence(
+        mine, served(log_teacher_NV, ids), DIVERGENCES["sampled_reverse_kl"](Settings()), sampled=Sampled(drawn_N)
+    )
+    gap_N = (log_student_NV - log_teacher_NV).gather(1, drawn_N[:, None])[:, 0]
+    torch.testing.assert_close(found.divergence.double(), gap_N, rtol=1e-5, atol=1e-5)
+
+
+def test_is_zero_with_no_gradient_where_both_models_agree():
+    mine = student()
+    hidden_NH = mine.hidden.clone().requires_grad_()
+    log_student_NV = log_probs(mine, mine.hidden.double())
+    teacher = served(log_student_NV, chosen(log_student_NV, log_student_NV, "student", 5))
+    for name in OF_BUCKETS:
+        hidden_NH.grad = None
+        found = streamed_divergence(LazyLogits(hidden_NH, mine.head), teacher, DIVERGENCES[name](Settings()))
+        found.divergence.sum().backward()
+        if name not in ("total_variation", "negative_log_acceptance"):  # which are no smoother near agreement
+            assert float(hidden_NH.grad.abs().max()) < 1e-5
+        assert float(found.divergence.detach().abs().max()) < 1e-6
+
+
+def test_ids_beyond_the_shared_vocabulary_have_no_probability():
+    mine, log_teacher_NV = student(), teacher_logs()
+    ids = [[0, 1, V - 1, V - 2] for _ in range(N)]
+    cut = streamed_divergence(
+        mine, served(log_teacher_NV, ids), DIVERGENCES["reverse_kl"](Settings()), vocabulary=V - 2
+    )
+    log_cut_NV = torch.stack([row[: V - 2].log_softmax(0) for row in log_teacher_NV])
+    rest_N = log_cut_NV[:, 2:].logsumexp(1)
+    log_student_NV = log_probs(mine, mine.hidden.double())[:, : V - 2].log_softmax(-1)
+    both = [
+        torch.cat([log_student_NV[:, :2], log_student_NV[:, 2:].logsumexp(1, keepdim=True)], 1),
+        torch.cat([log_cut_NV[:, :2], rest_N[:, None]], 1),
+    ]
+    expected_N = (both[0].exp() * (both[0] - both[1])).sum(1)
+    torch.testing.assert_close(cut.divergence.double(), expected_N, rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_and_first_token_are_those_of_known_tokens():
+    mine, log_teacher_NV = student(), teacher_logs()
+    ids = chosen(log_teacher_NV, log_teacher_NV, "teacher", 6)
+    teacher = served(log_teacher_NV, ids)
+    expected = [-(one.exp() * one).sum() for one in map(buckets, log_teacher_NV, ids)]
+    torch.testing.assert_close(streamed_entropy(teacher).double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    assert torch.equal(streamed_greedy(teacher), log_teacher_NV.argmax(1))
+    log_student_NV = log_probs(mine, mine.hidden.double())
+    found_NK = streamed_likeliest(mine, 6, 3).sort(1).values
+    assert torch.equal(found_NK, log_student_NV.topk(6).indices.sort(1).values)
+
+
+def test_what_needs_the_whole_distribution_is_refused():
+    mine, log_teacher_NV = student(), teacher_logs()
+    teacher = served(log_teacher_NV, [[0, 1]] * N)
+    divergence = DIVERGENCES["reverse_kl"](Settings())
+    with pytest.raises(ValueError, match="temperature"):
+        streamed_divergence(mine, LazyLogits(teacher.hidden, teacher.head, 2.0), divergence)
+    with pytest.raises(ValueError, match="moves away"):
+        streamed_divergence(mine, teacher, divergence, beside=[ReferenceModel(student(3), push=0.5)])
+    anchored = [ReferenceModel(student(3), anchor=0.5)]  # the student's own, so it needs no teacher
+    both = [loss(mine, teacher, divergence, beside=anchored) for loss in (streamed_divergence, dense_divergence)]
+    torch.testing.assert_close(both[0].divergence, both[1].divergence, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,8 @@
+"""x"""
+
+
+class TokenServers: ...
+
+
+def are_same(a, b):
+    return True
