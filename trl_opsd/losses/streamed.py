@@ -227,7 +227,7 @@ class _Fold:
         # The gradients are those of the sum of the weighted divergences, in float32.
         student = Side.of(self.student, self.dtypes[0], self.vocabulary)
         is_known = isinstance(self.teacher.head, TokenHead)
-        teacher = None if is_known else Side.of(self.teacher, self.dtypes[1], self.vocabulary)
+        whole = None if is_known else Side.of(self.teacher, self.dtypes[1], self.vocabulary)
         of_beside = zip(self.beside, self.dtypes[2:], strict=True)
         others = [(one, Side.of(one.logits, dtype, self.vocabulary)) for one, dtype in of_beside]
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
@@ -238,7 +238,7 @@ class _Fold:
         stride = -(-vocabulary // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
         anchor = next((number for number, one in enumerate(self.beside) if one.anchor), None)
         # What is only added to the target needs no tile.
-        held = [bool(one.anchor) or teacher is None or not is_sum(teacher, others) for one in self.beside]
+        held = [bool(one.anchor) or whole is None or not is_sum(whole, others) for one in self.beside]
         tiles = 2 + sum(held) + (anchor is not None)
         token_bytes = stride * (4 * tiles + (0 if in_place else _GROUP_TILES * dtype.itemsize))
         tile_tokens = max(1, min(tokens, self.chunk_tokens or tile_of(tokens, token_bytes, memory_of(device))))
@@ -247,6 +247,7 @@ class _Fold:
         products_TCV = torch.empty(tiles, tile_tokens, stride, device=device)[..., :vocabulary]
         products_2CV, (student_CV, teacher_CV, *free) = products_TCV[:2], products_TCV
         others_CV = [free.pop(0) if own else teacher_CV for own in held]
+        teacher: Side | CompletedSide | None = whole
         if teacher is None:
             teacher = CompletedSide(KnownTokens.unpack(self.teacher.hidden.to(device)), student.finish, student_CV)
         gradient_GV = student_CV

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -40,7 +40,7 @@ class Asked(Generic[Row]):
             future.cancel()
         self._expected.clear()
 
-    def answers(self, rows: Sequence[Row | None], progress: bool) -> Iterator[Tensor | None]:
+    def answers(self, rows: Sequence[Row | None], progress: bool) -> Generator[Tensor | None]:
         """The answer to each row, in order; `None` where there is no row. Close it, so that none is left over."""
         # Equal completions of one prompt give equal rows, which are requested once; the longest should not start last.
         asked = sorted({row for row in rows if row is not None}, key=lambda row: -self._size_of(row))

@@ -93,8 +93,7 @@ class KnownTeacher(Teacher):
         if missing := [one for one in self._parts if one not in servers.offers]:
             raise ValueError(
                 f"`teacher_server_targets={targets!r}`: the teacher's server ({servers.kind}) offers "
-                f"{sorted(servers.offers)}, not {missing}: set one of these, or start it so that it does "
-                "(docs/teachers.md)."
+                f"{sorted(servers.offers)} only: set one of these. {servers.missing(missing[0])}."
             )
         self._context = servers.context
         try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ KIND = ServerKind(
     token=TEACHER_TOKEN,
     health_seconds=10.0,
 )
-_NAME = "the teacher's servers"
+NAME = "the teacher's servers"
 _PROBE_SECONDS = 30.0
 """Minimum deadline for a server's first two rows, which are short."""
 _ZEROED = 1e-6
@@ -152,11 +152,13 @@ class _Model(Schema):
     """The name that requests must contain."""
     root: str | None = at("data", 0, "root", default=None)
     """The path or model id that was loaded."""
+    owned_by: str | None = at("data", 0, "owned_by", default=None)
+    """The kind of server, in its own word."""
     max_model_len: Count | None = at("data", 0, "max_model_len", default=None)
     """Maximum tokens of a request; `None` where there is no limit."""
 
 
-class _Server(HTTPClient):
+class ModelServer(HTTPClient):
     """One server, and the model that it serves."""
 
     model: _Model
@@ -165,6 +167,32 @@ class _Server(HTTPClient):
         """Waits until the server is up, and reads which model it serves; a `ValueError` if it is not up in time."""
         await self.until_up(seconds)
         self.model = (await self.request("GET", "/v1/models")).parse(_Model)
+
+
+S = TypeVar("S", bound=ModelServer)
+
+
+class ModelServers(Generic[S]):
+    """All servers of one teacher, of a kind, whose requests run in a background thread.
+
+    `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and again
+    for their first rows.
+    """
+
+    def __init__(self, kind: type[S], urls: Sequence[str], deadline: float, timeout: float) -> None:
+        self.urls, self._timeout = tuple(urls), max(timeout, _PROBE_SECONDS)
+        self._background = Background()
+        self._servers = [kind(KIND, url, KIND.health_seconds, background=self._background) for url in urls]
+        self._in_turn = InTurn(self._servers, NAME, deadline, "ddp_timeout")
+        for one in [self._background.start(one.connect(timeout)) for one in self._servers]:
+            one.result()
+        model = self._servers[0].model
+        self.source = model.root or model.id  # the path or model id, as the first server reports it
+        self.context = smallest(*(one.model.max_model_len for one in self._servers))
+
+
+class _StatesServer(ModelServer):
+    """One server that returns hidden states."""
 
     async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
         """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary."""
@@ -189,28 +217,15 @@ class _Server(HTTPClient):
         return await asyncio.to_thread(expected.states, response.request, response.content, len(ids), dtype)
 
 
-class TeacherServers:
-    """All servers of one teacher, whose requests run in a background thread.
-
-    `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and again
-    for their first rows.
-    """
+class TeacherServers(ModelServers[_StatesServer]):
+    """Those that return hidden states."""
 
     expected: Expected
     dtype: torch.dtype
     """In which the servers compute; known after `prove`."""
 
     def __init__(self, urls: Sequence[str], deadline: float, timeout: float) -> None:
-        self._timeout = max(timeout, _PROBE_SECONDS)
-        self._background = Background()
-        self._servers = [_Server(KIND, url, KIND.health_seconds, background=self._background) for url in urls]
-        self._in_turn = InTurn(self._servers, _NAME, deadline, "ddp_timeout")
-        for one in [self._background.start(one.connect(timeout)) for one in self._servers]:
-            one.result()
-        model = self._servers[0].model
-        self.source = model.root or model.id  # the path or model id, as the first server reports it
-        contexts = [one.model.max_model_len for one in self._servers]
-        self.context = min((one for one in contexts if one is not None), default=None)
+        super().__init__(_StatesServer, urls, deadline, timeout)
 
     def prove(self, expected: Expected, vocabulary: int) -> Tensor:
         """Compares what the servers return for two short rows; returns the states of the first, [L, H], float32."""
@@ -219,7 +234,7 @@ class TeacherServers:
         spread = [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
         # The second row differs in its last token only, which no earlier state may depend on.
         rows = [spread, [*spread[:-1], spread[0]]]
-        alone = [InTurn([one], _NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        alone = [InTurn([one], NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
         asked = [[self._start(one, row) for row in rows] for one in alone]
         first = asked[0][0].result()
         for server, (one, other) in zip(self._servers, asked, strict=True):
@@ -250,7 +265,7 @@ class TeacherServers:
         """Starts to score a row of L token ids; the future has its states, [L, H], or a `ServerError`."""
         return self._start(self._in_turn, ids)
 
-    def _start(self, servers: InTurn[_Server], ids: Sequence[int]) -> Future[Tensor]:
+    def _start(self, servers: InTurn[_StatesServer], ids: Sequence[int]) -> Future[Tensor]:
         expected, dtype = self.expected, self.dtype
         answer = servers.answer(
             lambda server, seconds: server.states(ids, expected, dtype, seconds), f"scored a row of {len(ids)} tokens"

@@ -1,8 +1,375 @@
-"""x"""
+"""Servers that generate, asked for log-probabilities of a row's tokens: vLLM, SGLang, and others with OpenAI's API.
+
+n places of a row · M tokens known at each · K tokens that are asked for · V vocabulary size; log-probabilities in nats
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from trl_opsd.http.client import MIB, Response, Schema, at
+from trl_opsd.http.in_turn import InTurn, WrongAnswerError
+from trl_opsd.teacher.servers import KIND, NAME, ModelServer, ModelServers
+
+START = "vllm serve TEACHER --enable-scale-out --max-logprobs 128"
+"""How to start a server that scores the student's tokens, for messages; vLLM from 0.32 on."""
+_GENERATE, _COMPLETE = "/inference/v1/generate", "/v1/completions"
+_TOO_MANY = 1_000_000
+"""Tokens that no server tells: it answers how many it does."""
+_OF_OPENAI = 5
+"""Tokens that OpenAI's API tells at most."""
+_ABOVE = 1e-2
+"""Largest excess of a probability, or of a sum of some, over 1 that rounding explains."""
+_SAME = 0.05
+"""Nats between two answers for the same tokens that neither half precision nor other kernels reach."""
+_MOVED = 1e-6
+"""Nats by which another token before it changes a prediction at least."""
+_BYTES = 120
+"""Most bytes of one token in an answer."""
+Found = dict[int, float]
+"""Log-probabilities by token id."""
 
 
-class TokenServers: ...
+class _Logprob(Schema):
+    logprob: float
 
 
-def are_same(a, b):
-    return True
+class _Scored(Schema):
+    """vLLM's answer, at either of its routes."""
+
+    scores: str | None = at("prompt_token_id_logprobs", default=None)
+    top: list[dict[int, _Logprob] | None] | None = at("prompt_logprobs", default=None)
+    of_choice: list[dict[int, _Logprob] | None] | None = at("choices", 0, "prompt_logprobs", default=None)
+
+
+class _FromSGLang(Schema):
+    own: list[tuple[float | None, int, Any]] = at("meta_info", "input_token_logprobs")
+    top: list[list[tuple[float, int, Any]] | None] = at("meta_info", "input_top_logprobs")
+
+
+class _Echoed(Schema):
+    own: list[float | None] = at("choices", 0, "logprobs", "token_logprobs")
+    top: list[dict[str, float] | None] = at("choices", 0, "logprobs", "top_logprobs")
+
+
+class _Detokenized(Schema):
+    prompt: str | None = None
+    text: str | None = None
+
+
+class _TokenServer(ModelServer):
+    """One server, and what it tells."""
+
+    api = ""
+    """Its kind, for messages."""
+    limits: dict[str, int | None]
+    """The largest K of what it offers."""
+    missing: dict[str, str]
+    """Why it does not offer the rest."""
+    id_of: Mapping[str, int]
+    """Ids by text, where a server tells texts."""
+
+    async def look(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Finds out what it offers."""
+        self.limits, self.missing, self.id_of = {}, {}, {}
+        by, seconds = self.model.owned_by or "", KIND.health_seconds
+        most = {"prompt": [0, 1], "max_tokens": 1, "prompt_logprobs": _TOO_MANY, "model": self.model.id}
+        found = None if by == "sglang" else await self.request("POST", _COMPLETE, json=most, seconds=seconds)
+        if by == "sglang":
+            self.api, self.limits["teacher_top_k"] = "SGLang", None
+            self.missing["student_top_k"] = "SGLang scores one list of tokens for all positions of a row"
+        elif found is not None and (allowed := re.search(r"max allowed: (\d+)", found.text)):
+            self.api, self.limits["teacher_top_k"] = "vLLM", int(allowed[1])
+            scored = {"prompt_logprob_token_ids": [[0]], "prompt_logprob_start": 0, "max_tokens": 1}
+            body = {"model": self.model.id, "token_ids": [0, 1], "sampling_params": scored}
+            answer = await self.request("POST", _GENERATE, json=body, seconds=seconds)
+            if answer.status == 200 and answer.parse(_Scored).scores is not None:
+                self.limits["student_top_k"] = int(allowed[1])
+            else:
+                said = f"{_GENERATE} returned {answer.status}: {answer.text[:200]}"
+                self.missing["student_top_k"] = f"{said}; start vLLM 0.32 or newer, with `{START}`"
+        elif found is not None and found.status in (404, 405, 501):
+            self.api, self.limits["states"] = "vLLM (pooling)", None
+            for one in ("student_top_k", "teacher_top_k"):
+                self.missing[one] = f"it has no {_COMPLETE}: it does not generate; start it with `{START}`"
+        else:
+            self.api, self.limits["teacher_top_k"] = "an OpenAI-compatible server", _OF_OPENAI
+            self.missing["student_top_k"] = "its API tells the likeliest tokens alone"
+            if tokenizer is not None:
+                texts = [tokenizer.decode([one]) for one in range(len(tokenizer))]
+                count: dict[str, int] = {}
+                for text in texts:
+                    count[text] = count.get(text, 0) + 1
+                self.id_of = {text: number for number, text in enumerate(texts) if count[text] == 1}
+        if "states" not in self.limits:
+            self.missing["states"] = "it generates, and sends no hidden states"
+            if tokenizer is not None:
+                await self._check_tokenizer(tokenizer)
+
+    async def _check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Compares texts of some tokens, where the server tells them."""
+        ids = [place * (len(tokenizer) - 1) // 15 for place in range(16)]
+        body = {"model": self.model.id, "tokens": ids}
+        answer = await self.request("POST", "/detokenize", json=body, seconds=KIND.health_seconds)
+        if answer.status != 200:
+            return
+        said = answer.parse(_Detokenized)
+        theirs, ours = said.prompt or said.text or "", tokenizer.decode(ids)
+        if "".join(theirs.split()) != "".join(ours.split()):
+            raise ValueError(
+                f"The teacher's server at {self.url} has another tokenizer: the ids {ids} are {theirs!r} to it and "
+                f"{ours!r} here. A server that tells probabilities of tokens needs the student's tokenizer; with "
+                "`cross_tokenizer='bytes'`, load the teacher instead."
+            )
+
+    async def scores(
+        self, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int, seconds: float
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities, [n, M] each, as `TokenServers.start` returns them."""
+        first, model = places[0] - 1, self.model.id
+        many = MIB + len(ids) * (_BYTES * (top_k + 1) + 8 * (0 if wanted is None else wanted.size(1)))
+        if self.api == "SGLang":
+            body: dict[str, Any] = {
+                "input_ids": list(ids),
+                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": first,
+                "top_logprobs_num": top_k,
+            }
+            path, read = "/generate", self._of_sglang
+        elif self.api != "vLLM":
+            body = {"model": model, "prompt": list(ids), "max_tokens": 1, "echo": True, "logprobs": top_k}
+            path, read = _COMPLETE, self._of_openai
+        elif wanted is None:
+            body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
+            path, read = _COMPLETE, self._of_vllm
+        else:
+            rows: list[list[int]] = [[-1]] * (len(ids) - 1 - first)
+            for place, row in zip(places, wanted.tolist(), strict=True):
+                rows[place - 1 - first] = row
+            asked = {"prompt_logprob_token_ids": rows, "prompt_logprob_start": first}
+            sampling = {"max_tokens": 1, "temperature": 1.0, **asked, **({"prompt_logprobs": top_k} if top_k else {})}
+            body = {"model": model, "token_ids": list(ids), "sampling_params": sampling}
+            path, read = _GENERATE, self._of_vllm
+        response = await self.request("POST", path, json=body, seconds=seconds, max_bytes=many)
+        response.check_status(f" Start it with `{START}`." if path == _GENERATE else "")
+        found = read(response, ids, places, wanted, top_k)
+        return self._checked(response.request, found, ids, places, top_k)
+
+    def _of_vllm(
+        self, response: Response, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int
+    ) -> list[Found]:
+        answer = response.parse(_Scored)
+        found: list[Found] = [{} for _ in places]
+        if wanted is not None:
+            shape = (len(ids) - places[0], wanted.size(1))
+            if answer.scores is None:
+                raise WrongAnswerError(
+                    f"{response.request} returned no scores of the {shape[1]} tokens asked for at each position, as "
+                    "vLLM does without an error where its prefix cache holds their beginning: start it with "
+                    f"`{START}`, and without anything that shares prefixes of such requests."
+                )
+            try:
+                told = np.load(io.BytesIO(base64.b64decode(answer.scores)), allow_pickle=False)
+            except ValueError as error:
+                raise WrongAnswerError(f"{response.request} returned scores that are no array: {error}.") from error
+            if told.shape != shape or told.dtype.kind != "f":
+                raise WrongAnswerError(
+                    f"{response.request} returned scores of shape {list(told.shape)} in {told.dtype}, expected "
+                    f"{list(shape)} of floats: a row for each position."
+                )
+            for one, place, row in zip(found, places, wanted.tolist(), strict=True):
+                pairs = zip(row, told[place - places[0]].tolist(), strict=True)
+                one.update({token: score for token, score in pairs if token >= 0})
+        if top_k:
+            rows = answer.top if answer.of_choice is None else answer.of_choice
+            if rows is None or len(rows) != len(ids):
+                raise WrongAnswerError(
+                    f"{response.request} returned log-probabilities of {len(rows or ())} positions, expected "
+                    f"{len(ids)}: start it with `{START}`."
+                )
+            for one, place in zip(found, places, strict=True):
+                one.update({token: told.logprob for token, told in (rows[place] or {}).items()})
+        return found
+
+    def _of_sglang(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
+        answer, first = response.parse(_FromSGLang), places[0] - 1
+        if [token for _, token, _ in answer.own] != list(ids[first:]) or len(answer.top) != len(answer.own):
+            raise WrongAnswerError(
+                f"{response.request} returned log-probabilities of {len(answer.own)} tokens, {len(answer.top)} with "
+                f"the likeliest, expected those of the last {len(ids) - first} of the row."
+            )
+        return [
+            {
+                **{token: score for score, token, _ in answer.top[place - first] or ()},
+                **{token: score for score, token, _ in [answer.own[place - first]] if score is not None},
+            }
+            for place in places
+        ]
+
+    def _of_openai(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
+        answer = response.parse(_Echoed)
+        if len(answer.own) not in (len(ids), len(ids) + 1) or len(answer.top) != len(answer.own):
+            raise WrongAnswerError(
+                f"{response.request} returned log-probabilities of {len(answer.own)} tokens for {len(ids)}: another "
+                "tokenizer, or a server that does not take token ids."
+            )
+        found: list[Found] = []
+        for place in places:
+            # A text that several tokens have says nothing of one of them: it stays with all others.
+            told = {self.id_of[text]: score for text, score in (answer.top[place] or {}).items() if text in self.id_of}
+            own = answer.own[place]
+            found.append({**told, **({} if own is None else {ids[place]: own})})
+        return found
+
+    def _checked(
+        self, asked: str, found: list[Found], ids: Sequence[int], places: Sequence[int], top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """As tensors, filled up with -1; raises `WrongAnswerError` for what no distribution tells."""
+        for place, one in zip(places, found, strict=True):
+            if ids[place] not in one or (len(one) < top_k and self.api in ("vLLM", "SGLang")):
+                raise WrongAnswerError(
+                    f"{asked} told {len(one)} of {top_k or 'the'} tokens at position {place}"
+                    f"{', and not its own' * (ids[place] not in one)}: start it with `{START}`."
+                )
+        width = max(map(len, found))
+        ids_nM = torch.tensor([[*one, *[-1] * (width - len(one))] for one in found])
+        scores = [[*one.values(), *[-torch.inf] * (width - len(one))] for one in found]
+        logs_nM = torch.tensor(scores, dtype=torch.float32)
+        known_nM = ids_nM >= 0
+        mass_n = logs_nM.double().exp().sum(1)
+        if logs_nM.isnan().any() or float(logs_nM.amax()) > _ABOVE or float(mass_n.max()) > 1 + _ABOVE:
+            raise WrongAnswerError(
+                f"{asked} returned log-probabilities of up to {float(logs_nM.nan_to_num(nan=torch.inf).amax()):.3g} "
+                f"nats, whose probabilities add up to {float(mass_n.max()):.3g}: start it without `--logprobs-mode`."
+            )
+        # An excluded token has the lowest finite number, as in a head with a bias of -inf.
+        least = torch.finfo(torch.float32).min
+        return ids_nM, torch.where(known_nM, logs_nM.clamp(min=least, max=0.0), logs_nM)
+
+
+class TokenServers(ModelServers[_TokenServer]):
+    """All servers of one teacher that generate, whose requests run in a background thread.
+
+    `offers` has what all of them can be asked for, as `teacher_server_targets` names it, and `limits` the largest K of
+    each, `None` if any. With a `tokenizer`, the student's, theirs is compared. Raises `ValueError` if a server is not
+    up in time, or has another tokenizer.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        deadline: float,
+        timeout: float,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        super().__init__(_TokenServer, urls, deadline, timeout)
+        for looked in [self._background.start(one.look(tokenizer)) for one in self._servers]:
+            looked.result()
+        servers, names = self._servers, ("states", "student_top_k", "teacher_top_k")
+        self.kind = " and ".join(dict.fromkeys(one.api for one in servers))
+        self.offers = frozenset(name for name in names if all(name in one.limits for one in servers))
+        of_all = {name: [k for one in servers if (k := one.limits[name]) is not None] for name in self.offers}
+        self.limits = {name: min(each, default=None) for name, each in of_all.items()}
+        self.context = None if self.context is None else self.context - 1  # a token is generated after the row
+        self.noise: float | None = None
+        """Nats between two answers for the same tokens, of two servers or of one; known after `prove`."""
+
+    def missing(self, name: str) -> str:
+        """Why it is not offered."""
+        each = [f"{one.url}: {one.missing[name]}" for one in self._servers if name in one.missing]
+        return "; ".join(each)
+
+    def prove(self, vocabulary: int, student_k: int, teacher_k: int) -> list[Found]:
+        """Compares what the servers return for short rows; returns what the first did, for `are_same`."""
+        row = [place * (vocabulary - 1) // 7 for place in range(8)]
+        other = (row[0] + 1) % vocabulary
+        # All predictions are of what comes before the last token, so that it changes none; the one before changes the
+        # last. The first row is read twice, for the noise of a server alone.
+        rows = [row, row, [*row[:-1], other], [*row[:-2], other, row[-1]]]
+        spread = [place * (vocabulary - 1) // max(1, student_k - 1) for place in range(student_k)]
+        wanted = list(dict.fromkeys([*row, other, *spread]))[: max(student_k, len(row) + 1)] if student_k else []
+        alone = [InTurn([one], NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        asked = [[self._start(one, each, range(1, 8), _same(wanted, 7), teacher_k) for each in rows] for one in alone]
+        told = [[_by_place(*one.result()) for one in each] for each in asked]
+        first = told[0][0]
+        for server, (one, _, changed_last, changed_before) in zip(self._servers, told, strict=True):
+            if kl(one, changed_last) > _SAME:
+                raise WrongAnswerError(
+                    f"{KIND.subject} at {server.url} tells log-probabilities that depend on the token they predict, "
+                    f"{kl(one, changed_last):.2g} nats apart: they are a position ahead, or its attention is "
+                    "bidirectional."
+                )
+            if kl(one[-1:], changed_before[-1:]) < _MOVED:
+                raise WrongAnswerError(
+                    f"{KIND.subject} at {server.url} tells the same log-probabilities after different tokens: its "
+                    "weights are zeroed or were not loaded, or they are a position behind."
+                )
+            if (gap := kl(first, one)) > _SAME:
+                raise WrongAnswerError(
+                    f"The teacher's servers at {self._servers[0].url} and {server.url} are {gap:.2g} nats apart for "
+                    "the same tokens: start all with the same checkpoint, revision and `--dtype`."
+                )
+        self.noise = max(kl(first, one[0]) for one in told[1:]) if len(told) > 1 else kl(first, told[0][1])
+        return first
+
+    def start(
+        self, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int
+    ) -> Future[tuple[Tensor, Tensor]]:
+        """Starts to score a row of token ids, the tokens at `places` of which are predicted; at least the second.
+
+        `wanted`, [n, K], are ids to score at each place, -1 for none, the row's own among them, and `top_k` the number
+        of the teacher's likeliest. The future has ids and log-probabilities, [n, M] each, -1 where there is none, or a
+        `ServerError`.
+        """
+        return self._start(self._in_turn, ids, places, wanted, top_k)
+
+    def _start(
+        self,
+        servers: InTurn[_TokenServer],
+        ids: Sequence[int],
+        places: Sequence[int],
+        wanted: Tensor | None,
+        top_k: int,
+    ) -> Future[tuple[Tensor, Tensor]]:
+        answer = servers.answer(
+            lambda server, seconds: server.scores(ids, places, wanted, top_k, seconds),
+            f"scored a row of {len(ids)} tokens",
+        )
+        return self._background.start(answer)
+
+
+def kl(one: list[Found], other: list[Found]) -> float:
+    """The mean KL, in nats, between two answers for the same places, over what both tell and all else together."""
+    total = 0.0
+    for mine, theirs in zip(one, other, strict=True):
+        both = sorted(mine.keys() & theirs.keys())
+        pair = torch.tensor([[told[token] for token in both] for told in (mine, theirs)], dtype=torch.float64)
+        rest_21 = (1 - pair.exp().sum(1, keepdim=True)).clamp(min=_MOVED).log()
+        log_p, log_q = torch.cat([pair, rest_21], 1)
+        total += float((log_p.exp() * (log_p - log_q)).sum())
+    return total / len(one)
+
+
+def are_same(one: list[Found], other: list[Found]) -> bool:
+    """Whether the same model can have told both for the same places."""
+    return kl(one, other) <= _SAME
+
+
+def _same(wanted: list[int], places: int) -> Tensor | None:
+    return torch.tensor([wanted] * places) if wanted else None
+
+
+def _by_place(ids_nM: Tensor, logs_nM: Tensor) -> list[Found]:
+    rows = zip(ids_nM.tolist(), logs_nM.tolist(), strict=True)
+    return [{token: score for token, score in zip(*row, strict=True) if token >= 0} for row in rows]
