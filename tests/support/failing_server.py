@@ -1,7 +1,9 @@
-"""A server of a teacher that can be made to fail: it speaks the pooling API, over a model in this process."""
+"""Servers of a teacher that can be made to fail: they return states, or score tokens, of a model in this process."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import threading
 import time
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -42,6 +45,13 @@ class Pretended:
         with torch.no_grad():
             return self.model.model(torch.tensor([ids])).last_hidden_state[0]
 
+    def listed(self) -> Any:
+        return {"data": [{"id": "a teacher", "root": "untied", "max_model_len": 192}]}
+
+    def posted(self, path: str, request: dict[str, Any]) -> Any:
+        """The answer to a request: bytes, or status, body and headers."""
+        return self.answer(request) if path == "/pooling" else (404, b'{"detail":"Not Found"}', {})
+
     def answer(self, request: dict[str, Any]) -> Any:
         expected = {"task": "token_embed", "use_activation": False, "encoding_format": "bytes_only"}
         assert {**request, **expected, "model": "a teacher"} == request
@@ -58,9 +68,11 @@ def to_bytes(states: Tensor, dtype: str) -> bytes:
 
 
 @contextmanager
-def pretended(model: PreTrainedModel, fault: Fault | None = None, **given: Any) -> Iterator[Pretended]:
+def pretended(
+    model: PreTrainedModel, fault: Fault | None = None, kind: type[Pretended] | None = None, **given: Any
+) -> Iterator[Any]:
     """A server of this model, until the context ends."""
-    server = Pretended(model.eval(), fault, **given)
+    server = (kind or Pretended)(model.eval(), fault, **given)
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
@@ -68,8 +80,7 @@ def pretended(model: PreTrainedModel, fault: Fault | None = None, **given: Any) 
 
         def do_GET(self) -> None:
             server.tokens.add(self.headers["Authorization"])
-            listed = {"data": [{"id": "a teacher", "root": "untied", "max_model_len": 192}]}
-            self._send(b"" if self.path == "/health" else json.dumps(server.models or listed).encode())
+            self._send(b"" if self.path == "/health" else json.dumps(server.models or server.listed()).encode())
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -77,7 +88,7 @@ def pretended(model: PreTrainedModel, fault: Fault | None = None, **given: Any) 
                 server.running += 1
                 server.most_running = max(server.running, server.most_running)
             try:
-                answer = server.answer(request)
+                answer = server.posted(self.path, request)
             except ConnectionError:
                 return
             finally:
@@ -118,3 +129,90 @@ def after(seconds: float) -> Fault:
         return states
 
     return fault
+
+
+@dataclass
+class Scoring(Pretended):
+    """A server that generates, and tells log-probabilities of prompts as vLLM 0.32, SGLang or another one does."""
+
+    api: str = "vllm"
+    """`"vllm"`, `"sglang"`, or another, which knows OpenAI's API alone."""
+    scores_tokens: bool = True
+    """Whether vLLM was started with `--enable-scale-out`."""
+    most: int = 128
+    """Its `--max-logprobs`."""
+    words: Any = None
+    """Its tokenizer, for texts."""
+    row: Any = field(default_factory=threading.local)
+    """With `ids`, the row of the request that is being answered."""
+
+    def listed(self) -> Any:
+        return {"data": [{"id": "a teacher", "root": "untied", "max_model_len": 192, "owned_by": self.api}]}
+
+    def posted(self, path: str, request: dict[str, Any]) -> Any:
+        if path == "/detokenize" and self.words is not None and self.api != "other":
+            return json.dumps({"prompt": self.words.decode(request["tokens"])}).encode()
+        routes = {"vllm": ("/v1/completions", "/inference/v1/generate"), "sglang": ("/generate",)}
+        if path not in routes.get(self.api, ("/v1/completions",)):
+            return 404, b'{"detail":"Not Found"}', {}
+        sampling = request.get("sampling_params") or request
+        ids = request.get("token_ids") or request.get("input_ids") or request["prompt"]
+        asks_many = self.api == "vllm" and (sampling.get("prompt_logprobs") or 0) > self.most
+        asked = sampling.get("prompt_logprob_token_ids")
+        if asks_many or (asked and max(map(len, asked)) > self.most):
+            return 400, f'{{"error": "greater than max allowed: {self.most}"}}'.encode(), {}
+        if path == "/inference/v1/generate" and not self.scores_tokens:
+            return 403, b'{"error": "start with --enable-scale-out"}', {}
+        with self.lock:
+            self.asked.append(ids)
+            is_faulty = self.fault is not None and len(self.asked) > self.faulty_from
+        self.row.ids = ids
+        with torch.no_grad():
+            logs_LV = self.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        found = self.fault(self, logs_LV) if is_faulty else logs_LV
+        return self.body(ids, sampling, request, found) if isinstance(found, Tensor) else found
+
+    def body(self, ids: list[int], sampling: dict[str, Any], request: dict[str, Any], logs_LV: Tensor) -> bytes:
+        """The answer of this kind of server, from the log-probabilities after each token."""
+        names = {"vllm": "prompt_logprobs", "sglang": "top_logprobs_num"}
+        count = {**request, **sampling}.get(names.get(self.api, "logprobs")) or 0
+        before = [None, *logs_LV[: len(ids) - 1]]
+        tops = [None if row is None else row.topk(count).indices.tolist() for row in before]
+        if self.api == "sglang":
+            first = request["logprob_start_len"]
+            own = [[None if row is None else float(row[one]), one, None] for row, one in zip(before, ids, strict=True)]
+            top = [
+                None if row is None else [[float(row[one]), one, None] for one in ids_K]
+                for row, ids_K in zip(before, tops, strict=True)
+            ]
+            # the first has no log-probability, wherever it is
+            answer: Any = {"input_token_logprobs": own[first:], "input_top_logprobs": [None, *top[first + 1 :]]}
+            answer["input_token_logprobs"][0][0] = None
+            return json.dumps({"text": "", "meta_info": answer}).encode()
+        if self.api == "other":
+            said = [
+                None if row is None else {self.words.decode([one]): float(row[one]) for one in ids_K}
+                for row, ids_K in zip(before, tops, strict=True)
+            ]
+            own_N = [None if row is None else float(row[one]) for row, one in zip(before, ids, strict=True)]
+            return json.dumps({"choices": [{"logprobs": {"token_logprobs": own_N, "top_logprobs": said}}]}).encode()
+        found: dict[str, Any] = {"choices": [{}]}
+        if asked := sampling.get("prompt_logprob_token_ids"):
+            start, width = sampling["prompt_logprob_start"], max(map(len, asked))
+            scores = torch.full((len(asked), width), -torch.inf)
+            assert len(asked) == len(ids) - 1 - start
+            for number, row in enumerate(asked):
+                for column, one in enumerate(row):
+                    if one >= 0:
+                        scores[number, column] = logs_LV[start + number, one]
+            file = io.BytesIO()
+            np.save(file, scores.numpy())
+            found["prompt_token_id_logprobs"] = base64.b64encode(file.getvalue()).decode()
+        if count:
+            rows = [
+                None if row is None else {str(one): {"logprob": float(row[one])} for one in {*ids_K, own}}
+                for row, ids_K, own in zip(before, tops, ids, strict=True)
+            ]
+            where = found if "token_ids" in request else found["choices"][0]
+            where["prompt_logprobs"] = rows
+        return json.dumps(found).encode()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trl_opsd.teacher.known import KnownTeacher
 
-
 OFFERS = ("student_top_k", "teacher_top_k")
 
 

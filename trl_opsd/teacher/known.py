@@ -113,6 +113,7 @@ class KnownTeacher(Teacher):
                 f"most: set {min(limits)}, or start it with `--max-logprobs {top_k}`."
             )
         self.student_k, self._teacher_k = (self.top_k * (one in self._parts) for one in _BOTH)
+        servers.warn_of_name(path, "it has the student's tokens, and is causal")
         self.probe = servers.prove(vocabulary, self.student_k, self._teacher_k)
         self._width = self.student_k + self._teacher_k + 1
         self._head = TokenHead.sized(vocabulary, self._width, device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -141,15 +140,11 @@ class ServedTeacher(Teacher):
 
     def _warn(self, checkpoint: CheckpointHead) -> None:
         """Warns of what cannot be verified or may not be meant."""
-        served, ours = self._servers.source.rstrip("/"), self._path.rstrip("/")
-        if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
-            warn_in_main(
-                f"The teacher's server reports that it serves {served!r}, but the head is loaded from {ours!r}: make "
-                "sure that they are the same checkpoint; only the final norm was compared."
-            )
+        self._servers.warn_of_name(self._path, "only the final norm was compared")
         if checkpoint.norm is None:
             warn_in_main(
-                f"{ours!r} has no known final norm, so states of another model of the same width would not be detected."
+                f"{self._path!r} has no known final norm, so states of another model of the same width would not be "
+                "detected."
             )
         stored = checkpoint.dtype
         if self._servers.dtype != stored:

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from trl_opsd.http.client import MIB, Background, Count, HTTPClient, Schema, ServerKind, at
+from trl_opsd.http.client import MIB, Background, Count, HTTPClient, Schema, ServerKind, at, warn_in_main
 from trl_opsd.http.in_turn import InTurn, WrongAnswerError
 from trl_opsd.http.urls import TEACHER_TOKEN
 from trl_opsd.teacher.checkpoint_head import FinalNorm
@@ -189,6 +190,16 @@ class ModelServers(Generic[S]):
         model = self._servers[0].model
         self.source = model.root or model.id  # the path or model id, as the first server reports it
         self.context = smallest(*(one.model.max_model_len for one in self._servers))
+
+    def warn_of_name(self, path: str, compared: str) -> None:
+        """Warns if a server reports another name than that of the checkpoint at `path`; `compared` is what is known."""
+        for one in self._servers:
+            served, ours = (one.model.root or one.model.id).rstrip("/"), path.rstrip("/")
+            if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
+                warn_in_main(
+                    f"The teacher's server at {one.url} reports that it serves {served!r}, but `teacher_model` is "
+                    f"{ours!r}: make sure that they are the same checkpoint; {compared}."
+                )
 
 
 class _StatesServer(ModelServer):

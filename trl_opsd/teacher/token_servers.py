@@ -93,6 +93,8 @@ class _TokenServer(ModelServer):
             scored = {"prompt_logprob_token_ids": [[0]], "prompt_logprob_start": 0, "max_tokens": 1}
             body = {"model": self.model.id, "token_ids": [0, 1], "sampling_params": scored}
             answer = await self.request("POST", _GENERATE, json=body, seconds=seconds)
+            if answer.status == 401:
+                answer.check_status()
             if answer.status == 200 and answer.parse(_Scored).scores is not None:
                 self.limits["student_top_k"] = int(allowed[1])
             else:

@@ -1,0 +1,308 @@
+"""A teacher on a server that generates: what it tells is that of the model, and whatever is wrong is never learned."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from served_lab import CPU, rows
+from support import tiny
+from support.failing_server import Scoring, after, hang_up, pretended
+from torch import Tensor
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.errors import ServerError
+from trl_opsd.http import in_turn
+from trl_opsd.losses import DIVERGENCES
+from trl_opsd.losses.registry import Settings
+from trl_opsd.teacher.known import KnownTeacher, chosen_targets
+from trl_opsd.teacher.token_servers import TokenServers, kl
+from trl_opsd.types import Rollout
+from trl_opsd.types.known import KnownTokens
+
+V, K = tiny.VOCABULARY, 8
+PROVED = 5
+"""Rows that vLLM is asked about before the first batch."""
+
+
+def scoring(model: Any, fault: Any = None, **given: Any) -> Any:
+    return pretended(model, fault, kind=Scoring, **{"words": tiny.tokenizer(), **given})
+
+
+def known(checkpoint: Any, *servers: Any, targets: str = "both_top_k", top_k: int | None = K, **given: Any) -> Any:
+    options = {"deadline": 20.0, "timeout": 0.0, "tokenizer": tiny.tokenizer(), **given}
+    asked = TokenServers([one.url for one in servers], **options)
+    return KnownTeacher(checkpoint[0], asked, targets, top_k, CPU, V)
+
+
+def proposed(number: int = 6, seed: int = 0) -> Rollout:
+    """Rows with candidates at each token: 7 that follow from the place, and the token itself."""
+    rollout = rows(number, seed)
+    ids_BC1 = rollout.completion_ids[:, :, None]
+    return replace(rollout, candidates=torch.cat([(ids_BC1 + 31 * torch.arange(1, K)) % V, ids_BC1], 2))
+
+
+def check_known(teacher: KnownTeacher, model: Any, rollout: Rollout, targets: str = "both_top_k") -> None:
+    """Each row's tokens, log-probabilities and rest are those of the model that reads the row alone."""
+    found = teacher.targets(rollout).rows
+    lists = zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
+    for number, (prompt, completion) in enumerate(lists):
+        places = rollout.counts[number].nonzero().flatten().tolist()
+        assert found[number].places.tolist() == places
+        with torch.no_grad():
+            logs_LV = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0].log_softmax(-1)
+        told = KnownTokens.unpack(found[number].hidden)
+        for row, place in enumerate(places):
+            own, log_V = completion[place], logs_LV[len(prompt) + place - 1]
+            ids = {
+                *(rollout.candidates[number, place].tolist() if targets != "teacher_top_k" else [own]),
+                *(log_V.topk(K).indices.tolist() if targets != "student_top_k" else [own]),
+            }
+            assert {*told.ids[row].tolist()} == ids
+            assert int(told.ids[row, 0]) == own
+            torch.testing.assert_close(told.logprobs[row], log_V[told.ids[row]], rtol=1e-6, atol=1e-6)
+            rest = (1 - log_V[[*ids]].double().exp().sum()).log()
+            assert float(told.rest[row]) == pytest.approx(float(rest), abs=1e-5)
+
+
+APIS = {
+    "vLLM": ({}, {"student_top_k", "teacher_top_k"}),
+    "vLLM without the route": ({"scores_tokens": False}, {"teacher_top_k"}),
+    "SGLang": ({"api": "sglang"}, {"teacher_top_k"}),
+    "an OpenAI-compatible server": ({"api": "other"}, {"teacher_top_k"}),
+}
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_each_server_tells_what_its_model_computes(checkpoint, name):
+    given, offers = APIS[name]
+    with scoring(checkpoint[1], **given) as server:
+        for targets in ("student_top_k", "teacher_top_k", "both_top_k"):
+            if {*offers} >= {"student_top_k", "teacher_top_k"} & {targets} and (
+                targets != "both_top_k" or len(offers) == 2
+            ):
+                top_k = 5 if name.startswith("an") else K
+                teacher = known(checkpoint, server, targets=targets, top_k=top_k)
+                if top_k == K:
+                    check_known(teacher, checkpoint[1], proposed(), targets)
+                assert name.split(" w")[0] in str(teacher)
+                assert teacher.noise < 1e-9
+                assert teacher.context == 191
+            else:
+                with pytest.raises(ValueError, match=r"`teacher_server_targets='(student|both)_top_k'`: the teacher's"):
+                    known(checkpoint, server, targets=targets)
+
+
+def test_texts_that_several_tokens_have_stay_with_the_rest(checkpoint):
+    words = tiny.tokenizer()
+    with scoring(checkpoint[1], api="other") as server:
+        teacher = known(checkpoint, server, targets="teacher_top_k", top_k=5)
+        rollout = proposed()
+        texts = [words.decode([one]) for one in range(len(words))]
+        for row, number in zip(teacher.targets(rollout).rows, range(6), strict=True):
+            told = KnownTokens.unpack(row.hidden)
+            own_n = rollout.completion_ids[number, row.places]
+            assert torch.equal(told.ids[:, 0], own_n)
+            assert all(
+                texts.count(texts[one]) == 1 for one in {*told.ids[:, 1:].flatten().tolist()} - {*own_n.tolist()}
+            )
+
+
+def test_what_is_asked_for_follows_from_the_divergence():
+    offers = frozenset({"student_top_k", "teacher_top_k"})
+    found = {name: chosen_targets(offers, made(Settings())) for name, made in DIVERGENCES.items()}
+    of_student = {"reverse_kl", "skewed_reverse_kl", "sampled_reverse_kl"}
+    of_teacher = {"forward_kl", "skewed_forward_kl"}
+    for name, targets in found.items():
+        expected = "student_top_k" if name in of_student else "teacher_top_k" if name in of_teacher else "both_top_k"
+        assert targets == expected
+    assert chosen_targets(frozenset({"states"}), DIVERGENCES["jsd"](Settings())) == "states"
+    assert chosen_targets(frozenset({"teacher_top_k"}), DIVERGENCES["reverse_kl"](Settings())) == "teacher_top_k"
+
+
+def test_a_pooling_server_offers_states_alone(checkpoint):
+    with pretended(checkpoint[1]) as server:
+        assert TokenServers([server.url], 20.0, 0.0).offers == {"states"}
+        with pytest.raises(ValueError, match="it does not generate; start it with `vllm serve TEACHER --enable-scale"):
+            known(checkpoint, server)
+
+
+def test_equal_rows_are_asked_once_and_own_tokens_ahead(checkpoint):
+    with scoring(checkpoint[1]) as server:
+        teacher, rollout = known(checkpoint, server, targets="teacher_top_k"), proposed()
+        server.asked.clear()
+        teacher.expect(rollout)
+        check_known(teacher, checkpoint[1], rollout, "teacher_top_k")
+        assert len(server.asked) == 4, "0 and 1 are one row, 2 counts nowhere"
+        teacher = known(checkpoint, server, targets="student_top_k")
+        server.asked.clear()
+        teacher.expect(rollout)
+        assert not server.asked, "the student has not read them yet"
+
+
+# ---- Wrong, slow, cut and lying servers ------------------------------------------------------------------------------
+
+
+def changed(change: Any) -> Any:
+    """A fault that changes an answer of vLLM."""
+
+    def fault(server: Scoring, logs_LV: Tensor) -> bytes:
+        ids = server.row.ids
+        asked = {"prompt_logprob_token_ids": [[*range(K)]] * 3, "prompt_logprob_start": len(ids) - 4}
+        answer = json.loads(server.body(ids, asked, {"token_ids": ids}, logs_LV))
+        return json.dumps(change(answer)).encode()
+
+    return fault
+
+
+def without(key: str, value: Any = None) -> Any:
+    return changed(lambda answer: {**answer, key: value})
+
+
+FAULTS = {
+    "dies": (hang_up, "see its log"),
+    "garbage": (lambda *_: b"\x00\x01garbage", "Invalid JSON"),
+    "cut": (lambda *_: b'{"choices": [{"index": 0', "Invalid JSON"),
+    "another answer": (lambda *_: b"[]", "should be an object"),
+    "no scores": (without("prompt_token_id_logprobs"), "as vLLM does without an error where its prefix cache"),
+    "no array": (without("prompt_token_id_logprobs", "AAAA"), "no array"),
+    "too few": (changed(lambda answer: answer), "returned scores of shape"),
+    "nan": (lambda _, logs: torch.full_like(logs, torch.nan), "Input should be|nats"),
+    "above 0": (lambda _, logs: logs + 5, "whose probabilities add up to"),
+    "logits": (lambda _, logs: 30 + 3 * logs, "whose probabilities add up to"),
+    "redirect": (lambda *_: (302, b"", {"Location": "http://example.com"}), "returned 302"),
+    "gone": (lambda *_: (404, b"{}", {}), "returned 404"),
+    "no such route now": (lambda *_: (403, b"{}", {}), "`TRL_OPSD_TEACHER_TOKEN`"),
+    "too long": (lambda *_: (400, b'{"error": "maximum context length is 10"}', {}), "maximum context length"),
+    "oversize": (lambda *_: b" " * 20_000_000, "the limit for this request"),
+    "compressed": (lambda *_: (200, b"x", {"Content-Encoding": "gzip"}), "Invalid JSON"),
+    "fails": (lambda *_: (500, b"out of memory", {}), "out of memory"),
+    "array of objects": (without("prompt_token_id_logprobs", "gASVAAAA"), "no array"),
+}  # fmt: skip
+QUICK = ("no scores", "too few", "logits")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in FAULTS]
+)
+def test_a_faulty_server_is_dropped_and_never_learned_from(checkpoint, name, caplog, monkeypatch):
+    monkeypatch.setattr(in_turn, "PAUSE", 0.01)
+    fault, said = FAULTS[name]
+    with scoring(checkpoint[1]) as good, scoring(checkpoint[1], fault, faulty_from=PROVED) as bad:
+        teacher, asked = known(checkpoint, bad, good), len(bad.asked)
+        assert asked == PROVED
+        left_out: list[str] = []
+        while not left_out:
+            check_known(teacher, checkpoint[1], proposed(24))
+            left_out = [record.message for record in caplog.records if "is no longer used" in record.message]
+        assert f"{bad.url} is no longer used; its requests go to {good.url}" in left_out[0]
+    with scoring(checkpoint[1], fault, faulty_from=PROVED) as bad:
+        teacher = known(checkpoint, bad)
+        with pytest.raises(ServerError, match=f"(?s)All of the teacher's servers have failed.*{bad.url}.*({said})"):
+            teacher.targets(proposed())
+
+
+def test_slow_and_busy_servers_leave_rows_to_others(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(in_turn, "PAUSE", 0.01)
+    busy = lambda *_: (503, b"", {"Retry-After": "0"})  # noqa: E731
+    with (
+        scoring(checkpoint[1]) as good,
+        scoring(checkpoint[1], after(30), faulty_from=PROVED) as hung,
+        scoring(checkpoint[1], busy, faulty_from=PROVED) as full,
+    ):
+        teacher = known(checkpoint, hung, full, good, deadline=3.0)
+        began = time.monotonic()
+        check_known(teacher, checkpoint[1], proposed(12))
+        assert time.monotonic() - began < 6
+        assert f"{hung.url} is no longer used" in caplog.text
+        assert f"{full.url} is no longer used" not in caplog.text
+
+
+def shifted(by: int) -> Any:
+    return lambda _, logs_LV: logs_LV.roll(by, 0)
+
+
+AT_START = {
+    "a position ahead": ({"fault": shifted(-1)}, "they are a position ahead"),
+    "a position behind": ({"fault": lambda _, logs: torch.cat([logs[:1], logs[:-1]])}, "a position behind"),
+    "zeroed": ({"fault": lambda _, logs: torch.full_like(logs, 1 / V).log()}, "weights are zeroed"),
+    "another temperature": ({"fault": lambda _, logs: logs / 2}, "add up to"),
+    "token": ({"fault": lambda *_: (401, b"{}", {})}, "`TRL_OPSD_TEACHER_TOKEN`"),
+    "no vLLM": ({"models": {"hello": "world"}}, r"/v1/models returned data\.0\.id=.*: Field required"),
+    "another tokenizer": ({"words": None}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_START)
+def test_a_lying_server_is_refused_at_the_start(checkpoint, name):
+    given, said = AT_START[name]
+    if name == "another tokenizer":
+        words = tiny.tokenizer()
+        words.decode = lambda ids: "something else"
+        given, said = {"words": words}, "has another tokenizer"
+    with scoring(checkpoint[1], **given) as server, pytest.raises((ValueError, ServerError), match=said):
+        known(checkpoint, server)
+
+
+def test_more_tokens_than_a_server_tells_are_refused(checkpoint):
+    with scoring(checkpoint[1], most=20) as server:
+        assert known(checkpoint, server, top_k=None).top_k == 20
+        with pytest.raises(
+            ValueError, match="tells 20 tokens per position at most: set 20, or start it with `--max-lo"
+        ):
+            known(checkpoint, server, top_k=21)
+
+
+def test_replicas_of_another_checkpoint_are_refused_and_noise_is_measured(checkpoint):
+    other, near = tiny.qwen2(64, seed=3), tiny.qwen2(64, seed=1)
+    near.load_state_dict(checkpoint[1].state_dict())
+    near.bfloat16()
+
+    def rounded(server: Scoring, _: Tensor) -> Tensor:
+        with torch.no_grad():
+            return near(input_ids=torch.tensor([server.row.ids])).logits[0].float().log_softmax(-1)
+
+    with scoring(checkpoint[1]) as one, scoring(other) as two, scoring(checkpoint[1], rounded) as three:
+        with pytest.raises(ServerError, match="nats apart for the same tokens: start all with the same checkpoint"):
+            known(checkpoint, one, two)
+        teacher = known(checkpoint, one, three)
+        ids = [place * (V - 1) // 7 for place in range(8)]
+        with torch.no_grad():
+            p_LV, q_LV = (
+                m(input_ids=torch.tensor([ids])).logits[0, :7].double().log_softmax(-1) for m in (checkpoint[1], near)
+            )
+        whole = float((p_LV.exp() * (p_LV - q_LV)).sum(1).mean())
+        assert 0.1 * whole < teacher.noise <= 1.01 * whole, "of buckets it is at most that"
+        assert kl([{0: -0.1}], [{0: -0.1}]) == 0.0
+
+
+def test_an_id_beyond_the_vocabulary_is_not_sent(checkpoint):
+    with scoring(checkpoint[1]) as server:
+        teacher, rollout = known(checkpoint, server), proposed()
+        rollout.completion_ids[5, 0] = V
+        server.asked.clear()
+        with pytest.raises(ValueError, match=f"token id {V}, but the teacher's vocabulary has {V}"):
+            teacher.targets(rollout)
+        assert not server.asked
+
+
+def test_a_training_with_all_tokens_told_is_that_with_the_teacher(checkpoint, tmp_path):
+    losses = []
+    with scoring(checkpoint[1], most=400) as server:
+        for number, given in enumerate(({}, {"teacher_server_url": server.url, "teacher_server_top_k": V})):
+            args = tiny.config(tmp_path / str(number), max_steps=2, divergence="jsd", beta=0.3, **given)
+            trainer = OPSDTrainer(
+                model=tiny.qwen2(32),
+                teacher_model=checkpoint[0],
+                args=args,
+                train_dataset=tiny.rows(),
+                processing_class=tiny.tokenizer(),
+            )
+            trainer.train()
+            losses.append(tiny.logged(trainer, "loss"))
+    assert "the student's 259 likeliest tokens and its own 259" in str(trainer.teacher)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
