@@ -14,6 +14,7 @@ from peft import LoraConfig
 from support import forks, tiny, vision_language
 from support.mirror_engine import BYTES, Mirrored
 from support.rollouts import Apart
+from support.scores import known_teacher
 from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
@@ -101,6 +102,7 @@ def configurations(tmp_path):
             "prompt_weight_fn": lambda row, last: 1,
         },
         "a certificate": {"certificate": True},
+        "a server that tells some tokens": {"teacher_model": known_teacher(tiny.qwen2(48, seed=1), "student_top_k", 8)},
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
         "rows that are written ahead": {

@@ -61,15 +61,15 @@ def test_expected_rows_are_prefetched_and_found_in_any_grouping(served, checkpoi
         check_equal(teacher, checkpoint[1], rollout.select([5, 0]).cut())
         check_equal(teacher, checkpoint[1], rollout.select([4, 7, 1, 6, 3]))
         assert len(server.asked) == 2 + 4 + 2 + 1, "6 and 7 were not expected; 0, which 1 repeats, was taken"
-        assert not teacher._expected
+        assert not teacher._asked._expected
 
-        monkeypatch.setattr("trl_opsd.teacher.served._EXPECTED_BYTES", 2 * 12 * 64 * 4)
+        monkeypatch.setattr("trl_opsd.teacher.asked._EXPECTED_BYTES", 2 * 12 * 64 * 4)
         teacher.expect(rollout)
-        assert len(teacher._expected) < 4, "what nobody asks for is dropped"
+        assert len(teacher._asked._expected) < 4, "what nobody asks for is dropped"
         check_equal(teacher, checkpoint[1], rollout)
         teacher.expect(rollout)
         teacher.forget_expected()
-        assert not teacher._expected
+        assert not teacher._asked._expected
 
 
 def test_an_error_of_a_prefetched_row_is_raised_by_targets(served, checkpoint):

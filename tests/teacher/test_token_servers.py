@@ -11,7 +11,7 @@ import pytest
 import torch
 from served_lab import CPU, rows
 from support import tiny
-from support.failing_server import Scoring, after, hang_up, pretended
+from support.failing_server import Pretended, Scoring, after, hang_up, pretended
 from torch import Tensor
 
 from trl_opsd import OPSDTrainer
@@ -306,3 +306,23 @@ def test_a_training_with_all_tokens_told_is_that_with_the_teacher(checkpoint, tm
             losses.append(tiny.logged(trainer, "loss"))
     assert "the student's 259 likeliest tokens and its own 259" in str(trainer.teacher)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Scoring, Pretended])
+def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
+    tuned = tiny.qwen2(64, seed=1)
+    tuned.load_state_dict(checkpoint[1].state_dict())
+    with torch.no_grad():
+        tuned.model.layers[0].mlp.up_proj.weight.mul_(-1)  # with the same norms and head
+    for model, said in ((checkpoint[1], None), (tuned, "nats apart from the checkpoint .*: they serve another model")):
+        with pretended(model, kind=kind) as server:
+            args = tiny.config(tmp_path / str(said is None), teacher_server_url=server.url, max_steps=1)
+            given = {"train_dataset": tiny.rows(), "processing_class": tiny.tokenizer(), "args": args}
+            if said is not None:
+                with pytest.raises(ValueError, match=said):
+                    OPSDTrainer(model=tiny.qwen2(32), teacher_model=checkpoint[0], **given)
+                continue
+            trainer = OPSDTrainer(model=tiny.qwen2(32), teacher_model=checkpoint[0], **given)
+            trainer.train()
+            assert tiny.logged(trainer, "teacher/replica_noise") == [pytest.approx(trainer.teacher.noise)]
+            assert 0 <= trainer.teacher.noise < 1e-6

@@ -279,6 +279,16 @@ class StepStats:
     def end_step(self) -> None:
         """Tells methods of the step, whose loss is finite."""
         self._trainer.methods.stepped(*self._step)
+        totals, noise = self._step[0], self._trainer.teaching.teachers.noise
+        if noise is None:
+            return
+        self._trainer.record("teacher/replica_noise", noise)
+        if totals["weight"] and (mean := totals["divergence"] / totals["weight"]) < 10 * noise:
+            logger.warning_once(
+                f"The divergence of a step is {mean:.2g} nats per token, and two answers of the teacher's servers for "
+                f"the same tokens are {noise:.2g} nats apart (`teacher/replica_noise`): what is learned from now on is "
+                "in part their rounding. Serve one replica, or in a wider dtype."
+            )
 
     # ---- Evaluations --------------------------------------------------------------------------------------------
 

@@ -149,6 +149,11 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "agreement/top_mass": Metric(
             "1", "The student's probability of those that both have.", _RANKED, "top_mass / ranked"
         ),
+        "teacher/replica_noise": Metric(
+            "nats",
+            "KL between two answers of the teacher's servers for the same tokens, measured at the start.",
+            Logs("largest of all teachers", "teachers behind servers", evaluated=False),
+        ),
         "acceptance": Metric(
             "1", "Probability that speculative decoding accepts a token of the student.", _TOLD, "accepted / tokens"
         ),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
@@ -296,7 +296,23 @@ def served(
             path, servers, targets, args.teacher_server_top_k, args.device, vocabulary, place, *keeping
         )
     teacher.compare_processes()
+    _check_identity(teacher, path, args, teacher.head.weight.size(0))
     return teacher
+
+
+def _check_identity(teacher: Any, path: str, args: OPSDConfig, vocabulary: int) -> None:
+    """Refuses servers of another model than a small checkpoint in a folder here, which is run once. Collective."""
+    from trl_opsd.teacher.checkpoint_head import predictions_of
+    from trl_opsd.teacher.servers import MOST_APART, probe_ids
+
+    apart = [0.0]
+    if args.process_index == 0 and (logs_LV := predictions_of(path, location(args), probe_ids(vocabulary))) is not None:
+        apart = [teacher.told_apart(logs_LV)]
+    if max(apart := gather_object(apart)) > MOST_APART:
+        raise ValueError(
+            f"The teacher's servers are {max(apart):.2g} nats apart from the checkpoint {path!r} for the same tokens: "
+            "they serve another model or revision, such as a fine-tune of it: name the checkpoint that they serve."
+        )
 
 
 def _loaded(path: str, args: OPSDConfig, place: Mapping[str, Any], in_host_memory: bool = False) -> PreTrainedModel:

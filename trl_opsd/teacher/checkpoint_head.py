@@ -173,6 +173,25 @@ class CheckpointHead:
         return found
 
 
+_READ_WHOLE = 2_000_000_000
+"""Bytes of a checkpoint that is small enough to be run here once, on a few tokens."""
+
+
+@torch.no_grad()
+def predictions_of(path: str, options: Mapping[str, Any], ids: list[int]) -> Tensor | None:
+    """[L - 1, V], log-probabilities of the tokens after the first of a row, by a small checkpoint in a folder here.
+
+    `None` where it is elsewhere, or large.
+    """
+    files = [*Path(path).glob("*.safetensors")] if Path(path).is_dir() else []
+    if not 0 < sum(file.stat().st_size for file in files) <= _READ_WHOLE:
+        return None
+    with loading(None):
+        model: CausalLM = AutoModelForCausalLM.from_pretrained(path, **{"dtype": "auto", **options}).eval()
+    logits_LV: Tensor = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+    return logits_LV.float().log_softmax(-1)
+
+
 class _Tensors:
     """The tensors of a checkpoint by name, each loaded on access."""
 

@@ -30,7 +30,7 @@ from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.teacher.asked import Asked
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.servers import smallest
-from trl_opsd.teacher.token_servers import TokenServers, are_same
+from trl_opsd.teacher.token_servers import TokenServers, are_same, kl
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.known import MOST_IDS, KnownTokens, TokenHead
 from trl_opsd.types.targets import Keeper
@@ -160,6 +160,11 @@ class KnownTeacher(Teacher):
     def noise(self) -> float | None:
         """Nats between two answers for the same tokens, of two servers or of one; `None` if not measured."""
         return self._servers.noise
+
+    def told_apart(self, logs_LV: Tensor) -> float:
+        """Nats between what the servers tell and these log-probabilities, [L - 1, V], of `probe_ids`."""
+        each = zip(self.probe, logs_LV, strict=True)
+        return kl(self.probe, [{token: float(log_V[token]) for token in told} for told, log_V in each])
 
     @property
     def head(self) -> OutputHead:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from torch import distributed
+from torch import Tensor, distributed
 
 from trl_opsd.http.client import warn_in_main
 from trl_opsd.http.in_turn import WrongAnswerError
-from trl_opsd.models.backbone import check_no_holes, shape_of
+from trl_opsd.models.backbone import check_no_holes, logits_of, shape_of
 from trl_opsd.teacher.asked import Asked
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
@@ -64,7 +64,18 @@ class ServedTeacher(Teacher):
         self._head = checkpoint.head(self._servers.dtype, device)
         width = checkpoint.width * self._servers.dtype.itemsize
         self._asked = Asked[_Row](lambda row: self._servers.start(row.ids), lambda row: len(row.ids), width)
+        one, *others = [self._predictions(states) for states in self._servers.twice]
+        self.noise = max(_nats(one, other) for other in others)
+        """Nats between two servers for the same tokens, or two answers of one."""
         self._warn(checkpoint)
+
+    def _predictions(self, states_LH: Tensor) -> Tensor:
+        """[L, V], log-probabilities in host memory."""
+        return logits_of(states_LH.to(self._head.weight), self._head).float().log_softmax(-1).cpu()
+
+    def told_apart(self, logs_LV: Tensor) -> float:
+        """Nats between what the servers' states say and these log-probabilities, [L - 1, V], of `probe_ids`."""
+        return _nats(self._predictions(self._probe[:-1]), logs_LV)
 
     def __str__(self) -> str:
         dtype = word(self._servers.dtype)
@@ -152,3 +163,8 @@ class ServedTeacher(Teacher):
                 f"The teacher's server computes in {self._servers.dtype} and the checkpoint is in {stored}: start it "
                 f"with `--dtype {word(stored)}` if that is not meant."
             )
+
+
+def _nats(one_LV: Tensor, other_LV: Tensor) -> float:
+    """The mean KL of one from the other, never below 0."""
+    return max(0.0, float((one_LV.exp() * (one_LV - other_LV)).sum(-1).mean()))

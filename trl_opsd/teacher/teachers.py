@@ -69,6 +69,12 @@ class Teachers(dict[str, Teacher]):
         return with_candidates(rollout, self._proposer, k, chunk_tokens, vocabulary)
 
     @property
+    def noise(self) -> float | None:
+        """Nats between two answers of a teacher's servers for the same tokens, the most of all; `None` without any."""
+        each = [noise for one in self.values() if (noise := getattr(one, "noise", None)) is not None]
+        return max(each, default=None)
+
+    @property
     def heads(self) -> list[OutputHead]:
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]

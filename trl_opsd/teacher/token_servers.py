@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.http.client import MIB, Response, Schema, at
 from trl_opsd.http.in_turn import InTurn, WrongAnswerError
-from trl_opsd.teacher.servers import KIND, NAME, ModelServer, ModelServers
+from trl_opsd.teacher.servers import KIND, MOST_APART, NAME, ModelServer, ModelServers, probe_ids
 
 START = "vllm serve TEACHER --enable-scale-out --max-logprobs 128"
 """How to start a server that scores the student's tokens, for messages; vLLM from 0.32 on."""
@@ -30,8 +30,6 @@ _OF_OPENAI = 5
 """Tokens that OpenAI's API tells at most."""
 _ABOVE = 1e-2
 """Largest excess of a probability, or of a sum of some, over 1 that rounding explains."""
-_SAME = 0.05
-"""Nats between two answers for the same tokens that neither half precision nor other kernels reach."""
 _MOVED = 1e-6
 """Nats by which another token before it changes a prediction at least."""
 _BYTES = 120
@@ -294,7 +292,7 @@ class TokenServers(ModelServers[_TokenServer]):
 
     def prove(self, vocabulary: int, student_k: int, teacher_k: int) -> list[Found]:
         """Compares what the servers return for short rows; returns what the first did, for `are_same`."""
-        row = [place * (vocabulary - 1) // 7 for place in range(8)]
+        row = probe_ids(vocabulary)
         other = (row[0] + 1) % vocabulary
         # All predictions are of what comes before the last token, so that it changes none; the one before changes the
         # last. The first row is read twice, for the noise of a server alone.
@@ -306,7 +304,7 @@ class TokenServers(ModelServers[_TokenServer]):
         told = [[_by_place(*one.result()) for one in each] for each in asked]
         first = told[0][0]
         for server, (one, _, changed_last, changed_before) in zip(self._servers, told, strict=True):
-            if kl(one, changed_last) > _SAME:
+            if kl(one, changed_last) > MOST_APART:
                 raise WrongAnswerError(
                     f"{KIND.subject} at {server.url} tells log-probabilities that depend on the token they predict, "
                     f"{kl(one, changed_last):.2g} nats apart: they are a position ahead, or its attention is "
@@ -317,7 +315,7 @@ class TokenServers(ModelServers[_TokenServer]):
                     f"{KIND.subject} at {server.url} tells the same log-probabilities after different tokens: its "
                     "weights are zeroed or were not loaded, or they are a position behind."
                 )
-            if (gap := kl(first, one)) > _SAME:
+            if (gap := kl(first, one)) > MOST_APART:
                 raise WrongAnswerError(
                     f"The teacher's servers at {self._servers[0].url} and {server.url} are {gap:.2g} nats apart for "
                     "the same tokens: start all with the same checkpoint, revision and `--dtype`."
@@ -360,12 +358,12 @@ def kl(one: list[Found], other: list[Found]) -> float:
         rest_21 = (1 - pair.exp().sum(1, keepdim=True)).clamp(min=_MOVED).log()
         log_p, log_q = torch.cat([pair, rest_21], 1)
         total += float((log_p.exp() * (log_p - log_q)).sum())
-    return total / len(one)
+    return max(0.0, total / len(one))
 
 
 def are_same(one: list[Found], other: list[Found]) -> bool:
     """Whether the same model can have told both for the same places."""
-    return kl(one, other) <= _SAME
+    return kl(one, other) <= MOST_APART
 
 
 def _same(wanted: list[int], places: int) -> Tensor | None:
