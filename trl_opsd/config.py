@@ -47,7 +47,6 @@ from trl_opsd.options.table import (
     SGLANG,
     SKIPS,
     TEACHER_SERVER,
-    VLLM,
     Option,
     a_divergence,
     above,
@@ -206,9 +205,9 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     report: Annotated[bool, Option()] = False
     """Whether to record samples of completions, and to write `report.html` at the end; see `docs/tools.md`."""
     # engines
-    vllm_weight_sync: Annotated[str, Option(one_of("auto", "adapter", "full"), (VLLM,))] = "auto"
-    """What is sent to vLLM after an update of a student with a LoRA adapter: the adapter, all weights, or the adapter
-    where vLLM supports it."""
+    vllm_weight_sync: Annotated[str, Option(one_of("auto", "adapter", "full"), (ENGINE,))] = "auto"
+    """What is sent to an engine, vLLM or SGLang, after an update of a student with a LoRA adapter: the adapter, all
+    weights, or the adapter where the engine takes it."""
     vllm_sync_check: Annotated[str, Option(one_of("every", "first", "never"), (ENGINE,), read=LIVE)] = "every"
     """Which weight syncs, with vLLM or SGLang, are verified by comparing its log-probabilities with the student's."""
     sglang_server_url: Annotated[str | None, Option(ORIGIN | None)] = None

@@ -12,13 +12,15 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
+from uuid import uuid4
 from weakref import WeakSet
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
-from trl_opsd._compat.peft import CausalLM, Weight
+from trl_opsd._compat.peft import CausalLM, Weight, is_peft
+from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.host import Host
@@ -27,21 +29,24 @@ from trl_opsd.models.backbone import model_shape
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.sync_proof import RELATIVE
-from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, note
-from trl_opsd.rollout.weight_sync import Stream, saved_by, weights_of
+from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, note, version_of
+from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_of, base_weights_of, chosen_sync, saved_by, weights_of
 from trl_opsd.types import Completion
 
 T = TypeVar("T")
 
 logger = get_logger(__name__)
 
+MAX_RANK = 1024
+"""Largest rank of an adapter, where a server does not tell its own; one that is too large is its error."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """The configuration that a server reports."""
 
-    dtype: torch.dtype
-    """The dtype it computes in."""
+    dtype: torch.dtype | None
+    """The dtype it computes in; `None` where it does not tell."""
     context: int
     """Context length in tokens, prompt and completion together."""
     block_size: int
@@ -54,14 +59,21 @@ class Facts:
     """The type of an SGLang server's device, as torch calls it."""
     workers: int = 1
     """Processes of an SGLang server that hold a part of the weights."""
+    no_weights: str = ""
+    """Why it cannot be sent whole weights, and how to start one that can; empty where it can."""
+    no_adapters: str = ""
+    """The same of adapters."""
+    max_rank: int | None = None
+    """Largest rank of an adapter; `None` where it does not tell."""
 
 
 class GenerationClient(ABC):
     """A server that generates, as an [`~rollout.base.Engine`]; its failures are `ServerError`.
 
-    What all kinds share is here: `write`, `write_each`, `connect`, `check_connected`, `load` and `forget_prefixes`, of
-    which all but `write_each` are collective. The other methods are those of a kind: paths, names, and how weights are
-    sent. Each process requests its own rows; the main one alone reads `facts`, connects, and sends weights.
+    What all kinds share is here: `write`, `write_each`, `connect`, `check_connected`, `load`, `load_adapter` and
+    `forget_prefixes`, of which all but `write_each` are collective. The other methods are those of a kind: paths,
+    names, and how weights are sent. Each process requests its own rows; the main one alone reads `facts`, connects,
+    and sends weights.
     """
 
     kind: ClassVar[ServerKind]
@@ -84,6 +96,11 @@ class GenerationClient(ABC):
         self.vocabulary, self.device = 0, args.device  # of the student, set by `connect`
         self.version: str | None = None
         """The weights that completions have to be generated with, where the server reports them."""
+        self.adapter: str | None = None
+        """The adapter that completions are requested from, by its name on the server."""
+        self._takes_adapters = self._is_given_back = False
+        self._run = uuid4().hex[:12]
+        self._adapters = 0
 
     # ---- Of a kind of server ------------------------------------------------------------------------------------
 
@@ -139,6 +156,20 @@ class GenerationClient(ABC):
     def close(self) -> None:
         """Disconnects, if it is connected, so that another training run can use the server."""
 
+    @abstractmethod
+    def put_adapter(self, name: str, layers: Layers) -> None:
+        """Loads an adapter under a name that was never used."""
+
+    @abstractmethod
+    def drop_adapter(self, name: str) -> None:
+        """Unloads it."""
+
+    def why_no_adapter(self, model: CausalLM) -> str | None:
+        """Why an adapter of this student cannot be sent alone, or `None` if it can."""
+        if fake_quantized(model):
+            return "the student computes with quantised weights, which the server does not have"
+        return self.facts.no_adapters or None
+
     # ---- Of all kinds -------------------------------------------------------------------------------------------
 
     def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
@@ -180,14 +211,19 @@ class GenerationClient(ABC):
         with shared_errors():
             return call() if self._is_main else None
 
-    def connect(self, vocabulary: int, device: torch.device) -> None:
-        """Connects to send the weights of a student, which has so many tokens and is on a device."""
-        self.vocabulary = vocabulary
+    def connect(self, vocabulary: int, device: torch.device, by_adapter: bool = False) -> None:
+        """Connects to send the weights of a student, which has so many tokens and is on a device, or its adapters."""
+        self.vocabulary, self._takes_adapters, self._is_given_back = vocabulary, by_adapter, False
+        if by_adapter:
+            return
         self.device = self._in_main(lambda: self.open(device)) or device  # where weights have to be from now on
 
     def check_connected(self) -> None:
         """Raises `ServerError` if it was closed, or weights cannot be sent any more."""
-        self._in_main(self.connected)
+        if not self._takes_adapters:
+            self._in_main(self.connected)
+        elif self._is_given_back:
+            raise ServerError(f"{self.name} at {self.url} was given back: the rollout was closed. Build a new trainer.")
 
     def load(self, stream: Stream) -> None:
         """Replaces all weights; all processes iterate over the stream, and the main one sends it."""
@@ -197,9 +233,39 @@ class GenerationClient(ABC):
         # With it each process checks which weights its completions are from.
         (self.version,) = broadcast_object_list([self.version])
 
+    def load_adapter(self, layers: Layers) -> None:
+        """Replaces the adapter, under a name of its own, so that no prefix cached with another can be read. Collective.
+
+        The one before is unloaded once no completion is requested from it.
+        """
+        before, self._adapters = self.adapter, self._adapters + 1
+        name = f"trl_opsd-{self._run}-{self._adapters}"
+        with shared_errors():
+            if self._is_main:
+                self.put_adapter(name, layers)
+        (self.adapter,) = broadcast_object_list([name])
+        if before is not None and self._is_main:
+            self._drop(before)
+
+    def _drop(self, name: str) -> None:
+        """Unloads an adapter that is not used any more; what remains of it on the server does not matter."""
+        try:
+            self.drop_adapter(name)
+        except ServerError as error:
+            logger.warning(f"{self.name} at {self.url} did not unload {name!r}: {error}")
+
+    def give_back(self) -> None:
+        """As `close`, and unloads the adapter."""
+        self.close()
+        adapter, self.adapter = self.adapter, None
+        self._is_given_back = True
+        if adapter is not None and self._is_main:
+            self._drop(adapter)
+
     def forget_prefixes(self) -> None:
-        """Resets the prefix cache, which was computed with earlier weights."""
-        self._in_main(self.reset_prefixes)
+        """Resets the prefix cache, which was computed with earlier weights; blocks of adapters have their names."""
+        if not self._takes_adapters:
+            self._in_main(self.reset_prefixes)
 
     def wipe_cache(self) -> None:  # noqa: B027
         """No-op: the server loaded real weights; its cache holds no NaNs."""
@@ -254,8 +320,16 @@ class ServedRollout(SyncedRollout[GenerationClient]):
             never = {str(token): self._client.min_bias for token in masked}
             sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **never}
         self._cancel_streams()
-        engine.connect(vocabulary, trainer.accelerator.device)
-        logger.info(f"Weight sync with {engine.name}: 'full', because an adapter alone cannot be sent to a server.")
+        ranks = [engine.facts.max_rank or MAX_RANK]
+        self._mode, why = chosen_sync(
+            self.args.vllm_weight_sync, trainer.model, ranks, engine.why_no_adapter(trainer.model)
+        )
+        if self._mode == "full" and engine.facts.no_weights:
+            others = f", nor its adapter alone ({why})" if is_peft(trainer.model) else ""
+            raise ValueError(f"{engine.facts.no_weights}{others}.")
+        engine.connect(vocabulary, trainer.accelerator.device, self._mode == "adapter")
+        logger.info(f"Weight sync with {engine.name}: {self._mode!r}, because {why}.")
+        self._base = version_of(weight.base for weight in base_weights_of(trainer.model))
         self.set_up(trainer, engine, sampling, dtype)
 
     def _common_dtype(self, trainer: Host, engine: GenerationClient) -> torch.dtype:
@@ -269,6 +343,8 @@ class ServedRollout(SyncedRollout[GenerationClient]):
                 "engine), so that prompts that are too long are rejected before training, or start the server with "
                 f"{self._client.longer_context}."
             )
+        if served is None:
+            return dtype
         if served != dtype:
             logger.warning(
                 f"The {name} server computes in {served}, but the student in {dtype}, so completions differ slightly "
@@ -277,9 +353,18 @@ class ServedRollout(SyncedRollout[GenerationClient]):
         return max(dtype, served, key=RELATIVE.__getitem__)  # the one with the larger tolerance
 
     def send_weights(self) -> int:
-        engine = self.engine
-        how = engine.facts.dtype, engine.device, self.trainer.gathered
-        stream = Stream(self._client.weights(self.trainer.model), *how, saved_by(self.trainer.model))
+        engine, model = self.engine, self.trainer.model
+        how = engine.facts.dtype or dtype_of(self.trainer), engine.device, self.trainer.gathered
+        if self._mode == "adapter":
+            if version_of(weight.base for weight in base_weights_of(model)) != self._base:
+                raise ValueError(
+                    "Weights under the student's adapter have changed, which an adapter alone does not carry to a "
+                    "server: set `vllm_weight_sync='full'`."
+                )
+            layers, size = adapter_of(model, how[0], torch.device("cpu"), how[2])
+            engine.load_adapter(layers)
+            return size
+        stream = Stream(self._client.weights(model), *how, saved_by(model))
         engine.load(stream)
         return stream.bytes
 
@@ -291,7 +376,7 @@ class ServedRollout(SyncedRollout[GenerationClient]):
 
     def close(self) -> None:
         self._cancel_streams()
-        super().close()
+        self._client.give_back()
 
     def _cancel_streams(self) -> None:
         for rows in list(self._streams):

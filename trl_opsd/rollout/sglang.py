@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -19,9 +22,11 @@ from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, Response, Schema, ServerKind, TokenId, shown
 from trl_opsd.http.urls import ROLLOUT_TOKEN
 from trl_opsd.rollout.served import Facts, GenerationClient
-from trl_opsd.rollout.weight_sync import buckets
+from trl_opsd.rollout.weight_sync import Layers, as_saved_by_peft, buckets
 from trl_opsd.types import Completion
 
+_ADAPTERS = "--enable-lora --max-lora-rank 64 --lora-target-modules all"
+"""What an SGLang server is started with to load adapters."""
 _IDLE_SECONDS = 10.0
 """A server may still be ending requests that it has answered, or whose connection was closed."""
 _BYTES_PER_SECOND = 1e7
@@ -129,6 +134,8 @@ class _Info(Schema):
     page_size: Count
     max_req_input_len: Count
     enable_deterministic_inference: bool
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
 
 
 class _Done(Schema):
@@ -183,6 +190,10 @@ class SGLangClient(GenerationClient):
             block_size=info.page_size,
             device=info.device,
             workers=info.tp_size,
+            no_adapters=""
+            if info.enable_lora
+            else f"the SGLang server was started without adapters: use `{_ADAPTERS}`",
+            max_rank=info.max_lora_rank,
         )
 
     def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
@@ -194,6 +205,7 @@ class SGLangClient(GenerationClient):
             "sampling_params": {"stop_token_ids": [], **sampling, "max_new_tokens": most},
             "return_logprob": of_prompt or options.get("logprobs") is not None,
             "logprob_start_len": 0 if of_prompt else -1,
+            **({} if self.adapter is None else {"lora_path": self.adapter}),
         }
 
     def read(self, ids: list[int], body: dict[str, Any], version: str | None, response: Response) -> Completion:
@@ -311,6 +323,23 @@ class SGLangClient(GenerationClient):
                 self._call("destroy_weights_update_group", group_name=self._name)
             finally:
                 group.close()
+
+    def put_adapter(self, name: str, layers: Layers) -> None:
+        """Sends its tensors with the request, so that no disk is shared; the server compares their digests."""
+        tensors, config = as_saved_by_peft(layers)
+        # A plain pickle has the numbers themselves, where torch's own would have the name of shared memory.
+        payload = base64.b64encode(pickle.dumps(tensors)).decode()
+        digests = {key: sha256(one.view(torch.uint8).numpy().tobytes()).hexdigest() for key, one in tensors.items()}
+        self._call(
+            "load_lora_adapter_from_tensors",
+            lora_name=name,
+            config_dict=config,
+            serialized_named_tensors=[payload] * self.facts.workers,
+            expected_checksums=digests,
+        )
+
+    def drop_adapter(self, name: str) -> None:
+        self._call("unload_lora_adapter", lora_name=name)
 
     def _call(self, path: str, within: float | None = None, **body: Any) -> None:
         response = self.http.post(f"/{path}", json=body, seconds=within).check_status()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import socket
+from contextlib import suppress
+from pathlib import Path
+from shutil import rmtree
 from time import monotonic, sleep
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -12,23 +16,28 @@ from weakref import WeakValueDictionary
 
 import torch
 from accelerate.utils import patch_environment
+from safetensors.torch import save_file
 
-from trl_opsd._compat.peft import CausalLM, Weight
+from trl_opsd._compat.peft import CausalLM, Weight, is_peft, without_peft
 from trl_opsd._compat.server import pydantic
 from trl_opsd._compat.trl import VLLMClient
-from trl_opsd._compat.vllm.supported import HEAD, may_have_head
+from trl_opsd._compat.vllm.supported import HEAD, may_have_head, why_no_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
 from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine
 from trl_opsd.rollout.served import Facts, GenerationClient
 from trl_opsd.rollout.vllm_sampling import request_options
-from trl_opsd.rollout.weight_sync import Stream
+from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_layers, as_saved_by_peft
 from trl_opsd.types import Completion
 
 SENDS_FROM = "cuda"
 """The type of device that TRL's client can send weights from: it has only NCCL."""
 
+_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank 64 --max-loras 2"
+"""How to start a server that loads adapters: two at a time, as a new one comes before the old one goes."""
+_LARGEST_BLOCK = 128
+"""Tokens in a block of a prefix cache at most, of servers that do not tell."""
 _ABORT_SECONDS = 10.0
 """A server ends requests whose connection was closed only after the current decoding step."""
 
@@ -38,6 +47,7 @@ _ABORT_SECONDS = 10.0
 
 class _Models(Schema):
     first: str = at("data", 0, "id")
+    context: Count | None = at("data", 0, "max_model_len", default=None)
 
 
 class _Info(Schema):
@@ -45,6 +55,7 @@ class _Info(Schema):
     max_model_len: Count = at("vllm_config", "model_config", "max_model_len")
     block_size: Count = at("vllm_config", "cache_config", "block_size")
     weight_transfer_config: Any = at("vllm_config", "weight_transfer_config", default=None)
+    max_lora_rank: Count | None = at("vllm_config", "lora_config", "max_lora_rank", default=None)
 
 
 class _WorldSize(Schema):
@@ -73,6 +84,16 @@ class _Completions(Schema):
 # ---- Requests --------------------------------------------------------------------------------------------------------
 
 
+def check_sends(device: torch.device) -> None:
+    """Refuses a device from which whole weights cannot be sent."""
+    if device.type != SENDS_FROM:
+        raise ValueError(
+            f"`vllm_mode='server'` on the device '{device}': whole weights are sent to a vLLM server with NCCL, which "
+            "needs a CUDA device. Train an adapter (`peft_config`) and start a server that loads adapters, as "
+            "docs/generation.md says, or use an SGLang server (`sglang_server_url`)."
+        )
+
+
 class VLLMServerClient(GenerationClient):
     """Requests completions from a vLLM server, and sends it weights. It does not report which weights it used."""
 
@@ -93,23 +114,14 @@ class VLLMServerClient(GenerationClient):
 
     @classmethod
     def check(cls, args: OPSDConfig) -> None:
-        if args.vllm_weight_sync == "adapter":
-            raise ValueError(
-                "`vllm_weight_sync='adapter'` with `vllm_mode='server'`: a server accepts only full weights: use "
-                "'auto'."
-            )
         if args.vllm_enable_sleep_mode:
             raise ValueError(
                 "`vllm_enable_sleep_mode=True` with `vllm_mode='server'`: a server has its own device and does not "
                 "sleep: set it to False."
             )
         super().check(args)
-        if args.device.type != SENDS_FROM:
-            raise ValueError(
-                f"`vllm_mode='server'` on the device '{args.device}': weights are sent to a vLLM server with NCCL, "
-                "which needs a CUDA device. Set `vllm_mode='colocate'` or `use_vllm=False`, or use an SGLang server "
-                "(`sglang_server_url`)."
-            )
+        if args.vllm_weight_sync == "full":
+            check_sends(args.device)
 
     @staticmethod
     def address(args: OPSDConfig) -> str:
@@ -122,25 +134,86 @@ class VLLMServerClient(GenerationClient):
         return [weight for weight in super().weights(model) if has_head or weight.name != HEAD]
 
     def read_facts(self) -> Facts:
-        model = self.http.get("/v1/models").parse(_Models).first
+        model = self.http.get("/v1/models").parse(_Models)
         response = self.http.get("/server_info", params={"config_format": "json"})
+        no_adapters = self._why_no_adapters()
         if response.status == 404:
-            raise ServerError(
+            if model.context is None:
+                raise ServerError(f"The vLLM server at {self.url} does not tell its context length: give it one.")
+            why = (
                 f"The vLLM server at {self.url} does not expose its development endpoints, which receive weights: "
-                "start it with `VLLM_SERVER_DEV_MODE=1` in its environment."
+                "start it with `VLLM_SERVER_DEV_MODE=1` in its environment"
             )
-        info = response.parse(_Info)
+            return Facts(
+                model=model.first,
+                dtype=None,
+                context=model.context,
+                longest_prompt=model.context,
+                block_size=_LARGEST_BLOCK,
+                no_weights=why,
+                no_adapters=no_adapters,
+            )
+        info, why = response.parse(_Info), ""
         if info.weight_transfer_config is None:
-            raise ValueError(
+            why = (
                 f"The vLLM server at {self.url} cannot be sent weights: start it with "
-                """`--weight-transfer-config '{"backend": "nccl"}'`, as described in docs/generation.md."""
+                """`--weight-transfer-config '{"backend": "nccl"}'`, as described in docs/generation.md"""
             )
         dtype, length = getattr(torch, info.dtype.removeprefix("torch.")), info.max_model_len
-        return Facts(model=model, dtype=dtype, context=length, longest_prompt=length, block_size=info.block_size)
+        return Facts(
+            model=model.first,
+            dtype=dtype,
+            context=length,
+            longest_prompt=length,
+            block_size=info.block_size,
+            no_weights=why,
+            no_adapters=no_adapters,
+            max_rank=info.max_lora_rank,
+        )
+
+    def _why_no_adapters(self) -> str:
+        """Asks for an adapter that is not there, and reads from the error whether one could be."""
+        nowhere = {"lora_name": "trl_opsd-none", "lora_path": "/nonexistent/trl_opsd"}
+        said = self.http.post("/v1/load_lora_adapter", json=nowhere)
+        if said.status == 404 and "trl_opsd" not in said.text:
+            return f"the vLLM server does not load adapters while it runs: start it with `{_ADAPTERS}`"
+        if "enabled" in said.text.lower():
+            return f"the vLLM server was started without `--enable-lora`: start it with `{_ADAPTERS}`"
+        return ""
+
+    def why_no_adapter(self, model: CausalLM) -> str | None:
+        return super().why_no_adapter(model) or (
+            why_no_adapter(without_peft(model).config, "auto", adapter_layers(model)) if is_peft(model) else None
+        )
+
+    def put_adapter(self, name: str, layers: Layers) -> None:
+        """Writes it to disk, where alone a vLLM server can read it, in the folder of the run."""
+        folder = self._folder(name)
+        tensors, config = as_saved_by_peft(layers)
+        try:
+            folder.mkdir(parents=True)
+            save_file(tensors, folder / "adapter_model.safetensors")
+            (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+            said = self.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+            said.check_status(
+                f" It reads {folder}, below `output_dir`, which has to be on a disk that both machines have."
+            )
+        except BaseException:
+            rmtree(folder, ignore_errors=True)
+            raise
+
+    def drop_adapter(self, name: str) -> None:
+        rmtree(self._folder(name), ignore_errors=True)
+        with suppress(OSError):
+            self._folder(name).parent.rmdir()  # once it is empty
+        self.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).check_status()
+
+    def _folder(self, name: str) -> Path:
+        return Path(self.args.output_dir).absolute() / "served_adapters" / name
 
     def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
         # Ids instead of text, which does not determine the ids.
-        same = {"model": self.facts.model, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        same = {"model": self.adapter or self.facts.model, "return_token_ids": True, "return_tokens_as_token_ids": True}
         return {**same, **options, "prompt": ids}
 
     def read(self, ids: list[int], body: dict[str, Any], version: str | None, response: Response) -> Completion:
@@ -164,6 +237,7 @@ class VLLMServerClient(GenerationClient):
 
         An earlier connection of this process over the same port is closed: only one client at a time can have it.
         """
+        check_sends(self.args.device)
         port = self.args.vllm_group_port
         _connected.get(port, self).close()  # the earlier client listens at the port until it is closed
         self.close()

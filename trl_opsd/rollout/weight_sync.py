@@ -29,6 +29,8 @@ from trl_opsd.models.weights import as_saved
 
 T = TypeVar("T")
 Gathered: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Any]]
+Layers: TypeAlias = dict[str, tuple[Tensor, Tensor, float]]
+"""LoRA factors A, [r, in], and B, [out, r], and the scaling of B A, by the name of the layer in a checkpoint."""
 Saved: TypeAlias = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
 BUCKET_BYTES = 2**28
@@ -118,9 +120,7 @@ def base_weights_of(model: CausalLM) -> list[Weight]:
     return [replace(one, parts=(one.base,), merge=Tensor.detach) for one in weights_of(model)]
 
 
-def adapter_of(
-    model: CausalLM, dtype: torch.dtype, device: torch.device, gathered: Gathered
-) -> tuple[dict[str, tuple[Tensor, Tensor, float]], int]:
+def adapter_of(model: CausalLM, dtype: torch.dtype, device: torch.device, gathered: Gathered) -> tuple[Layers, int]:
     """The student's LoRA factors A, B and the scaling of B A, by the name of the layer; and their bytes."""
 
     def copied(part: Tensor) -> Tensor:
@@ -130,6 +130,17 @@ def adapter_of(
     with gathered([part for one in factors for part in (one.a, one.b) if in_zero3(part)]):
         layers = {one.name: (copied(one.a), copied(one.b), one.scaling) for one in factors}
     return layers, sum(a.nbytes + b.nbytes for a, b, _ in layers.values())
+
+
+def as_saved_by_peft(layers: Layers) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the config of an adapter as peft saves them, with all scalings in the factors B."""
+    tensors = {}
+    for name, (a, b, scaling) in layers.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = (b * scaling).contiguous()
+    rank = max(len(a) for a, _, _ in layers.values())
+    modules = sorted({name.rpartition(".")[2] for name in layers})
+    return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
 
 
 def adapter_rank(model: CausalLM) -> int:
