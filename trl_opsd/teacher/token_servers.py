@@ -214,13 +214,11 @@ class _TokenServer(ModelServer):
                 f"{response.request} returned log-probabilities of {len(answer.own)} tokens, {len(answer.top)} with "
                 f"the likeliest, expected those of the last {len(ids) - first} of the row."
             )
-        return [
-            {
-                **{token: score for score, token, _ in answer.top[place - first] or ()},
-                **{ids[place]: score for score, _, _ in [answer.own[place - first]] if score is not None},
-            }
-            for place in places
-        ]
+        found = [{token: score for score, token, _ in answer.top[place - first] or ()} for place in places]
+        for one, place in zip(found, places, strict=True):
+            if (score := answer.own[place - first][0]) is not None:
+                one[ids[place]] = score
+        return found
 
     def _of_openai(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
         answer = response.parse(_Echoed)
