@@ -74,10 +74,12 @@ def rows_of(asked: argparse.Namespace, seed: int) -> tuple[Dataset, Dataset]:
 def trainer(asked: argparse.Namespace, student: str, rows: Dataset, seed: int, **options: Any) -> OPSDTrainer:
     given = {"max_completion_length": asked.tokens, "divergence": "forward_kl", "per_device_eval_batch_size": 100}
     given |= {"eval_temperature": 0.0, "teacher_model_init_kwargs": {"dtype": "float32"}, **options}
-    methods = given.pop("methods", [])
+    methods, teacher = given.pop("methods", []), given.pop("teacher_model", asked.model)
+    if not isinstance(teacher, str):
+        del given["teacher_model_init_kwargs"]
     return OPSDTrainer(
         model=student,
-        teacher_model=asked.model,
+        teacher_model=teacher,
         args=OPSDConfig(**common(asked, seed), **given),
         train_dataset=rows,
         reward_funcs=[asked.reward],

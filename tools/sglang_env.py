@@ -64,6 +64,18 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.insert(0, Finder())
 sys.modules[__name__].__class__ = Module
+
+
+def unpinned(make):
+    """Adapters are kept in pinned memory, which only an accelerator has."""
+    return lambda *args, pin_memory=False, **given: make(*args, **given)
+
+
+import torch
+
+for name in ("empty", "tensor", "zeros", "ones"):
+    setattr(torch, name, unpinned(getattr(torch, name)))
+torch.Tensor.pin_memory = lambda self, *args: self
 '''
 
 STANDS_IN = {

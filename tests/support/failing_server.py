@@ -188,6 +188,8 @@ class Scoring(Pretended):
             # the first has no log-probability, wherever it is
             answer: Any = {"input_token_logprobs": own[first:], "input_top_logprobs": [None, *top[first + 1 :]]}
             answer["input_token_logprobs"][0][0] = None
+            for entry in answer["input_token_logprobs"]:  # as SGLang 0.5.23 names the last id of a vocabulary
+                entry[1] %= logs_LV.size(1) - 1
             return json.dumps({"text": "", "meta_info": answer}).encode()
         if self.api == "other":
             said = [

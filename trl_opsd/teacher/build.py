@@ -296,17 +296,17 @@ def served(
             path, servers, targets, args.teacher_server_top_k, args.device, vocabulary, place, *keeping
         )
     teacher.compare_processes()
-    _check_identity(teacher, path, args, teacher.head.weight.size(0))
+    _check_identity(teacher, path, args)
     return teacher
 
 
-def _check_identity(teacher: Any, path: str, args: OPSDConfig, vocabulary: int) -> None:
+def _check_identity(teacher: Any, path: str, args: OPSDConfig) -> None:
     """Refuses servers of another model than a small checkpoint in a folder here, which is run once. Collective."""
     from trl_opsd.teacher.checkpoint_head import predictions_of
-    from trl_opsd.teacher.servers import MOST_APART, probe_ids
+    from trl_opsd.teacher.servers import MOST_APART
 
     apart = [0.0]
-    if args.process_index == 0 and (logs_LV := predictions_of(path, location(args), probe_ids(vocabulary))) is not None:
+    if args.process_index == 0 and (logs_LV := predictions_of(path, location(args), teacher.probe_row)) is not None:
         apart = [teacher.told_apart(logs_LV)]
     if max(apart := gather_object(apart)) > MOST_APART:
         raise ValueError(

@@ -29,7 +29,7 @@ from trl_opsd.losses import (
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.teacher.asked import Asked
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.servers import smallest
+from trl_opsd.teacher.servers import probe_ids, smallest
 from trl_opsd.teacher.token_servers import TokenServers, are_same, kl
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.known import MOST_IDS, KnownTokens, TokenHead
@@ -114,6 +114,7 @@ class KnownTeacher(Teacher):
             )
         self.student_k, self._teacher_k = (self.top_k * (one in self._parts) for one in _BOTH)
         servers.warn_of_name(path, "it has the student's tokens, and is causal")
+        self.probe_row = probe_ids(vocabulary)
         self.probe = servers.prove(vocabulary, self.student_k, self._teacher_k)
         self._width = self.student_k + self._teacher_k + 1
         self._head = TokenHead.sized(vocabulary, self._width, device)
@@ -162,7 +163,7 @@ class KnownTeacher(Teacher):
         return self._servers.noise
 
     def told_apart(self, logs_LV: Tensor) -> float:
-        """Nats between what the servers tell and these log-probabilities, [L - 1, V], of `probe_ids`."""
+        """Nats between what the servers tell and these log-probabilities, [L - 1, V], of `probe_row`."""
         each = zip(self.probe, logs_LV, strict=True)
         return kl(self.probe, [{token: float(log_V[token]) for token in told} for told, log_V in each])
 

@@ -21,7 +21,7 @@ from trl_opsd.models.backbone import check_no_holes, logits_of, shape_of
 from trl_opsd.teacher.asked import Asked
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
-from trl_opsd.teacher.servers import Expected, TeacherServers, are_same, distance, smallest, word
+from trl_opsd.teacher.servers import Expected, TeacherServers, are_same, distance, probe_ids, smallest, word
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import Keeper
 
@@ -60,6 +60,7 @@ class ServedTeacher(Teacher):
             getattr(self.config.get_text_config(), "max_position_embeddings", None),
             None if self._servers.context is None else self._servers.context + 1,  # the last token is not sent
         )
+        self.probe_row = probe_ids(checkpoint.vocabulary)
         self._probe = self._servers.prove(Expected(path, checkpoint.width, checkpoint.norm), checkpoint.vocabulary)
         self._head = checkpoint.head(self._servers.dtype, device)
         width = checkpoint.width * self._servers.dtype.itemsize
@@ -74,7 +75,7 @@ class ServedTeacher(Teacher):
         return logits_of(states_LH.to(self._head.weight), self._head).float().log_softmax(-1).cpu()
 
     def told_apart(self, logs_LV: Tensor) -> float:
-        """Nats between what the servers' states say and these log-probabilities, [L - 1, V], of `probe_ids`."""
+        """Nats between what the servers' states say and these log-probabilities, [L - 1, V], of `probe_row`."""
         return _nats(self._predictions(self._probe[:-1]), logs_LV)
 
     def __str__(self) -> str:

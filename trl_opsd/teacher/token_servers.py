@@ -74,6 +74,8 @@ class _TokenServer(ModelServer):
     """The largest K of what it offers."""
     missing: dict[str, str]
     """Why it does not offer the rest."""
+    last_id = -1
+    """The last id of the vocabulary."""
     id_of: Mapping[str, int]
     """Ids by text, where a server tells texts."""
 
@@ -118,7 +120,8 @@ class _TokenServer(ModelServer):
 
     async def _check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Compares texts of some tokens, where the server tells them."""
-        ids = [place * (len(tokenizer) - 1) // 15 for place in range(16)]
+        special = {*tokenizer.all_special_ids}  # which some servers leave out
+        ids = [one for one in range(0, len(tokenizer), max(1, len(tokenizer) // 16)) if one not in special]
         body = {"model": self.model.id, "tokens": ids}
         answer = await self.request("POST", "/detokenize", json=body, seconds=KIND.health_seconds)
         if answer.status != 200:
@@ -204,18 +207,18 @@ class _TokenServer(ModelServer):
 
     def _of_sglang(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
         answer, first = response.parse(_FromSGLang), places[0] - 1
-        if [token for _, token, _ in answer.own] != list(ids[first:]) or len(answer.top) != len(answer.own):
+        # SGLang 0.5.23 names the last id of a vocabulary 0, beside its own log-probability.
+        expected = [0 if token == self.last_id else token for token in ids[first:]]
+        if [token for _, token, _ in answer.own] != expected or len(answer.top) != len(answer.own):
             raise WrongAnswerError(
                 f"{response.request} returned log-probabilities of {len(answer.own)} tokens, {len(answer.top)} with "
                 f"the likeliest, expected those of the last {len(ids) - first} of the row."
             )
-        return [
-            {
-                **{token: score for score, token, _ in answer.top[place - first] or ()},
-                **{token: score for score, token, _ in [answer.own[place - first]] if score is not None},
-            }
-            for place in places
-        ]
+        found = [{token: score for score, token, _ in answer.top[place - first] or ()} for place in places]
+        for one, place in zip(found, places, strict=True):
+            if (score := answer.own[place - first][0]) is not None:
+                one[ids[place]] = score
+        return found
 
     def _of_openai(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
         answer = response.parse(_Echoed)
@@ -293,6 +296,8 @@ class TokenServers(ModelServers[_TokenServer]):
     def prove(self, vocabulary: int, student_k: int, teacher_k: int) -> list[Found]:
         """Compares what the servers return for short rows; returns what the first did, for `are_same`."""
         row = probe_ids(vocabulary)
+        for server in self._servers:
+            server.last_id = vocabulary - 1
         other = (row[0] + 1) % vocabulary
         # All predictions are of what comes before the last token, so that it changes none; the one before changes the
         # last. The first row is read twice, for the noise of a server alone.
