@@ -147,3 +147,14 @@ def generating_command(model: str, port: int, *flags: str) -> list[str]:
 def over(packages: Path) -> dict[str, str]:
     """The environment of a vLLM server that imports these packages before others."""
     return {**VLLM, "PYTHONPATH": os.pathsep.join(map(str, (packages, ROOT / "tests", ROOT)))}
+
+
+@contextmanager
+def taking_adapters(model: str, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address and process of a server as anybody starts it, which loads adapters while it runs."""
+    port = free_port()
+    command = [sys.executable, "-c", FORKING, "--model", model, "--max-model-len", "192", "--enforce-eager"]
+    command += ["--dtype", "float32", "--num-gpu-blocks-override", "256", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", *flags]
+    with running(command, port, log, **VLLM, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as process:
+        yield f"http://127.0.0.1:{port}", process
