@@ -1,9 +1,9 @@
-"""What a server that tells K tokens per position leaves out: values, gradients, and trainings, beside whole vocabularies.
+"""What a server that tells K tokens per position leaves out: values, gradients and trainings.
 
     python benchmarks/known_tokens.py out/smollm2 --output out/known   # examples/real_model/convert.py makes the model
 
-The student is the model without five of its layers, as in `pruned.py`, before and after a training; the teacher the whole
-one. Known tokens are told by the model in this process, as a server would: `tests/` compare the two.
+The student is the model without five of its layers, as in `pruned.py`, before and after a training; the teacher is the
+whole one. Known tokens are told by the model in this process, as a server would: `tests/` compare the two.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 

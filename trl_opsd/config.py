@@ -14,7 +14,7 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
 from trl_opsd.data.prompts import check_template
-from trl_opsd.http.urls import server_urls
+from trl_opsd.http.urls import server_urls, some_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.entrywise import NoDivergence
@@ -41,7 +41,6 @@ from trl_opsd.options.table import (
     LOADED,
     NAMES,
     NO_PROMPT_FN,
-    ORIGIN,
     OVERLAP_AHEAD,
     OVERLAP_STEP,
     SGLANG,
@@ -210,12 +209,14 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     weights, or the adapter where the engine takes it."""
     vllm_sync_check: Annotated[str, Option(one_of("every", "first", "never"), (ENGINE,), read=LIVE)] = "every"
     """Which weight syncs, with vLLM or SGLang, are verified by comparing its log-probabilities with the student's."""
-    sglang_server_url: Annotated[str | None, Option(ORIGIN | None)] = None
-    """URL of a separately started SGLang server, which then generates the completions."""
+    sglang_server_url: Annotated[list | str | None, Option(some_urls)] = None
+    """URL of a separately started SGLang server, which then generates the completions; of several, a list."""
     sglang_server_timeout: Annotated[float, Option(at_least(0), (SGLANG,))] = 240.0
     """Seconds to wait for the SGLang server to be up."""
     resume_with_changes: Annotated[list[str] | None, Option(NAMES | None, read=LIVE)] = None
     """Options that a resume may change, for instance `["temperature"]`; see `docs/distributed.md`."""
+    vllm_server_base_url: list | str | None = None
+    """URL of the student vLLM server, in place of host and port; of several, which share the rows, a list."""
     vllm_server_host: str = "127.0.0.1"
     """Host of the student vLLM server. A host other than loopback must be set explicitly."""
 

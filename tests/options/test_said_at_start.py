@@ -196,8 +196,8 @@ def test_options_with_an_effect_do_not_warn(make_trainer, caplog, given):
         (
             {"use_vllm": False, "sglang_server_url": "http://localhost:9", "sglang_server_timeout": 9.0,
              "vllm_max_model_length": 64, "vllm_sync_check": "first", "vllm_weight_sync": "full"},
-            {"vllm_weight_sync"},
-            {"sglang_server_timeout", "vllm_max_model_length", "vllm_sync_check"},
+            set(),
+            {"vllm_weight_sync", "sglang_server_timeout", "vllm_max_model_length", "vllm_sync_check"},
         ),
     ],
 )  # fmt: skip

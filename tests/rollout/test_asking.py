@@ -109,7 +109,7 @@ def test_rows_are_returned_as_they_end(server):
 
 
 def test_rows_beyond_the_connections_wait_for_their_turn(server, monkeypatch):
-    monkeypatch.setattr(http, "_CONCURRENT", 2)
+    monkeypatch.setattr(http, "CONCURRENT", 2)
     rows = asked(server)
     until(lambda: len(server.asked) == 2)
     time.sleep(0.2)

@@ -51,6 +51,7 @@ class Faults(ThreadingHTTPServer):
         models = {"data": [{"id": "student"}]}
         self.answers: dict[str, Any] = {
             "/health": (200, {}), "/v1/models": (200, models), "/reset_prefix_cache": (200, b""),
+            "/v1/load_lora_adapter": (404, {"detail": "Not Found"}),
             INFO: (200, {"vllm_config": CONFIG}),
         }  # fmt: skip
         self.sent = 0
@@ -195,7 +196,7 @@ def test_the_deadline_ends_a_request_through_a_slow_proxy(faults, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{faults.server_port}")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    for path in ("/health", "/v1/models", INFO):
+    for path in ("/health", "/v1/models", "/v1/load_lora_adapter", INFO):
         faults.answers[f"http://elsewhere.invalid{path}"] = faults.answers[path]
     faults.answers[f"http://elsewhere.invalid{ASKED}"] = dripped_body
     speaker = client(1, vllm_server_base_url="http://elsewhere.invalid")
@@ -306,7 +307,7 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
     speaker = client(faults.server_port)
     assert (speaker.facts.model, str(speaker.facts.dtype), speaker.facts.context) == ("student", "torch.bfloat16", 64)
     faults.answers[INFO] = (404, {})
-    with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(ValueError, match=r"VLLM_SERVER_DEV_MODE=1.*Nor can it be sent adapters: .*RUNTIME_LORA_UPDATING"):
         client(faults.server_port)
     for wrong, message in [
         ({}, "/server_info returned vllm_config.model_config.dtype={}: Field required"),

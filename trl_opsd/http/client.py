@@ -33,7 +33,7 @@ MIB = 2**20
 
 _CONNECT_SECONDS = 10.0
 """A running server accepts connections at once, however busy its model is."""
-_CONCURRENT = 256
+CONCURRENT = 256
 """Concurrent requests of one [`Responses`]: each has a connection, and a process can often open only 1,024 files."""
 _MAX_BYTES = 2048 * MIB
 """Limit of a response where a request has none: a token with its log-probability takes about 100 bytes."""
@@ -173,7 +173,7 @@ class HTTPClient:
 
     def post_each(self, path: str, bodies: Sequence[Any], read: Callable[[int, Response], T]) -> Responses[T]:
         """Sends one POST per JSON body, whose response `read` parses; without a body the response is empty."""
-        turn = asyncio.Semaphore(_CONCURRENT)
+        turn = asyncio.Semaphore(CONCURRENT)
 
         async def post(body: Any) -> Response:
             if body is None:
@@ -257,9 +257,9 @@ class Responses(Iterator[tuple[int, T]]):
     request's number and its response.
     """
 
-    def __init__(self, requests: Sequence[Future[Response]], read: Callable[[int, Response], T]) -> None:
+    def __init__(self, requests: Sequence[Future[Any]], read: Callable[[int, Any], T]) -> None:
         self._missing = {request: number for number, request in enumerate(requests)}
-        self._ended: SimpleQueue[Future[Response]] = SimpleQueue()
+        self._ended: SimpleQueue[Future[Any]] = SimpleQueue()
         self._read = read
         for request in requests:
             request.add_done_callback(self._ended.put)

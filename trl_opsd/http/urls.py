@@ -23,12 +23,12 @@ def server_urls(option: str, value: Any) -> dict[str, tuple[str, ...]]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        return {ONLY: _urls(option, value)}
+        return {ONLY: urls_of(option, value)}
     if not value:
         raise ValueError(
             f"`{option}` is an empty dict: expected teacher names with the address of a server; or remove the option."
         )
-    return {name: _urls(f"{option}[{name!r}]", one) for name, one in value.items()}
+    return {name: urls_of(f"{option}[{name!r}]", one) for name, one in value.items()}
 
 
 def is_origin(url: Any) -> bool:
@@ -41,7 +41,8 @@ def is_origin(url: Any) -> bool:
     return known and parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
-def _urls(option: str, value: Any) -> tuple[str, ...]:
+def urls_of(option: str, value: Any) -> tuple[str, ...]:
+    """Addresses of an option, of which there may be several in a list or with commas, without trailing slashes."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not parts or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"`{option}={value!r}`: expected the address of a server, or a list of several.")
@@ -90,3 +91,9 @@ def token_header(variable: str) -> dict[str, str]:
     if token and not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(f"{variable} contains spaces, line breaks or non-ASCII characters: expected `A-Za-z0-9_-`.")
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def some_urls(option: str, value: Any) -> None:
+    """Refuses what is no address of a server, nor several."""
+    if value is not None:
+        urls_of(option, value)

@@ -19,7 +19,7 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.http.urls import is_origin
+from trl_opsd.http.urls import is_origin, some_urls
 from trl_opsd.losses import DIVERGENCES, Divergence
 from trl_opsd.losses.registry import named_with
 
@@ -313,7 +313,7 @@ TRLS: Mapping[str, Option] = {
     "vllm_model_impl": Option(needs=(VLLM, COLOCATED)),
     "vllm_gpu_memory_utilization": Option(share(), (VLLM, COLOCATED)),
     "vllm_tensor_parallel_size": Option(integer(1), (VLLM, COLOCATED)),
-    "vllm_server_base_url": Option(needs=(VLLM, SERVER)),
+    "vllm_server_base_url": Option(some_urls, (VLLM, SERVER)),
     "vllm_server_host": Option(needs=(VLLM, SERVER, NO_BASE_URL), may_differ=True),
     "vllm_server_port": Option(_PORT, (VLLM, SERVER, NO_BASE_URL), may_differ=True),
     "vllm_server_timeout": Option(at_least(0), (VLLM, SERVER)),

@@ -6,6 +6,7 @@ L probe tokens · T generated tokens · V vocabulary
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from itertools import chain, cycle, islice
@@ -52,7 +53,23 @@ class Gap:
     """The difference relative to what rounding explains: more than 1 is a fault."""
 
 
-class SyncProof:
+class Proof(ABC):
+    """Verifies a weight sync. All methods are collective."""
+
+    @abstractmethod
+    def take_prompts(self, prompt_ids: list[list[int]]) -> None:
+        """Takes the first prompts of a run to compare on."""
+
+    @abstractmethod
+    def record_scores(self) -> None:
+        """Records what the engine says before its first sync."""
+
+    @abstractmethod
+    def check(self) -> float:
+        """The largest difference in nats; a `SyncError` if rounding cannot explain it."""
+
+
+class SyncProof(Proof):
     """Compares engine and student on the prompts of the first rollout and on what the engine generates after them.
 
     The probe is text, because on arbitrary ids rounding alone changes log-probabilities by nats. Before there are

@@ -25,8 +25,8 @@ from trl_opsd._compat.vllm.supported import HEAD, may_have_head, why_no_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
-from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine
-from trl_opsd.rollout.served import Facts, GenerationClient
+from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine, urls_of
+from trl_opsd.rollout.generation_client import Facts, GenerationClient
 from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_layers, as_saved_by_peft
 from trl_opsd.types import Completion
@@ -124,9 +124,9 @@ class VLLMServerClient(GenerationClient):
             check_sends(args.device)
 
     @staticmethod
-    def address(args: OPSDConfig) -> str:
-        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        return str(url).rstrip("/")
+    def addresses(args: OPSDConfig) -> tuple[str, ...]:
+        given = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        return urls_of("vllm_server_base_url", given)
 
     @classmethod
     def weights(cls, model: CausalLM) -> list[Weight]:
@@ -135,40 +135,32 @@ class VLLMServerClient(GenerationClient):
 
     def read_facts(self) -> Facts:
         model = self.http.get("/v1/models").parse(_Models)
-        response = self.http.get("/server_info", params={"config_format": "json"})
-        no_adapters = self._why_no_adapters()
-        if response.status == 404:
-            if model.context is None:
-                raise ServerError(f"The vLLM server at {self.url} does not tell its context length: give it one.")
+        response, why = self.http.get("/server_info", params={"config_format": "json"}), ""
+        info = None if response.status == 404 else response.parse(_Info)
+        if info is None:
             why = (
                 f"The vLLM server at {self.url} does not expose its development endpoints, which receive weights: "
                 "start it with `VLLM_SERVER_DEV_MODE=1` in its environment"
             )
-            return Facts(
-                model=model.first,
-                dtype=None,
-                context=model.context,
-                longest_prompt=model.context,
-                block_size=_LARGEST_BLOCK,
-                no_weights=why,
-                no_adapters=no_adapters,
-            )
-        info, why = response.parse(_Info), ""
-        if info.weight_transfer_config is None:
+        elif info.weight_transfer_config is None:
             why = (
                 f"The vLLM server at {self.url} cannot be sent weights: start it with "
                 """`--weight-transfer-config '{"backend": "nccl"}'`, as described in docs/generation.md"""
             )
-        dtype, length = getattr(torch, info.dtype.removeprefix("torch.")), info.max_model_len
+        no_adapters = "`vllm_weight_sync='full'`" if self.args.vllm_weight_sync == "full" else self._why_no_adapters()
+        length = model.context if info is None else info.max_model_len
+        if why and (no_adapters or length is None):
+            raise ValueError(f"{why}. Nor can it be sent adapters: {no_adapters or 'its context length is unknown'}.")
+        assert length is not None, "an info has it"
         return Facts(
             model=model.first,
-            dtype=dtype,
+            dtype=None if info is None else getattr(torch, info.dtype.removeprefix("torch.")),
             context=length,
             longest_prompt=length,
-            block_size=info.block_size,
+            block_size=_LARGEST_BLOCK if info is None else info.block_size,
             no_weights=why,
             no_adapters=no_adapters,
-            max_rank=info.max_lora_rank,
+            max_rank=None if info is None else info.max_lora_rank,
         )
 
     def _why_no_adapters(self) -> str:
@@ -238,7 +230,7 @@ class VLLMServerClient(GenerationClient):
         An earlier connection of this process over the same port is closed: only one client at a time can have it.
         """
         check_sends(self.args.device)
-        port = self.args.vllm_group_port
+        port = self.args.vllm_group_port + self.number
         _connected.get(port, self).close()  # the earlier client listens at the port until it is closed
         self.close()
         _check_free(port)
@@ -257,8 +249,8 @@ class VLLMServerClient(GenerationClient):
         if self._sender is None:  # a vLLM server does not say whose weights it has
             raise ServerError(
                 f"The vLLM server at {self.url} is disconnected: the rollout was closed, or another trainer in this "
-                f"process connected through `vllm_group_port={self.args.vllm_group_port}`. Build a new trainer; two at "
-                "the same time each need their own server and port."
+                f"process connected through `vllm_group_port={self.args.vllm_group_port + self.number}`. Build a new "
+                "trainer; two at the same time each need their own server and port."
             )
         return self._sender
 

@@ -1,0 +1,214 @@
+"""Servers that generate, as one engine: rows are dealt by speed, and those of one that fails go to the others.
+
+An address that fails is used no more in this run: what it would need is all the weights since, and a proof of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+
+from trl_opsd.errors import ServerError
+from trl_opsd.http.client import CONCURRENT, Background, Responses
+from trl_opsd.rollout.generation_client import GenerationClient, fitting_prompts, nothing_for, shared_errors
+from trl_opsd.rollout.sync_proof import Proof
+from trl_opsd.types import Completion
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+_NEWEST = 0.2
+"""Weight of a row in the mean speed of a server."""
+
+
+@dataclass(eq=False, slots=True)
+class _Speed:
+    running: int = 0
+    """Rows that were requested and have not ended."""
+    rate: float = 0.0
+    """Rows per second, of as many at a time as it had; 0 until a row has ended."""
+
+
+class Servers:
+    """One server or several, of one kind, that hold the same student."""
+
+    def __init__(self, clients: Sequence[GenerationClient]) -> None:
+        self.live = list(clients)
+        """Those that have the latest weights; the same in all processes whenever weights are sent."""
+        self._speeds = {client: _Speed() for client in clients}
+        self._background = Background()
+
+    def __str__(self) -> str:
+        kind, urls = self.live[0].kind.name, " and ".join(one.url for one in self.live)
+        one = f"{'an' if kind == 'SGLang' else 'a'} {kind} server"
+        return f"{one} at {urls}" if len(self.live) == 1 else f"{kind} servers at {urls}"
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.live[0].name if len(self.live) == 1 else f"the {self.live[0].kind.name} servers"
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in the largest block of a prefix cache."""
+        return max(one.block_size for one in self.live)
+
+    # ---- Completions --------------------------------------------------------------------------------------------
+
+    def write(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
+        """Generates one completion for each prompt; processes may have different numbers of them. Collective."""
+        with shared_errors():
+            found = dict(self.write_each(prompt_ids, options))
+        return [found[number] for number in range(len(prompt_ids))]
+
+    def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Responses[Completion]:
+        """Generates as `write`, without other processes, and returns rows as they end. All requests have begun then."""
+        if len(self.live) == 1:
+            return self.live[0].write_each(prompt_ids, options)
+        longest = min(one.facts.longest_prompt for one in self.live)
+        fitting = fitting_prompts(prompt_ids, self.live[0].vocabulary, longest, self.name)
+
+        turn = asyncio.Semaphore(CONCURRENT)
+
+        async def ask(ids: list[int], own: dict[str, Any], fits: bool) -> Completion:
+            if not fits:
+                return nothing_for(ids)
+            async with turn:
+                return await asked(ids, own)
+
+        async def asked(ids: list[int], own: dict[str, Any]) -> Completion:
+            while True:
+                client = self._next()
+                body, version = client.body(ids, own), client.version
+                speed, began = self._speeds[client], monotonic()
+                speed.running += 1
+                together = speed.running
+                try:
+                    response = await client.http.request("POST", client.path, json=body)
+                except ServerError as error:
+                    if isinstance(error.__cause__, TimeoutError):  # other processes wait no longer than this one
+                        raise
+                    self._drop(client, error)
+                    continue
+                finally:
+                    speed.running -= 1
+                if response.status >= 500:
+                    self._drop(client, ServerError(f"{response.request} returned {response.status}"))
+                    continue
+                rate = together / max(monotonic() - began, 1e-6)
+                speed.rate = rate if not speed.rate else (1 - _NEWEST) * speed.rate + _NEWEST * rate
+                return client.read(ids, body, version, response)
+
+        rows = zip(prompt_ids, options, fitting, strict=True)
+        return Responses([self._background.start(ask(*row)) for row in rows], lambda number, found: found)
+
+    def _next(self) -> GenerationClient:
+        """The server that would end another row first."""
+        known = [rate for one in self.live if (rate := self._speeds[one].rate)]
+        usual = sum(known) / len(known) if known else 1.0
+        return min(self.live, key=lambda one: (self._speeds[one].running + 1) / (self._speeds[one].rate or usual))
+
+    def _drop(self, client: GenerationClient, error: ServerError) -> None:
+        """Uses a server no more; raises the error if it is the last."""
+        if client not in self.live:
+            return
+        if len(self.live) == 1:
+            raise error
+        self.live.remove(client)
+        logger.warning(
+            f"{client.name} is used no more in this run, its rows go to {' and '.join(one.url for one in self.live)}: "
+            f"{error}",
+            main_process_only=False,
+        )
+
+    # ---- Weights ------------------------------------------------------------------------------------------------
+
+    def each(self, call: Callable[[GenerationClient], T]) -> list[T]:
+        """Calls it for each server, and drops those that are gone by then; raises errors of others. Collective."""
+        self.agree()
+        found: list[T] = []
+        for client in list(self.live):
+            try:
+                found.append(call(client))
+            except ServerError as error:  # in all processes
+                if len(self.live) == 1 or self._is_up(client):
+                    raise
+                self._drop(client, error)
+        return found
+
+    def agree(self) -> None:
+        """Drops what any process has dropped. Collective."""
+        lists = gather_object([[one.url for one in self.live]])
+        common = set.intersection(*map(set, lists))
+        if not common:
+            raise ServerError(f"No server is left that all processes reach: they reach {lists}.")
+        self.live = [one for one in self.live if one.url in common]
+
+    def _is_up(self, client: GenerationClient) -> bool:
+        """Whether it answers, by the main process."""
+        is_up = None
+        if client.args.process_index == 0:
+            try:
+                client.http.wait_until_up(0.0)
+                is_up = True
+            except ValueError:
+                is_up = False
+        (is_up,) = broadcast_object_list([is_up])
+        return bool(is_up)
+
+    def connect(self, vocabulary: int, device: torch.device, by_adapter: bool) -> None:
+        """Connects each to be sent weights, or adapters. Collective."""
+        for client in self.live:
+            client.connect(vocabulary, device, by_adapter)
+
+    def check_connected(self) -> None:
+        """Raises `ServerError` if they were closed, or weights cannot be sent any more. Collective."""
+        self.agree()
+        for client in self.live:
+            client.check_connected()
+
+    def forget_prefixes(self) -> None:
+        """Resets the prefix caches. Collective."""
+        self.each(lambda client: client.forget_prefixes())
+
+    def wipe_cache(self) -> None:
+        """No-op: servers loaded real weights; their caches hold no NaNs."""
+
+    def close(self) -> None:
+        """Disconnects each that is connected, so that another training run can use it."""
+        for client in self._speeds:
+            try:
+                client.give_back()
+            except ServerError:
+                if client in self.live:
+                    raise
+
+    def proofs(self, made: Callable[[GenerationClient], Proof]) -> Proof:
+        """A proof of the weights of each."""
+        return _Proofs(self, {client: made(client) for client in self.live})
+
+
+class _Proofs(Proof):
+    """Verifies a weight sync with each server that is left, one after the other. All collective."""
+
+    def __init__(self, servers: Servers, each: dict[GenerationClient, Proof]) -> None:
+        self._servers, self._each = servers, each
+
+    def take_prompts(self, prompt_ids: list[list[int]]) -> None:
+        for client in self._servers.live:
+            self._each[client].take_prompts(prompt_ids)
+
+    def record_scores(self) -> None:
+        self._servers.each(lambda client: self._each[client].record_scores())
+
+    def check(self) -> float:
+        """The largest log-probability difference in nats over all servers and processes."""
+        return max(self._servers.each(lambda client: self._each[client].check()))
