@@ -307,7 +307,9 @@ def test_a_server_that_does_not_describe_itself_is_refused(faults):
     speaker = client(faults.server_port)
     assert (speaker.facts.model, str(speaker.facts.dtype), speaker.facts.context) == ("student", "torch.bfloat16", 64)
     faults.answers[INFO] = (404, {})
-    with pytest.raises(ValueError, match=r"VLLM_SERVER_DEV_MODE=1.*Nor can it be sent adapters: .*RUNTIME_LORA_UPDATING"):
+    with pytest.raises(
+        ValueError, match=r"VLLM_SERVER_DEV_MODE=1.*Nor can it be sent adapters: .*RUNTIME_LORA_UPDATING"
+    ):
         client(faults.server_port)
     for wrong, message in [
         ({}, "/server_info returned vllm_config.model_config.dtype={}: Field required"),
