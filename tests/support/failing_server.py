@@ -147,7 +147,8 @@ class Scoring(Pretended):
     """With `ids`, the row of the request that is being answered."""
 
     def listed(self) -> Any:
-        return {"data": [{"id": "a teacher", "root": "untied", "max_model_len": 192, "owned_by": self.api}]}
+        listed = {"id": "a teacher", "root": "untied", "max_model_len": 192, "owned_by": self.api}
+        return {"data": [listed], "max_req_input_len": 100}  # the second at SGLang's /server_info
 
     def posted(self, path: str, request: dict[str, Any]) -> Any:
         if path == "/detokenize" and self.words is not None and self.api != "other":

@@ -89,3 +89,31 @@ def test_a_server_that_cannot_score_says_how(checkpoint, tmp_path, flags, enviro
         check_known(
             KnownTeacher(checkpoint[0], servers, "teacher_top_k", 8, CPU, V), checkpoint[1], proposed(), "teacher_top_k"
         )
+
+
+# ---- SGLang ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sglang(checkpoint: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = ("--context-length", "192", "--max-total-tokens", "4096", "--chunked-prefill-size", "64")
+    with serving.sglang(checkpoint[0], tmp_path_factory.mktemp("sglang") / "log", *flags) as (url, _):
+        yield url
+
+
+def test_sglang_tells_the_teachers_tokens_alone(checkpoint, sglang):
+    servers = asked(sglang)
+    assert (servers.kind, servers.offers) == ("SGLang", {"teacher_top_k"})
+    with pytest.raises(ValueError, match="SGLang scores one list of tokens for all positions of a row"):
+        KnownTeacher(checkpoint[0], servers, "student_top_k", 8, CPU, V)
+    teacher = KnownTeacher(checkpoint[0], servers, "teacher_top_k", 8, CPU, V)
+    check_known(teacher, checkpoint[1], proposed(), "teacher_top_k")
+    row = torch.randint(3, V, (servers.context,), generator=torch.Generator().manual_seed(0)).tolist()
+    gaps = []
+    for length in (len(row), 150, 65, 64, 2):
+        ids, places = row[:length], [*range(max(1, length - 90), length, 3)]
+        gaps += [gap(servers, checkpoint[1], ids, places, None, k) for k in (1, 128)]
+    print(f"\nSGLang: {len(gaps)} rows, at most {max(gaps):.1e} nats apart from the model")
+    assert max(gaps) < 1e-5
+    with pytest.raises(ServerError, match=r"(?s)returned 400.*context length|maximum allowed length"):
+        servers.start([*row, 7, 7, 7], [5], None, 1).result()

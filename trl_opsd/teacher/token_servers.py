@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.http.client import MIB, Response, Schema, at
+from trl_opsd.http.client import MIB, Count, Response, Schema, at
 from trl_opsd.http.in_turn import InTurn, WrongAnswerError
-from trl_opsd.teacher.servers import KIND, MOST_APART, NAME, ModelServer, ModelServers, probe_ids
+from trl_opsd.teacher.servers import KIND, MOST_APART, NAME, ModelServer, ModelServers, probe_ids, smallest
 
 START = "vllm serve TEACHER --enable-scale-out --max-logprobs 128"
 """How to start a server that scores the student's tokens, for messages; vLLM from 0.32 on."""
@@ -60,6 +60,12 @@ class _Echoed(Schema):
     top: list[dict[str, float] | None] = at("choices", 0, "logprobs", "top_logprobs")
 
 
+class _Limits(Schema):
+    """What SGLang takes, by its context and its memory."""
+
+    max_req_input_len: Count
+
+
 class _Detokenized(Schema):
     prompt: str | None = None
     text: str | None = None
@@ -76,17 +82,22 @@ class _TokenServer(ModelServer):
     """Why it does not offer the rest."""
     last_id = -1
     """The last id of the vocabulary."""
+    longest: int | None
+    """Tokens of a row at most, by itself."""
     id_of: Mapping[str, int]
     """Ids by text, where a server tells texts."""
 
     async def look(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Finds out what it offers."""
         self.limits, self.missing, self.id_of = {}, {}, {}
-        by, seconds = self.model.owned_by or "", KIND.health_seconds
+        by, seconds, context = self.model.owned_by or "", KIND.health_seconds, self.model.max_model_len
+        self.longest = None if context is None else context - 1  # a token is generated after the row
         most = {"prompt": [0, 1], "max_tokens": 1, "prompt_logprobs": _TOO_MANY, "model": self.model.id}
         found = None if by == "sglang" else await self.request("POST", _COMPLETE, json=most, seconds=seconds)
         if by == "sglang":
             self.api, self.limits["teacher_top_k"] = "SGLang", None
+            info = await self.request("GET", "/server_info", seconds=seconds)
+            self.longest = info.parse(_Limits).max_req_input_len - 1  # it refuses a row of this length
             self.missing["student_top_k"] = "SGLang scores one list of tokens for all positions of a row"
         elif found is not None and (allowed := re.search(r"max allowed: (\d+)", found.text)):
             self.api, self.limits["teacher_top_k"] = "vLLM", int(allowed[1])
@@ -284,7 +295,7 @@ class TokenServers(ModelServers[_TokenServer]):
         self.offers = frozenset(name for name in names if all(name in one.limits for one in servers))
         of_all = {name: [k for one in servers if (k := one.limits[name]) is not None] for name in self.offers}
         self.limits = {name: min(each, default=None) for name, each in of_all.items()}
-        self.context = None if self.context is None else self.context - 1  # a token is generated after the row
+        self.context = smallest(*(one.longest for one in servers))
         self.noise: float | None = None
         """Nats between two answers for the same tokens, of two servers or of one; known after `prove`."""
 
