@@ -153,6 +153,17 @@ def over(packages: Path) -> dict[str, str]:
 
 
 @contextmanager
+def taking_adapters(model: str, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address and process of a server as anybody starts it, which loads adapters while it runs."""
+    port = free_port()
+    command = [sys.executable, "-c", FORKING, "--model", model, "--max-model-len", "192", "--enforce-eager"]
+    command += ["--dtype", "float32", "--num-gpu-blocks-override", "256", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", *flags]
+    with running(command, port, log, **VLLM, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as process:
+        yield f"http://127.0.0.1:{port}", process
+
+
+@contextmanager
 def sglang(model: str, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The address and the process of an SGLang server, in the environment that `tools/sglang_env.py` builds."""
     tool, port = sglang_tool(), free_port()
