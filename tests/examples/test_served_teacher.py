@@ -60,7 +60,7 @@ class Command(NamedTuple):
         """The same with a tiny model, whose address or address and process it is."""
         if self.program == "vllm serve":
             return serving.generating(model, log, *self.flags, **self.environment)
-        return serving.sglang(model, log, "--context-length", "192", "--max-total-tokens", "4096", *self.flags)
+        return serving.sglang(model, log, "--max-total-tokens", "4096", *self.flags)
 
 
 def commands(text: str) -> Iterator[Command]:
