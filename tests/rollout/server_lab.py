@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +27,19 @@ def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> I
     if model is None:
         student(folder / "student", tied=True, seed=5)
         tiny.tokenizer().save_pretrained(folder / "student")
+    port = free_port()
+    with started(folder, model or str(folder / "student"), port, context):
+        yield {
+            "vllm_mode": "server", "vllm_server_port": port, "vllm_group_port": free_port(),
+            "vllm_max_model_length": context,
+        }  # fmt: skip
+
+
+@contextmanager
+def started(folder: Path, model: str, port: int, context: int = CONTEXT) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a server at a port."""
     arguments = ScriptArguments(
-        model=model or str(folder / "student"), host="127.0.0.1", port=free_port(), dtype="float32",
+        model=model, host="127.0.0.1", port=port, dtype="float32",
         max_model_len=context, enforce_eager=True, distributed_executor_backend="uni",
     )  # fmt: skip
     extra = ["--weight-transfer-config", json.dumps({"backend": "tcp"}), "--generation-config", "vllm"]
@@ -37,9 +49,6 @@ def running(folder: Path, model: str | None = None, context: int = CONTEXT) -> I
     command = [python, "-c", serving.FORKING, "--model", model, *flags]
     path = os.pathsep.join([str(HERE), *sys.path])
     with serving.running(
-        command, arguments.port, folder / "log", **serving.VLLM, PYTHONPATH=path, VLLM_SERVER_DEV_MODE="1"
-    ):
-        yield {
-            "vllm_mode": "server", "vllm_server_port": arguments.port, "vllm_group_port": free_port(),
-            "vllm_max_model_length": context,
-        }  # fmt: skip
+        command, port, folder / "log", **serving.VLLM, PYTHONPATH=path, VLLM_SERVER_DEV_MODE="1"
+    ) as process:
+        yield process

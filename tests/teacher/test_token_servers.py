@@ -299,7 +299,7 @@ def test_an_id_beyond_the_vocabulary_is_not_sent(checkpoint):
         assert not server.asked
 
 
-def test_a_training_with_all_tokens_told_is_that_with_the_teacher(checkpoint, tmp_path):
+def test_training_with_all_tokens_told_is_as_with_the_teacher(checkpoint, tmp_path):
     losses = []
     with scoring(checkpoint[1], most=400) as server:
         for number, given in enumerate(({}, {"teacher_server_url": server.url, "teacher_server_top_k": V})):

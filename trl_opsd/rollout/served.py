@@ -103,15 +103,16 @@ class ServedRollout(SyncedRollout[Servers]):
     def _common_dtype(self, trainer: Host) -> torch.dtype:
         """The least precise of the dtypes that servers and student compute in."""
         dtype, context, found = dtype_of(trainer), trainer.limits.context, dict[torch.dtype, str]()
+        least = min(self._servers.live, key=lambda one: one.facts.context)
+        if context is None or least.facts.context < context:
+            raise ValueError(
+                f"The {least.kind.name} server's context is {least.facts.context} tokens at {least.url}, the student's "
+                f"{context or 'unlimited'}: set `vllm_max_model_length={least.facts.context}` (used for every engine), "
+                "so that prompts that are too long are rejected before training, or start the server with "
+                f"{least.longer_context}."
+            )
         for one in self._servers.live:
             name, served = one.kind.name, one.facts.dtype
-            if context is None or one.facts.context < context:
-                raise ValueError(
-                    f"The {name} server's context is {one.facts.context} tokens at {one.url}, the student's "
-                    f"{context or 'unlimited'}: set `vllm_max_model_length={one.facts.context}` (used for every "
-                    "engine), so that prompts that are too long are rejected before training, or start the server "
-                    f"with {one.longer_context}."
-                )
             if served is not None:
                 found.setdefault(served, one.url)
             if served not in (None, dtype):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
 from trl_opsd.errors import ServerError
-from trl_opsd.http.client import CONCURRENT, Background, Responses
+from trl_opsd.http.client import CONCURRENT, Background, Response, Responses
 from trl_opsd.rollout.generation_client import GenerationClient, fitting_prompts, nothing_for, shared_errors
 from trl_opsd.rollout.sync_proof import Proof
 from trl_opsd.types import Completion
@@ -27,6 +28,8 @@ logger = get_logger(__name__)
 
 _NEWEST = 0.2
 """Weight of a row in the mean speed of a server."""
+WATCHED = 30.0
+"""Seconds of a row after which its server is asked whether it is up, again and again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +46,10 @@ class Servers:
     def __init__(self, clients: Sequence[GenerationClient]) -> None:
         self.live = list(clients)
         """Those that have the latest weights; the same in all processes whenever weights are sent."""
+        self._lost: dict[GenerationClient, str] = {}
         self._speeds = {client: _Speed() for client in clients}
+        self.is_proved = False
+        """Whether each has agreed with the student once, so that a later failure is not the student's."""
         self._background = Background()
 
     def __str__(self) -> str:
@@ -92,7 +98,7 @@ class Servers:
                 speed.running += 1
                 together = speed.running
                 try:
-                    response = await client.http.request("POST", client.path, json=body)
+                    response = await _posted(client, body)
                 except ServerError as error:
                     if isinstance(error.__cause__, TimeoutError):  # other processes wait no longer than this one
                         raise
@@ -101,7 +107,8 @@ class Servers:
                 finally:
                     speed.running -= 1
                 if response.status >= 500:
-                    self._drop(client, ServerError(f"{response.request} returned {response.status}"))
+                    said = f"{response.request} returned {response.status}: {response.text[:300]}"
+                    self._drop(client, ServerError(said))
                     continue
                 rate = together / max(monotonic() - began, 1e-6)
                 speed.rate = rate if not speed.rate else (1 - _NEWEST) * speed.rate + _NEWEST * rate
@@ -116,58 +123,60 @@ class Servers:
         usual = sum(known) / len(known) if known else 1.0
         return min(self.live, key=lambda one: (self._speeds[one].running + 1) / (self._speeds[one].rate or usual))
 
-    def _drop(self, client: GenerationClient, error: ServerError) -> None:
-        """Uses a server no more; raises the error if it is the last."""
+    def _drop(self, client: GenerationClient, why: Exception) -> None:
+        """Uses a server no more; raises the reason if it is the last. The main process warns, once."""
         if client not in self.live:
             return
         if len(self.live) == 1:
-            raise error
-        self.live.remove(client)
-        logger.warning(
-            f"{client.name} is used no more in this run, its rows go to {' and '.join(one.url for one in self.live)}: "
-            f"{error}",
-            main_process_only=False,
-        )
+            raise why
+        self.live = [one for one in self.live if one is not client]
+        self._lost[client] = str(why)
+        left = " and ".join(one.url for one in self.live)
+        logger.warning(f"{client.name} is used no more in this run, its rows go to {left}: {why}")
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     def each(self, call: Callable[[GenerationClient], T]) -> list[T]:
-        """Calls it for each server, and drops those that are gone by then; raises errors of others. Collective."""
+        """Calls it for each server. One for which it fails is dropped if it is gone by then, or had agreed with the
+        student before; else the error is raised. Collective.
+        """
         self.agree()
         found: list[T] = []
-        for client in list(self.live):
+        for client in self.live:
             try:
                 found.append(call(client))
-            except ServerError as error:  # in all processes
-                if len(self.live) == 1 or self._is_up(client):
+            except Exception as error:  # in all processes
+                if len(self.live) == 1 or not self._is_lost(client, error):
                     raise
                 self._drop(client, error)
         return found
 
     def agree(self) -> None:
         """Drops what any process has dropped. Collective."""
-        lists = gather_object([[one.url for one in self.live]])
-        common = set.intersection(*map(set, lists))
-        if not common:
-            raise ServerError(f"No server is left that all processes reach: they reach {lists}.")
-        self.live = [one for one in self.live if one.url in common]
+        clients = {one.url: one for one in self._speeds}
+        for lost in gather_object([{one.url: why for one, why in self._lost.items()}]):
+            for url, why in lost.items():
+                self._drop(clients[url], ServerError(why))
 
-    def _is_up(self, client: GenerationClient) -> bool:
-        """Whether it answers, by the main process."""
-        is_up = None
-        if client.args.process_index == 0:
+    def _is_lost(self, client: GenerationClient, error: Exception) -> bool:
+        """Whether the others go on without it, as the main process decides. Collective."""
+        is_lost = self.is_proved and isinstance(error, ServerError)
+        if not is_lost and client.args.process_index == 0:
             try:
                 client.http.wait_until_up(0.0)
-                is_up = True
             except ValueError:
-                is_up = False
-        (is_up,) = broadcast_object_list([is_up])
-        return bool(is_up)
+                is_lost = True
+        return bool(broadcast_object_list([is_lost])[0])
 
     def connect(self, vocabulary: int, device: torch.device, by_adapter: bool) -> None:
         """Connects each to be sent weights, or adapters. Collective."""
-        for client in self.live:
-            client.connect(vocabulary, device, by_adapter)
+        try:
+            for client in self.live:
+                client.connect(vocabulary, device, by_adapter)
+        except BaseException:
+            with suppress(ServerError):
+                self.close()  # else those before it would stay connected
+            raise
 
     def check_connected(self) -> None:
         """Raises `ServerError` if they were closed, or weights cannot be sent any more. Collective."""
@@ -184,16 +193,33 @@ class Servers:
 
     def close(self) -> None:
         """Disconnects each that is connected, so that another training run can use it."""
+        errors = []
         for client in self._speeds:
             try:
                 client.give_back()
-            except ServerError:
-                if client in self.live:
-                    raise
+            except ServerError as error:
+                errors += [error] * (client in self.live)
+        if errors:
+            raise errors[0]
 
     def proofs(self, made: Callable[[GenerationClient], Proof]) -> Proof:
         """A proof of the weights of each."""
+        self.is_proved = False  # of another student
         return _Proofs(self, {client: made(client) for client in self.live})
+
+
+async def _posted(client: GenerationClient, body: dict[str, Any]) -> Response:
+    """The response to a row; an error also when the server's machine is lost, which closes no connection."""
+    asking = asyncio.create_task(client.http.request("POST", client.path, json=body))
+    try:
+        while not (await asyncio.wait([asking], timeout=WATCHED))[0]:
+            try:
+                await client.http.request("GET", "/health", seconds=client.kind.health_seconds)
+            except ServerError as error:
+                raise ServerError(str(error)) from None  # it is this that took too long, not the row
+        return await asking
+    finally:
+        asking.cancel()
 
 
 class _Proofs(Proof):
@@ -211,4 +237,6 @@ class _Proofs(Proof):
 
     def check(self) -> float:
         """The largest log-probability difference in nats over all servers and processes."""
-        return max(self._servers.each(lambda client: self._each[client].check()))
+        largest = max(self._servers.each(lambda client: self._each[client].check()))
+        self._servers.is_proved = True
+        return largest
