@@ -235,8 +235,9 @@ class _TokenServer(ModelServer):
     def _of_openai(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
         answer = response.parse(_Echoed)
         lengths = {len(one) for one in (answer.texts, answer.own, answer.top)}
-        known = [self.id_of.get(text, token) == token for text, token in zip(answer.texts, ids, strict=False)]
-        if lengths not in ({len(ids)}, {len(ids) + 1}) or 2 * sum(known) < len(ids):
+        named = zip(answer.texts, ids, strict=False)
+        known = [self.id_of[text] == token for text, token in named if text in self.id_of]
+        if lengths not in ({len(ids)}, {len(ids) + 1}) or 2 * sum(known) < len(known):
             raise WrongAnswerError(
                 f"{response.request} returned log-probabilities of {len(answer.own)} tokens for {len(ids)}, "
                 f"{known.count(False)} with the text of another token: another tokenizer, or a server that does not "
