@@ -112,6 +112,15 @@ def test_texts_that_several_tokens_have_stay_with_the_rest(checkpoint):
             )
 
 
+def test_a_server_that_names_other_tokens_is_refused(checkpoint):
+    class Cut:
+        decode = staticmethod(lambda ids: tiny.tokenizer().decode([max(1, one) - 1 for one in ids]))
+
+    said = r"tokens for 8, \d with the text of another token"
+    with scoring(checkpoint[1], api="other", words=Cut()) as server, pytest.raises(ServerError, match=said):
+        known(checkpoint, server, targets="teacher_top_k", top_k=5)
+
+
 def test_what_is_asked_for_follows_from_the_divergence():
     offers = frozenset({"student_top_k", "teacher_top_k"})
     found = {name: chosen_targets(offers, made(Settings())) for name, made in DIVERGENCES.items()}

@@ -56,6 +56,7 @@ class _FromSGLang(Schema):
 
 
 class _Echoed(Schema):
+    texts: list[str] = at("choices", 0, "logprobs", "tokens")
     own: list[float | None] = at("choices", 0, "logprobs", "token_logprobs")
     top: list[dict[str, float] | None] = at("choices", 0, "logprobs", "top_logprobs")
 
@@ -233,16 +234,22 @@ class _TokenServer(ModelServer):
 
     def _of_openai(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
         answer = response.parse(_Echoed)
-        if len(answer.own) not in (len(ids), len(ids) + 1) or len(answer.top) != len(answer.own):
+        lengths = {len(one) for one in (answer.texts, answer.own, answer.top)}
+        named = zip(answer.texts, ids, strict=False)
+        known = [self.id_of[text] == token for text, token in named if text in self.id_of]
+        if lengths not in ({len(ids)}, {len(ids) + 1}) or 2 * sum(known) < len(known):
             raise WrongAnswerError(
-                f"{response.request} returned log-probabilities of {len(answer.own)} tokens for {len(ids)}: another "
-                "tokenizer, or a server that does not take token ids."
+                f"{response.request} returned log-probabilities of {len(answer.own)} tokens for {len(ids)}, "
+                f"{known.count(False)} with the text of another token: another tokenizer, or a server that does not "
+                "take token ids."
             )
         found: list[Found] = []
         for place in places:
-            # A text that several tokens have says nothing of one of them: it stays with all others.
-            told = {self.id_of[text]: score for text, score in (answer.top[place] or {}).items() if text in self.id_of}
-            own = answer.own[place]
+            # A text that several tokens have says nothing of one of them: it stays with all others. The row's own may
+            # be shown with what is before it, as the text of another token.
+            mine, own = answer.texts[place], answer.own[place]
+            top = {text: score for text, score in (answer.top[place] or {}).items() if text != mine}
+            told = {self.id_of[text]: score for text, score in top.items() if text in self.id_of}
             found.append({**told, **({} if own is None else {ids[place]: own})})
         return found
 
