@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "states": {},
     **{f"student_top_k {k}": {"targets": "student_top_k", "top_k": k} for k in (64, 20, 8)},
-    "teacher_top_k 64": {"targets": "teacher_top_k", "top_k": 64},
+    **{f"{by} 64": {"targets": by, "top_k": 64} for by in ("teacher_top_k", "both_top_k")},
     "sampled token": {"divergence": "sampled_reverse_kl"},
 }
 
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--output", type=Path, default=Path("out/known"))
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     asked = parser.parse_args()
     asked.task, asked.seeds = "rules", [0]
     for name, value in pruned.DEFAULTS["rules"].items():
@@ -116,7 +117,7 @@ def main() -> None:
     rows, held_out = pruned.rows_of(asked, 0)
     student = pruned.student_of(asked, "states", rows, 0)
     teacher = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32).eval()
-    for way in WAYS:
+    for way in asked.ways:
         one = trained(asked, way, student, rows)
         if way in ("nothing", "states"):
             few = held_out.select(range(16))

@@ -168,7 +168,8 @@ WITHOUT_EFFECT = """
     skew alpha token_selection token_fraction sft_weight reward_weights scale_rewards
     multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
     teacher_model_revision teacher_trust_remote_code teacher_server_timeout teacher_server_targets teacher_server_top_k
-    nonfinite_skip_limit eval_delay eval_steps metric_for_best_model save_steps save_total_limit save_only_model log_unique_prompts num_completions_to_print
+    nonfinite_skip_limit eval_delay eval_steps metric_for_best_model save_steps save_total_limit save_only_model
+    log_unique_prompts num_completions_to_print
     max_tool_calling_iterations sglang_server_timeout vllm_mode vllm_enable_sleep_mode vllm_structured_outputs_regex
     vllm_gpu_memory_utilization vllm_max_model_length vllm_model_impl vllm_tensor_parallel_size vllm_server_base_url
     vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_sync_check vllm_weight_sync

@@ -12,7 +12,7 @@ from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from support import fsdp_on_cpu, tiny, vision_language
 from support.byte_languages import byte_pairs
-from support.failing_server import pretended
+from support.failing_server import Pretended, Scoring, pretended
 from support.rollouts import Apart
 from support.vision_language import answer
 from torch import Tensor, nn
@@ -66,6 +66,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "lora, experts": {"family": "experts", "merged": True, "lora": LORA},
     "full, images": {"family": "qwen2_5_vl"},
     "full, images of a stream": {"family": "qwen2_5_vl", "streams": True, "shuffle_dataset": False},
+    "full, some tokens": {"tells": "both_top_k"},
+    "lora, some tokens": {"lora": LORA, "tells": "student_top_k"},
     "full, several": {"several": True},
     "lora, several": {"several": True, "lora": LORA},
     "lora, images, own base": {"family": "qwen2_5_vl", "lora": LAYERS, "teacher_model_kind": "base"},
@@ -167,6 +169,7 @@ SHORT = {
         "full, bytes, zero3",
         "lora, remedies, zero3",
         "full, skipped, zero3",
+        "lora, some tokens",
     ),
     "fsdp2": ("full", "lora, own ema", "full, images", "full, bytes", "lora, remedies", "lora, skipped"),
 }
@@ -274,6 +277,9 @@ def build(
     together = options.pop("rows", 2)
     if options.pop("served", False):
         options["teacher_server_url"] = _server(models / "teacher")
+    if told := options.pop("tells", None):
+        url = _server(models / "teacher", Scoring)
+        options |= {"teacher_server_url": url, "teacher_server_targets": told, "teacher_server_top_k": 8}
     teacher: Any = str(models / "teacher")
     own, rows = "teacher_model_kind" in options, vision_language.rows(IMAGES) if sees else tiny.rows()
     if options.pop("streams", False):  # whose features do not tell which rows have images
@@ -309,11 +315,11 @@ def build(
 
 
 @cache
-def _server(teacher: Path) -> str:
+def _server(teacher: Path, kind: type[Pretended] = Pretended) -> str:
     """The address of a server of this teacher, for this process alone."""
     with loading(None):  # whole, though the launch splits what is loaded
         model = AutoModelForCausalLM.from_pretrained(teacher)
-    return _SERVERS.enter_context(pretended(model)).url
+    return _SERVERS.enter_context(pretended(model, kind=kind)).url
 
 
 def weights(trainer: OPSDTrainer) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ def test_greedy_tokens_are_the_students_after_each_step(tmp_path, path, server):
         trainer.complete(trainer.tokenize(tiny.PROMPTS))
 
 
-def test_an_adapter_that_is_replaced_in_place_is_read_from_stale_blocks(tmp_path, path, server):
+def test_an_adapter_replaced_in_place_reads_stale_blocks(tmp_path, path, server):
     """What names of their own avoid: blocks of the prefix cache that an earlier adapter has computed."""
     trainer = trainer_with(tmp_path, path, server, max_steps=1)
     trainer.train()
@@ -138,7 +138,7 @@ def test_another_base_is_found_by_the_proof(tmp_path, server):
 
 
 @pytest.mark.parametrize("overlap", [None, "step"])
-def test_a_server_that_is_killed_loses_its_rows_to_the_other(tmp_path, path, overlap, caplog):
+def test_a_killed_server_loses_its_rows_to_the_other(tmp_path, path, overlap, caplog):
     with ExitStack() as stack:
         pair = [stack.enter_context(serving.taking_adapters(path, tmp_path / f"log{number}")) for number in range(2)]
         urls = [url for url, _ in pair]

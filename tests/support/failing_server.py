@@ -147,7 +147,8 @@ class Scoring(Pretended):
     """With `ids`, the row of the request that is being answered."""
 
     def listed(self) -> Any:
-        return {"data": [{"id": "a teacher", "root": "untied", "max_model_len": 192, "owned_by": self.api}]}
+        listed = {"id": "a teacher", "root": "untied", "max_model_len": 192, "owned_by": self.api}
+        return {"data": [listed], "max_req_input_len": 100}  # the second at SGLang's /server_info
 
     def posted(self, path: str, request: dict[str, Any]) -> Any:
         if path == "/detokenize" and self.words is not None and self.api != "other":
@@ -197,7 +198,9 @@ class Scoring(Pretended):
                 for row, ids_K in zip(before, tops, strict=True)
             ]
             own_N = [None if row is None else float(row[one]) for row, one in zip(before, ids, strict=True)]
-            return json.dumps({"choices": [{"logprobs": {"token_logprobs": own_N, "top_logprobs": said}}]}).encode()
+            texts = [self.words.decode([one]) for one in ids]
+            told = {"tokens": texts, "token_logprobs": own_N, "top_logprobs": said}
+            return json.dumps({"choices": [{"logprobs": told}]}).encode()
         found: dict[str, Any] = {"choices": [{}]}
         if asked := sampling.get("prompt_logprob_token_ids"):
             start, width = sampling["prompt_logprob_start"], max(map(len, asked))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -29,6 +30,8 @@ VLLM = {
 ROOT = Path(__file__).resolve().parents[2]
 NEWER = ROOT / ".vllm"
 """A newer vLLM, which `make test-servers` installs apart."""
+SGLANG = ("--dtype", "float32", "--log-level", "warning", "--dist-timeout", "30")
+"""Flags of an SGLang server."""
 FORKING = """
 import multiprocessing, runpy
 fork = multiprocessing.get_context("fork")
@@ -158,3 +161,20 @@ def taking_adapters(model: str, log: Path, *flags: str) -> Iterator[tuple[str, s
     command += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2", *flags]
     with running(command, port, log, **VLLM, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as process:
         yield f"http://127.0.0.1:{port}", process
+
+
+@contextmanager
+def sglang(model: str, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address and the process of an SGLang server, in the environment that `tools/sglang_env.py` builds."""
+    tool, port = sglang_tool(), free_port()
+    command = tool.command(tool.built(ROOT / ".sglang"), model, "--port", str(port), *SGLANG, *flags)
+    with running(command, port, log, **tool.ENVIRONMENT) as process:
+        yield f"http://127.0.0.1:{port}", process
+
+
+def sglang_tool() -> Any:
+    """`tools/sglang_env.py`."""
+    spec = importlib.util.spec_from_file_location("sglang_env", ROOT / "tools/sglang_env.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

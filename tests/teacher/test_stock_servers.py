@@ -6,9 +6,11 @@ Run by `make test-servers`, which installs them apart; not part of `make test`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import requests
 import torch
 from served_lab import CPU
 from support import serving, tiny
@@ -22,13 +24,15 @@ from trl_opsd.teacher.token_servers import TokenServers
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(400)]
 
 V = tiny.VOCABULARY
-SCORING = ("--enable-scale-out", "--max-logprobs", "128", "--max-num-batched-tokens", "64", "--max-num-seqs", "4")
-"""Flags of a server that scores tokens, and reads a long row in parts."""
+SCORING = ("--enable-scale-out", "--max-logprobs", "128")
+"""Flags of a server that scores tokens."""
+CROWDED = ("--max-num-batched-tokens", "256", "--long-prefill-token-threshold", "48", "--num-gpu-blocks-override", "5")
+"""Flags of a server that reads a long row in parts, and has room for two of them."""
 
 
 @pytest.fixture(scope="module")
 def vllm(checkpoint: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving.generating(checkpoint[0], tmp_path_factory.mktemp("vllm") / "log", *SCORING) as url:
+    with serving.generating(checkpoint[0], tmp_path_factory.mktemp("vllm") / "log", *SCORING, *CROWDED) as url:
         yield url
 
 
@@ -59,7 +63,7 @@ def test_rows_are_scored_that_are_long_shared_or_full(checkpoint, vllm):
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(3, V, (servers.context,), generator=generator).tolist()
     gaps = []
-    for length in (len(row), 150, 65, 64, 2):  # in parts of 64, each the beginning of the one before
+    for length in (len(row), 150, 65, 64, 2):  # in parts of 48, each the beginning of the one before
         ids, places = row[:length], [*range(max(1, length - 90), length, 3)]
         wanted = torch.stack([torch.randperm(V, generator=generator)[:128] for _ in places])
         wanted = torch.where((wanted == torch.tensor(ids)[places, None]).any(1, keepdim=True), wanted, -1)
@@ -70,6 +74,22 @@ def test_rows_are_scored_that_are_long_shared_or_full(checkpoint, vllm):
     assert max(gaps) < 1e-5
     with pytest.raises(ServerError, match=r"(?s)returned 400.*longer than the maximum model length of 192"):
         servers.start([*row, 7], [5], torch.tensor([[row[5]]]), 0).result()
+
+
+def test_preempted_rows_are_scored_alike(checkpoint, vllm):
+    servers, generator = asked(vllm), torch.Generator().manual_seed(0)
+    rows = torch.randint(3, V, (10, 188), generator=generator)
+    rows[1::2, :150] = rows[0, :150]
+    wanted = [rows[row, 160::4, None] for row in range(10)]
+    places = [*range(160, 188, 4)]
+    with ThreadPoolExecutor(10) as pool:
+        asks = [(servers, checkpoint[1], rows[row].tolist(), places, wanted[row], 9) for row in range(10)]
+        gaps = [*pool.map(lambda one: gap(*one), asks)]
+    assert max(gaps) < 1e-5
+    told = requests.get(f"{vllm}/metrics", timeout=60).text
+    preempted = sum(float(line.split()[-1]) for line in told.splitlines() if "num_preemptions_total{" in line)
+    print(f"\n{preempted:.0f} rows were preempted")
+    assert preempted > 0
 
 
 @pytest.mark.parametrize(
@@ -89,3 +109,31 @@ def test_a_server_that_cannot_score_says_how(checkpoint, tmp_path, flags, enviro
         check_known(
             KnownTeacher(checkpoint[0], servers, "teacher_top_k", 8, CPU, V), checkpoint[1], proposed(), "teacher_top_k"
         )
+
+
+# ---- SGLang ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sglang(checkpoint: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = ("--context-length", "192", "--max-total-tokens", "4096", "--chunked-prefill-size", "64")
+    with serving.sglang(checkpoint[0], tmp_path_factory.mktemp("sglang") / "log", *flags) as (url, _):
+        yield url
+
+
+def test_sglang_tells_the_teachers_tokens_alone(checkpoint, sglang):
+    servers = asked(sglang)
+    assert (servers.kind, servers.offers) == ("SGLang", {"teacher_top_k"})
+    with pytest.raises(ValueError, match="SGLang scores one list of tokens for all positions of a row"):
+        KnownTeacher(checkpoint[0], servers, "student_top_k", 8, CPU, V)
+    teacher = KnownTeacher(checkpoint[0], servers, "teacher_top_k", 8, CPU, V)
+    check_known(teacher, checkpoint[1], proposed(), "teacher_top_k")
+    row = torch.randint(3, V, (servers.context,), generator=torch.Generator().manual_seed(0)).tolist()
+    gaps = []
+    for length in (len(row), 150, 65, 64, 2):
+        ids, places = row[:length], [*range(max(1, length - 90), length, 3)]
+        gaps += [gap(servers, checkpoint[1], ids, places, None, k) for k in (1, 128)]
+    print(f"\nSGLang: {len(gaps)} rows, at most {max(gaps):.1e} nats apart from the model")
+    assert max(gaps) < 1e-5
+    with pytest.raises(ServerError, match=r"(?s)returned 400.*context length|maximum allowed length"):
+        servers.start([*row, 7, 7, 7], [5], None, 1).result()

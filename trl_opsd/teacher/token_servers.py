@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.http.client import MIB, Response, Schema, at
+from trl_opsd.http.client import MIB, Count, Response, Schema, at
 from trl_opsd.http.in_turn import InTurn, WrongAnswerError
-from trl_opsd.teacher.servers import KIND, MOST_APART, NAME, ModelServer, ModelServers, probe_ids
+from trl_opsd.teacher.servers import KIND, MOST_APART, NAME, ModelServer, ModelServers, probe_ids, smallest
 
 START = "vllm serve TEACHER --enable-scale-out --max-logprobs 128"
 """How to start a server that scores the student's tokens, for messages; vLLM from 0.32 on."""
@@ -56,8 +56,15 @@ class _FromSGLang(Schema):
 
 
 class _Echoed(Schema):
+    texts: list[str] = at("choices", 0, "logprobs", "tokens")
     own: list[float | None] = at("choices", 0, "logprobs", "token_logprobs")
     top: list[dict[str, float] | None] = at("choices", 0, "logprobs", "top_logprobs")
+
+
+class _Limits(Schema):
+    """What SGLang takes, by its context and its memory."""
+
+    max_req_input_len: Count
 
 
 class _Detokenized(Schema):
@@ -76,17 +83,22 @@ class _TokenServer(ModelServer):
     """Why it does not offer the rest."""
     last_id = -1
     """The last id of the vocabulary."""
+    longest: int | None
+    """Tokens of a row at most, by itself."""
     id_of: Mapping[str, int]
     """Ids by text, where a server tells texts."""
 
     async def look(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Finds out what it offers."""
         self.limits, self.missing, self.id_of = {}, {}, {}
-        by, seconds = self.model.owned_by or "", KIND.health_seconds
+        by, seconds, context = self.model.owned_by or "", KIND.health_seconds, self.model.max_model_len
+        self.longest = None if context is None else context - 1  # a token is generated after the row
         most = {"prompt": [0, 1], "max_tokens": 1, "prompt_logprobs": _TOO_MANY, "model": self.model.id}
         found = None if by == "sglang" else await self.request("POST", _COMPLETE, json=most, seconds=seconds)
         if by == "sglang":
             self.api, self.limits["teacher_top_k"] = "SGLang", None
+            info = await self.request("GET", "/server_info", seconds=seconds)
+            self.longest = info.parse(_Limits).max_req_input_len - 1  # it refuses a row of this length
             self.missing["student_top_k"] = "SGLang scores one list of tokens for all positions of a row"
         elif found is not None and (allowed := re.search(r"max allowed: (\d+)", found.text)):
             self.api, self.limits["teacher_top_k"] = "vLLM", int(allowed[1])
@@ -222,16 +234,22 @@ class _TokenServer(ModelServer):
 
     def _of_openai(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
         answer = response.parse(_Echoed)
-        if len(answer.own) not in (len(ids), len(ids) + 1) or len(answer.top) != len(answer.own):
+        lengths = {len(one) for one in (answer.texts, answer.own, answer.top)}
+        named = zip(answer.texts, ids, strict=False)
+        known = [self.id_of[text] == token for text, token in named if text in self.id_of]
+        if lengths not in ({len(ids)}, {len(ids) + 1}) or 2 * sum(known) < len(known):
             raise WrongAnswerError(
-                f"{response.request} returned log-probabilities of {len(answer.own)} tokens for {len(ids)}: another "
-                "tokenizer, or a server that does not take token ids."
+                f"{response.request} returned log-probabilities of {len(answer.own)} tokens for {len(ids)}, "
+                f"{known.count(False)} with the text of another token: another tokenizer, or a server that does not "
+                "take token ids."
             )
         found: list[Found] = []
         for place in places:
-            # A text that several tokens have says nothing of one of them: it stays with all others.
-            told = {self.id_of[text]: score for text, score in (answer.top[place] or {}).items() if text in self.id_of}
-            own = answer.own[place]
+            # A text that several tokens have says nothing of one of them: it stays with all others. The row's own may
+            # be shown with what is before it, as the text of another token.
+            mine, own = answer.texts[place], answer.own[place]
+            top = {text: score for text, score in (answer.top[place] or {}).items() if text != mine}
+            told = {self.id_of[text]: score for text, score in top.items() if text in self.id_of}
             found.append({**told, **({} if own is None else {ids[place]: own})})
         return found
 
@@ -284,7 +302,7 @@ class TokenServers(ModelServers[_TokenServer]):
         self.offers = frozenset(name for name in names if all(name in one.limits for one in servers))
         of_all = {name: [k for one in servers if (k := one.limits[name]) is not None] for name in self.offers}
         self.limits = {name: min(each, default=None) for name, each in of_all.items()}
-        self.context = None if self.context is None else self.context - 1  # a token is generated after the row
+        self.context = smallest(*(one.longest for one in servers))
         self.noise: float | None = None
         """Nats between two answers for the same tokens, of two servers or of one; known after `prove`."""
 
