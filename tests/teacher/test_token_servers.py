@@ -124,7 +124,7 @@ def test_a_server_that_names_other_tokens_is_refused(checkpoint):
 def test_what_is_asked_for_follows_from_the_divergence():
     offers = frozenset({"student_top_k", "teacher_top_k"})
     found = {name: chosen_targets(offers, made(Settings())) for name, made in DIVERGENCES.items()}
-    of_student = {"reverse_kl", "sampled_reverse_kl"}
+    of_student = {"sampled_reverse_kl"}
     of_teacher = {"forward_kl", "skewed_forward_kl"}
     for name, targets in found.items():
         expected = "student_top_k" if name in of_student else "teacher_top_k" if name in of_teacher else "both_top_k"
@@ -335,3 +335,25 @@ def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
             trainer.train()
             assert tiny.logged(trainer, "teacher/replica_noise") == [pytest.approx(trainer.teacher.noise)]
             assert 0 <= trainer.teacher.noise < 1e-6
+
+
+def test_servers_that_tell_no_token_in_common_are_apart():
+    one, other = [{token: -1.0 - token for token in ids} for ids in ((0, 1, 2), (3, 4, 5))]
+    assert kl([one], [other]) > 0.5
+    assert kl([one], [one]) < 1e-9
+
+
+def test_a_fault_of_the_moment_is_not_taken_for_another_kind(checkpoint, monkeypatch):
+    monkeypatch.setattr(in_turn, "PAUSE", 0.01)
+    with scoring(checkpoint[1]) as server:
+        posted, refused = Scoring.posted, []
+
+        def busy(self: Scoring, path: str, request: Any) -> Any:
+            if path != "/detokenize" and refused.count(path) < 1:
+                refused.append(path)
+                return 503, b"", {"Retry-After": "0"}
+            return posted(self, path, request)
+
+        monkeypatch.setattr(Scoring, "posted", busy)
+        assert TokenServers([server.url], 20.0, 5.0).offers == {"student_top_k", "teacher_top_k"}
+        assert sorted(refused) == ["/inference/v1/generate", "/v1/completions"]

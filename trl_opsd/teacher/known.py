@@ -20,7 +20,6 @@ from trl_opsd.http.in_turn import WrongAnswerError
 from trl_opsd.losses import (
     Divergence,
     ForwardKL,
-    ReverseKL,
     SampledReverseKL,
     SkewedForwardKL,
     TopKTeacher,
@@ -49,9 +48,9 @@ def chosen_targets(offers: frozenset[str], divergence: Divergence) -> str:
     """The value of `teacher_server_targets` where it is not set: states, or what tells the divergence most."""
     if "states" in offers:
         return "states"
-    # A KL is a mean over one model's tokens, of which the likeliest matter most. Others weigh both; a skewed reverse KL
-    # is nearer to the whole with the teacher's (benchmarks/notes/teachers.md).
-    of_student = isinstance(divergence, ReverseKL | SampledReverseKL)
+    # The student's tokens alone leave to its tail what the teacher would say instead: trained so, a student came hardly
+    # nearer (benchmarks/notes/teachers.md). A sampled token is always told.
+    of_student = isinstance(divergence, SampledReverseKL)
     of_teacher = isinstance(divergence, ForwardKL | SkewedForwardKL | TopKTeacher)
     wanted = ("student_top_k",) if of_student else ("teacher_top_k",) if of_teacher else _BOTH
     found = [one for one in wanted if one in offers] or [one for one in _BOTH if one in offers]

@@ -5,10 +5,12 @@ n places of a row · M tokens known at each · K tokens that are asked for · V 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,9 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.http.client import MIB, Count, Response, Schema, at
+from trl_opsd.errors import ServerError
+from trl_opsd.http.client import MIB, Count, Response, Schema, at, warn_in_main
 from trl_opsd.http.in_turn import InTurn, WrongAnswerError
 from trl_opsd.teacher.servers import KIND, MOST_APART, NAME, ModelServer, ModelServers, probe_ids, smallest
+from trl_opsd.types.known import MOST_IDS
 
 START = "vllm serve TEACHER --enable-scale-out --max-logprobs 128"
 """How to start a server that scores the student's tokens, for messages; vLLM from 0.32 on."""
@@ -30,29 +34,32 @@ _OF_OPENAI = 5
 """Tokens that OpenAI's API tells at most."""
 _ABOVE = 1e-2
 """Largest excess of a probability, or of a sum of some, over 1 that rounding explains."""
-_MOVED = 1e-6
-"""Nats by which another token before it changes a prediction at least."""
+_MOVED = 1e-3
+"""Nats by which another token before it moves some log-probability of a prediction at least."""
+_SMALL = 1e-6
+"""Least probability of all tokens that are not told, in a comparison."""
 _BYTES = 120
 """Most bytes of one token in an answer."""
+_CANNOT = (400, 403, 404, 405, 422, 501)
+"""Statuses by which a server says that it does not offer something; others may be those of the moment."""
 Found = dict[int, float]
 """Log-probabilities by token id."""
+Told = tuple[Tensor, Tensor]
+"""Ids and log-probabilities, [n, M] each, -1 and -inf where there is none."""
 
 
-class _Logprob(Schema):
-    logprob: float
-
-
+# What lists have for each of K tokens is read by `_table`: pydantic takes 20 µs for each, 6 s for a row of 4,096.
 class _Scored(Schema):
     """vLLM's answer, at either of its routes."""
 
     scores: str | None = at("prompt_token_id_logprobs", default=None)
-    top: list[dict[int, _Logprob] | None] | None = at("prompt_logprobs", default=None)
-    of_choice: list[dict[int, _Logprob] | None] | None = at("choices", 0, "prompt_logprobs", default=None)
+    top: list[dict[str, Any] | None] | None = at("prompt_logprobs", default=None)
+    of_choice: list[dict[str, Any] | None] | None = at("choices", 0, "prompt_logprobs", default=None)
 
 
 class _FromSGLang(Schema):
     own: list[tuple[float | None, int, Any]] = at("meta_info", "input_token_logprobs")
-    top: list[list[tuple[float, int, Any]] | None] = at("meta_info", "input_top_logprobs")
+    top: list[list[Any] | None] = at("meta_info", "input_top_logprobs")
 
 
 class _Echoed(Schema):
@@ -88,31 +95,44 @@ class _TokenServer(ModelServer):
     id_of: Mapping[str, int]
     """Ids by text, where a server tells texts."""
 
-    async def look(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    async def look(self, tokenizer: PreTrainedTokenizerBase | None, seconds: float) -> None:
         """Finds out what it offers."""
         self.limits, self.missing, self.id_of = {}, {}, {}
-        by, seconds, context = self.model.owned_by or "", KIND.health_seconds, self.model.max_model_len
+        context = self.model.max_model_len
         self.longest = None if context is None else context - 1  # a token is generated after the row
-        most = {"prompt": [0, 1], "max_tokens": 1, "prompt_logprobs": _TOO_MANY, "model": self.model.id}
-        found = None if by == "sglang" else await self.request("POST", _COMPLETE, json=most, seconds=seconds)
-        if by == "sglang":
+        if self.model.owned_by == "sglang":
             self.api, self.limits["teacher_top_k"] = "SGLang", None
-            info = await self.request("GET", "/server_info", seconds=seconds)
-            self.longest = info.parse(_Limits).max_req_input_len - 1  # it refuses a row of this length
             self.missing["student_top_k"] = "SGLang scores one list of tokens for all positions of a row"
-        elif found is not None and (allowed := re.search(r"max allowed: (\d+)", found.text)):
+            info = await self._try("GET", "/server_info", seconds)
+            if info.status == 404:  # its name before 0.5.6
+                info = await self._try("GET", "/get_server_info", seconds)
+            self.longest = info.parse(_Limits).max_req_input_len - 1  # it refuses a row of this length
+        else:
+            await self._look_for_routes(tokenizer, seconds)
+        if "states" not in self.limits:
+            self.missing["states"] = "it generates, and sends no hidden states"
+        if tokenizer is not None and self.api in ("vLLM", "SGLang"):  # another's texts are compared in each answer
+            await self._check_tokenizer(tokenizer, seconds)
+
+    async def _try(self, method: str, path: str, seconds: float, body: Any = None) -> Response:
+        """The answer to what it may not offer; a `ServerError` if it could not answer now."""
+        answer = await self.request(method, path, seconds=seconds, **({} if body is None else {"json": body}))
+        return answer if answer.status in _CANNOT else answer.check_status()
+
+    async def _look_for_routes(self, tokenizer: PreTrainedTokenizerBase | None, seconds: float) -> None:
+        body: dict[str, Any] = {"prompt": [0, 1], "max_tokens": 1, "prompt_logprobs": _TOO_MANY}
+        found = await self._try("POST", _COMPLETE, seconds, {**body, "model": self.model.id})
+        if allowed := re.search(r"max allowed: (\d+)", found.text):
             self.api, self.limits["teacher_top_k"] = "vLLM", int(allowed[1])
             scored = {"prompt_logprob_token_ids": [[0]], "prompt_logprob_start": 0, "max_tokens": 1}
             body = {"model": self.model.id, "token_ids": [0, 1], "sampling_params": scored}
-            answer = await self.request("POST", _GENERATE, json=body, seconds=seconds)
-            if answer.status == 401:
-                answer.check_status()
+            answer = await self._try("POST", _GENERATE, seconds, body)
             if answer.status == 200 and answer.parse(_Scored).scores is not None:
                 self.limits["student_top_k"] = int(allowed[1])
             else:
                 said = f"{_GENERATE} returned {answer.status}: {answer.text[:200]}"
                 self.missing["student_top_k"] = f"{said}; start vLLM 0.32 or newer, with `{START}`"
-        elif found is not None and found.status in (404, 405, 501):
+        elif found.status in (404, 405, 501):
             self.api, self.limits["states"] = "vLLM (pooling)", None
             for one in ("student_top_k", "teacher_top_k"):
                 self.missing[one] = f"it has no {_COMPLETE}: it does not generate; start it with `{START}`"
@@ -121,22 +141,19 @@ class _TokenServer(ModelServer):
             self.missing["student_top_k"] = "its API tells the likeliest tokens alone"
             if tokenizer is not None:
                 texts = [tokenizer.decode([one]) for one in range(len(tokenizer))]
-                count: dict[str, int] = {}
-                for text in texts:
-                    count[text] = count.get(text, 0) + 1
+                count = Counter(texts)
                 self.id_of = {text: number for number, text in enumerate(texts) if count[text] == 1}
-        if "states" not in self.limits:
-            self.missing["states"] = "it generates, and sends no hidden states"
-            if tokenizer is not None:
-                await self._check_tokenizer(tokenizer)
 
-    async def _check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Compares texts of some tokens, where the server tells them."""
+    async def _check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, seconds: float) -> None:
+        """Compares texts of some tokens."""
         special = {*tokenizer.all_special_ids}  # which some servers leave out
         ids = [one for one in range(0, len(tokenizer), max(1, len(tokenizer) // 16)) if one not in special]
-        body = {"model": self.model.id, "tokens": ids}
-        answer = await self.request("POST", "/detokenize", json=body, seconds=KIND.health_seconds)
+        answer = await self._try("POST", "/detokenize", seconds, {"model": self.model.id, "tokens": ids})
         if answer.status != 200:
+            warn_in_main(
+                f"{answer.request} returned {answer.status}, so that the tokenizer of the teacher's server is not "
+                "compared: make sure that it is the student's."
+            )
             return
         said = answer.parse(_Detokenized)
         theirs, ours = said.prompt or said.text or "", tokenizer.decode(ids)
@@ -163,7 +180,8 @@ class _TokenServer(ModelServer):
             }
             path, read = "/generate", self._of_sglang
         elif self.api != "vLLM":
-            body = {"model": model, "prompt": list(ids), "max_tokens": 1, "echo": True, "logprobs": top_k}
+            body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0}
+            body |= {"echo": True, "logprobs": top_k}
             path, read = _COMPLETE, self._of_openai
         elif wanted is None:
             body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
@@ -177,15 +195,25 @@ class _TokenServer(ModelServer):
             body = {"model": model, "token_ids": list(ids), "sampling_params": sampling}
             path, read = _GENERATE, self._of_vllm
         response = await self.request("POST", path, json=body, seconds=seconds, max_bytes=many)
-        response.check_status(f" Start it with `{START}`." if path == _GENERATE else "")
-        found = read(response, ids, places, wanted, top_k)
-        return self._checked(response.request, found, ids, places, top_k)
+        response.check_status("" if self.api == "SGLang" else f" Start it with `{START}`.")
+
+        def told() -> Told:
+            try:
+                parts = read(response, ids, places, wanted, top_k)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                raise WrongAnswerError(
+                    f"{response.request} returned what are no log-probabilities by token ({error!r:.200})."
+                ) from error
+            return self._checked(response.request, parts, ids, places, top_k)
+
+        # In a thread, because reading a long row would block the other requests of this loop.
+        return await asyncio.to_thread(told)
 
     def _of_vllm(
         self, response: Response, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int
-    ) -> list[Found]:
-        answer = response.parse(_Scored)
-        found: list[Found] = [{} for _ in places]
+    ) -> list[Told]:
+        """The likeliest, and what was asked for."""
+        answer, found = response.parse(_Scored), list[Told]()
         if wanted is not None:
             shape = (len(ids) - places[0], wanted.size(1))
             if answer.scores is None:
@@ -194,18 +222,8 @@ class _TokenServer(ModelServer):
                     "vLLM does without an error where its prefix cache holds their beginning: start it with "
                     f"`{START}`, and without anything that shares prefixes of such requests."
                 )
-            try:
-                told = np.load(io.BytesIO(base64.b64decode(answer.scores)), allow_pickle=False)
-            except ValueError as error:
-                raise WrongAnswerError(f"{response.request} returned scores that are no array: {error}.") from error
-            if told.shape != shape or told.dtype.kind != "f":
-                raise WrongAnswerError(
-                    f"{response.request} returned scores of shape {list(told.shape)} in {told.dtype}, expected "
-                    f"{list(shape)} of floats: a row for each position."
-                )
-            for one, place, row in zip(found, places, wanted.tolist(), strict=True):
-                pairs = zip(row, told[place - places[0]].tolist(), strict=True)
-                one.update({token: score for token, score in pairs if token >= 0})
+            told_nK = _array(response.request, answer.scores, shape)[torch.tensor(places) - places[0]]
+            found.append((wanted, told_nK.masked_fill(wanted < 0, -torch.inf)))
         if top_k:
             rows = answer.top if answer.of_choice is None else answer.of_choice
             if rows is None or len(rows) != len(ids):
@@ -213,11 +231,11 @@ class _TokenServer(ModelServer):
                     f"{response.request} returned log-probabilities of {len(rows or ())} positions, expected "
                     f"{len(ids)}: start it with `{START}`."
                 )
-            for one, place in zip(found, places, strict=True):
-                one.update({token: told.logprob for token, told in (rows[place] or {}).items()})
+            each = [rows[place] or {} for place in places]
+            found.insert(0, _table([(int(token), told["logprob"]) for token, told in row.items()] for row in each))
         return found
 
-    def _of_sglang(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
+    def _of_sglang(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Told]:
         answer, first = response.parse(_FromSGLang), places[0] - 1
         # SGLang 0.5.23 names the last id of a vocabulary 0, beside its own log-probability.
         expected = [0 if token == self.last_id else token for token in ids[first:]]
@@ -226,14 +244,16 @@ class _TokenServer(ModelServer):
                 f"{response.request} returned log-probabilities of {len(answer.own)} tokens, {len(answer.top)} with "
                 f"the likeliest, expected those of the last {len(ids) - first} of the row."
             )
-        found = [{token: score for score, token, _ in answer.top[place - first] or ()} for place in places]
-        for one, place in zip(found, places, strict=True):
-            if (score := answer.own[place - first][0]) is not None:
-                one[ids[place]] = score
-        return found
+        top = _table([(token, score) for score, token, _ in answer.top[place - first] or ()] for place in places)
+        return [top, _table(_own(ids[place], answer.own[place - first][0]) for place in places)]
 
-    def _of_openai(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Found]:
-        answer = response.parse(_Echoed)
+    def _of_openai(self, response: Response, ids: Sequence[int], places: Sequence[int], *_: Any) -> list[Told]:
+        try:
+            answer = response.parse(_Echoed)
+        except ServerError as error:
+            raise WrongAnswerError(
+                f"{error} It has to take token ids with `echo` and `logprobs`; or start one with `{START}`."
+            ) from error
         lengths = {len(one) for one in (answer.texts, answer.own, answer.top)}
         named = zip(answer.texts, ids, strict=False)
         known = [self.id_of[text] == token for text, token in named if text in self.id_of]
@@ -243,40 +263,55 @@ class _TokenServer(ModelServer):
                 f"{known.count(False)} with the text of another token: another tokenizer, or a server that does not "
                 "take token ids."
             )
-        found: list[Found] = []
+        found = []
         for place in places:
             # A text that several tokens have says nothing of one of them: it stays with all others. The row's own may
             # be shown with what is before it, as the text of another token.
-            mine, own = answer.texts[place], answer.own[place]
+            mine = answer.texts[place]
             top = {text: score for text, score in (answer.top[place] or {}).items() if text != mine}
             told = {self.id_of[text]: score for text, score in top.items() if text in self.id_of}
-            found.append({**told, **({} if own is None else {ids[place]: own})})
-        return found
+            found.append({**told, **dict(_own(ids[place], answer.own[place]))}.items())
+        return [_table(found)]
 
     def _checked(
-        self, asked: str, found: list[Found], ids: Sequence[int], places: Sequence[int], top_k: int
+        self, asked: str, found: list[Told], ids: Sequence[int], places: Sequence[int], top_k: int
     ) -> tuple[Tensor, Tensor]:
-        """As tensors, filled up with -1; raises `WrongAnswerError` for what no distribution tells."""
-        for place, one in zip(places, found, strict=True):
-            if ids[place] not in one or (len(one) < top_k and self.api in ("vLLM", "SGLang")):
-                raise WrongAnswerError(
-                    f"{asked} told {len(one)} of {top_k or 'the'} tokens at position {place}"
-                    f"{', and not its own' * (ids[place] not in one)}: start it with `{START}`."
-                )
-        width = max(map(len, found))
-        ids_nM = torch.tensor([[*one, *[-1] * (width - len(one))] for one in found])
-        scores = [[*one.values(), *[-torch.inf] * (width - len(one))] for one in found]
-        logs_nM = torch.tensor(scores, dtype=torch.float32)
-        known_nM = ids_nM >= 0
-        mass_n = logs_nM.double().exp().sum(1)
-        if logs_nM.isnan().any() or float(logs_nM.amax()) > _ABOVE or float(mass_n.max()) > 1 + _ABOVE:
+        """All of a place, no id twice; raises `WrongAnswerError` for what no distribution tells."""
+        count_n, least_k = (found[0][0] >= 0).sum(1), top_k if self.api in ("vLLM", "SGLang") else 0
+        ids_nM, logs_nM = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        is_own_n = (ids_nM == torch.tensor([ids[place] for place in places])[:, None]).any(1)
+        is_wrong_n = ~is_own_n | (count_n < least_k) | ((count_n > top_k + 1) & (top_k > 0))
+        if is_wrong_n.any():
+            at = int(is_wrong_n.nonzero()[0])
             raise WrongAnswerError(
-                f"{asked} returned log-probabilities of up to {float(logs_nM.nan_to_num(nan=torch.inf).amax()):.3g} "
-                f"nats, whose probabilities add up to {float(mass_n.max()):.3g}: start it without `--logprobs-mode`."
+                f"{asked} told {int(count_n[at])} of {top_k or 'the'} tokens at position {places[at]}"
+                f"{', and not its own' * (not is_own_n[at])}: start it with `{START}`."
+            )
+        # The first of equal ids stays: the likeliest come first.
+        ids_nM, order_nM = ids_nM.sort(dim=1, stable=True)
+        logs_nM = logs_nM.gather(1, order_nM)
+        again_nM = (ids_nM == ids_nM.roll(1, 1)) & (ids_nM >= 0)
+        again_nM[:, 0] = False
+        is_other_n = ((logs_nM.exp() - logs_nM.roll(1, 1).exp()).abs() > _ABOVE).logical_and(again_nM).any(1)
+        ids_nM = ids_nM.masked_fill(again_nM, -1)
+        logs_nM = logs_nM.masked_fill(again_nM, -torch.inf)
+        largest, mass = float(logs_nM.nan_to_num(nan=torch.inf).amax()), float(logs_nM.double().exp().sum(1).max())
+        if not (largest <= _ABOVE and mass <= 1 + _ABOVE):
+            raise WrongAnswerError(
+                f"{asked} returned log-probabilities of up to {largest:.3g} nats, whose probabilities add up to "
+                f"{mass:.3g}: start it without `--logprobs-mode`."
+            )
+        if top_k and len(found) > 1:  # what is told beside the likeliest is no likelier than these
+            least_n = found[0][1].topk(top_k, 1).values[:, -1]
+            is_other_n |= logs_nM.topk(top_k, 1).values[:, -1].exp() > least_n.exp() + _ABOVE
+        if is_other_n.any():
+            raise WrongAnswerError(
+                f"{asked} told two probabilities of one token at position {places[int(is_other_n.nonzero()[0])]}, or "
+                f"others than the likeliest {top_k}: it mixes up answers; restart it."
             )
         # An excluded token has the lowest finite number, as in a head with a bias of -inf.
         least = torch.finfo(torch.float32).min
-        return ids_nM, torch.where(known_nM, logs_nM.clamp(min=least, max=0.0), logs_nM)
+        return ids_nM, torch.where(ids_nM >= 0, logs_nM.clamp(min=least, max=0.0), logs_nM)
 
 
 class TokenServers(ModelServers[_TokenServer]):
@@ -295,7 +330,10 @@ class TokenServers(ModelServers[_TokenServer]):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         super().__init__(_TokenServer, urls, deadline, timeout)
-        for looked in [self._background.start(one.look(tokenizer)) for one in self._servers]:
+        # As long as a first row may take: a server that others use answers no sooner.
+        alone = [InTurn([one], NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        looks = [one.answer(lambda server, seconds: server.look(tokenizer, seconds), "told its offer") for one in alone]
+        for looked in [self._background.start(one) for one in looks]:
             looked.result()
         servers, names = self._servers, ("states", "student_top_k", "teacher_top_k")
         self.kind = " and ".join(dict.fromkeys(one.api for one in servers))
@@ -327,13 +365,13 @@ class TokenServers(ModelServers[_TokenServer]):
         told = [[_by_place(*one.result()) for one in each] for each in asked]
         first = told[0][0]
         for server, (one, _, changed_last, changed_before) in zip(self._servers, told, strict=True):
-            if kl(one, changed_last) > MOST_APART:
+            before, after = (_but(each, row[-1], other) for each in (one, changed_last))  # which only one may tell
+            if kl(before, after) > MOST_APART:
                 raise WrongAnswerError(
                     f"{KIND.subject} at {server.url} tells log-probabilities that depend on the token they predict, "
-                    f"{kl(one, changed_last):.2g} nats apart: they are a position ahead, or its attention is "
-                    "bidirectional."
+                    f"{kl(before, after):.2g} nats apart: they are a position ahead, or its attention is bidirectional."
                 )
-            if kl(one[-1:], changed_before[-1:]) < _MOVED:
+            if not _is_moved(one[-1], changed_before[-1]):
                 raise WrongAnswerError(
                     f"{KIND.subject} at {server.url} tells the same log-probabilities after different tokens: its "
                     "weights are zeroed or were not loaded, or they are a position behind."
@@ -373,15 +411,42 @@ class TokenServers(ModelServers[_TokenServer]):
 
 
 def kl(one: list[Found], other: list[Found]) -> float:
-    """The mean KL, in nats, between two answers for the same places, over what both tell and all else together."""
+    """The mean KL, in nats, between two answers for the same places, over what either tells and all else together.
+
+    A token that only one tells is to the other at most as likely as those that it tells instead.
+    """
     total = 0.0
     for mine, theirs in zip(one, other, strict=True):
-        both = sorted(mine.keys() & theirs.keys())
-        pair = torch.tensor([[told[token] for token in both] for told in (mine, theirs)], dtype=torch.float64)
-        rest_21 = (1 - pair.exp().sum(1, keepdim=True)).clamp(min=_MOVED).log()
+        pair = (
+            torch.tensor(
+                [
+                    [mine.get(token, _most(mine, theirs, token)), theirs.get(token, _most(theirs, mine, token))]
+                    for token in sorted(mine.keys() | theirs.keys())
+                ],
+                dtype=torch.float64,
+            )
+            .reshape(-1, 2)
+            .T
+        )
+        rest_21 = (1 - pair.exp().sum(1, keepdim=True)).clamp(min=_SMALL).log()
         log_p, log_q = torch.cat([pair, rest_21], 1)
         total += float((log_p.exp() * (log_p - log_q)).sum())
     return max(0.0, total / len(one))
+
+
+def _most(told: Found, by_other: Found, token: int) -> float:
+    """At most the log-probability of a token that the other one tells alone."""
+    instead = [told[one] for one in told.keys() - by_other.keys()] or told.values()
+    return min(by_other.get(token, 0.0), *instead)
+
+
+def _but(told: list[Found], *left_out: int) -> list[Found]:
+    return [{token: score for token, score in one.items() if token not in left_out} for one in told]
+
+
+def _is_moved(one: Found, other: Found) -> bool:
+    """Whether two predictions differ."""
+    return one.keys() != other.keys() or max(abs(one[token] - other[token]) for token in one) > _MOVED
 
 
 def are_same(one: list[Found], other: list[Found]) -> bool:
@@ -396,3 +461,38 @@ def _same(wanted: list[int], places: int) -> Tensor | None:
 def _by_place(ids_nM: Tensor, logs_nM: Tensor) -> list[Found]:
     rows = zip(ids_nM.tolist(), logs_nM.tolist(), strict=True)
     return [{token: score for token, score in zip(*row, strict=True) if token >= 0} for row in rows]
+
+
+def _own(token: int, score: float | None) -> list[tuple[int, float]]:
+    return [] if score is None else [(token, score)]
+
+
+def _table(rows: Iterable[Iterable[tuple[int, float]]]) -> Told:
+    """Ids and log-probabilities of each place; a `ValueError` for an id that is none."""
+    each = [[*row] for row in rows]
+    there_nM = torch.arange(max(map(len, each)))[None] < torch.tensor([*map(len, each)])[:, None]
+    ids_nM, logs_nM = torch.full(there_nM.shape, -1), torch.full(there_nM.shape, -torch.inf)
+    count = int(there_nM.sum())
+    ids = np.fromiter((token for row in each for token, _ in row), np.int64, count)
+    if count and not 0 <= ids.min() <= ids.max() < MOST_IDS:
+        raise ValueError(f"ids from {ids.min()} to {ids.max()}")
+    ids_nM[there_nM] = torch.from_numpy(ids)
+    logs_nM[there_nM] = torch.from_numpy(np.fromiter((one for row in each for _, one in row), np.float32, count))
+    return ids_nM, logs_nM
+
+
+def _array(asked: str, encoded: str, shape: tuple[int, ...]) -> Tensor:
+    """The numbers of a base64 `.npy` file, if they have this shape."""
+    try:
+        file = io.BytesIO(base64.b64decode(encoded))
+        np.lib.format.read_magic(file)
+        is_shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    except ValueError as error:
+        raise WrongAnswerError(f"{asked} returned scores that are no array: {error}.") from error
+    left = bytearray(file.read())
+    if is_shape != shape or is_fortran or dtype != np.float32 or len(left) != 4 * shape[0] * shape[1]:
+        raise WrongAnswerError(
+            f"{asked} returned scores of shape {list(is_shape)} in {dtype}, {len(left)} bytes, expected {list(shape)} "
+            "in float32: a row for each position."
+        )
+    return torch.frombuffer(left, dtype=torch.float32).view(shape)
