@@ -49,7 +49,7 @@ def test_overlap_evaluation_and_report_change_no_loss(checkpoint, tmp_path, targ
 def test_other_targets_are_another_objective_to_a_resume(checkpoint, tmp_path):
     with pretended(checkpoint[1], kind=Scoring, words=tiny.tokenizer()) as server:
         given = {"save_strategy": "steps", "save_steps": 1, "teacher_server_url": server.url}
-        given["teacher_server_top_k"] = 6
+        given |= {"teacher_server_top_k": 6, "teacher_server_targets": "student_top_k"}
         trainer(tmp_path, checkpoint[0], **given).train()
         trainer(tmp_path, checkpoint[0], **{**given, "max_steps": 4}).train(resume_from_checkpoint=True)
         for other in ({"teacher_server_top_k": 7}, {"teacher_server_targets": "teacher_top_k"}):

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -487,7 +488,7 @@ def _array(asked: str, encoded: str, shape: tuple[int, ...]) -> Tensor:
         file = io.BytesIO(base64.b64decode(encoded))
         np.lib.format.read_magic(file)
         is_shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    except ValueError as error:
+    except (ValueError, SyntaxError, TokenError) as error:
         raise WrongAnswerError(f"{asked} returned scores that are no array: {error}.") from error
     left = bytearray(file.read())
     if is_shape != shape or is_fortran or dtype != np.float32 or len(left) != 4 * shape[0] * shape[1]:
