@@ -343,7 +343,7 @@ def test_servers_that_tell_no_token_in_common_are_apart():
     assert kl([one], [one]) < 1e-9
 
 
-def test_a_fault_of_the_moment_is_not_taken_for_another_kind(checkpoint, monkeypatch):
+def test_a_passing_fault_is_not_another_kind(checkpoint, monkeypatch):
     monkeypatch.setattr(in_turn, "PAUSE", 0.01)
     with scoring(checkpoint[1]) as server:
         posted, refused = Scoring.posted, []
