@@ -24,7 +24,7 @@ from trl_opsd.http import client as http
 from trl_opsd.http.urls import ROLLOUT_TOKEN
 from trl_opsd.rollout import vllm_server
 from trl_opsd.rollout.vllm_server import VLLMServerClient
-from trl_opsd.rollout.weight_sync import Stream
+from trl_opsd.rollout.weight_sync import Stream, as_saved_by_peft
 
 pytestmark = pytest.mark.vllm
 
@@ -403,3 +403,42 @@ def test_api_key_is_sent_and_a_missing_one_named(faults, monkeypatch):
         client(faults.server_port)
     monkeypatch.setenv(ROLLOUT_TOKEN, "s3cret")
     assert client(faults.server_port).facts.model == "student"
+
+
+# ---- Adapters --------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_saved_with_one_rank_and_their_scaling():
+    factors = {name: (torch.rand(rank, 6), torch.rand(5, rank), scaling) for name, rank, scaling in
+               (("model.a.q_proj", 2, 0.5), ("model.a.up_proj", 4, 2.0))}  # fmt: skip
+    tensors, config = as_saved_by_peft(factors)
+    assert config["r"] == config["lora_alpha"] == 4
+    assert config["target_modules"] == ["q_proj", "up_proj"]
+    for name, (a, b, scaling) in factors.items():
+        saved_a, saved_b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        assert len(saved_a) == saved_b.size(1) == 4
+        torch.testing.assert_close(saved_b @ saved_a, scaling * b @ a)
+
+
+def test_an_adapter_has_a_new_name_and_goes_with_its_folder(faults, tmp_path):
+    faults.answers |= {"/v1/load_lora_adapter": (200, b""), "/v1/unload_lora_adapter": (200, b"")}
+    speaker, folder = client(faults.server_port, output_dir=str(tmp_path)), tmp_path / "_served_adapters"
+    layers = {"model.a.q_proj": (torch.rand(2, 6), torch.rand(5, 2), 1.0)}
+    speaker.connect(100, torch.device("cpu"), by_adapter=True)
+    names = []
+    for _ in range(2):
+        speaker.load_adapter(layers)
+        names.append(speaker.adapter)
+        assert [one.name for one in folder.iterdir()] == [speaker.adapter], "the one before is unloaded"
+        assert speaker.body([5], {})["model"] == speaker.adapter
+    assert len({*names}) == 2
+    faults.answers["/v1/load_lora_adapter"] = (400, b"rank 64 is greater than max_lora_rank 16")
+    with pytest.raises(ServerError, match=r"rank 64 is greater than max_lora_rank 16$"):
+        speaker.load_adapter(layers)
+    assert [one.name for one in folder.iterdir()] == [speaker.adapter] == names[1:], "nothing of the failed one is left"
+    speaker.connect(100, torch.device("cpu"), by_adapter=True)  # of another student
+    assert speaker.adapter is None
+    assert not folder.exists()
+    speaker.give_back()
+    with pytest.raises(ServerError, match="the rollout was closed"):
+        speaker.check_connected()

@@ -20,8 +20,9 @@ pytest.importorskip("vllm")
 import sglang_lab
 from alike import Alike, stir
 from server_lab import CONTEXT
-from vllm_lab import by_hf, gap
+from vllm_lab import by_hf, gap, lora
 
+from trl_opsd import OPSDTrainer
 from trl_opsd._compat import weight_group
 from trl_opsd.errors import ServerError
 from trl_opsd.rollout import weight_sync
@@ -154,4 +155,30 @@ def test_a_server_that_exits_is_an_error_at_once(make, tmp_path_factory):
             trainer.complete(prompts)
         print(f"\n{time.monotonic() - start:.1f} s until both errors")
         assert time.monotonic() - start < 20
+        trainer.rollout.close()
+
+
+def test_adapters_are_sent_in_the_request_after_each_step(tmp_path, tmp_path_factory):
+    flags = ("--enable-lora", "--max-lora-rank", "16", "--lora-target-modules", "all", "--lora-backend", "torch_native")
+    folder = tmp_path_factory.mktemp("lora")
+    with sglang_lab.running(folder, "qwen2", False, *flags) as server:
+        options = {**server.options, "vllm_weight_sync": "adapter", "max_completion_length": 12, "top_k": 1}
+        trainer = OPSDTrainer(
+            model=str(folder / "student"),
+            teacher_model=tiny.qwen2(48, seed=1),
+            args=tiny.config(tmp_path, **options),
+            train_dataset=tiny.rows(),
+            processing_class=tiny.tokenizer(),
+            peft_config=lora(),
+        )
+        prompts, said = trainer.tokenize(tiny.PROMPTS), []
+        for step in range(5):
+            said.append(trainer.complete(prompts))
+            assert said[-1] == by_hf(trainer, prompts)
+            torch.manual_seed(step)
+            with torch.no_grad():
+                for part in (one for name, one in trainer.model.named_parameters() if "lora_" in name):
+                    part.add_(0.3 * torch.randn_like(part))
+        assert len({str(one) for one in said}) > 2, "the adapter has changed what is said"
+        assert not trainer.rollout.engine.live[0].facts.no_adapters
         trainer.rollout.close()

@@ -83,7 +83,7 @@ def test_greedy_tokens_are_the_students_after_each_step(tmp_path, path, server):
     assert loaded == [trainer.rollout.engine.live[0].adapter], "those before are unloaded"
     trainer.rollout.close()
     assert len(requests.get(f"{server}/v1/models", timeout=10).json()["data"]) == 1
-    assert not list((tmp_path / "served_adapters").glob("*")), "nothing is left on the disk"
+    assert not list((tmp_path / "_served_adapters").glob("*")), "nothing is left on the disk"
     with pytest.raises(ServerError, match="the rollout was closed"):
         trainer.complete(trainer.tokenize(tiny.PROMPTS))
 
@@ -92,7 +92,7 @@ def test_an_adapter_replaced_in_place_reads_stale_blocks(tmp_path, path, server)
     """What names of their own avoid: blocks of the prefix cache that an earlier adapter has computed."""
     trainer = trainer_with(tmp_path, path, server, max_steps=1)
     trainer.train()
-    folder = tmp_path / "served_adapters" / trainer.rollout.engine.live[0].adapter
+    folder = tmp_path / "_served_adapters" / trainer.rollout.engine.live[0].adapter
     again = tmp_path / "again"
     again.mkdir()
     (again / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())

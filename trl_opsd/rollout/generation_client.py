@@ -194,6 +194,7 @@ class GenerationClient(ABC):
     def connect(self, vocabulary: int, device: torch.device, by_adapter: bool = False) -> None:
         """Connects to send the weights of a student, which has so many tokens and is on a device, or its adapters."""
         self.vocabulary, self._takes_adapters, self._is_given_back = vocabulary, by_adapter, False
+        self._forget_adapter()  # of another student
         if by_adapter:
             return
         self.device = self._in_main(lambda: self.open(device)) or device  # where weights have to be from now on
@@ -237,8 +238,11 @@ class GenerationClient(ABC):
     def give_back(self) -> None:
         """As `close`, and unloads the adapter."""
         self.close()
-        adapter, self.adapter = self.adapter, None
         self._is_given_back = True
+        self._forget_adapter()
+
+    def _forget_adapter(self) -> None:
+        adapter, self.adapter = self.adapter, None
         if adapter is not None and self._is_main:
             self._drop(adapter)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -95,7 +95,7 @@ class ServedRollout(SyncedRollout[Servers]):
             raise ValueError(f"{refused[0]}{others}.")
         engine.connect(vocabulary, trainer.accelerator.device, self._mode == "adapter")
         logger.info(f"Weight sync with {engine.name}: {self._mode!r}, because {why}.")
-        self._base = version_of(weight.base for weight in base_weights_of(trainer.model))
+        self._base: Any = None
         self.set_up(trainer, engine, sampling, dtype)
         by_adapter = is_peft(trainer.model)
         self._proof = engine.proofs(lambda client: SyncProof(trainer, client, dtype, by_adapter, self.sees))
@@ -130,11 +130,6 @@ class ServedRollout(SyncedRollout[Servers]):
         engine, model, sent = self.engine, self.trainer.model, 0
         dtype, gathered = dtype_of(self.trainer), self.trainer.gathered
         if self._mode == "adapter":
-            if version_of(weight.base for weight in base_weights_of(model)) != self._base:
-                raise ValueError(
-                    "Weights under the student's adapter have changed, which an adapter alone does not carry to a "
-                    "server: set `vllm_weight_sync='full'`."
-                )
             layers, sent = adapter_of(model, engine.live[0].facts.dtype or dtype, torch.device("cpu"), gathered)
             engine.each(lambda client: client.load_adapter(layers))
             return sent
@@ -151,6 +146,11 @@ class ServedRollout(SyncedRollout[Servers]):
         """As for every engine. Cancels unfinished streams, so no completion mixes weight versions."""
         self._cancel_streams()
         self.trainer.accelerator.wait_for_everyone()  # every process has cancelled its streams
+        if self._mode == "adapter":
+            # A base that was written to, or moved when a wrapper was made, may be another than the server's.
+            base = version_of(weight.base for weight in base_weights_of(self.trainer.model))
+            moved = torch.tensor([base != self._base], device=self.trainer.accelerator.device)
+            self._base, self._proved = base, self._proved and not self.trainer.accelerator.gather(moved).any()
         super().sync_weights()
 
     def close(self) -> None:

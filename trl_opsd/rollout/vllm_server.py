@@ -167,11 +167,9 @@ class VLLMServerClient(GenerationClient):
         """Asks for an adapter that is not there, and reads from the error whether one could be."""
         nowhere = {"lora_name": "trl_opsd-none", "lora_path": "/nonexistent/trl_opsd"}
         said = self.http.post("/v1/load_lora_adapter", json=nowhere)
-        if said.status == 404 and "trl_opsd" not in said.text:
-            return f"the vLLM server does not load adapters while it runs: start it with `{_ADAPTERS}`"
-        if "enabled" in said.text.lower():
-            return f"the vLLM server was started without `--enable-lora`: start it with `{_ADAPTERS}`"
-        return ""
+        if nowhere["lora_path"] in said.text:  # looked for
+            return ""
+        return f"the vLLM server loads no adapters while it runs ({said.status}): start it with `{_ADAPTERS}`"
 
     def why_no_adapter(self, model: CausalLM) -> str | None:
         return super().why_no_adapter(model) or (
@@ -187,9 +185,8 @@ class VLLMServerClient(GenerationClient):
             save_file(tensors, folder / "adapter_model.safetensors")
             (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
             said = self.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
-            said.check_status(
-                f" It reads {folder}, below `output_dir`, which has to be on a disk that both machines have."
-            )
+            where = f" It reads {folder}, below `output_dir`, which has to be on a disk that both machines have."
+            said.check_status(where if said.status == 404 else "")
         except BaseException:
             rmtree(folder, ignore_errors=True)
             raise
@@ -201,7 +198,7 @@ class VLLMServerClient(GenerationClient):
         self.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).check_status()
 
     def _folder(self, name: str) -> Path:
-        return Path(self.args.output_dir).absolute() / "served_adapters" / name
+        return Path(self.args.output_dir).absolute() / "_served_adapters" / name  # which is not pushed to a hub
 
     def body(self, ids: list[int], options: dict[str, Any]) -> dict[str, Any]:
         # Ids instead of text, which does not determine the ids.

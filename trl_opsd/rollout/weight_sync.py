@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trl_opsd._compat.peft import (
     CausalLM,
@@ -133,12 +134,12 @@ def adapter_of(model: CausalLM, dtype: torch.dtype, device: torch.device, gather
 
 
 def as_saved_by_peft(layers: Layers) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the config of an adapter as peft saves them, with all scalings in the factors B."""
-    tensors = {}
+    """The tensors and config of an adapter as peft saves them: all of the largest rank, scalings in the factors B."""
+    tensors, rank = {}, max(len(a) for a, _, _ in layers.values())
     for name, (a, b, scaling) in layers.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a.contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = (b * scaling).contiguous()
-    rank = max(len(a) for a, _, _ in layers.values())
+        # Zeros add nothing; SGLang takes one rank alone.
+        tensors[f"base_model.model.{name}.lora_A.weight"] = pad(a, (0, 0, 0, rank - len(a))).contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = pad(b * scaling, (0, rank - len(a))).contiguous()
     modules = sorted({name.rpartition(".")[2] for name in layers})
     return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
 
