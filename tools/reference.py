@@ -101,7 +101,7 @@ TOGETHER: dict[str, list[Callable[[], Any]]] = {
         lambda: _config(teacher_offload="cpu", teacher_model_init_kwargs={"device_map": "auto"}),
         lambda: _config(teacher_offload="zero3"),
     ],
-    "vllm_weight_sync": [lambda: _rollout(vllm_mode="server", vllm_weight_sync="adapter")],
+    "vllm_weight_sync": [lambda: _rollout(vllm_mode="server", vllm_weight_sync="full")],
 }
 """Calls that are refused or warned about, by the new option they concern."""
 

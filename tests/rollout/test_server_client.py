@@ -420,7 +420,7 @@ def test_adapters_are_saved_with_one_rank_and_their_scaling():
         torch.testing.assert_close(saved_b @ saved_a, scaling * b @ a)
 
 
-def test_an_adapter_has_a_new_name_and_goes_with_its_folder(faults, tmp_path):
+def test_each_adapter_has_a_new_name_and_folder(faults, tmp_path):
     faults.answers |= {"/v1/load_lora_adapter": (200, b""), "/v1/unload_lora_adapter": (200, b"")}
     speaker, folder = client(faults.server_port, output_dir=str(tmp_path)), tmp_path / "_served_adapters"
     layers = {"model.a.q_proj": (torch.rand(2, 6), torch.rand(5, 2), 1.0)}

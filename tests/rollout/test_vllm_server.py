@@ -175,7 +175,7 @@ def test_a_row_of_another_prompt_is_refused(serve, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"vllm_weight_sync": "adapter"}, "a server accepts only full weights: use 'auto'"),
+        ({"vllm_weight_sync": "adapter"}, "the student has no adapter; use 'auto' or 'full'"),
         ({"vllm_enable_sleep_mode": True}, "does not sleep: set it to False"),
         ({"generation_kwargs": {"skip_reading_prefix_cache": True}}, "is not an option of a vLLM server"),
         ({"generation_kwargs": {"logprobs": 2}}, "the trainer sets this option: remove it"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support import tiny
 from support.failing_server import pretended
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig
 from trl_opsd.errors import ServerError
+from trl_opsd.losses import ForwardKL
 from trl_opsd.teacher.build import served
 
 
@@ -35,7 +37,7 @@ def reach(path: str, case: str) -> str:
     with pretended(model, models=lists(100 + process)) as server:
         args = OPSDConfig("unused", report_to="none", use_cpu=True, teacher_server_url=server.url)
         try:
-            found = f"context {served(path, [server.url], args).context}"
+            found = f"context {served(path, [server.url], args, ForwardKL(), model, tiny.tokenizer()).context}"
         except ServerError as error:
             found = f"{server.url} {error}"
         torch.distributed.barrier()  # the server is there until both have asked

@@ -106,10 +106,10 @@ class ServedRollout(SyncedRollout[Servers]):
         least = min(self._servers.live, key=lambda one: one.facts.context)
         if context is None or least.facts.context < context:
             raise ValueError(
-                f"The {least.kind.name} server's context is {least.facts.context} tokens at {least.url}, the student's "
+                f"The {least.kind.name} server's context is {least.facts.context} tokens, the student's "
                 f"{context or 'unlimited'}: set `vllm_max_model_length={least.facts.context}` (used for every engine), "
                 "so that prompts that are too long are rejected before training, or start the server with "
-                f"{least.longer_context}."
+                f"{least.longer_context}, at {least.url}."
             )
         for one in self._servers.live:
             name, served = one.kind.name, one.facts.dtype

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import pickle
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
+from pickle import dumps
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -328,7 +328,7 @@ class SGLangClient(GenerationClient):
         """Sends its tensors with the request, so that no disk is shared; the server compares their digests."""
         tensors, config = as_saved_by_peft(layers)
         # A plain pickle has the numbers themselves, where torch's own would have the name of shared memory.
-        payload = base64.b64encode(pickle.dumps(tensors)).decode()
+        payload = base64.b64encode(dumps(tensors)).decode()
         digests = {key: sha256(one.view(torch.uint8).numpy().tobytes()).hexdigest() for key, one in tensors.items()}
         self._call(
             "load_lora_adapter_from_tensors",
