@@ -169,7 +169,6 @@ SHORT = {
         "full, bytes, zero3",
         "lora, remedies, zero3",
         "full, skipped, zero3",
-        "lora, some tokens",
     ),
     "fsdp2": ("full", "lora, own ema", "full, images", "full, bytes", "lora, remedies", "lora, skipped"),
 }

@@ -192,7 +192,7 @@ FAULTS = {
     "fails": (lambda *_: (500, b"out of memory", {}), "out of memory"),
     "array of objects": (without("prompt_token_id_logprobs", "gASVAAAA"), "no array"),
 }  # fmt: skip
-QUICK = ("no scores", "too few", "logits")
+QUICK = ("no scores", "logits")
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,7 @@ def test_a_faulty_server_is_dropped_and_never_learned_from(checkpoint, name, cap
             teacher.targets(proposed())
 
 
+@pytest.mark.long
 def test_slow_and_busy_servers_leave_rows_to_others(checkpoint, monkeypatch, caplog):
     monkeypatch.setattr(in_turn, "PAUSE", 0.01)
     busy = lambda *_: (503, b"", {"Retry-After": "0"})  # noqa: E731
@@ -246,7 +247,9 @@ AT_START = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", AT_START)
+@pytest.mark.parametrize(
+    "name", [name if name.startswith("a p") else pytest.param(name, marks=pytest.mark.long) for name in AT_START]
+)
 def test_a_lying_server_is_refused_at_the_start(checkpoint, name):
     given, said = AT_START[name]
     if name == "another tokenizer":
@@ -266,6 +269,7 @@ def test_more_tokens_than_a_server_tells_are_refused(checkpoint):
             known(checkpoint, server, top_k=21)
 
 
+@pytest.mark.long
 def test_replicas_of_another_checkpoint_are_refused_and_noise_is_measured(checkpoint):
     other, near = tiny.qwen2(64, seed=3), tiny.qwen2(64, seed=1)
     near.load_state_dict(checkpoint[1].state_dict())
@@ -317,7 +321,7 @@ def test_training_with_all_tokens_told_is_as_with_the_teacher(checkpoint, tmp_pa
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Scoring, Pretended])
+@pytest.mark.parametrize("kind", [Scoring, pytest.param(Pretended, marks=pytest.mark.long)])
 def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
     tuned = tiny.qwen2(64, seed=1)
     tuned.load_state_dict(checkpoint[1].state_dict())
