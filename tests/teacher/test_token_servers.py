@@ -288,7 +288,7 @@ def test_replicas_of_another_checkpoint_are_refused_and_noise_is_measured(checkp
             p_LV, q_LV = (
                 m(input_ids=torch.tensor([ids])).logits[0, :7].double().log_softmax(-1) for m in (checkpoint[1], near)
             )
-        whole = float((p_LV.exp() * (p_LV - q_LV)).sum(1).mean())
+        whole = float((p_LV.exp() * (p_LV - q_LV)).sum(1).median())
         assert 0.1 * whole < teacher.noise <= 1.01 * whole, "of buckets it is at most that"
         assert kl([{0: -0.1}], [{0: -0.1}]) == 0.0
 

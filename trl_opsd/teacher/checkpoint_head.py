@@ -23,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd.http.client import warn_in_main
 from trl_opsd.models.backbone import backbone_of, hidden_states
 from trl_opsd.models.checks import place_of
 from trl_opsd.models.probes import HEAD, Probed
@@ -181,14 +182,18 @@ _READ_WHOLE = 2_000_000_000
 def predictions_of(path: str, options: Mapping[str, Any], ids: list[int]) -> Tensor | None:
     """[L - 1, V], log-probabilities of the tokens after the first of a row, by a small checkpoint in a folder here.
 
-    `None` where it is elsewhere, or large.
+    `None` where it is elsewhere, large, or does not run here, as a quantised one may not.
     """
     files = [*Path(path).glob("*.safetensors")] if Path(path).is_dir() else []
     if not 0 < sum(file.stat().st_size for file in files) <= _READ_WHOLE:
         return None
-    with loading(None):
-        model: CausalLM = AutoModelForCausalLM.from_pretrained(path, **{"dtype": "auto", **options}).eval()
-    logits_LV: Tensor = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+    try:
+        with loading(None):
+            model: CausalLM = AutoModelForCausalLM.from_pretrained(path, **{"dtype": "auto", **options}).eval()
+        logits_LV: Tensor = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+    except Exception as error:
+        warn_in_main(f"{path!r} does not run here ({error!r:.200}), so that its server is not compared with it.")
+        return None
     return logits_LV.float().log_softmax(-1)
 
 
