@@ -41,6 +41,37 @@ def merge(
     run(["--config", str(experts), *context.args], "trl-opsd merge", traceback=context.obj)
 
 
+class TargetFormat(StrEnum):
+    """What is kept of a teacher."""
+
+    states = "states"
+    topk = "topk"
+
+
+def targets(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="YAML file of `trl-opsd train`.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("targets"),
+    format: Annotated[
+        TargetFormat,
+        typer.Option(help="Hidden states, for every objective, or the log-probabilities of the likeliest tokens."),
+    ] = TargetFormat.states,
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Of these, how many.")] = 64,
+) -> None:
+    """Has the teacher score each completion once, and keeps what it said: training then needs no teacher.
+
+    The completions are those of the dataset with `lmbda` below 1; else they are generated once, and kept beside. Takes
+    the options of `trl-opsd train` too, and goes on where an earlier run ended. Train with `teacher_targets`.
+    """
+    from trl_opsd.cli import targets as command  # imports torch
+    from trl_opsd.cli.train.launch import run
+
+    words = ["targets", "--out", str(out), "--format", format.value, "--top-k", str(top_k)]
+    work = partial(command.main, out=str(out), format=format.value, top_k=top_k)
+    given = [] if config is None else ["--config", str(config)]
+    run([*given, *context.args], "trl-opsd targets", traceback=context.obj, words=words, work=work)
+
+
 def doctor(
     student: Annotated[
         str | None, typer.Argument(help="Folder or Hub id of the student. Default: that of `--config`.")
@@ -283,6 +314,7 @@ app.command(
     add_help_option=False,
 )(train)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(merge)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(targets)
 app.command()(doctor)
 app.command()(plan)
 app.command()(report)

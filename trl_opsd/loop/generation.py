@@ -24,6 +24,7 @@ from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
+from trl_opsd.teacher.stored import live
 
 if TYPE_CHECKING:
     from trl_opsd.parallel.prefetch import Closable
@@ -199,7 +200,7 @@ class Generation:
         if args.seq_kd:
             found.update(zip(given, self._of_teachers(list(given.values())) if given else [], strict=True))
         else:
-            found.update({number: self._of_dataset(row, prompt_ids[number]) for number, row in given.items()})
+            found.update({number: self.of_dataset(row, prompt_ids[number]) for number, row in given.items()})
         rest = [number for number in range(len(prompt_ids)) if number not in found]
         written = self._together([prompt_ids[number] for number in rest]) or []
         found.update(dict(zip(rest, written, strict=True)))
@@ -248,7 +249,7 @@ class Generation:
         """Has a teacher complete prompts in place of the rollout."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
-        outer, self._by = self._by, TeacherRollout(self._host, teacher, limits)
+        outer, self._by = self._by, TeacherRollout(self._host, live(teacher), limits)
         try:
             yield
         finally:
@@ -268,7 +269,7 @@ class Generation:
 
         limits = self._host.teaching.readers.teacher_limits
         self._of_teacher = {
-            name: TeacherRollout(self._host, teacher, limits[name]) for name, teacher in teachers.items()
+            name: TeacherRollout(self._host, live(teacher), limits[name]) for name, teacher in teachers.items()
         }
 
     def _of_teachers(self, rows: Sequence[BatchRow]) -> list[list[int]]:
@@ -285,7 +286,7 @@ class Generation:
             found.update(zip(theirs, written, strict=True))
         return [found[number] for number in range(len(rows))]
 
-    def _of_dataset(self, row: BatchRow, prompt_ids: list[int]) -> list[int]:
+    def of_dataset(self, row: BatchRow, prompt_ids: list[int]) -> list[int]:
         host, tokenizer, request = self._host, self._host.processing_class, row.request
         most = host.args.max_completion_length
 

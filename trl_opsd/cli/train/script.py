@@ -51,7 +51,7 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
     given, task = read(arguments, parser)
     with TemporaryDirectory(prefix="trl_opsd-dry-run-") if given.extra.dry_run else nullcontext() as folder:
         if folder:
-            _leave_nothing(given.config, folder)
+            leave_nothing(given.config, folder)
         trainer = build(given, task)
         if folder:
             trainer.add_callback(_OneStep())
@@ -93,8 +93,8 @@ def read(arguments: Sequence[str], parser: OptionParser | None = None) -> tuple[
     return given, task
 
 
-def build(given: RunOptions, task: Task | Experts | None) -> OPSDTrainer:
-    """The trainer that these options describe."""
+def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset | None = None) -> OPSDTrainer:
+    """The trainer that these options describe; a dataset takes the place of the one that they name."""
     extra, script, config, model = given.extra, given.script, given.config, given.model
     data = task.data() if task else loaded(script, given.mixture)
     # Rows that experts are measured on are checked before anything is loaded.
@@ -103,7 +103,7 @@ def build(given: RunOptions, task: Task | Experts | None) -> OPSDTrainer:
         model=model.model_name_or_path,
         teacher_model=extra.teacher_models,
         args=config,
-        train_dataset=_split(data, "dataset_train_split", script.dataset_train_split),
+        train_dataset=train_dataset or _split(data, "dataset_train_split", script.dataset_train_split),
         eval_dataset=_split(data, "dataset_test_split", script.dataset_test_split) if is_evaluated else None,
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
@@ -244,7 +244,7 @@ def _split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
 # ---- Dry runs -------------------------------------------------------------------------------------------------------
 
 
-def _leave_nothing(config: OPSDConfig, folder: str) -> None:
+def leave_nothing(config: OPSDConfig, folder: str) -> None:
     config.output_dir, config.report_to, config.push_to_hub = folder, [], False
     config.eval_on_start = config.certificate = False
 
