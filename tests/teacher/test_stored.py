@@ -54,7 +54,8 @@ def outcome(trainer):
 
 
 def assert_same(one, other):
-    assert one[0] == other[0] and len(one[0]) == 2
+    assert one[0] == other[0]
+    assert len(one[0]) == 2
     assert all(torch.equal(weight, other[1][name]) for name, weight in one[1].items())
 
 
@@ -67,7 +68,9 @@ def test_states_train_bit_for_bit_as_the_teacher(trained, written, objective):
     assert not [one for one in vars(stored.teacher).values() if hasattr(one, "parameters")]
 
 
-@pytest.mark.parametrize("given", [TWO, {"teacher_prompt_template": "{privileged_context}: {prompt}"}], ids=["two", "told"])
+@pytest.mark.parametrize(
+    "given", [TWO, {"teacher_prompt_template": "{privileged_context}: {prompt}"}], ids=["two", "told"]
+)
 def test_stored_teachers_read_what_each_would(trained, written, given):
     models = {"teacher_model": teachers()} if given is TWO else {}
     if not models:
@@ -90,7 +93,9 @@ def test_resumed_run_goes_on_from_targets_as_one_with_the_teacher(trained, writt
 
 
 def test_every_row_is_written_also_those_no_whole_batch_has(trained, written):
-    rows = Dataset.from_list([*ROWS, *[{**row, "completion": f"{row['completion']}!"} for row in ROWS]]).select(range(11))
+    rows = Dataset.from_list([*ROWS, *[{**row, "completion": f"{row['completion']}!"} for row in ROWS]]).select(
+        range(11)
+    )
     folder = written(train_dataset=rows)
     assert len(Store(folder / "teacher-0").rows) == 11
     stored = {"teacher_model": None, "teacher_targets": str(folder), "train_dataset": rows}
@@ -136,7 +141,7 @@ def test_targets_beside_a_teacher_are_a_cache(trained, written):
         cached.predict(ROWS.select(range(2)))
 
 
-# ---- A kill, and what else may happen to files ------------------------------------------------------------------------
+# ---- A kill, and what else may happen to files -----------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -204,7 +209,7 @@ def test_targets_that_will_not_fit_the_disk_are_refused(written, monkeypatch):
         written()
 
 
-# ---- Other runs -------------------------------------------------------------------------------------------------------
+# ---- Other runs ------------------------------------------------------------------------------------------------------
 
 
 OTHER = tiny.tokenizer()
@@ -212,7 +217,7 @@ OTHER.chat_template = OTHER.chat_template.replace("assistant", "robot")
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    ("given", "message"),
     [
         ({"processing_class": OTHER}, "chat_template: 'sha256 .* there, 'sha256 .* here"),
         ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "teacher_prompt_template: 'none' there"),

@@ -50,7 +50,7 @@ class TargetFormat(StrEnum):
 
 def targets(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="YAML file of `trl-opsd train`.")] = None,
+    config: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train`.")],
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("targets"),
     format: Annotated[
         TargetFormat,
@@ -66,9 +66,9 @@ def targets(
     from trl_opsd.cli import targets as command  # imports torch
     from trl_opsd.cli.train.launch import run
 
-    words = ["targets", "--out", str(out), "--format", format.value, "--top-k", str(top_k)]
+    words = ["targets", str(config), "--out", str(out), "--format", format.value, "--top-k", str(top_k)]
     work = partial(command.main, out=str(out), format=format.value, top_k=top_k)
-    given = [] if config is None else ["--config", str(config)]
+    given = [] if "--config" in context.args else ["--config", str(config)]  # there, in a process of a launch
     run([*given, *context.args], "trl-opsd targets", traceback=context.obj, words=words, work=work)
 
 

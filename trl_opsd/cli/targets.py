@@ -16,6 +16,7 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from tqdm import tqdm
 
 from trl_opsd import fingerprint
+from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.cli.train.script import build, leave_nothing, read
 from trl_opsd.data.completions import COMPLETION, TOKENS
@@ -78,19 +79,21 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
     folder.mkdir(parents=True, exist_ok=True)
     if others := [path for path in _parts(folder) if not path.endswith(f"-of-{accelerator.num_processes}.parquet")]:
         raise ValueError(f"{others[0]} was written by another number of processes: use that, or another folder.")
-    for number, inputs in enumerate(_batches(trainer, "complete")):
-        path = folder / f"batch-{number:06d}-{mine}"
-        if all(gather_object([path.exists()])):
-            continue
-        rows = trainer.begin_batch(inputs)
-        written = trainer._generation.write(rows, trainer.prompt_ids_of(rows)).completions
-        texts = trainer.processing_class.batch_decode(written, skip_special_tokens=True)
-        kept = [_with_completion(*one) for one in zip(inputs, written, texts, strict=True)]
-        known = trainer.train_dataset.features or {}
-        features = Features({name: one for name, one in known.items() if name in kept[0]} | _FEATURES)
-        features[COMPLETION] = Value("string") if isinstance(kept[0][COMPLETION], str) else _MESSAGES
-        rows_of = Dataset.from_list(kept, features if known else None)
-        publish(path, rows_of.to_parquet, accelerator.process_index)
+    _wrap(trainer)
+    with preserved_mode(trainer.model):
+        trainer.model.train()
+        for number, (inputs, count) in enumerate(_rows(trainer)):
+            path = folder / f"batch-{number:06d}-{mine}"
+            if all(gather_object([path.exists() or not count])):
+                continue
+            rows = trainer.begin_batch(inputs)
+            written = trainer._generation.write(rows, trainer.prompt_ids_of(rows)).completions
+            texts = trainer.processing_class.batch_decode(written, skip_special_tokens=True)
+            kept = [_with_completion(*one) for one in zip(inputs, written, texts, strict=True)][:count]
+            if kept:
+                publish(
+                    path, Dataset.from_list(kept, _features(trainer, kept[0])).to_parquet, accelerator.process_index
+                )
     accelerator.wait_for_everyone()
     return load_dataset("parquet", data_files=_parts(folder), split="train")
 
@@ -119,8 +122,29 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
         ValueError: The folder has other targets, the teachers change, or the disk has no room for them.
         OSError: The disk is full; what was written is kept.
     """
-    accelerator = trainer.accelerator
-    process, teachers = accelerator.process_index, trainer.teachers
+    _wrap(trainer)
+    writers = keep_targets(trainer, folder, format, top_k)
+    with preserved_mode(trainer.model):
+        trainer.model.train()
+        trainer.methods.begin()
+        for number, inputs in enumerate(_batches(trainer, "teach")):
+            trainer._generate_and_score_completions(inputs)
+            if number == 0:
+                _check_room(folder, writers, len(inputs), trainer.train_dataset)
+        flush(trainer, writers)
+        if can_look_up(trainer):
+            for inputs in _left_over(trainer):
+                trainer._generate_and_score_completions(inputs)
+            flush(trainer, writers)
+    return [writer.store for writer in writers]
+
+
+def keep_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top_k: int = TOP_K) -> list[Writer]:
+    """Has a trainer keep the targets of every row that its teachers score from now on, until [`flush`]. Collective.
+
+    Raises as [`write_targets`].
+    """
+    process, teachers = trainer.accelerator.process_index, trainer.teachers
     described, heads = _described(trainer, format, top_k)
     if (folder / HEADER).exists():
         _check_same(folder, described)
@@ -130,30 +154,30 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
             with gathered_head(head):
                 Store(described.folder_of(folder, name)).write_head(head)
         described.write(folder)
-    accelerator.wait_for_everyone()
-    writers = {}
+    trainer.accelerator.wait_for_everyone()
+    writers = []
     for name, teacher in teachers.items():
-        store = Store(described.folder_of(folder, name))
-        writers[name] = Writer(store, process)
-        teachers[name] = StoredTeacher(store, heads[name], described, name, teacher, writers[name])
+        writers.append(Writer(Store(described.folder_of(folder, name)), process))
+        kept = StoredTeacher(writers[-1].store, heads[name], described, name, teacher, writers[-1])
         if teachers.origin is teacher:  # read in other contexts, too
-            teachers.origin = teachers[name]
-    with preserved_mode(trainer.model):
-        trainer.model.train()
-        trainer.methods.begin()
-        for number, inputs in enumerate(_batches(trainer, "teach")):
-            trainer._generate_and_score_completions(inputs)
-            if number == 0:
-                _check_room(folder, writers.values(), len(inputs), trainer.train_dataset)
-        for writer in writers.values():
-            writer.flush()
-        if can_look_up(trainer):
-            for inputs in _left_over(trainer):
-                trainer._generate_and_score_completions(inputs)
-            for writer in writers.values():
-                writer.flush()
-    accelerator.wait_for_everyone()
-    return [Store(described.folder_of(folder, name)) for name in teachers]
+            teachers.origin = kept
+        teachers[name] = kept
+    return writers
+
+
+def flush(trainer: OPSDTrainer, writers: Iterable[Writer]) -> None:
+    """Writes the rows that wait, and reads those of other processes. Collective."""
+    for writer in writers:
+        writer.flush()
+    trainer.accelerator.wait_for_everyone()
+    for writer in writers:
+        writer.store.refresh()
+
+
+def _wrap(trainer: OPSDTrainer) -> None:
+    """Has DeepSpeed or FSDP2 wrap a student that they have sharded, as an evaluation does, so that it can run."""
+    if is_split_model(trainer.model):
+        trainer.predict(trainer.train_dataset.select(range(trainer.accelerator.num_processes)))
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
@@ -167,6 +191,23 @@ def _batches(trainer: OPSDTrainer, doing: str) -> Iterator[list[dict[str, Any]]]
     batches = islice(trainer.get_train_dataloader(), 0, None if steps is None else steps * calls, calls)
     total = steps or len(trainer.get_train_dataloader()) // calls
     yield from tqdm(batches, desc=doing, total=total, unit="batch", disable=not trainer.show_progress)
+
+
+def _rows(trainer: OPSDTrainer) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """The rows of a dataset in their order, `num_generations` times each, in batches of this process.
+
+    The number is that of the rows to keep: each process gets as many batches, and none is empty.
+    """
+    args, dataset, accelerator = trainer.args, trainer.train_dataset, trainer.accelerator
+    if not isinstance(dataset, Dataset):
+        yield from ((rows, len(rows)) for rows in _batches(trainer, "complete"))
+        return
+    each = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    numbers = [number for number in range(len(dataset)) for _ in range(args.num_generations)]
+    starts = range(0, len(numbers), each * accelerator.num_processes)
+    for start in tqdm(starts, desc="complete", unit="batch", disable=not trainer.show_progress):
+        mine = numbers[start + accelerator.process_index * each :][:each]
+        yield [dataset[number] for number in mine or numbers[:1]], len(mine)
 
 
 def _left_over(trainer: OPSDTrainer) -> Iterator[list[dict[str, Any]]]:
@@ -184,7 +225,14 @@ def _parts(folder: Path) -> list[str]:
 
 
 _MESSAGES = List({"role": Value("string"), "content": Value("string")})
-_FEATURES = {TOKENS: List(Value("int64"))}
+
+
+def _features(trainer: OPSDTrainer, row: dict[str, Any]) -> Features | None:
+    """The types of the columns of rows with a completion; `None` where those of a stream are not known."""
+    if not (known := trainer.train_dataset.features):
+        return None
+    of_text = Value("string") if isinstance(row[COMPLETION], str) else _MESSAGES
+    return Features({name: known.get(name) for name in row} | {COMPLETION: of_text, TOKENS: List(Value("int64"))})
 
 
 def _with_completion(row: dict[str, Any], ids: list[int], text: str) -> dict[str, Any]:

@@ -109,7 +109,12 @@ class Store:
         # Of this object: the folder may be deleted and written again in one process.
         self._mapped = lru_cache(_OPEN)(lambda path: safe_open(path, "pt"))
         self._tensor = lru_cache(4 * _OPEN)(lambda path, name: self._mapped(path).get_tensor(name))
-        for path in sorted(folder.glob(_SHARD)):
+        self._known: set[Path] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Adds what other processes have written since."""
+        for path in sorted(set(self.folder.glob(_SHARD)) - self._known):
             self.index(path)
 
     def index(self, path: Path) -> None:
@@ -121,6 +126,7 @@ class Store:
                 f"{path} is no whole shard of targets ({error}): delete it, and run `trl-opsd targets` again, which "
                 "makes what is missing."
             ) from None
+        self._known.add(path)
         for number, key in enumerate(keys.numpy()):
             self.rows[key.tobytes()] = path, number
         self.tokens += int(ends[-1])
@@ -169,7 +175,7 @@ class Writer:
     """Adds rows to a store: each is on disk once its shard is, which `flush` ends."""
 
     def __init__(self, store: Store, process: int) -> None:
-        self._store, self._process = store, process
+        self.store, self._process = store, process
         self._waiting: dict[bytes, RowTargets] = {}
         self.waiting_bytes = 0
         store.folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +183,7 @@ class Writer:
             path.unlink()
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._waiting or key in self._store.rows
+        return key in self._waiting or key in self.store.rows
 
     def add(self, key: bytes, row: RowTargets) -> None:
         """Adds the targets of a row, unless it has some."""
@@ -196,8 +202,8 @@ class Writer:
         if not self._waiting:
             return
         rows = list(self._waiting.values())
-        numbers = [int(path.stem.split("-")[-1]) for path in self._store.folder.glob(f"shard-{self._process}-*")]
-        path = self._store.folder / f"shard-{self._process}-{max(numbers, default=-1) + 1:06d}.safetensors"
+        numbers = [int(path.stem.split("-")[-1]) for path in self.store.folder.glob(f"shard-{self._process}-*")]
+        path = self.store.folder / f"shard-{self._process}-{max(numbers, default=-1) + 1:06d}.safetensors"
         tensors = {
             "targets": torch.cat([row.hidden for row in rows]),
             "places": torch.cat([row.places for row in rows]).int(),
@@ -206,7 +212,7 @@ class Writer:
         }
         publish(path, lambda to: save_file(tensors, to), self._process)
         self._waiting, self.waiting_bytes = {}, 0
-        self._store.index(path)
+        self.store.index(path)
 
 
 def publish(path: Path, write: Callable[[Path], Any], process: int = 0) -> None:

@@ -152,7 +152,7 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
     """Sets in the config how to load each model; `*_init_kwargs` override defaults, and a contradiction is an error."""
     options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
-    if config.teacher_model_kind is None:
+    if config.teacher_model_kind is None and (config.teacher_model_name_or_path or extra.teacher_models):
         options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
         loading = _joined(extra, options, "teacher_model_init_kwargs", config)
         if config.teacher_server_url is None:
@@ -246,7 +246,9 @@ def _split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
 
 def leave_nothing(config: OPSDConfig, folder: str) -> None:
     config.output_dir, config.report_to, config.push_to_hub = folder, [], False
-    config.eval_on_start = config.certificate = False
+    config.eval_on_start = False
+    if config.eval_strategy != "no":
+        config.certificate = False
 
 
 class _OneStep(TrainerCallback):
