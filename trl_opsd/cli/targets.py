@@ -146,13 +146,14 @@ def keep_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top
     """
     process, teachers = trainer.accelerator.process_index, trainer.teachers
     described, heads = _described(trainer, format, top_k)
-    if (folder / HEADER).exists():
+    is_new = not any(gather_object([(folder / HEADER).exists()]))
+    if not is_new:
         _check_same(folder, described)
-    elif process == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, head in heads.items():
-            with gathered_head(head):
+    for name, head in heads.items() if is_new else ():
+        with gathered_head(head):  # by all processes together
+            if process == 0:
                 Store(described.folder_of(folder, name)).write_head(head)
+    if is_new and process == 0:
         described.write(folder)
     trainer.accelerator.wait_for_everyone()
     writers = []

@@ -81,6 +81,7 @@ class Described:
     def write(self, folder: Path) -> None:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         text = json.dumps(values, indent=2) + "\n"
+        folder.mkdir(parents=True, exist_ok=True)
         publish(folder / HEADER, lambda path: path.write_text(text, encoding="utf-8"))
 
     def differences(self, now: Mapping[str, str]) -> list[str]:
