@@ -75,7 +75,6 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
     if trainer.tools:
         raise ValueError("Completions with `tools` have several turns, and are not kept: remove `tools`.")
     accelerator = trainer.accelerator
-    mine = f"{accelerator.process_index}-of-{accelerator.num_processes}.parquet"
     folder.mkdir(parents=True, exist_ok=True)
     if others := [path for path in _parts(folder) if not path.endswith(f"-of-{accelerator.num_processes}.parquet")]:
         raise ValueError(f"{others[0]} was written by another number of processes: use that, or another folder.")
@@ -83,7 +82,7 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
     with preserved_mode(trainer.model):
         trainer.model.train()
         for number, (inputs, count) in enumerate(_rows(trainer)):
-            path = folder / f"batch-{number:06d}-{mine}"
+            path = _part(trainer, folder, number)
             if all(gather_object([path.exists() or not count])):
                 continue
             rows = trainer.begin_batch(inputs)
@@ -179,6 +178,22 @@ def _wrap(trainer: OPSDTrainer) -> None:
     """Has DeepSpeed or FSDP2 wrap a student that they have sharded, as an evaluation does, so that it can run."""
     if is_split_model(trainer.model):
         trainer.predict(trainer.train_dataset.select(range(trainer.accelerator.num_processes)))
+
+
+def keep_completions(
+    trainer: OPSDTrainer, path: Path, inputs: Sequence[dict[str, Any]], written: Sequence[list[int]]
+) -> None:
+    """Keeps dataset rows with these completions, token ids, in a file."""
+    texts = trainer.processing_class.batch_decode(written, skip_special_tokens=True)
+    kept = [_with_completion(*one) for one in zip(inputs, written, texts, strict=True)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    publish(path, Dataset.from_list(kept, _features(trainer, kept[0])).to_parquet, trainer.accelerator.process_index)
+
+
+def _part(trainer: OPSDTrainer, folder: Path, number: int) -> Path:
+    """The file of this process's completions of a batch."""
+    accelerator = trainer.accelerator
+    return folder / f"batch-{number:06d}-{accelerator.process_index}-of-{accelerator.num_processes}.parquet"
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Generation:
         self._surplus: list[list[int]] = []
         self._has_completed = self._is_proved = self._is_overridden = False
         self._of_teacher: Mapping[str, TeacherRollout] = {}
-        self._by: TeacherRollout | None = None
+        self._by: Any = None
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
@@ -245,15 +245,21 @@ class Generation:
     # ---- Off-policy completions ---------------------------------------------------------------------------------
 
     @contextmanager
-    def by(self, teacher: Any, limits: PromptLimits) -> Iterator[None]:
-        """Has a teacher complete prompts in place of the rollout."""
-        from trl_opsd.rollout.teacher_rollout import TeacherRollout
-
-        outer, self._by = self._by, TeacherRollout(self._host, live(teacher), limits)
+    def written_by(self, writer: Any) -> Iterator[None]:
+        """Has the method `complete` of a writer write all turns, in place of the rollout."""
+        outer, self._by = self._by, writer
         try:
             yield
         finally:
             self._by = outer
+
+    @contextmanager
+    def by(self, teacher: Any, limits: PromptLimits) -> Iterator[None]:
+        """Has a teacher complete prompts in place of the rollout."""
+        from trl_opsd.rollout.teacher_rollout import TeacherRollout
+
+        with self.written_by(TeacherRollout(self._host, live(teacher), limits)):
+            yield
 
     def check_is_own(self, method: str) -> None:
         """Refuses what would train on completions of another model, or log them as the student's."""
