@@ -81,7 +81,7 @@ def test_stored_teachers_read_what_each_would(trained, written, given):
     assert_same(outcome(lived), outcome(stored))
 
 
-def test_resumed_run_goes_on_from_targets_as_one_with_the_teacher(trained, written, tmp_path):
+def test_resumed_run_goes_on_from_stored_targets(trained, written, tmp_path):
     folder = str(written())
     options = {**OPTIONS, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     whole = trained(**options, output_dir=str(tmp_path / "whole"))

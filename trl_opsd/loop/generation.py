@@ -24,7 +24,6 @@ from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
-from trl_opsd.teacher.stored import live
 
 if TYPE_CHECKING:
     from trl_opsd.parallel.prefetch import Closable
@@ -256,10 +255,14 @@ class Generation:
     @contextmanager
     def by(self, teacher: Any, limits: PromptLimits) -> Iterator[None]:
         """Has a teacher complete prompts in place of the rollout."""
+        with self.written_by(self.writer(teacher, limits)):
+            yield
+
+    def writer(self, teacher: Any, limits: PromptLimits) -> TeacherRollout:
+        """A teacher that completes prompts; a `ValueError` if it cannot."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
-        with self.written_by(TeacherRollout(self._host, live(teacher), limits)):
-            yield
+        return TeacherRollout(self._host, teacher, limits)
 
     def check_is_own(self, method: str) -> None:
         """Refuses what would train on completions of another model, or log them as the student's."""
@@ -271,12 +274,8 @@ class Generation:
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
-        from trl_opsd.rollout.teacher_rollout import TeacherRollout
-
         limits = self._host.teaching.readers.teacher_limits
-        self._of_teacher = {
-            name: TeacherRollout(self._host, live(teacher), limits[name]) for name, teacher in teachers.items()
-        }
+        self._of_teacher = {name: self.writer(teacher, limits[name]) for name, teacher in teachers.items()}
 
     def _of_teachers(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         reader = self._host.teaching.readers.teacher

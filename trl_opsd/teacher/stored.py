@@ -71,6 +71,12 @@ class StoredTeacher(Teacher):
         known = f"targets of {len(self._store.rows)} rows, {self._store.tokens} tokens, in {self._store.folder}"
         return f"{self.teacher}, after {known}" if self.teacher is not None else f"{self.said['is']}: {known}"
 
+    def __getattr__(self, name: str) -> Any:
+        # What the teacher behind it has beside its targets, for instance its model, with which it generates.
+        if name == "teacher" or self.teacher is None:
+            raise AttributeError(f"`StoredTeacher` has no attribute `{name}`.")
+        return getattr(self.teacher, name)
+
     @property
     def head(self) -> OutputHead:
         return self._head if self.teacher is None or self._writer is not None else self.teacher.head

@@ -12,12 +12,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 
 from trl_opsd.methods.rewards import BatchRewards
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.rollout.teacher_rollout import TeacherRollout
-from trl_opsd.teacher.stored import live
 from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import PromptIds, images_of
@@ -130,5 +127,4 @@ def completer(trainer: OPSDTrainer, name: str | None) -> Complete:
     if name is None:
         return trainer.complete
     limits = trainer.teaching.readers.teacher_limits[name]
-    with torch.no_grad():
-        return TeacherRollout(trainer, live(trainer.teachers[name]), limits).complete
+    return trainer._generation.writer(trainer.teachers[name], limits).complete

@@ -40,7 +40,8 @@ def screen(audit: Audit) -> str:
 
 
 def _line(name: str, *parts: str) -> str:
-    return f"  {name:<18}{'; '.join(one for one in parts if one)}"
+    text = "; ".join(one for one in parts if one)
+    return "\n".join(wrap(text, _WIDTH, initial_indent=f"  {name:<18}", subsequent_indent=" " * 20))
 
 
 def _rewards(mean: Mean | None) -> str:
@@ -53,7 +54,8 @@ def _facts(one: Measured) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = [
         ("divergence", f"{one.loss:.3g} nats per token", f"KL {one.reverse:.3g} reverse, {one.forward:.3g} forward"),
         ("noise floor", f"{one.floor:.1g} nats", f"{one.in_bfloat16:.1g} in bfloat16"),
-        ("where", f"80 % in {one.carries:.0%} of the tokens", f"by tenths {' '.join(f'{one:.2g}' for one in tenths)}"),
+        ("where", f"80 % in {one.carries:.0%} of the tokens"),
+        ("by tenths", " ".join(f"{value:.2g}" for value in tenths), "of the completion"),
         ("by entropy", " ".join(f"{value:.2g}" for value in one.by_entropy), "quarters of the student's"),
     ]
     if one.apart_from:
