@@ -357,7 +357,11 @@ class Teaching:
     def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
         rollout = self.teachers.proposed(rollout, self._host.args.loss_chunk_tokens, self.vocabulary)
         read = self._for_teachers(rollout, rows)
+        before = self.teachers.tokens
         found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
+        if before is not None and (after := self.teachers.tokens) is not None:
+            for name, start, end in zip(("teacher/tokens", "teacher/prefix_saved"), before, after, strict=True):
+                self._host.record(name, end - start, len(rows))
         if self.spelling is not None:
             self._warn_of_little(rollout, found)
         return found

@@ -35,7 +35,7 @@ class Past:
     def cache(self, keeps: bool = False) -> Any:
         """What a model takes as `past_key_values`; one that `keeps` has in `layers[...].computed` what was computed."""
         if not self.tokens:
-            return Cache(layer_class_to_replicate=partial(_Layer, keeps=keeps))  # type: ignore[arg-type]
+            return Cache(layer_class_to_replicate=partial(_Layer, keeps=keeps))
         return Cache(layers=[_Layer(self.tokens, pairs, keeps) for pairs in self.layers])
 
 

@@ -209,6 +209,7 @@ def _of_whole_rows(at: Launch) -> str:
         "pad_to_multiple_of": [None, "auto"],
         "torch_compile": [False],
         "cross_tokenizer": [None],
+        "teacher_prefix_cache_gb": [0],
     }
     values = {name: getattr(at.args, name) for name in fine}
     return next((shown(name, value) for name, value in values.items() if value not in fine[name]), "")
@@ -397,6 +398,11 @@ AFTER = (
             ("teacher_server_url", SET, "but a server sends states without the head and the vocabulary to sum them"),
             ("teacher_model_kind", SET, "but a student that teaches itself has the tokenizer of the student"),
         )
+    ),
+    together(
+        ": concatenated rows do not share a prefix; remove one of them.",
+        teacher_prefix_cache_gb=unless(0),
+        padding_free=True,
     ),
     Rule(
         _unmovable,

@@ -75,6 +75,17 @@ class Teachers(dict[str, Teacher]):
         return max(each, default=None)
 
     @property
+    def tokens(self) -> tuple[int, int] | None:
+        """Tokens that teachers with shared prefixes have read so far, and that they have not; `None` without any."""
+        every = (
+            getattr(one, "teacher", one) for one in {id(one): one for one in (*self.values(), self.origin)}.values()
+        )
+        each = [
+            prefixes for one in every if (prefixes := getattr(one, "prefixes", None)) and prefixes.works is not False
+        ]
+        return (sum(one.computed for one in each), sum(one.saved for one in each)) if each else None
+
+    @property
     def heads(self) -> list[OutputHead]:
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]
