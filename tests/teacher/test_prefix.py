@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from support import tiny
+from transformers import AutoModelForCausalLM
 
 from trl_opsd import FrozenTeacher, OPSDConfig
 from trl_opsd.models.backbone import backbone_of
@@ -108,6 +109,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("family", RECURRENT)
     def test_a_family_without_keys_and_values_reads_whole_rows(self, family, caplog):
+        PartialState()  # which warnings need
         model = RECURRENT[family]()
         teacher = sharing(model)
         assert "has no effect on this teacher" in caplog.text
@@ -163,17 +165,17 @@ class TestNumbers:
         losses = {}
         for gigabytes in (0, 0.1):
             trainer = make_trainer(
-                teacher_model=qwen2(), teacher_prefix_cache_gb=gigabytes, max_steps=3, learning_rate=1e-2, **PRIVILEGED()
-            )
+                teacher_model=qwen2(), teacher_prefix_cache_gb=gigabytes, max_steps=3, learning_rate=1e-2, **document()
+            )  # fmt: skip
             trainer.train()
             losses[gigabytes] = tiny.logged(trainer, "divergence/mean")
             saved = tiny.logged(trainer, "teacher/prefix_saved")
             assert bool(saved) is bool(gigabytes)
         assert losses[0.1] == pytest.approx(losses[0], rel=1e-6)
-        assert min(saved) > 1000
+        assert saved[2] >= 2 * 155, "all that two rows have in common"
 
 
-def PRIVILEGED() -> dict[str, Any]:
+def document() -> dict[str, Any]:
     """Options of a teacher that reads a document before each prompt."""
     template = "".join(chr(97 + one % 26) for one in DOCUMENT) + "{privileged_context}{prompt}"
     rows = tiny.rows(16).add_column("privileged_context", [f"hint {number}" for number in range(16)])
@@ -203,7 +205,8 @@ class TestWork:
         first, second, third = ((row.sizes[0]) for row in rows)
         assert tokens == [first, len(DOCUMENT), second - len(DOCUMENT), third - len(DOCUMENT)]
 
-    def test_a_longer_prefix_is_cropped(self):
+    def test_a_longer_prefix_is_cropped(self, monkeypatch):
+        monkeypatch.setitem(prefix.PASS_TOKENS, "cpu", 1)
         model = qwen2()
         teacher = sharing(model)
         teacher.targets(after(*[DOCUMENT] * 3))
@@ -282,18 +285,14 @@ class TestMemory:
         check_equal(teacher, changed, given)
 
     def test_adapters_of_one_base_have_their_own(self, make_trainer, tmp_path):
-        for name, seed in (("one", 1), ("two", 2)):
+        tiny.qwen2(32, 0).save_pretrained(tmp_path / "base")
+        for seed, name in enumerate(("one", "two")):
             torch.manual_seed(seed)
-            adapted = get_peft_model(tiny.qwen2(32, 0), LoraConfig(r=4, init_lora_weights=False))
-            adapted.save_pretrained(tmp_path / name)
-        base = tiny.qwen2(32, 0)
-        base.save_pretrained(tmp_path / "base")
-        for name in ("one", "two"):
-            path = tmp_path / name / "adapter_config.json"
-            path.write_text(path.read_text().replace('"base_model_name_or_path": ""', f'"base_model_name_or_path": "{tmp_path}/base"').replace('"base_model_name_or_path": null', f'"base_model_name_or_path": "{tmp_path}/base"'))
+            base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+            get_peft_model(base, LoraConfig(r=4, init_lora_weights=False)).save_pretrained(tmp_path / name)
         losses = []
         for gigabytes in (0, 0.1):
-            given = PRIVILEGED()
+            given = document()
             given["train_dataset"] = given["train_dataset"].add_column("teacher", ["one", "two"] * 8)
             trainer = make_trainer(
                 teacher_model={name: str(tmp_path / name) for name in ("one", "two")},
@@ -312,7 +311,7 @@ class TestOptions:
             lora = LoraConfig(r=4, target_modules="all-linear")
             trainer = make_trainer(
                 teacher_model=None, teacher_model_kind="base", peft_config=lora, learning_rate=1e-2, max_steps=3,
-                teacher_prefix_cache_gb=gigabytes, **PRIVILEGED(),
+                teacher_prefix_cache_gb=gigabytes, **document(),
             )  # fmt: skip
             trainer.train()
             losses.append(tiny.logged(trainer, "divergence/mean"))
@@ -321,7 +320,7 @@ class TestOptions:
         assert saved[1] > saved[0] > 0, "adapters that are trained are no change"
 
     def test_another_teacher_begins_anew(self, make_trainer):
-        trainer = make_trainer(teacher_model=qwen2(), teacher_prefix_cache_gb=0.1, max_steps=1, **PRIVILEGED())
+        trainer = make_trainer(teacher_model=qwen2(), teacher_prefix_cache_gb=0.1, max_steps=1, **document())
         trainer.train()
         trainer.teacher_model = tiny.qwen2(48, 2)
         assert trainer.teacher.prefixes.kept == []
@@ -329,24 +328,27 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"teacher_model_kind": "live"}, "`teacher_model_kind='live'` changes with each step"),
-            ({"teacher_model_kind": "ema"}, "`teacher_model_kind='ema'` changes with each step"),
             ({"padding_free": True}, "`teacher_prefix_cache_gb=0.5` with `padding_free=True`: concatenated rows"),
             ({"teacher_prefix_cache_gb": -1}, "expected a finite number of at least 0"),
         ],
     )
-    def test_options_that_do_not_fit_are_refused(self, make_trainer, options, message):
-        teacher = None if "teacher_model_kind" in options else qwen2()
+    def test_options_that_do_not_fit_are_refused(self, options, message):
         with pytest.raises(ValueError, match=message):
-            make_trainer(**{"teacher_model": teacher, "teacher_prefix_cache_gb": 0.5, **options})
+            OPSDConfig("out", bf16=False, **{"teacher_prefix_cache_gb": 0.5, **options})
+
+    @pytest.mark.parametrize("kind", ["live", "ema"])
+    def test_a_teacher_that_changes_warns(self, make_trainer, kind, caplog):
+        options = {"teacher_model_kind": kind, "teacher_prefix_cache_gb": 0.5, "max_steps": 1}
+        trainer = make_trainer(teacher_model=None, **options, **document())
+        assert "`teacher_prefix_cache_gb=0.5`, because the teacher changes with each step" in caplog.text
+        assert trainer.teacher.prefixes is None
 
 
 def brute(prompts: list[Any], lengths: list[int], earlier: list[Any], kept: list[Any], pass_tokens: int) -> float:
     """The least cost over all sets of prefixes, each row with the longest that it begins with."""
     candidates = {tuple(one[:end]) for one in prompts for end in range(LEAST, len(one) + 1)}
     common = {
-        tuple(one[: _common(one, other)])
-        for one, other in itertools.product([*prompts, *earlier, *kept], repeat=2)
+        tuple(one[: _common(one, other)]) for one, other in itertools.product([*prompts, *earlier, *kept], repeat=2)
     }
     candidates &= common
     best = float("inf")
@@ -357,7 +359,8 @@ def brute(prompts: list[Any], lengths: list[int], earlier: list[Any], kept: list
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
 
 
 def cost(
@@ -394,4 +397,4 @@ def test_the_choice_of_prefixes_is_the_cheapest(pass_tokens):
         found = cost(chosen, prompts, lengths, earlier, kept, pass_tokens)
         closest.append(found / brute(prompts, lengths, earlier, kept, pass_tokens))
     assert sorted(closest)[len(closest) // 2] <= 1.0
-    assert max(closest) <= 1.3
+    assert max(closest) <= 1.05

@@ -204,8 +204,8 @@ REWARDS = Need("there are no `reward_funcs`", lambda now: now.rewards)
 OFF_POLICY = Need("`lmbda` is 1, so the student generates all completions", lambda now: now.lmbda < 1)
 EMA = Need("`teacher_model_kind` is not 'ema'", lambda now: now.teacher_model_kind == "ema")
 STATIC = Need(
-    "`teacher_model_kind={0.teacher_model_kind!r}` changes with each step",
-    lambda now: now.teacher_model_kind not in ("ema", "live"),
+    "the teacher changes with each step",
+    lambda now: now.teacher_model_kind not in ("ema", "live") or now.reads_origin,
 )
 OTHER_TEACHER = Need("the student is its own teacher", lambda now: now.teacher_model_kind is None)
 LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(path, str) for path in now.teachers))

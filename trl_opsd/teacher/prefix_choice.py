@@ -70,10 +70,10 @@ def chosen_prefixes(
             return 0, ()
         common = min(shared[first : end - 1], default=len(sequences[first]))
         best = apart(first, end, before, common)
-        if common - before < LEAST:
-            return best
         known = max((in_common(sequences[first][:common], one) for one in kept), default=0)
         new = common - max(known, before)
+        if common - before < LEAST or 0 < new < LEAST:
+            return best
         cost, cuts = apart(first, end, common, common)
         if new > 0:
             cost += max(new, pass_tokens) - (common - before) * (seen[end] > seen[first])
