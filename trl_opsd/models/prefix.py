@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import hidden_states, padded_hidden, shape_of
@@ -39,21 +39,16 @@ class Past:
         return Cache(layers=[_Layer(self.tokens, pairs, keeps) for pairs in self.layers])
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(DynamicLayer):
     """Puts a prefix before each row of a pass; a copy for all rows lives only while the layer computes.
 
     It holds all tokens in layers with a window, too, which the masks of a pass leave out: so it can be cropped.
     """
 
-    is_sliding = False
-
     def __init__(self, tokens: int = 0, pairs: Sequence[Pair] = (), keeps: bool = False) -> None:
         super().__init__()
         self._tokens, self._pairs, self._keeps = tokens, pairs, keeps
         self.computed: Pair | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
         if self._keeps:
@@ -68,12 +63,6 @@ class _Layer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self._tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._tokens + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def _repeated(one: Tensor, rows: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ Cut: TypeAlias = tuple[int, int]
 """The first tokens of a sequence, by its number in the order of all, and how many."""
 
 LEAST = 32
-"""Tokens by which a prefix is longer than one that it extends."""
+"""Tokens by which a prefix is longer than one that it extends; more where prompts are long, for `MOST_NESTED`."""
+MOST_NESTED = 128
+"""Prefixes of which each extends another."""
 
 
 def in_common(one: Ids, other: Ids) -> int:
@@ -56,6 +58,7 @@ def chosen_prefixes(
     every = {_order(ids): ids for ids in (*earlier, *kept, *prompts) if len(ids)}
     ordered = sorted(every)
     sequences = [every[key] for key in ordered]
+    least = max(LEAST, max(map(len, sequences), default=0) // MOST_NESTED)
     shared = [in_common(one, other) for one, other in itertools.pairwise(sequences)]
     of_each = [number_of.get(key, []) for key in ordered]
     # Sums over the first sequences: rows, their tokens, sequences of earlier calls.
@@ -72,7 +75,7 @@ def chosen_prefixes(
         best = apart(first, end, before, common)
         known = max((in_common(sequences[first][:common], one) for one in kept), default=0)
         new = common - max(known, before)
-        if common - before < LEAST or 0 < new < LEAST:
+        if common - before < least or 0 < new < least:
             return best
         cost, cuts = apart(first, end, common, common)
         if new > 0:
@@ -85,7 +88,7 @@ def chosen_prefixes(
         together = max(int(tokens[end] - tokens[first] - before * (rows[end] - rows[first])), pass_tokens)
         if end - first == 1:
             return together, ()
-        ends = [place + 1 for place in range(first, end - 1) if shared[place] < common + LEAST]
+        ends = [place + 1 for place in range(first, end - 1) if shared[place] < common + least]
         parts = [cheapest(*part, before) for part in zip([first, *ends], [*ends, end], strict=True)]
         cost = sum(one for one, _ in parts)
         return (together, ()) if together <= cost else (cost, tuple(cut for _, cuts in parts for cut in cuts))
