@@ -254,6 +254,8 @@ class TestMemory:
     def test_a_call_uses_no_more_than_the_limit(self, share):
         memory = PrefixMemory(share * PREFIX_BYTES)
         teacher = sharing(qwen2(), memory)
+        check_equal(teacher, qwen2(), after(*[DOCUMENT] * 3, *[OTHER] * 3))
+        assert teacher.prefixes.saved <= (share > 1) * 3 * len(DOCUMENT), "the other document is in whole rows"
         for _ in range(2):
             check_equal(teacher, qwen2(), after(*[DOCUMENT] * 3, *[OTHER] * 3))
             assert len(teacher.prefixes.kept) == (share > 1)

@@ -18,11 +18,12 @@ import torch
 from accelerate.logging import get_logger
 
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import reshard
 from trl_opsd.models.backbone import Run
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.prefix import CONTINUING, Pair, Past, keys_and_values
 from trl_opsd.models.probes import Probed
-from trl_opsd.models.weights import state_of
+from trl_opsd.models.weights import cached_per_token, state_of
 from trl_opsd.teacher.prefix_choice import Ids, chosen_prefixes, in_common
 from trl_opsd.types import Rollout
 
@@ -158,7 +159,8 @@ class SharedPrefixes:
         self._pass_tokens = COPIED_PASS_TOKENS if copies and kind != "cpu" else PASS_TOKENS[kind]
         self._prompts: dict[bytes, None] = {}  # ids as bytes, the last ones at the end
         self._state: Any = None
-        self._token_bytes = 0.0  # of keys and values, as of the last segment that was read
+        # Of keys and values; once a segment was read, what it took.
+        self._token_bytes = float(cached_per_token(model.config) * model.dtype.itemsize)
         memory.add(self)
 
     def prove(self, run: Run, reading: Reading) -> None:
@@ -176,6 +178,7 @@ class SharedPrefixes:
     def planned(self, rollout: Rollout, split: Split, reading: Reading) -> Iterator[Plan]:
         """The passes over these rows; what they have read is kept when the context ends."""
         call = self._memory.next_call()
+        reshard(self._model)  # FSDP2 leaves some parameters gathered, whose values are others than those of a shard
         state = state_of([one for one in self._model.parameters() if not one.requires_grad])
         state = state, torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
         if state != self._state:
