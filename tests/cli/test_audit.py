@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from arithmetic import STUDENT, TEACHER
 from arithmetic.task import draw, prompts_with_answers, right
+from datasets import Dataset
 from environments.worlds import END, Adder, call, given, rows
 from support import tiny
+from support.failing_server import Scoring, pretended
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.cli.audit.episodes import Beginnings, episode
@@ -178,6 +181,55 @@ def test_other_candidates_are_measured_and_the_teacher_stays(make_trainer, tmp_p
     assert [one.name for one in found.candidates] == ["as configured", str(tmp_path / "other")]
     assert found.candidates[0].loss != found.candidates[1].loss
     assert trainer.teacher is teacher
+
+
+SEEDS: dict[str, list[int]] = {}
+
+
+class Seeded(Adder):
+    """Notes the seed of each reset by the prompt of its row, and shows it."""
+
+    def reset(self, seed: int = 0, prompt: Any = None, **_: Any) -> str:
+        SEEDS.setdefault(prompt[0]["content"], []).append(seed)
+        super().reset(seed % 1000)
+        return f" from {seed % 1000}"
+
+
+def test_environments_are_the_same_tasks_whoever_acts(make_trainer):
+    SEEDS.clear()
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"task {number}"}] for number in range(8)]})
+    options = {"train_dataset": data, "reward_funcs": length, "rollout": None, "max_completion_length": 16}
+    one = audit(make_trainer(**given(str, Seeded, **options)), 8).candidates[0]
+    assert one.after is not None, "so there were four passes"
+    assert [len(seeds) for seeds in SEEDS.values()] == [4] * 8
+    assert all(len(set(seeds)) == 1 for seeds in SEEDS.values())
+
+
+def test_candidate_and_texts_leave_dataset_and_log(make_trainer, tmp_path):
+    tiny.qwen2(24, seed=4, max_position_embeddings=40).save_pretrained(tmp_path / "short")
+    data = Dataset.from_dict({"prompt": [*(f"p{number}" for number in range(8)), "long " * 12]})
+    options = {"train_dataset": data, "overlong_prompts": "drop", "max_completion_length": 8, "log_completions": True}
+    trainer = make_trainer(**{**OPTIONS, **options})
+    audit(trainer, 4, [str(tmp_path / "short")])
+    assert len(trainer.train_dataset) == 9
+    assert not trainer.dropped_prompts
+    assert not trainer._logs["completion"]
+
+
+def test_floor_of_a_server_of_tokens_is_its_noise(tmp_path):
+    teacher = tiny.qwen2(48, seed=1)
+    teacher.save_pretrained(tmp_path / "teacher")
+    WORDS.save_pretrained(tmp_path / "teacher")
+    with pretended(teacher, kind=Scoring, words=WORDS) as server:
+        asked = {"teacher_server_targets": "teacher_top_k", "teacher_server_top_k": 8}
+        trainer = OPSDTrainer(
+            model=tiny.qwen2(32),
+            teacher_model=str(tmp_path / "teacher"),
+            args=tiny.config(tmp_path / "out", teacher_server_url=server.url, **asked),
+            train_dataset=tiny.rows(),
+            processing_class=WORDS,
+        )
+        assert audit(trainer, 8).candidates[0].floor == trainer.teachers.noise
 
 
 @pytest.mark.parametrize(

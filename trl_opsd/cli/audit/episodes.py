@@ -38,10 +38,15 @@ class Episode:
 
 
 def episode(trainer: OPSDTrainer, inputs: list[dict[str, Any]], writer: Beginnings | None = None) -> Episode:
-    """Completes dataset rows as in an evaluation, at training's temperature; by a writer in the student's place."""
+    """Completes dataset rows as in an evaluation, at training's temperature; by a writer in the student's place.
+
+    Environments are reset with the same seeds in each call, so that a row is the same task whoever completes it.
+    """
     rewards = next((one for one in trainer.methods if isinstance(one, BatchRewards)), None)
     with trainer.methods.evaluation("audit"):
+        batches = trainer._stats.now.batches
         rows = trainer.begin_batch(inputs)
+        trainer._stats.now.batches = batches  # the seeds of an evaluation follow from the batches before
         start = perf_counter()
         with trainer._generation.written_by(writer) if writer is not None else nullcontext():
             written = trainer._generation.write(rows, trainer.prompt_ids_of(rows))

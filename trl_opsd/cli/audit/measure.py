@@ -226,6 +226,9 @@ def _left_as_it_was(trainer: OPSDTrainer) -> Iterator[None]:
     args, teaching, numbers = trainer.args, dict(vars(trainer.teaching)), trainer._metrics["eval"]
     given, log = args.eval_temperature, {name: list(each) for name, each in numbers.items()}
     seen, batches = trainer.state.num_input_tokens_seen, trainer._stats.now.batches
+    datasets = {"train_dataset": trainer.train_dataset, "eval_dataset": trainer.eval_dataset}
+    dropped = trainer.dropped_prompts.copy()
+    texts = {name: list(trainer._logs[name]) for name in ("prompt", "completion")}
     args.eval_temperature = None
     with preserved_rng(trainer.accelerator.device), preserved_mode(trainer.model), trainer.rollout.session():
         trainer.model.eval()
@@ -235,6 +238,13 @@ def _left_as_it_was(trainer: OPSDTrainer) -> Iterator[None]:
             args.eval_temperature = given
             vars(trainer.teaching).clear()
             vars(trainer.teaching).update(teaching)
+            # A candidate with a shorter context drops rows. Past the checks of assignments.
+            trainer.__dict__.update(datasets)
+            trainer.dropped_prompts.clear()
+            trainer.dropped_prompts.update(dropped)
+            for name, before in texts.items():
+                trainer._logs[name].clear()
+                trainer._logs[name].extend(before)
             numbers.clear()
             numbers.update(log)
             trainer.state.num_input_tokens_seen, trainer._stats.now.batches = seen, batches
@@ -339,14 +349,13 @@ def _tried(
     names = [row.request.teacher for row in written.rows]
     ends, most = trainer.eos_token_ids, trainer.limits.completion
 
-    def tried(which: Sequence[int], begun: Sequence[list[int]], by_teacher: bool) -> Episode:
-        read = [(theirs if by_teacher else mine)[row] for row in which]
-        write = _by_name([names[row] for row in which], read, complete) if by_teacher else completer(trainer, None)
-        writer = Beginnings([mine[row] for row in which], begun, read, write, ends, most)
-        return episode(trainer, [inputs[row] for row in which], writer)
+    def tried(begun: Sequence[list[int]], by_teacher: bool) -> Episode:
+        read = theirs if by_teacher else mine
+        write = _by_name(names, read, complete) if by_teacher else completer(trainer, None)
+        return episode(trainer, inputs, Beginnings(mine, begun, read, write, ends, most))
 
     every = range(len(ids))
-    start = tried(every, [[] for _ in every], by_teacher=True)
+    start = tried([[] for _ in every], by_teacher=True)
     assert start.rewards is not None, "as of the student"
     found: dict[str, Any] = {"knows": Mean.of(start.rewards - rewards), "own": Mean.of(start.rewards)}
     found["clipped"] = start.clipped
@@ -360,13 +369,13 @@ def _tried(
             if end < len(ids[row]) - 1 or (end < len(ids[row]) and ids[row][end] not in ends):
                 cuts[row] = ids[row][:end]
     if len(cuts) >= FEW:
-        of_teacher, of_student = (
-            tried(list(cuts), list(cuts.values()), by_teacher).rewards for by_teacher in (True, False)
-        )
+        # All rows, so that environments get the same seeds; the others end at once.
+        begun, some = [cuts.get(row, ends[:1]) for row in every], list(cuts)
+        of_teacher, of_student = (tried(begun, by_teacher).rewards for by_teacher in (True, False))
         assert of_teacher is not None, "as above"
         assert of_student is not None, "as above"
-        found["recovers"] = Mean.of(of_teacher - of_student)
-        found["after"] = Mean.of(of_teacher), Mean.of(of_student)
+        found["recovers"] = Mean.of(of_teacher[some] - of_student[some])
+        found["after"] = Mean.of(of_teacher[some]), Mean.of(of_student[some])
     return found
 
 
@@ -434,7 +443,8 @@ def _noise(trainer: OPSDTrainer, read: Rollout, names: Sequence[str], targets: T
     with torch.autocast(device, dtype=torch.bfloat16):
         halved = kept_by_row(teachers.targets(read, names), read.weights)
     in_bfloat16 = apart(targets, halved, teachers.heads, read, objective)
-    return max(floor, teachers.noise or 0.0), in_bfloat16
+    # Servers that tell some tokens have no states to compare, but their own noise.
+    return float(np.fmax(floor, np.nan if teachers.noise is None else teachers.noise)), in_bfloat16
 
 
 def _sampled(rollout: Rollout) -> np.ndarray:
