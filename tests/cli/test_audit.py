@@ -18,9 +18,9 @@ from support.failing_server import Scoring, pretended
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.cli.audit.episodes import Beginnings, episode
-from trl_opsd.cli.audit.measure import Audit, Mean, Measured, audit
+from trl_opsd.cli.audit.measure import Audit, Measured, audit
 from trl_opsd.cli.audit.shown import document, screen, write_page
-from trl_opsd.cli.audit.tokens import Compared, tokens_of
+from trl_opsd.cli.audit.tokens import Compared, Mean, tokens_of
 from trl_opsd.cli.audit.verdict import verdict
 from trl_opsd.losses import ForwardKL
 from trl_opsd.losses.objective import Objective
@@ -76,20 +76,27 @@ def test_numbers_of_tokens_equal_float64():
 def test_recorded_turns_are_returned_and_others_are_written():
     asked = []
 
-    def write(contexts):
-        asked.extend(contexts)
-        return [[90 + number] for number in range(len(contexts))]
+    def write(rows, contexts):
+        asked.extend(zip(rows, contexts, strict=True))
+        return [[90 + row] for row in rows]
 
-    # Row 0 has a whole turn (1 2 END), what a tool said (7), and half a turn (3); row 1 is cut in its first turn.
-    end = 0
-    begun = Beginnings([[10], [11, 12]], [[1, 2, end, 7, 3], [4]], [[20, 21], [22]], write, [end], 8)
-    assert begun.complete([[10], [11, 12]]) == [[1, 2, end], [4, 90]]
-    assert asked == [[22, 4]]
-    assert begun.complete([[10, 1, 2, end, 7]]) == [[3, 90]]
-    assert asked[1:] == [[20, 21, 1, 2, end, 7, 3]]
-    assert begun.complete([[10, 1, 2, end, 8]]) == [[90]]  # a tool that says something else
-    assert asked[2:] == [[20, 21, 1, 2, end, 8]]
-    assert begun.complete([[10, *range(1, 8)]]) == [[90]]  # no room for more than one token
+    # Row 0 has a whole turn (1 2 END), what a tool said (7), and half a turn (3); row 1 is cut in its first turn; row 2
+    # has the prompt of row 0, and row 3 one that begins with it.
+    end, prompts = 0, [[10], [11, 12], [10], [10, 1]]
+    recorded, read = [[1, 2, end, 7, 3], [4], [], [5, end]], [[20, 21], [22], [23], [24]]
+
+    def begun():
+        one = Beginnings(prompts, recorded, read, write, [end], 8)
+        assert one.complete(prompts) == [[1, 2, end], [4, 91], [92], [5, end]]
+        return one
+
+    one = begun()
+    assert asked == [(1, [22, 4]), (2, [23])]
+    assert one.complete([[10, 1, 5, end, 8], [10, 1, 2, end, 7]]) == [[93], [3, 90]]
+    assert asked[2:] == [(3, [24, 5, end, 8]), (0, [20, 21, 1, 2, end, 7, 3])]
+    assert begun().complete([[10, 1, 2, end, 8]]) == [[90]]  # a tool that says something else
+    assert asked[-1] == (0, [20, 21, 1, 2, end, 8])
+    assert begun().complete([[10, 1, 2, end, 4, 5, 6, 7]]) == [[90]]  # no room for more than one token
 
 
 def test_environment_is_called_again_as_it_was(make_trainer):
@@ -100,7 +107,7 @@ def test_environment_is_called_again_as_it_was(make_trainer):
     ids, prompts = first.rollout.completion_lists(), first.rollout.prompt_lists()
     said = WORDS(f"another{END}")["input_ids"]
     writer = Beginnings(
-        prompts, [one[:-3] for one in ids], prompts, lambda many: [said] * len(many), trainer.eos_token_ids, 500
+        prompts, [one[:-3] for one in ids], prompts, lambda _, many: [said] * len(many), trainer.eos_token_ids, 500
     )
     again = episode(trainer, list(trainer.train_dataset), writer)
     assert [one.total for one in trainer.environments] == totals == [5, 15, 25, 35]
@@ -144,7 +151,7 @@ def test_teacher_that_cannot_repair_a_slip_is_found_out(tmp_path):
     assert one.knows.value > 0.5
     assert one.recovers.value < 0.2
     assert one.correlation is not None
-    assert one.correlation > 0.3
+    assert one.correlation.value > 0.3
     assert verdict(one, found).word == "off-policy"
 
 
