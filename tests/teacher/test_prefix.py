@@ -136,7 +136,7 @@ class TestNumbers:
 
     def test_autocast_has_keys_and_values_of_its_own(self):
         teacher, whole = sharing(qwen2()), FrozenTeacher(Resident(qwen2(), CPU))
-        for enabled in (False, True, False):
+        for enabled in (True, False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 given = after(*[DOCUMENT] * 3)
                 found, expected = teacher.targets(given).hidden, whole.targets(given).hidden
@@ -146,6 +146,12 @@ class TestNumbers:
         given = after(*[DOCUMENT] * 3)
         given.weights[1] = 0
         check_equal(sharing(qwen2()), qwen2(), given)
+
+    def test_completions_of_one_prompt_share_all_but_its_last_token(self):
+        model = qwen2()
+        teacher, prompts = sharing(model), [DOCUMENT] * 4
+        check_equal(teacher, qwen2(), rollout(prompts))
+        assert [len(one.ids) for one in teacher.prefixes.kept] == [len(DOCUMENT) - 1]
 
     def test_masked_tokens_are_read_as_in_whole_rows(self):
         given = rollout([[*DOCUMENT, *ids(4)] for _ in range(3)])
@@ -249,6 +255,23 @@ class TestMemory:
         assert {one.ids[:150].tobytes() for one in teacher.prefixes.kept} == {
             np.array(documents[number]).tobytes() for number in (0, 2)
         }
+
+    def test_there_is_room_before_a_segment_is_read(self, monkeypatch):
+        held, read = [], prefix.keys_and_values
+
+        def noting(*given: Any) -> Any:
+            held.append(memory.held)
+            return read(*given)
+
+        monkeypatch.setattr(prefix, "keys_and_values", noting)
+        memory = PrefixMemory(1.5 * PREFIX_BYTES)
+        teacher = sharing(qwen2(), memory)
+        for one in (DOCUMENT, OTHER):
+            teacher.targets(after(*[one] * 3))
+        assert held == [0, 0]
+        memory.limit = 0
+        teacher.targets(after(ids(3)))
+        assert memory.held == 0
 
     @pytest.mark.parametrize("share", [0.5, 1.5])
     def test_a_call_uses_no_more_than_the_limit(self, share):

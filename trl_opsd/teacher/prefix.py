@@ -94,7 +94,7 @@ class PrefixMemory:
         """Bytes that are kept."""
         return sum(one.nbytes for teacher in self._teachers for one in teacher.kept)
 
-    def make_room(self, nbytes: int, call: int | None = None) -> None:
+    def make_room(self, nbytes: float, call: int | None = None) -> None:
         """Drops prefixes until so many bytes are free, or only those are left that this call uses."""
         while self.held + nbytes > self.limit:
             found = [(one, teacher) for teacher in self._teachers for one in teacher.kept]
@@ -205,11 +205,11 @@ class SharedPrefixes:
             parent = self._longest(some[0][:begin])
             past = Past() if parent is None else parent.past(begin)
             ends = [ids[begin:].tolist() for ids in some]
+            self._memory.make_room(sum(map(len, ends)) * self._token_bytes, plan.call)
             found: list[list[Pair]] = run(keys_and_values, ends, past, self._device, self._where)
             for ids, layers in zip(some, found, strict=True):
                 one = Kept(ids, parent, begin, layers, plan.call)
                 self._token_bytes = one.nbytes / (len(ids) - begin)
-                self._memory.make_room(one.nbytes, plan.call)
                 self.kept.append(one)
         before = ((self._longest(ids), len(ids)) for ids in plan.prefixes)
         return [Past() if prefix is None else prefix.past(tokens) for prefix, tokens in before]
