@@ -360,8 +360,8 @@ class Teaching:
         before = self.teachers.tokens
         found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
         if before is not None and (after := self.teachers.tokens) is not None:
-            for name, start, end in zip(("teacher/tokens", "teacher/prefix_saved"), before, after, strict=True):
-                self._host.record(name, end - start, len(rows))
+            self._host.record("teacher/tokens", after[0] - before[0], len(rows))
+            self._host.record("teacher/prefix_saved", after[1] - before[1], len(rows))
         if self.spelling is not None:
             self._warn_of_little(rollout, found)
         return found
