@@ -123,6 +123,7 @@ def configurations(tmp_path):
             "prompt_weight_fn": lambda row, last: 1,
         },
         "a certificate": {"certificate": True},
+        "prefixes": {"teacher_prefix_cache_gb": 0.1},
         "a server that tells some tokens": {"teacher_model": known_teacher(tiny.qwen2(48, seed=1), "student_top_k", 8)},
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
