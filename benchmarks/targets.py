@@ -77,16 +77,12 @@ def main() -> None:
         with TemporaryDirectory() as nowhere:
             folder, options = Path(nowhere), {}
             if way is not None:
-                writer = trainer(rows, folder, given.tokens)
+                one = trainer(rows, folder, given.tokens)
                 start = perf_counter()
-                [store] = (
-                    write_targets(writer, folder / "targets", *way)
-                    if way[1]
-                    else write_targets(writer, folder / "targets")
-                )
-                found["tokens per second, written"] = round(store.tokens / (perf_counter() - start))
-                shards = store.folder.glob("shard-*")
-                found["bytes per token"] = round(sum(path.stat().st_size for path in shards) / store.tokens)
+                [writer] = write_targets(one, folder / "targets", *way[: 1 + bool(way[1])])
+                found["tokens per second, written"] = round(writer.tokens / (perf_counter() - start))
+                shards = writer.store.folder.glob("shard-*")
+                found["bytes per token"] = round(sum(path.stat().st_size for path in shards) / writer.tokens)
                 options = {"teacher_targets": str(folder / "targets")}
             one = trainer(rows, folder, given.tokens, **options)
             one.train()

@@ -60,10 +60,11 @@ def main(
         given.config.sglang_server_url = None
         trainer = build(given, task, dataset)
         seconds = perf_counter()
-        stores = write_targets(trainer, folder, format, top_k)
-        seconds = perf_counter() - seconds
+        writers = write_targets(trainer, folder, format, top_k)
+        written = sum(gather_object([writer.tokens for writer in writers]))
+        speed = written / (perf_counter() - seconds)
     if trainer.accelerator.is_main_process:
-        print(_in_words(folder, stores, seconds, generates))
+        print(_in_words(folder, [writer.store for writer in writers], speed, generates))
     return trainer
 
 
@@ -97,7 +98,7 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
     return load_dataset("parquet", data_files=_parts(folder), split="train")
 
 
-def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top_k: int = TOP_K) -> list[Store]:
+def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top_k: int = TOP_K) -> list[Writer]:
     """Has the teachers score each completion of the training dataset, and keeps their targets. Collective.
 
     Rows are scored in the batches of the first epoch, as they would be in a training, and those that it leaves out at
@@ -115,7 +116,7 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
             Of the latter, how many.
 
     Returns:
-        `list[Store]`: of each teacher.
+        `list[Writer]`: of each teacher, with its store and the number of tokens that this process added.
 
     Raises:
         ValueError: The folder has other targets, the teachers change, or the disk has no room for them.
@@ -135,7 +136,7 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
             for inputs in _left_over(trainer):
                 trainer._generate_and_score_completions(inputs)
             flush(trainer, writers)
-    return [writer.store for writer in writers]
+    return writers
 
 
 def keep_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top_k: int = TOP_K) -> list[Writer]:
@@ -327,7 +328,7 @@ def _check_room(folder: Path, writers: Iterable[Writer], rows: int, dataset: Any
         )
 
 
-def _in_words(folder: Path, stores: Sequence[Store], seconds: float, generates: bool) -> str:
+def _in_words(folder: Path, stores: Sequence[Store], speed: float, generates: bool) -> str:
     """What was written, and how to train on it."""
     tokens, rows = sum(one.tokens for one in stores), sum(len(one.rows) for one in stores)
     nbytes = sum(path.stat().st_size for one in stores for path in one.folder.glob("shard-*"))
@@ -336,8 +337,8 @@ def _in_words(folder: Path, stores: Sequence[Store], seconds: float, generates: 
         options = {"dataset_name": folder / COMPLETIONS, "num_generations": 1, **options}
     return "\n".join(
         [
-            f"{rows} rows, {tokens} tokens: {nbytes / 1e9:.3g} GB, {nbytes / max(tokens, 1):.0f} bytes per token, in "
-            f"{seconds:.0f} s ({tokens / seconds:.0f} tokens per second).",
+            f"{rows} rows, {tokens} tokens: {nbytes / 1e9:.3g} GB, {nbytes / max(tokens, 1):.0f} bytes per token; "
+            f"{speed:.0f} tokens per second were added.",
             "To train on them, set these options, and remove the teacher:",
             *(f"  {name}: {value}" for name, value in options.items()),
         ]

@@ -178,7 +178,8 @@ class Writer:
     def __init__(self, store: Store, process: int) -> None:
         self.store, self._process = store, process
         self._waiting: dict[bytes, RowTargets] = {}
-        self.waiting_bytes = 0
+        self.waiting_bytes = self.tokens = 0
+        """Of the rows that wait; of all that were added."""
         store.folder.mkdir(parents=True, exist_ok=True)
         for path in store.folder.glob(f"*.{process}.unfinished"):  # of a run that was killed
             path.unlink()
@@ -191,6 +192,7 @@ class Writer:
         if key not in self:
             self._waiting[key] = RowTargets(row.hidden.cpu().clone(), row.places)
             self.waiting_bytes += row.hidden.nbytes
+            self.tokens += len(row.places)
             if self.waiting_bytes >= _SHARD_BYTES:
                 self.flush()
 
