@@ -190,6 +190,11 @@ def test_other_candidates_are_measured_and_the_teacher_stays(make_trainer, tmp_p
     assert trainer.teacher is teacher
 
 
+def test_rewards_that_are_none_are_no_verdict(make_trainer):
+    found = audit(make_trainer(**{**OPTIONS, "reward_funcs": lambda completions, **_: [None] * len(completions)}), 8)
+    assert "no completion got a reward" in verdict(found.candidates[0], found).why
+
+
 SEEDS: dict[str, list[int]] = {}
 
 

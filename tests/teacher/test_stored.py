@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from support import tiny
+from support import tiny, vision_language
+from support.failing_server import Scoring, pretended
 
+from trl_opsd import OPSDTrainer
 from trl_opsd.cli.targets import write_targets
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.teacher.store import HEADER, Described, Store, Writer, keys_of
@@ -290,3 +292,47 @@ def test_folder_with_other_targets_is_not_added_to(written):
         with pytest.raises(ValueError, match="has other targets"):
             written(**given)
     assert json.loads((folder / HEADER).read_text()) == before
+
+
+def test_server_of_tokens_is_kept_as_it_told(trained, tmp_path):
+    teacher = tiny.qwen2(48, seed=1)
+    for one in (teacher, WORDS):
+        one.save_pretrained(tmp_path / "teacher")
+    with pretended(teacher, kind=Scoring, words=WORDS) as server:
+        asked = {"teacher_server_targets": "teacher_top_k", "teacher_server_top_k": 8}
+        options = {**OPTIONS, "teacher_model": str(tmp_path / "teacher"), "teacher_server_url": server.url, **asked}
+        trainer = OPSDTrainer(
+            model=tiny.qwen2(32),
+            teacher_model=str(tmp_path / "teacher"),
+            args=tiny.config(tmp_path / "run", lmbda=0.0, teacher_server_url=server.url, **asked),
+            train_dataset=ROWS,
+            processing_class=WORDS,
+        )
+        with pytest.raises(ValueError, match="tells no hidden states: write `--format topk`"):
+            write_targets(trainer, tmp_path / "targets")
+        write_targets(trainer, tmp_path / "targets", "topk", 8)
+        lived = trained(**options)
+    stored = trained(**OPTIONS | {"teacher_model": None, "teacher_targets": str(tmp_path / "targets")})
+    assert_same(outcome(lived), outcome(stored))
+
+
+def test_images_are_part_of_what_a_row_is_found_by(tmp_path):
+    data = vision_language.rows([1, 1, 2, 1])
+    data = data.add_column("completion", [[{"role": "assistant", "content": f"a{one}"}] for one in range(4)])
+
+    def trainer(rows=data, **given):
+        arguments = vision_language.arguments()
+        if "teacher_targets" in given:
+            arguments["teacher_model"] = None
+        options = {"lmbda": 0.0, "max_completion_length": 8, "max_steps": 2, "logging_steps": 1, **given}
+        return OPSDTrainer(**arguments, args=tiny.config(tmp_path / "run", **options), train_dataset=rows)
+
+    [writer] = write_targets(trainer(), tmp_path / "targets")
+    assert len(writer.store.rows) == 4
+    lived, stored = trainer(), trainer(teacher_targets=str(tmp_path / "targets"))
+    for one in (lived, stored):
+        one.train()
+    assert_same(outcome(lived), outcome(stored))
+    swapped = [{**data[one], "images": data[other]["images"]} for one, other in enumerate((1, 0, 2, 3))]
+    with pytest.raises(ValueError, match="no targets for 2 of 4 rows"):
+        trainer(Dataset.from_list(swapped, data.features), teacher_targets=str(tmp_path / "targets")).train()

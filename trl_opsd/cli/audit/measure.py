@@ -297,6 +297,8 @@ def _measured(
     )
     if written.rewards is None:
         return replace(found, cannot="there are no `reward_funcs`"), tokens, targets
+    if np.isnan(written.rewards).all():
+        return replace(found, cannot="no completion got a reward"), tokens, targets
     both = [
         with_rewards(tokens.of_rows(one, len(rows)), written.rewards) for one in (tokens.advantage, tokens.unexplained)
     ]
