@@ -192,7 +192,7 @@ def test_other_candidates_are_measured_and_the_teacher_stays(make_trainer, tmp_p
 
 def test_rewards_that_are_none_are_no_verdict(make_trainer):
     found = audit(make_trainer(**{**OPTIONS, "reward_funcs": lambda completions, **_: [None] * len(completions)}), 8)
-    assert "no completion got a reward" in verdict(found.candidates[0], found).why
+    assert found.candidates[0].cannot == "no completion got a reward"
 
 
 SEEDS: dict[str, list[int]] = {}
