@@ -1,0 +1,377 @@
+"""Holds `trl-opsd audit` against trainings whose outcome is known: which of its verdicts are right.
+
+    python benchmarks/audit.py --half A            # audits the cases, a table and `out/audit/audit.json`
+    python benchmarks/audit.py --train --seeds 0 1 # trains them instead: held-out rewards before and after
+
+The thresholds of the verdict were looked at with half A alone. Students and teachers that do not travel with the
+package are trained first, into `out/audit/models`. Three outcomes: on-policy training "helps", "does not" help (level,
+harm, or no more than off-policy), or the set-up is "broken".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+for folder in ("examples", "tests"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+
+import agents
+import compare
+import compare_agents
+import torch
+from arithmetic import ADDER, READER, STUDENT, SUBTRACTER, TEACHER
+from arithmetic.task import Problem, draw, prompts_with_answers, right
+from compare_agents import Method
+from datasets import Dataset
+from doors import DOORS
+from doors.world import Doors
+from peft import LoraConfig
+from PIL import ImageDraw
+from pictures.student import make_student
+from pictures.task import CELL, Scene, draw_scenes
+from pictures.task import right as reads_digit
+from pictures.task import rows as pictures
+from real_model import distil
+from support import serving
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, ProgressCallback
+from two_teachers import rows as of_two_teachers
+
+from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.banner import Banner
+
+MODELS = Path("out/audit/models")
+HELD_OUT = 200
+"""Rows that a training is measured with; for each level of an agent 50."""
+
+OPTIONS: dict[str, Any] = {
+    "divergence": "forward_kl", "max_steps": 100, "per_device_train_batch_size": 32, "max_completion_length": 40,
+    "adam_beta2": 0.98, "warmup_steps": 10, "logging_steps": 10, "bf16": False, "gradient_checkpointing": False,
+    "dataloader_pin_memory": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    "per_device_eval_batch_size": 100, "eval_temperature": 0.0, "num_completions_to_print": 0,
+}  # fmt: skip
+
+Build = Callable[[str, int], OPSDTrainer]
+"""From a folder for its files and a seed."""
+
+servers = ExitStack()
+"""Servers that builders started; they end with the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A trainer, and what is known of its training."""
+
+    half: str
+    build: Build
+    outcome: str
+    """"helps", "does not" or "broken"."""
+    verdict: str
+    """The one of several verdicts for an outcome that also names the reason."""
+    measured: str
+
+
+# ---- Arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def arithmetic(
+    folder: str,
+    seed: int,
+    *,
+    student: str | None = STUDENT,
+    teacher: Callable[[], Any] = lambda: TEACHER,
+    to_teacher: Callable[[Problem], str] | None = None,
+    **options: Any,
+) -> OPSDTrainer:
+    """The student of `examples/compare.py`; `to_teacher` makes the text that the teacher reads in place of messages."""
+    problems, held_out = draw(32 * 100, seed=1000 + seed), draw(HELD_OUT, held_out=True)
+    rows = prompts_with_answers(problems)
+    if to_teacher:
+        rows = rows.add_column("teacher_prompt", list(map(to_teacher, problems)))
+    return OPSDTrainer(
+        model=student or compare.practised(MODELS, compare.PRACTICE),
+        teacher_model=teacher(),
+        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, "learning_rate": 5e-4, "top_p": 0.6, **options}),
+        train_dataset=rows,
+        eval_dataset=prompts_with_answers(held_out),
+        reward_funcs=right,
+    )
+
+
+def self_taught(folder: str, seed: int, *, told: Callable[[list[Problem]], list[str]]) -> OPSDTrainer:
+    """The student of `examples/self_distillation.py` as in `remedies.py`, whose teacher is told a text for each row."""
+    problems, held_out = draw(32 * 160, seed=seed), draw(HELD_OUT, held_out=True)
+    of_teacher = {"teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}"}
+    options = {"learning_rate": 3e-3, "top_p": 0.6, "max_steps": 160, "collapse_guard": None, **of_teacher}
+    return OPSDTrainer(
+        model=READER,
+        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **options}),
+        train_dataset=prompts_with_answers(problems).add_column("privileged_context", told(problems)),
+        eval_dataset=prompts_with_answers(held_out).add_column("privileged_context", told(held_out)),
+        reward_funcs=right,
+        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
+    )
+
+
+def solutions(problems: list[Problem]) -> list[str]:
+    return [problem.solution for problem in problems]
+
+
+def of_the_next_row(problems: list[Problem]) -> list[str]:
+    """Solutions in a column that has slipped by a row."""
+    return solutions([*problems[1:], problems[0]])
+
+
+def with_another_end() -> PreTrainedModel:
+    """The teacher, which ends with another special token than the student."""
+    teacher = AutoModelForCausalLM.from_pretrained(TEACHER)
+    return _with_outputs(teacher, [0, 3, 2, 1, *range(4, 19)])
+
+
+def with_other_ids() -> PreTrainedModel:
+    """The teacher with a vocabulary of the same size in another order, and no path where its tokenizer would be."""
+    teacher = AutoModelForCausalLM.from_pretrained(TEACHER)
+    order = torch.randperm(19, generator=torch.Generator().manual_seed(0))
+    teacher.get_input_embeddings().weight.data = teacher.get_input_embeddings().weight.data[order]
+    return _with_outputs(teacher, order.tolist())
+
+
+def _with_outputs(teacher: PreTrainedModel, order: list[int]) -> PreTrainedModel:
+    head = teacher.get_output_embeddings()
+    head.weight.data = head.weight.data[order]
+    teacher.config._name_or_path = teacher.name_or_path = ""
+    return teacher
+
+
+def rounded_student() -> PreTrainedModel:
+    """The student's weights, as a checkpoint in bfloat16 has them."""
+    return AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.bfloat16).float()
+
+
+def two_teachers(folder: str, seed: int) -> OPSDTrainer:
+    """The rows of `examples/two_teachers.py`; the teacher of differences has learned sums."""
+    return OPSDTrainer(
+        model=STUDENT,
+        teacher_model={"sums": ADDER, "differences": AutoModelForCausalLM.from_pretrained(ADDER)},
+        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, "learning_rate": 5e-4, "top_p": 0.6}),
+        train_dataset=of_two_teachers(draw(32 * 100, seed=1000 + seed)),
+        eval_dataset=of_two_teachers(draw(HELD_OUT, held_out=True)),
+        reward_funcs=right,
+    )
+
+
+def served(folder: str, seed: int) -> OPSDTrainer:
+    """A teacher of sums at the path, and one of differences at the server."""
+    url = servers.enter_context(serving.pooling(SUBTRACTER, Path(folder) / "server.log"))
+    return arithmetic(folder, seed, teacher=lambda: ADDER, teacher_server_url=url)
+
+
+# ---- Agents ----------------------------------------------------------------------------------------------------------
+
+
+def agent(
+    folder: str, seed: int, *, task: str = "doors", method: Method, environment: type | None = None
+) -> OPSDTrainer:
+    """An agent as `examples/compare_agents.py` trains it, measured on held-out rows."""
+    what, models = agents.TASKS[task], DOORS if task == "doors" else MODELS / task
+    for name in ("student", method.teacher):
+        if not (models / name).exists():
+            agents.make(what, name, models)
+    what = what if environment is None else agents.Task(environment=environment, world=what.world, pieces=what.pieces)
+    world, options = what.world, {**OPTIONS, "learning_rate": 2e-3, "eval_temperature": 1.0, **method.options}
+    lengths = {"max_completion_length": world.MOST_TOKENS, "max_tool_calling_iterations": world.MOST_CALLS}
+    return OPSDTrainer(
+        model=str(models / "student"),
+        teacher_model=str(models / method.teacher),
+        args=OPSDConfig(folder, seed=seed, **{**options, **lengths}),
+        train_dataset=world.rows(compare_agents.ROWS_TO_TRAIN, seed=seed),
+        eval_dataset=world.rows(HELD_OUT, held_out=True),
+        environment_factory=compare_agents.environment(what, method),
+    )
+
+
+class OneTry(Doors):
+    """A maze that a closed door ends: what the teacher knows cannot be found out."""
+
+    def get_reward(self) -> float:
+        return float(self.is_left and self.calls == self.maze.rooms)
+
+
+# ---- Pictures, and a pretrained model --------------------------------------------------------------------------------
+
+
+def of_pictures(folder: str, seed: int, *, to_teacher: str = "crop", is_erased: bool = False) -> OPSDTrainer:
+    """The student of `examples/pictures`, whose teacher sees the crop or the whole picture."""
+    student = MODELS / "pictures"
+    if not student.exists():
+        make_student(student)
+
+    def rows(scenes: list[Scene]) -> Dataset:
+        found = pictures(scenes, to_teacher=to_teacher)
+        if not is_erased:
+            return found
+        blank = [[_erased(scene)] for scene in scenes]
+        return Dataset.from_dict({**found.to_dict(), "images": blank}, features=found.features)
+
+    given = {"teacher_model_kind": "base", "max_completion_length": 4, "max_steps": 60, "learning_rate": 1e-3}
+    return OPSDTrainer(
+        model=str(student),
+        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **given}),
+        train_dataset=rows(draw_scenes(32 * 60, seed=seed)),
+        eval_dataset=rows(draw_scenes(HELD_OUT, held_out=True)),
+        reward_funcs=reads_digit,
+    )
+
+
+def _erased(scene: Scene) -> Any:
+    """The whole picture without its digit."""
+    picture, (x, y) = scene.whole.copy(), scene.corner
+    ImageDraw.Draw(picture).rectangle((x, y, x + CELL - 1, y + CELL - 1), fill=(190, 190, 190))
+    return picture
+
+
+def rule(folder: str, seed: int, *, told: str, wanted: str) -> OPSDTrainer:
+    """SmolLM2 as its own teacher, which reads one rule and is rewarded for one."""
+    asked = argparse.Namespace(
+        model=".real/smollm2", divergence="forward_kl", learning_rate=2e-3, steps=30, use_vllm=False
+    )
+    trainer = distil.build(asked, told, seed, Path(folder), eval_strategy="no")
+    if told != wanted:
+        trainer.train_dataset, trainer.eval_dataset = (
+            rows.remove_columns("rule").add_column("rule", [wanted] * len(rows))
+            for rows in (trainer.train_dataset, trainer.eval_dataset)
+        )
+    return trainer
+
+
+# ---- The cases -------------------------------------------------------------------------------------------------------
+
+GUIDE = Method(divergence="forward_kl", teacher="guide")
+
+CASES = {
+    "doors": Case(
+        half="A", build=partial(agent, method=Method()), outcome="helps", verdict="helps",
+        measured="notes/doors.md: 0.20 to 0.94 with two rooms",
+    ),
+    "doors, guide": Case(
+        half="A", build=partial(agent, method=GUIDE), outcome="does not", verdict="off-policy",
+        measured="notes/doors.md: 0.20 to 0.22 with two rooms",
+    ),
+    "arithmetic": Case(
+        half="A", build=arithmetic, outcome="does not", verdict="off-policy",
+        measured="notes/arithmetic.md: 0.28 to 0.43, off-policy to 0.47",
+    ),
+    "solution": Case(
+        half="A", build=partial(self_taught, told=solutions), outcome="helps", verdict="helps",
+        measured="notes/remedies.md: 0.42 to 0.76",
+    ),
+    "idle context": Case(
+        half="A", build=partial(self_taught, told=lambda rows: [";"] * len(rows)), outcome="does not",
+        verdict="nothing to learn", measured="",
+    ),
+    "template": Case(
+        half="A", build=partial(arithmetic, to_teacher=lambda problem: problem.question), outcome="broken",
+        verdict="broken", measured="",
+    ),
+    "end token": Case(
+        half="A", build=partial(arithmetic, teacher=with_another_end), outcome="broken", verdict="broken", measured="",
+    ),
+    "twin": Case(
+        half="A", build=partial(arithmetic, teacher=lambda: STUDENT), outcome="does not", verdict="nothing to learn",
+        measured="",
+    ),
+    "house": Case(
+        half="B", build=partial(agent, task="house", method=Method()), outcome="helps", verdict="helps",
+        measured="notes/agents.md: 0.35 to 0.96 with two rooms",
+    ),
+    "pirate": Case(
+        half="B", build=partial(rule, told="pirate", wanted="pirate"), outcome="helps", verdict="helps",
+        measured="notes/doors.md: 0.00 to 0.96",
+    ),
+    "another rule": Case(
+        half="B", build=partial(rule, told="french", wanted="pirate"), outcome="does not", verdict="worse", measured="",
+    ),
+    "pictures": Case(
+        half="B", build=of_pictures, outcome="helps", verdict="helps", measured="choosing.md: 0.42 to 1.00",
+    ),
+    "pictures, whole": Case(
+        half="B", build=partial(of_pictures, to_teacher="whole"), outcome="does not", verdict="nothing to learn",
+        measured="choosing.md: 0.42 to 0.41",
+    ),
+    "pictures, erased": Case(
+        half="B", build=partial(of_pictures, is_erased=True), outcome="does not", verdict="worse", measured="",
+    ),
+    "other ids": Case(
+        half="B", build=partial(arithmetic, teacher=with_other_ids), outcome="broken", verdict="broken", measured="",
+    ),
+    "other checkpoint": Case(
+        half="B", build=served, outcome="broken", verdict="broken", measured="refused at the start",
+    ),
+    "weaker teacher": Case(
+        half="B", build=partial(arithmetic, student=None, teacher=lambda: STUDENT), outcome="does not",
+        verdict="worse", measured="",
+    ),
+    "rounded twin": Case(
+        half="B", build=partial(arithmetic, teacher=rounded_student), outcome="does not", verdict="nothing to learn",
+        measured="",
+    ),
+    "slipped column": Case(
+        half="B", build=partial(self_taught, told=of_the_next_row), outcome="does not", verdict="worse", measured="",
+    ),
+    "two teachers": Case(half="B", build=two_teachers, outcome="does not", verdict="worse", measured=""),
+    "one try": Case(
+        half="B", build=partial(agent, method=Method(), environment=OneTry), outcome="does not", verdict="off-policy",
+        measured="",
+    ),
+}  # fmt: skip
+
+
+def built(case: Case, folder: Path, seed: int = 0) -> OPSDTrainer:
+    """The trainer, which prints nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer = case.build(str(folder), seed)
+    for callback in (PrinterCallback, ProgressCallback, Banner):
+        trainer.remove_callback(callback)
+    return trainer
+
+
+def trained(case: Case, folder: Path, seed: int) -> dict[str, float]:
+    """The held-out reward before and after, with seconds."""
+
+    def reward() -> float:
+        figures = trainer.evaluate()
+        return next(value for name, value in figures.items() if name.startswith("eval_rewards/") and "/mean" in name)
+
+    trainer, start = built(case, folder, seed), time.perf_counter()
+    before = reward()
+    trainer.train()
+    return {"before": before, "after": reward(), "seconds": time.perf_counter() - start}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--half", choices=["A", "B"], help="by default both")
+    parser.add_argument("--train", action="store_true", help="train the cases, to measure their outcome")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of trainings")
+    parser.add_argument("--output", type=Path, default=Path("out/audit"))
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    chosen = {name: CASES[name] for name in asked.cases if asked.half in (None, CASES[name].half)}
+    with servers:
+        for name, case in chosen.items():
+            for seed in asked.seeds:
+                print(name, seed, trained(case, asked.output / f"{name}-{seed}", seed), flush=True)
+
+
+if __name__ == "__main__":
+    main()
