@@ -11,10 +11,9 @@ harm, or no more than off-policy), or the set-up is "broken".
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,28 +21,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-for folder in ("examples", "tests"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import agents
 import compare
 import compare_agents
 import torch
 from arithmetic import ADDER, READER, STUDENT, SUBTRACTER, TEACHER
+from arithmetic.make_models import supervise
 from arithmetic.task import Problem, draw, prompts_with_answers, right
 from compare_agents import Method
 from datasets import Dataset
 from doors import DOORS
 from doors.world import Doors
 from peft import LoraConfig
-from PIL import ImageDraw
 from pictures.student import make_student
 from pictures.task import CELL, Scene, draw_scenes
 from pictures.task import right as reads_digit
 from pictures.task import rows as pictures
+from PIL import ImageDraw
 from real_model import distil
 from support import serving
-from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, ProgressCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PrinterCallback, ProgressCallback
 from two_teachers import rows as of_two_teachers
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -107,13 +107,15 @@ def arithmetic(
     )
 
 
-def self_taught(folder: str, seed: int, *, told: Callable[[list[Problem]], list[str]]) -> OPSDTrainer:
+def self_taught(
+    folder: str, seed: int, *, told: Callable[[list[Problem]], list[str]], student: Callable[[], str] = lambda: READER
+) -> OPSDTrainer:
     """The student of `examples/self_distillation.py` as in `remedies.py`, whose teacher is told a text for each row."""
     problems, held_out = draw(32 * 160, seed=seed), draw(HELD_OUT, held_out=True)
     of_teacher = {"teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}"}
     options = {"learning_rate": 3e-3, "top_p": 0.6, "max_steps": 160, "collapse_guard": None, **of_teacher}
     return OPSDTrainer(
-        model=READER,
+        model=student(),
         args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **options}),
         train_dataset=prompts_with_answers(problems).add_column("privileged_context", told(problems)),
         eval_dataset=prompts_with_answers(held_out).add_column("privileged_context", told(held_out)),
@@ -129,6 +131,36 @@ def solutions(problems: list[Problem]) -> list[str]:
 def of_the_next_row(problems: list[Problem]) -> list[str]:
     """Solutions in a column that has slipped by a row."""
     return solutions([*problems[1:], problems[0]])
+
+
+class Remarked(Problem):
+    """A problem with a random number after its question, in place of the solution."""
+
+    __slots__ = ()
+
+    @property
+    def remark(self) -> str:
+        return f";{zlib.crc32(self.question.encode()) % 1000}"
+
+    @property
+    def prompt_with_solution(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.question + self.remark}]
+
+
+def remarks(problems: list[Problem]) -> list[str]:
+    return [Remarked(**asdict(problem)).remark for problem in problems]
+
+
+def unmoved() -> str:
+    """The path of a student that has learned to ignore remarks."""
+    path = MODELS / "unmoved"
+    if not path.exists():
+        tokenizer, model = AutoTokenizer.from_pretrained(STUDENT), AutoModelForCausalLM.from_pretrained(STUDENT)
+        problems = [Remarked(**asdict(problem)) for problem in draw(20_000, seed=6)]
+        supervise(model, tokenizer, problems, steps=150, learning_rate=1e-3, shown=0.5)
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return str(path)
 
 
 def with_another_end() -> PreTrainedModel:
@@ -255,7 +287,8 @@ def rule(folder: str, seed: int, *, told: str, wanted: str) -> OPSDTrainer:
 
 # ---- The cases -------------------------------------------------------------------------------------------------------
 
-GUIDE = Method(divergence="forward_kl", teacher="guide")
+GUIDE = Method(teacher="guide")
+ANCHORED = Method(options={"anchor_weight": 0.1, "learning_rate": 1e-3})
 
 CASES = {
     "doors": Case(
@@ -275,8 +308,12 @@ CASES = {
         measured="notes/remedies.md: 0.42 to 0.76",
     ),
     "idle context": Case(
-        half="A", build=partial(self_taught, told=lambda rows: [";"] * len(rows)), outcome="does not",
+        half="A", build=partial(self_taught, told=remarks, student=unmoved), outcome="does not",
         verdict="nothing to learn", measured="",
+    ),
+    "strange context": Case(
+        half="A", build=partial(self_taught, told=lambda rows: [";"] * len(rows)), outcome="does not",
+        verdict="worse", measured="",
     ),
     "template": Case(
         half="A", build=partial(arithmetic, to_teacher=lambda problem: problem.question), outcome="broken",
@@ -292,6 +329,14 @@ CASES = {
     "house": Case(
         half="B", build=partial(agent, task="house", method=Method()), outcome="helps", verdict="helps",
         measured="notes/agents.md: 0.35 to 0.96 with two rooms",
+    ),
+    "databases": Case(
+        half="B", build=partial(agent, task="sql", method=ANCHORED), outcome="helps", verdict="helps",
+        measured="notes/agents.md: 0.49 to 0.83 with two tables",
+    ),
+    "databases, no anchor": Case(
+        half="B", build=partial(agent, task="sql", method=Method()), outcome="does not", verdict="worse",
+        measured="notes/agents.md: 0.98 to 0.13 with one table",
     ),
     "pirate": Case(
         half="B", build=partial(rule, told="pirate", wanted="pirate"), outcome="helps", verdict="helps",
