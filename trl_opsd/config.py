@@ -191,6 +191,9 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     teacher_server_top_k: Annotated[int | None, Option(integer(1) | None, (TEACHER_SERVER,))] = None
     """How many likeliest tokens of each kind a server that generates is asked for; all others are one token to the
     loss. When `None`, 64, or the most that it tells."""
+    teacher_targets: Annotated[str | None, Option(may_differ=True)] = None
+    """Folder that `trl-opsd targets` has written. Without a teacher, the targets there are all that is learned from
+    (`lmbda=0`); with one, it reads only rows that are not there."""
     teacher_server_timeout: Annotated[float, Option(at_least(0), (TEACHER_SERVER,))] = 240.0
     """Seconds to wait for the teacher's servers to be up, and then for their first rows, for these at least 30."""
     # failures and monitoring

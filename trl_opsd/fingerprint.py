@@ -23,7 +23,8 @@ from trl_opsd.models.backbone import model_shape, shape_of
 from trl_opsd.models.weights import Samples, digest, sample
 from trl_opsd.options.table import one_of, resumed, table
 from trl_opsd.teacher import FrozenTeacher, Teacher
-from trl_opsd.teacher.bytewise import ByteTeacher
+from trl_opsd.teacher.base import innermost
+from trl_opsd.teacher.stored import StoredTeacher
 
 logger = get_logger(__name__)
 
@@ -128,8 +129,11 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
     kind, served = args.teacher_model_kind, server_urls("teacher_server_url", args.teacher_server_url)
     described = {}
     spelled = {name: f", {said}" for name, one in teachers.items() if (said := getattr(one, "spelling", None))}
-    teachers = {name: one.teacher if isinstance(one, ByteTeacher) else one for name, one in teachers.items()}
+    teachers = {name: innermost(one) for name, one in teachers.items()}
     for name, teacher in teachers.items():
+        if isinstance(teacher, StoredTeacher):
+            described[name] = teacher.said["is"]
+            continue
         source = teacher if kind in ("ema", "live") else getattr(teacher, "model", teacher)
         path = get_config_model_id(source.config) if hasattr(source, "config") else ""
         if isinstance(teacher, FrozenTeacher):
@@ -143,6 +147,8 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
     weights = {name: digest(one.placement.samples()) for name, one in frozen.items()}
     asked: Any = args.teacher_weights or {}
     in_loss = {f"{name} in the loss": asked.get(name, 1) for name in teachers if args.loss_aggregation == "teachers"}
+    for one in teachers.values():
+        weights.update(one.said["weights"] if isinstance(one, StoredTeacher) else {})
     return {"teachers": described, "teacher_weights": {**weights, **heads, **in_loss}}
 
 

@@ -27,6 +27,7 @@ from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods
+from trl_opsd.loop.stored import check_rows
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.turns import Turns
 from trl_opsd.losses import Divergence, SampledReverseKL
@@ -490,6 +491,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """Rejects a training that would change nothing, before it begins; options may have been changed."""
         refuse(LEARNING, Situation(args=self.args, optimizers=(self.optimizer, self.lr_scheduler)))
         check_train_size(self.train_dataset, self.args)
+        check_rows(self)
         self._try_rate()
 
     def _try_rate(self) -> None:

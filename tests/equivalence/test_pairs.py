@@ -23,6 +23,7 @@ from support.byte_languages import byte_pairs
 from support.scores import known_teacher
 
 from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd.cli.targets import flush, keep_targets
 from trl_opsd.methods import METRICS, MethodOptions
 
 RATE, LIMIT = 0.03, 550
@@ -89,6 +90,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "student's tokens": {"known": "student_top_k"},
     "teacher's tokens": {"known": "teacher_top_k"},
     "tokens of both": {"known": "both_top_k"},
+    "stored": {"stored": True},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
 SUCCESS = {"success", "success alone"}
@@ -124,6 +126,8 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("extrapolation, a teacher", {"anchor", "anchor, forward"}, "there is one reference alone"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
     *((name, WHOLE, "needs the whole distribution of each teacher") for name in KNOWN),
+    ("stored", {"bytes"}, "of which none are kept"),
+    ("stored", KNOWN, "teacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
 ]
 """What is refused with each of these, and what the error says."""
@@ -207,9 +211,16 @@ def options_of(names: tuple[str, ...]) -> dict[str, Any]:
     return given
 
 
-def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[str, Any]:
-    """The losses and weights of a run, and the rows of its steps; or why it was refused. Collective."""
+def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: bool = False) -> dict[str, Any]:
+    """The losses and weights of a run, and the rows of its steps; or why it was refused. Collective.
+
+    With targets that are stored, an equal run `keeps` them first.
+    """
     options, rows = options_of(names), ROWS[processes]
+    if options.pop("stored", False) and not keeps:
+        if "refused" in (found := trained(folder, names, processes, keeps=True)):
+            return found
+        options["teacher_targets"] = str(folder / "targets")
     prompts = PROMPTS[: rows // options["num_generations"]]
     if {*names} & OF_REWARDS:
         options.setdefault("reward_funcs", "one")
@@ -254,13 +265,17 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1) -> dict[st
                 **arguments,
             )
             trainer.read = []
+            writers = keep_targets(trainer, folder / "targets") if keeps else []
             trainer.train()
+            flush(trainer, writers)
         except ValueError as error:
             return {"refused": str(error)}
     steps: list[list[Any]] = [[] for _ in range(args.max_steps)]
     for step, place, row in sorted(gather_object(trainer.read), key=lambda one: one[:2]):
         assert place == len(steps[step])
         steps[step].append(row)
+    if "teacher_targets" in options:
+        assert set(tiny.logged(trainer, "teacher/stored")) == {1.0}
     logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     of_clocks = ("time/", "tokens_per_second")
     names = {"mine/weights", *(name for name in METRICS if not name.startswith(of_clocks))}

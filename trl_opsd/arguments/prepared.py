@@ -31,11 +31,11 @@ from trl_opsd.arguments.checks import (
     needs_privilege,
     warn_of_same_model,
 )
-from trl_opsd.arguments.rules import BUILDING, GENERATING_SEEN, LEARNING, SEEING, SURPRISES, UNSEEN
+from trl_opsd.arguments.rules import BUILDING, GENERATING_SEEN, LEARNING, SEEING, STORED, SURPRISES, UNSEEN
 from trl_opsd.checkpoints.atomic_save import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.data.completions import COMPLETION, solutions_as_context, with_prompts
+from trl_opsd.data.completions import COMPLETION, TOKENS, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
 from trl_opsd.data.outcomes import check_prompt_fn, check_weight_fn
 from trl_opsd.data.prompts import Intake
@@ -70,6 +70,7 @@ from trl_opsd.teacher.checks import (
     teachers_processors,
     tokenizers_of,
 )
+from trl_opsd.teacher.stored import stored_teachers
 
 logger = get_logger(__name__)
 
@@ -184,6 +185,10 @@ def prepared(
     picked = pick(rollout, args)
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
+    if args.teacher_targets is not None and teacher_model is None and args.teacher_model_kind is None:
+        refuse(STORED, now)
+        stored = stored_teachers(args)
+        teacher_model = stored if len(stored) > 1 else next(iter(stored.values()))
     check_teachers(teacher_model, model, args)
     models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
     if processing_class is not None:
@@ -229,7 +234,7 @@ def prepared(
     row_columns = tuple(row_columns)
     if args.lmbda < 1:
         check_completions(train_dataset, now.tools, not args.seq_kd)
-        row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION)
+        row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION, TOKENS)
     are_learned = any(one.needs_rewards for one in methods)
     logs_rewards = check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned, more)
     rows = looked_through(datasets, args, intake, row_columns)

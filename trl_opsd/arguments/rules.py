@@ -54,6 +54,22 @@ LEARNING = (
 """Of a training, which would not end as meant, or not begin; one at a rate of 0 is refused when it begins."""
 
 
+STORED = (
+    Rule(
+        lambda now: now.lmbda > 0 or now.seq_kd,
+        "`teacher_targets` without a teacher, with `lmbda={0.lmbda:g}` and `seq_kd={0.seq_kd}`: there are targets of "
+        "completions that were written before, and none of those that are generated now: set `lmbda=0` and "
+        "`seq_kd=False` (`trl-opsd targets` keeps generated completions beside the targets, as a dataset), or pass the "
+        "teacher too, which then reads what is not there.",
+    ),
+    Rule(
+        lambda now: now.eval_dataset is not None,
+        "`eval_dataset` with `teacher_targets` and no teacher: an evaluation compares completions that it generates: "
+        "pass the teacher too, or remove it.",
+    ),
+)
+"""Of teachers that are only on disk."""
+
 EVALUATING = (
     Rule(
         lambda now: now.eval_strategy == "no" and (now.save_strategy == "best" or now.load_best_model_at_end),

@@ -142,9 +142,9 @@ def sync_files(folder: Path) -> None:
     """Syncs every file of a folder to disk, and the folders, without whose entries a file is not there."""
     files = _files(folder).values()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(_sync, files))
+        list(pool.map(sync, files))
     for one in {folder, *(path.parent for path in files)}:
-        _sync(one)
+        sync(one)
 
 
 def publish(written: Path, run_dir: Path) -> Path:
@@ -157,7 +157,7 @@ def publish(written: Path, run_dir: Path) -> Path:
     with manifest.open("w", encoding="utf-8") as file:
         json.dump({"format": 2, "files": sizes}, file, indent=1)
     for one in (manifest, written):
-        _sync(one)
+        sync(one)
     return _move_in(written, run_dir)  # on the same file system, under `run_dir`, so that a rename is atomic
 
 
@@ -206,7 +206,7 @@ def _move_in(written: Path, run_dir: Path) -> Path:
         os.rename(checkpoint, replaced if _is_ours(checkpoint) else _free_name(run_dir, checkpoint.name))
     # If the process is killed between these two renames, `recover` does the second.
     os.rename(written, checkpoint)
-    _sync(run_dir)
+    sync(run_dir)
     if replaced.exists():
         shutil.rmtree(replaced)
     return checkpoint
@@ -237,7 +237,7 @@ def _clear(unfinished: Path) -> None:
             shutil.rmtree(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Syncs a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -41,6 +41,79 @@ def merge(
     run(["--config", str(experts), *context.args], "trl-opsd merge", traceback=context.obj)
 
 
+class TargetFormat(StrEnum):
+    """What is kept of a teacher."""
+
+    states = "states"
+    topk = "topk"
+
+
+def targets(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train`.")],
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("targets"),
+    format: Annotated[
+        TargetFormat,
+        typer.Option(help="Hidden states, for every objective, or the log-probabilities of the likeliest tokens."),
+    ] = TargetFormat.states,
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Of these, how many.")] = 64,
+) -> None:
+    """Has the teacher score each completion once, and keeps what it said: training then needs no teacher.
+
+    The completions are those of the dataset with `lmbda` below 1; else they are generated once, and kept beside. Takes
+    the options of `trl-opsd train` too, and goes on where an earlier run ended. Train with `teacher_targets`.
+    """
+    from trl_opsd.cli import targets as command  # imports torch
+    from trl_opsd.cli.train.launch import run
+
+    words = ["targets", str(config), "--out", str(out), "--format", format.value, "--top-k", str(top_k)]
+    work = partial(command.main, out=str(out), format=format.value, top_k=top_k)
+    given = [] if "--config" in context.args else ["--config", str(config)]  # there, in a process of a launch
+    run([*given, *context.args], "trl-opsd targets", traceback=context.obj, words=words, work=work)
+
+
+def audit(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="YAML file of `trl-opsd train`.")],
+    rows: Annotated[int, typer.Option(min=4, help="Rows that the student completes.")] = 32,
+    candidate: Annotated[
+        list[str] | None, typer.Option(help="Folder or Hub id of another teacher; may be given several times.")
+    ] = None,
+    targets: Annotated[
+        Path | None, typer.Option(help="Keep the completions and the teacher's targets there, as `trl-opsd targets`.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page. Default: audit.html in the `output_dir`.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tells before a training whether its teacher will help, from a few dozen completions of the student.
+
+    What it says of each token and how much of that is noise, whether that goes with the rewards, whether it writes
+    better completions itself, and whether it recovers from the student's mistakes. Takes the options of `trl-opsd
+    train` too; runs in one process, and changes nothing.
+
+    Exit status: 0, or 1 if no candidate helps.
+    """
+    import sys
+    from contextlib import redirect_stdout
+    from tempfile import TemporaryDirectory
+
+    from trl_opsd.cli.audit.measure import audit as measured  # imports torch
+    from trl_opsd.cli.audit.shown import document, screen, write_page
+    from trl_opsd.cli.audit.verdict import verdict
+    from trl_opsd.cli.train.script import build, leave_nothing, read
+
+    with redirect_stdout(sys.stderr), TemporaryDirectory(prefix="trl_opsd-audit-") as nowhere:
+        given, task = read(["--config", str(config), *context.args])
+        page = output or Path(given.config.output_dir) / "audit.html"
+        leave_nothing(given.config, nowhere)
+        found = measured(build(given, task), rows, candidate or (), targets)
+        write_page(found, config.stem, page)
+    print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
+    raise typer.Exit(int(not any(verdict(one, found).word in ("helps", "unknown") for one in found.candidates)))
+
+
 def doctor(
     student: Annotated[
         str | None, typer.Argument(help="Folder or Hub id of the student. Default: that of `--config`.")
@@ -283,6 +356,8 @@ app.command(
     add_help_option=False,
 )(train)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(merge)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(targets)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(audit)
 app.command()(doctor)
 app.command()(plan)
 app.command()(report)

@@ -93,6 +93,8 @@ def split(messages: Any, where: str) -> dict[str, Any]:
 
 COMPLETION = "completion"
 """The column, named as in TRL's datasets of prompts and completions."""
+TOKENS = "completion_ids"
+"""The column with a completion's token ids, as they were generated; it takes precedence over its text."""
 
 
 def check_completion(row: Mapping[str, Any], where: str) -> None:
@@ -123,6 +125,14 @@ def completion_ids(
     """
     check_completion(row, where)
     prompt, completion = row["prompt"], row[COMPLETION]
+    if (given := row.get(TOKENS)) is not None:
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        if (theirs := tokenizer.decode(given, skip_special_tokens=True)) != text:
+            raise ValueError(
+                f"{where}: the tokens in {TOKENS!r} are {theirs[:40]!r} to this tokenizer, but 'completion' is "
+                f"{text[:40]!r}: remove the column {TOKENS!r}, or generate the completions again."
+            )
+        return list(given)[:most]
     if isinstance(prompt, str):
         # Tokenized together, as the student would have generated them: alone, a completion may have other tokens.
         whole = tokenizer(prompt + completion)["input_ids"]

@@ -53,7 +53,7 @@ class Generation:
         self._surplus: list[list[int]] = []
         self._has_completed = self._is_proved = self._is_overridden = False
         self._of_teacher: Mapping[str, TeacherRollout] = {}
-        self._by: TeacherRollout | None = None
+        self._by: Any = None
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Generation:
         if args.seq_kd:
             found.update(zip(given, self._of_teachers(list(given.values())) if given else [], strict=True))
         else:
-            found.update({number: self._of_dataset(row, prompt_ids[number]) for number, row in given.items()})
+            found.update({number: self.of_dataset(row, prompt_ids[number]) for number, row in given.items()})
         rest = [number for number in range(len(prompt_ids)) if number not in found]
         written = self._together([prompt_ids[number] for number in rest]) or []
         found.update(dict(zip(rest, written, strict=True)))
@@ -244,15 +244,25 @@ class Generation:
     # ---- Off-policy completions ---------------------------------------------------------------------------------
 
     @contextmanager
-    def by(self, teacher: Any, limits: PromptLimits) -> Iterator[None]:
-        """Has a teacher complete prompts in place of the rollout."""
-        from trl_opsd.rollout.teacher_rollout import TeacherRollout
-
-        outer, self._by = self._by, TeacherRollout(self._host, teacher, limits)
+    def written_by(self, writer: Any) -> Iterator[None]:
+        """Has the method `complete` of a writer write all turns, in place of the rollout."""
+        outer, self._by = self._by, writer
         try:
             yield
         finally:
             self._by = outer
+
+    @contextmanager
+    def by(self, teacher: Any, limits: PromptLimits) -> Iterator[None]:
+        """Has a teacher complete prompts in place of the rollout."""
+        with self.written_by(self.writer(teacher, limits)):
+            yield
+
+    def writer(self, teacher: Any, limits: PromptLimits) -> TeacherRollout:
+        """A teacher that completes prompts; a `ValueError` if it cannot."""
+        from trl_opsd.rollout.teacher_rollout import TeacherRollout
+
+        return TeacherRollout(self._host, teacher, limits)
 
     def check_is_own(self, method: str) -> None:
         """Refuses what would train on completions of another model, or log them as the student's."""
@@ -264,12 +274,8 @@ class Generation:
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
-        from trl_opsd.rollout.teacher_rollout import TeacherRollout
-
         limits = self._host.teaching.readers.teacher_limits
-        self._of_teacher = {
-            name: TeacherRollout(self._host, teacher, limits[name]) for name, teacher in teachers.items()
-        }
+        self._of_teacher = {name: self.writer(teacher, limits[name]) for name, teacher in teachers.items()}
 
     def _of_teachers(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         reader = self._host.teaching.readers.teacher
@@ -285,7 +291,7 @@ class Generation:
             found.update(zip(theirs, written, strict=True))
         return [found[number] for number in range(len(rows))]
 
-    def _of_dataset(self, row: BatchRow, prompt_ids: list[int]) -> list[int]:
+    def of_dataset(self, row: BatchRow, prompt_ids: list[int]) -> list[int]:
         host, tokenizer, request = self._host, self._host.processing_class, row.request
         most = host.args.max_completion_length
 

@@ -279,7 +279,10 @@ class StepStats:
     def end_step(self) -> None:
         """Tells methods of the step, whose loss is finite."""
         self._trainer.methods.stepped(*self._step)
-        totals, noise = self._step[0], self._trainer.teaching.teachers.noise
+        teachers = self._trainer.teaching.teachers
+        if (known := teachers.known()) is not None:
+            self._trainer.record("teacher/stored", known)
+        totals, noise = self._step[0], teachers.noise
         if noise is None:
             return
         self._trainer.record("teacher/replica_noise", noise)

@@ -34,6 +34,7 @@ from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
+from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.losses.divergence import describe
@@ -50,6 +51,7 @@ from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.checks import teachers_processors
 from trl_opsd.teacher.frozen import FrozenTeacher
+from trl_opsd.teacher.stored import MissingTargetsError, live
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets
@@ -147,7 +149,9 @@ class Teaching:
                 by_bytes=by_bytes,
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
-        self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args)}
+        said = fingerprint.of_teachers(self.teachers, host.args)
+        check_made_for(host, self.teachers, said)
+        self._fixed = {**self._fixed, **said}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
@@ -171,7 +175,7 @@ class Teaching:
         """Verifies how the teachers read images. Collective."""
         for name, teacher in self.teachers.items():
             processor = name if name in self._host.processors else ""
-            if isinstance(teacher, FrozenTeacher) and self._host.processors[processor] is not None:
+            if isinstance(teacher := live(teacher), FrozenTeacher) and self._host.processors[processor] is not None:
                 with autocast(self._host.accelerator):
                     teacher.prove_images(self._host.probe_prompts(processor))
 
@@ -357,7 +361,15 @@ class Teaching:
     def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
         rollout = self.teachers.proposed(rollout, self._host.args.loss_chunk_tokens, self.vocabulary)
         read = self._for_teachers(rollout, rows)
-        found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
+        try:
+            found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
+        except MissingTargetsError as error:
+            prompt, completion = map(self._host.processing_class.decode, (error.prompt_ids, error.completion_ids))
+            raise ValueError(
+                f"`teacher_targets={self._host.args.teacher_targets!r}` has no targets for {error.rows} rows of "
+                f"{self.batch_name}, the first of which ends with {prompt[-60:]!r} before the completion "
+                f"{completion[:60]!r}: run `trl-opsd targets` with these rows, which adds what is missing."
+            ) from None
         if self.spelling is not None:
             self._warn_of_little(rollout, found)
         return found

@@ -28,7 +28,7 @@ from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
 from trl_opsd.losses.target import is_sum, project_target_
 from trl_opsd.losses.validation import check_arguments
 from trl_opsd.types import LazyLogits, PerToken, ReferenceModel, Sampled
-from trl_opsd.types.known import KnownTokens, TokenHead
+from trl_opsd.types.known import LEAST, KnownTokens, TokenHead
 
 TILE_BYTES = 600_000_000
 """Memory limit of all tiles of one call when `chunk_tokens` is `None`, in bytes; more on a large accelerator."""
@@ -385,6 +385,22 @@ def streamed_likeliest(
     k = min(k, vocabulary or len(model.head.weight))
     rows_NK = [logits_RV.topk(k).indices for _, logits_RV in _blocks(model, chunk_tokens, vocabulary)]
     return torch.cat([torch.empty(0, k, dtype=torch.long, device=model.hidden.device), *rows_NK])
+
+
+def streamed_known(
+    model: LazyLogits, ids_N: Tensor, k: int, chunk_tokens: int | None = None, vocabulary: int | None = None
+) -> KnownTokens:
+    """What is kept of a model: of each position the token that follows, its K likeliest, and the mass of all others."""
+    k = min(k, vocabulary or len(model.head.weight))
+    parts = []
+    for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
+        logs_RV, own_R1 = logits_RV.log_softmax(1), ids_N[rows, None]
+        ids_RK = torch.cat([own_R1, logs_RV.topk(k).indices], dim=1)
+        known_RK = logs_RV.gather(1, ids_RK)
+        # Summed over the others themselves: 1 minus the sum would not resolve less than 1e-7.
+        rest_R = logs_RV.scatter_(1, ids_RK, -torch.inf).logsumexp(1).clamp(min=LEAST)
+        parts.append(KnownTokens(ids_RK, known_RK, rest_R))
+    return KnownTokens(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
 def _blocks(model: LazyLogits, chunk_tokens: int | None, vocabulary: int | None) -> Iterator[tuple[slice, Tensor]]:

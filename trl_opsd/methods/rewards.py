@@ -228,6 +228,11 @@ class BatchRewards(Method):
             if self.host.log_completions and self.host.accelerator.is_main_process:
                 self._save_table(rewards_RF, prefix)
 
+    def of_evaluation(self) -> Tensor:
+        """[N], the rewards of the rows of the evaluation in progress, NaN for one without any."""
+        assert self._evaluated, "an evaluation has begun, and has rows"
+        return _total(torch.cat(self._evaluated), self._rewards.weights)
+
     def _keep_texts(self, tokens: Mapping[str, Any], number: int) -> None:
         """Keeps the texts of a batch with so many distinct rows. Collective."""
         rollout, decode = Rollout.unpack(tokens), self.host.processing_class.batch_decode

@@ -154,6 +154,11 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "KL between two answers of the teacher's servers for the same tokens, measured at the start.",
             Logs("largest of all teachers", "teachers behind servers", evaluated=False),
         ),
+        "teacher/stored": Metric(
+            "1",
+            "Share of rows whose targets were on disk, so that the teacher did not read them.",
+            Logs("rows of this process since the last step", "`teacher_targets` beside a teacher", evaluated=False),
+        ),
         "acceptance": Metric(
             "1", "Probability that speculative decoding accepts a token of the student.", _TOLD, "accepted / tokens"
         ),

@@ -396,7 +396,13 @@ AFTER = (
             ("seq_kd", True, "but the teacher would generate tokens that the student does not have"),
             ("teacher_server_url", SET, "but a server sends states without the head and the vocabulary to sum them"),
             ("teacher_model_kind", SET, "but a student that teaches itself has the tokenizer of the student"),
+            ("teacher_targets", SET, "but what is kept of a teacher are its tokens, not their bytes"),
         )
+    ),
+    together(
+        ": this teacher is another one in each step, so nothing of it can be kept: remove one of them.",
+        teacher_targets=SET,
+        teacher_model_kind=one_of("ema", "live"),
     ),
     Rule(
         _unmovable,

@@ -180,7 +180,7 @@ def write(run: Path, log: Sequence[Mapping[str, Any]] | None = None, to: Path | 
     Raises `ValueError` if there is nothing to report or a file is damaged, `ImportError` without vl-convert-python.
     """
     text = page(run.resolve().name, log_of(run) if log is None else log, recorded_in(run), about(run))
-    return _published(text, to or run / PAGE)
+    return published(text, to or run / PAGE)
 
 
 def compare(runs: tuple[Path, Path], to: Path | None = None) -> Path:
@@ -213,11 +213,11 @@ def compare(runs: tuple[Path, Path], to: Path | None = None) -> Path:
         for topic in {**said[0], **said[1]}
         if said[0].get(topic) != said[1].get(topic)
     }
-    text = _rendered(" and ".join(names), figures, differing, list(joined.values()))
-    return _published(text, to or runs[0] / "comparison.html")
+    text = rendered(" and ".join(names), figures, differing, list(joined.values()))
+    return published(text, to or runs[0] / "comparison.html")
 
 
-def _published(text: str, file: Path) -> Path:
+def published(text: str, file: Path) -> Path:
     # Replaced atomically: a browser may read the page while the run goes on.
     part = file.with_name(file.name + ".part")
     part.write_text(text, encoding="utf-8")
@@ -234,10 +234,10 @@ def page(
     """The page as HTML, from a `log_history`, samples, and a description by topic."""
     if not (log or recorded):
         raise ValueError("no log or sample yet")
-    return _rendered(name, facts(log), described or {}, charts(log), recorded)
+    return rendered(name, facts(log), described or {}, charts(log), recorded)
 
 
-def _rendered(
+def rendered(
     name: str,
     figures: Sequence[tuple[str, str]],
     described: Mapping[str, str],

@@ -56,15 +56,15 @@ def append(run: Path, recorded: Recorded) -> None:
     """Appends a line; numbers are rounded to four digits, and `null` where they are not finite."""
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     with (run / _SAMPLES).open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(_rounded(asdict(recorded)), ensure_ascii=False, allow_nan=False) + "\n")
+        lines.write(json.dumps(rounded(asdict(recorded)), ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}") if abs(value) < float("inf") else None
     if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: rounded(one) for name, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def keep_until(run: Path, step: int) -> None:

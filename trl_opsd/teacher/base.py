@@ -53,3 +53,10 @@ class Teacher(ABC):
 
     def forget_expected(self) -> None:  # noqa: B027 (most teachers cannot begin early)
         """Announces that `targets` will not be called with the rows expected so far: a step was interrupted."""
+
+
+def innermost(teacher: Teacher) -> Teacher:
+    """The teacher below those that only keep its targets or spell them otherwise."""
+    while isinstance(below := getattr(teacher, "teacher", None), Teacher):
+        teacher = below
+    return teacher

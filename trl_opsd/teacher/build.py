@@ -26,11 +26,12 @@ from trl_opsd.models.checks import whole_checkpoint, whole_on
 from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import Samples
 from trl_opsd.teacher.adapters import placed
-from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, TeacherLike, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
+from trl_opsd.teacher.stored import before
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types.known import TokenHead
 
@@ -136,8 +137,9 @@ def build_teachers(
             teachers[name] = _frozen(placements[name], args)
         else:
             teachers[name] = build_teacher(model, args, is_only)
-        if name in by_bytes:
-            teachers[name] = by_bytes[name](teachers[name])
+    teachers = before(teachers, args)
+    for name, spell in by_bytes.items():
+        teachers[name] = spell(teachers[name])
     if args.reads_origin and not reads_student:
         origin = teachers[str(args.extrapolation_reference)]
     elif args.reads_origin and origin is None:
@@ -152,7 +154,7 @@ def build_teachers(
 
 def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig) -> None:
     """Refuses options that need the whole distribution of a teacher of which only some tokens are known."""
-    known = [name for name, one in teachers.items() if isinstance(getattr(one, "teacher", one).head, TokenHead)]
+    known = [name for name, one in teachers.items() if isinstance(innermost(one).head, TokenHead)]
     needs = {
         "cross_tokenizer": args.cross_tokenizer is not None,
         "contrast_weight": args.contrast_weight > 0,
@@ -162,10 +164,10 @@ def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig) -> None:
     }
     if known and (name := next((name for name, one in needs.items() if one), None)):
         raise ValueError(
-            f"`{name}={getattr(args, name)!r}` needs the whole distribution of each teacher, but the server of "
-            f"{known[0]!r} tells the log-probabilities of some tokens, at temperature 1: remove it"
-            f"{' (1 if `temperature` is another)' * (name == 'teacher_temperature')}, or start one that sends hidden "
-            "states (docs/teachers.md)."
+            f"`{name}={getattr(args, name)!r}` needs the whole distribution of each teacher, but of {known[0]!r} the "
+            "log-probabilities of some tokens are known, at temperature 1: remove it"
+            f"{' (1 if `temperature` is another)' * (name == 'teacher_temperature')}, or use hidden states, from a "
+            "pooling server or `trl-opsd targets --format states` (docs/teachers.md)."
         )
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.self_teacher import Average, with_candidates
+from trl_opsd.teacher.stored import StoredTeacher, live
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.targets import check_targets, kept_by_row
 
@@ -45,14 +46,14 @@ class Teachers(dict[str, Teacher]):
         self.origin = origin
         """The student as it was passed or what stands in its place, where the loss uses it."""
         self._proposer = proposer  # the student as it is, whose likeliest tokens some teachers are asked for
-        its_own = {name: getattr(one, "teacher", one) for name, one in by_name.items()}
+        its_own = {name: innermost(one) for name, one in by_name.items()}
         self._sharded = {
             name for name, one in its_own.items() if isinstance(one, FrozenTeacher) and is_split_model(one.model)
         }
         # The teachers of this package align their targets. A class made by `exec` may have no module at all.
         ours = str(__package__)
         self._unproved = {
-            name for name, one in by_name.items() if not str(type(one).targets.__module__).startswith(ours)
+            name for name, one in by_name.items() if not str(type(live(one)).targets.__module__).startswith(ours)
         }
 
     @property
@@ -73,6 +74,23 @@ class Teachers(dict[str, Teacher]):
         """Nats between two answers of a teacher's servers for the same tokens, the most of all; `None` without any."""
         each = [noise for one in self.values() if (noise := getattr(one, "noise", None)) is not None]
         return max(each, default=None)
+
+    def missing(self, rollout: Rollout, names: Sequence[str]) -> list[int]:
+        """The numbers of the rows whose targets are not in the store of their teacher."""
+        found: list[int] = []
+        for name, teacher in self.items():
+            rows = [row for row, one in enumerate(names) if one == name]
+            if rows and isinstance(teacher, StoredTeacher):
+                found += [rows[row] for row in teacher.missing(rollout.select(rows))]
+        return sorted(found)
+
+    def known(self) -> float | None:
+        """Of the rows since the last call, the share whose targets were on disk; `None` without a cache of them."""
+        caches = [one for one in self.values() if isinstance(one, StoredTeacher) and one.teacher is not None]
+        asked, hits = sum(one.asked for one in caches), sum(one.hits for one in caches)
+        for one in caches:
+            one.asked = one.hits = 0
+        return hits / asked if asked else None
 
     @property
     def heads(self) -> list[OutputHead]:
@@ -126,7 +144,8 @@ class Teachers(dict[str, Teacher]):
         if name in self._unproved:
             if targets.rows is None:  # the teacher may reuse the tensor for its next answer
                 targets = replace(targets, hidden=targets.hidden.clone())
-            prove_alignment(partial(scored, teacher), rollout, targets, f"{type(teacher).__name__}.targets")
+            theirs = live(teacher)
+            prove_alignment(partial(scored, theirs), rollout, targets, f"{type(theirs).__name__}.targets")
             self._unproved.remove(name)  # the proof costs one more call
         return targets
 

@@ -15,6 +15,8 @@ from trl_opsd.types.loss import OutputHead
 
 _UNRESOLVED = 2.0**-23
 """Least probability of the others: float32 log-probabilities do not tell how much less is left."""
+LEAST = -80.0
+"""Least log-probability of the others where it is summed, in nats: float32 still has its exponential."""
 MOST_IDS = 2**24
 """Token ids below it are exact in float32."""
 

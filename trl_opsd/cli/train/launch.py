@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from importlib.resources import files
 from itertools import chain
 from logging import getLogger
 from pathlib import Path
 from subprocess import CalledProcessError
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.commands.config import default_config_file
@@ -20,6 +21,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trl_opsd.cli.train.options import GROUPS, OptionParser
 
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
+
 _CONFIG = "accelerate_config"
 _OF_A_PROCESS = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 """Variables of processes that a launcher started; only `accelerate launch` sets the second, and always."""
@@ -27,8 +31,17 @@ _NOT_HERE = {"help", "module", "no_python", "env", "vm", "tpu_use_cluster"}
 """Options of `accelerate launch` for what is launched, or with another meaning in the file of a training."""
 
 
-def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
-    """Trains with these arguments of the command `prog`, in this process if that is enough, or else in a launch."""
+def run(
+    arguments: Sequence[str],
+    prog: str,
+    traceback: bool = False,
+    words: Sequence[str] = ("train",),
+    work: Callable[[Sequence[str], OptionParser], OPSDTrainer] | None = None,
+) -> None:
+    """Trains with these arguments of the command `prog`, in this process if that is enough, or else in a launch.
+
+    `words` call the same command again in each process of a launch, and `work` is what it does there, if not to train.
+    """
     parser = OptionParser(prog=prog, launch_options=launch_options())
     is_launched = any(name in os.environ for name in _OF_A_PROCESS)
     launcher, script = ([], list(arguments)) if is_launched else separated(arguments, parser)
@@ -36,10 +49,10 @@ def run(arguments: Sequence[str], prog: str, traceback: bool = False) -> None:
     if is_launched or not several:
         from trl_opsd.cli.train.script import end, main  # which imports the trainer
 
-        end(main(script, parser))
+        end((work or main)(script, parser))
         return
     parser.check(script)  # once, before each process of the launch imports the trainer to find the same mistake
-    command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, "train", *script]
+    command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, *words, *script]
     agent = getLogger("torch.distributed.elastic.multiprocessing.api")
     agent.disabled = True  # it would report a failure that the process has printed already
     try:

@@ -48,6 +48,29 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
         SystemExit: An option does not exist or has a wrong kind of value.
         ValueError: The options contradict each other, or name what is not there.
     """
+    given, task = read(arguments, parser)
+    with TemporaryDirectory(prefix="trl_opsd-dry-run-") if given.extra.dry_run else nullcontext() as folder:
+        if folder:
+            leave_nothing(given.config, folder)
+        trainer = build(given, task)
+        if folder:
+            trainer.add_callback(_OneStep())
+            trainer.train()
+            if trainer.accelerator.is_main_process:
+                print(_summary(trainer.state.log_history[0], trainer.state.max_steps))
+            return trainer
+        if task:
+            task.evaluate(trainer)
+        resume = given.config.resume_from_checkpoint  # a string on the command line
+        trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
+        trainer.save_model()
+        if task:
+            task.evaluate(trainer)
+    return trainer
+
+
+def read(arguments: Sequence[str], parser: OptionParser | None = None) -> tuple[RunOptions, Task | Experts | None]:
+    """The options of a command line, completed by those of its task if it names one; raises as `main` does."""
     if not torch.accelerator.is_available():  # without it, DeepSpeed on a CPU counts one process where there are two
         arguments = [*arguments, "--use_cpu"]
     parser = parser or OptionParser()
@@ -67,37 +90,26 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
         raise ValueError(f"No student: pass `--model_name_or_path`{built_in}.")
     warn_of_options(given)
     set_loading(extra, config, model)
-    with TemporaryDirectory(prefix="trl_opsd-dry-run-") if extra.dry_run else nullcontext() as folder:
-        if folder:
-            _leave_nothing(config, folder)
-        data = task.data() if task else loaded(script, given.mixture)
-        # Rows that experts are measured on are checked before anything is loaded.
-        is_evaluated = config.eval_strategy != "no" or isinstance(task, Experts)
-        trainer = OPSDTrainer(
-            model=model.model_name_or_path,
-            teacher_model=extra.teacher_models,
-            args=config,
-            train_dataset=_split(data, "dataset_train_split", script.dataset_train_split),
-            eval_dataset=_split(data, "dataset_test_split", script.dataset_test_split) if is_evaluated else None,
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-            reward_funcs=task.rewards if task else loaded_rewards(extra.reward_funcs),
-            methods=loaded_methods(extra.methods),
-        )
-        if folder:
-            trainer.add_callback(_OneStep())
-            trainer.train()
-            if trainer.accelerator.is_main_process:
-                print(_summary(trainer.state.log_history[0], trainer.state.max_steps))
-            return trainer
-        if task:
-            task.evaluate(trainer)
-        resume = config.resume_from_checkpoint  # a string on the command line
-        trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
-        trainer.save_model()
-        if task:
-            task.evaluate(trainer)
-    return trainer
+    return given, task
+
+
+def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset | None = None) -> OPSDTrainer:
+    """The trainer that these options describe; a dataset takes the place of the one that they name."""
+    extra, script, config, model = given.extra, given.script, given.config, given.model
+    data = task.data() if task else loaded(script, given.mixture)
+    # Rows that experts are measured on are checked before anything is loaded.
+    is_evaluated = config.eval_strategy != "no" or isinstance(task, Experts)
+    return OPSDTrainer(
+        model=model.model_name_or_path,
+        teacher_model=extra.teacher_models,
+        args=config,
+        train_dataset=train_dataset or _split(data, "dataset_train_split", script.dataset_train_split),
+        eval_dataset=_split(data, "dataset_test_split", script.dataset_test_split) if is_evaluated else None,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+        reward_funcs=task.rewards if task else loaded_rewards(extra.reward_funcs),
+        methods=loaded_methods(extra.methods),
+    )
 
 
 def end(trainer: OPSDTrainer) -> None:
@@ -140,7 +152,7 @@ def set_loading(extra: ExtraArguments, config: OPSDConfig, model: ModelConfig) -
     """Sets in the config how to load each model; `*_init_kwargs` override defaults, and a contradiction is an error."""
     options = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     config.model_init_kwargs = _joined(model, options, "model_init_kwargs", config)
-    if config.teacher_model_kind is None:
+    if config.teacher_model_kind is None and (config.teacher_model_name_or_path or extra.teacher_models):
         options = {"teacher_dtype": "dtype", "teacher_attn_implementation": "attn_implementation"}
         loading = _joined(extra, options, "teacher_model_init_kwargs", config)
         if config.teacher_server_url is None:
@@ -232,9 +244,11 @@ def _split(data: Splits, option: str, name: str) -> Dataset | IterableDataset:
 # ---- Dry runs -------------------------------------------------------------------------------------------------------
 
 
-def _leave_nothing(config: OPSDConfig, folder: str) -> None:
+def leave_nothing(config: OPSDConfig, folder: str) -> None:
     config.output_dir, config.report_to, config.push_to_hub = folder, [], False
-    config.eval_on_start = config.certificate = False
+    config.eval_on_start = False
+    if config.eval_strategy != "no":
+        config.certificate = False
 
 
 class _OneStep(TrainerCallback):

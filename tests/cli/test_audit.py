@@ -1,0 +1,217 @@
+"""The audit before a training: its numbers are exact, it changes nothing, and its rules say what they should."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from environments.worlds import END, Adder, call, given, rows
+from support import tiny
+
+from trl_opsd.cli.audit.episodes import Beginnings, episode
+from trl_opsd.cli.audit.measure import Audit, Mean, Measured, audit
+from trl_opsd.cli.audit.shown import document, screen, write_page
+from trl_opsd.cli.audit.tokens import Compared, tokens_of
+from trl_opsd.cli.audit.verdict import verdict
+from trl_opsd.losses import ForwardKL
+from trl_opsd.losses.objective import Objective
+from trl_opsd.types import OutputHead, Rollout, TeacherTargets
+
+WORDS = tiny.tokenizer()
+
+
+def length(completions, **_):
+    return [float(len(one)) for one in completions]
+
+
+# ---- Numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_tokens_equal_float64():
+    torch.manual_seed(0)
+    heads = [OutputHead(torch.randn(7, width) * 2) for width in (3, 5)]
+    rollout = Rollout.of([[1], [2, 3]], [[4, 5, 6], [1, 2]], torch.device("cpu"))
+    rollout = replace(rollout, weights=torch.tensor([[1.0, 0, 1], [1, 1, 0]]))
+    hidden = [torch.randn(2, 3, width) for width in (3, 5)]
+    objective = Objective(divergence=ForwardKL(), temperatures=(1.0, 2.0), vocabulary=7)
+    compared = Compared(TeacherTargets(hidden=hidden[0]), heads[0], TeacherTargets(hidden=hidden[1]), heads[1:])
+    found = tokens_of(compared, rollout, objective)
+    at = [(0, 0, 4), (0, 2, 6), (1, 0, 1), (1, 1, 2)]
+    assert list(zip(found.row, found.place, strict=True)) == [one[:2] for one in at]
+    for number, (row, place, token) in enumerate(at):
+        student, teacher = (
+            (states[row, place].double() @ head.weight.double().T / temperature).log_softmax(0)
+            for states, head, temperature in zip(hidden, heads, (1.0, 2.0), strict=True)
+        )
+        expected = {
+            "reverse": (student.exp() * (student - teacher)).sum(),
+            "forward": (teacher.exp() * (teacher - student)).sum(),
+            "loss": (teacher.exp() * (teacher - student)).sum(),
+            "entropy": -(student.exp() * student).sum(),
+            "student": student[token],
+            "teacher": teacher[token],
+        }
+        for name, value in expected.items():
+            assert getattr(found, name)[number] == pytest.approx(float(value), abs=1e-5)
+    assert found.of_rows(found.loss, 3)[:2] == pytest.approx([found.loss[:2].mean(), found.loss[2:].mean()])
+    assert np.isnan(found.of_rows(found.loss, 3)[2])
+    least = (found.student <= np.quantile(found.student, 0.2)) * -0.5
+    assert found.explained == pytest.approx(np.corrcoef(found.advantage, least)[0, 1] ** 2)
+    carried = np.sort(found.loss)[::-1].cumsum() / found.loss.sum()
+    assert found.share_for(0.8) == pytest.approx((int((carried < 0.8).sum()) + 1) / 4)
+
+
+# ---- Rows that begin as recorded ------------------------------------------------------------------------------------
+
+
+def test_recorded_turns_are_returned_and_others_are_written():
+    asked = []
+
+    def write(contexts):
+        asked.extend(contexts)
+        return [[90 + number] for number in range(len(contexts))]
+
+    # Row 0 has a whole turn (1 2 END), what a tool said (7), and half a turn (3); row 1 is cut in its first turn.
+    end = 0
+    begun = Beginnings([[10], [11, 12]], [[1, 2, end, 7, 3], [4]], [[20, 21], [22]], write, [end], 8)
+    assert begun.complete([[10], [11, 12]]) == [[1, 2, end], [4, 90]]
+    assert asked == [[22, 4]]
+    assert begun.complete([[10, 1, 2, end, 7]]) == [[3, 90]]
+    assert asked[1:] == [[20, 21, 1, 2, end, 7, 3]]
+    assert begun.complete([[10, 1, 2, end, 8]]) == [[90]]  # a tool that says something else
+    assert asked[2:] == [[20, 21, 1, 2, end, 8]]
+    assert begun.complete([[10, *range(1, 8)]]) == [[90]]  # no room for more than one token
+
+
+def test_environment_is_called_again_as_it_was(make_trainer):
+    turns = lambda prompt: [call(number=2), call(number=3), f"five{END}"][prompt.count("<tool_response>")]  # noqa: E731
+    trainer = make_trainer(**given(turns, Adder, train_dataset=rows(4, start=[0, 10, 20, 30])))
+    first = episode(trainer, list(trainer.train_dataset))
+    totals = [one.total for one in trainer.environments]
+    ids, prompts = first.rollout.completion_lists(), first.rollout.prompt_lists()
+    said = WORDS(f"another{END}")["input_ids"]
+    writer = Beginnings(
+        prompts, [one[:-3] for one in ids], prompts, lambda many: [said] * len(many), trainer.eos_token_ids, 500
+    )
+    again = episode(trainer, list(trainer.train_dataset), writer)
+    assert [one.total for one in trainer.environments] == totals == [5, 15, 25, 35]
+    assert again.rollout.completion_lists() == [one[:-3] + said for one in ids]
+
+
+# ---- A trainer ------------------------------------------------------------------------------------------------------
+
+
+OPTIONS = {"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "rollout": None, "reward_funcs": length}
+
+
+def test_training_after_an_audit_is_as_without(make_trainer):
+    outcomes = []
+    for audits in (False, True):
+        trainer = make_trainer(**OPTIONS)
+        if audits:
+            found = audit(trainer, 8)
+            assert found.rows == 8
+            assert found.candidates[0].own is not None
+        trainer.train()
+        outcomes.append((tiny.logged(trainer, "loss"), tiny.logged(trainer, "num_tokens"), tiny.weights(trainer)))
+    assert outcomes[0][:2] == outcomes[1][:2]
+    assert torch.equal(outcomes[0][2], outcomes[1][2])
+
+
+def test_audit_of_equal_models_finds_nothing_to_learn(make_trainer):
+    found = audit(make_trainer(**OPTIONS, teacher_model=tiny.qwen2(32, seed=0)), 8)
+    one = found.candidates[0]
+    assert abs(one.forward) < 1e-6
+    assert verdict(one, found).word == "nothing"
+
+
+def test_context_is_compared_with_none_and_others(make_trainer):
+    data = tiny.rows().add_column("privileged_context", [f"hint {number}" for number in range(8)])
+    trainer = make_trainer(**{**OPTIONS, "train_dataset": data, "teacher_model": None, "teacher_model_kind": "base"})
+    one = audit(trainer, 8).candidates[0]
+    assert one.apart_from.keys() == {"none", "shuffled"}
+    assert one.apart_from["shuffled"] > 0
+    assert one.forward == pytest.approx(one.apart_from["none"], rel=1e-4)  # as nothing was trained
+
+
+def test_targets_of_an_audit_are_trained_from(make_trainer, trained, tmp_path):
+    from datasets import load_dataset
+
+    audit(make_trainer(**OPTIONS), 8, targets=tmp_path / "kept")
+    data = load_dataset("parquet", data_files=str(tmp_path / "kept/completions/*.parquet"), split="train")
+    kept = {"teacher_model": None, "teacher_targets": str(tmp_path / "kept"), "lmbda": 0.0, "train_dataset": data}
+    assert len(tiny.logged(trained(**{**OPTIONS, **kept}), "loss")) == 2
+
+
+def test_other_candidates_are_measured_and_the_teacher_stays(make_trainer, tmp_path):
+    tiny.qwen2(24, seed=4).save_pretrained(tmp_path / "other")
+    trainer = make_trainer(**OPTIONS)
+    teacher = trainer.teacher
+    found = audit(trainer, 8, [str(tmp_path / "other")])
+    assert [one.name for one in found.candidates] == ["as configured", str(tmp_path / "other")]
+    assert found.candidates[0].loss != found.candidates[1].loss
+    assert trainer.teacher is teacher
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "message"),
+    [
+        ({}, {"rows": 3}, "expected at least 4"),
+        ({"train_dataset": None, "eval_dataset": tiny.rows()}, {}, "needs a `train_dataset`"),
+        ({"teacher_model": {"a": tiny.qwen2(24), "b": tiny.qwen2(24)},
+          "train_dataset": tiny.rows().add_column("teacher", ["a", "b"] * 4)}, {"candidates": ["c"]}, "several"),
+    ],
+)  # fmt: skip
+def test_audits_that_cannot_be_are_refused(make_trainer, given, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        audit(make_trainer(**{**OPTIONS, **given}), **arguments)
+
+
+# ---- Verdicts -------------------------------------------------------------------------------------------------------
+
+
+MEASURED = Measured(
+    name="one", loss=0.5, reverse=0.5, forward=0.5, floor=1e-9, in_bfloat16=1e-4, by_tenth=[0.5] * 10,
+    by_entropy=[0.5] * 4, at_ends=0.5, first_three=0.5, teacher_nats=-1.0, vocabulary=100, carries=0.2,
+    below_floor=0.0, explained=0.3,
+)  # fmt: skip
+BETTER, SAME, WORSE = Mean(0.5, 0.1, 32), Mean(0.1, 0.1, 32), Mean(-0.5, 0.1, 32)
+TRIED = {"own": Mean(0.9, 0.05, 32), "knows": BETTER, "clipped": 0.0}
+AFTER = {"after": (Mean(0.6, 0.1, 20), Mean(0.1, 0.1, 20))}
+
+
+@pytest.mark.parametrize(
+    ("word", "given"),
+    [
+        ("helps", {**TRIED, **AFTER, "recovers": BETTER}),
+        ("off-policy", {**TRIED, **AFTER, "recovers": SAME}),
+        ("helps", TRIED),
+        ("no better", {**TRIED, "knows": SAME}),
+        ("no better", {**TRIED, "knows": WORSE, "first_three": 9.0}),
+        ("no better", {**TRIED, "knows": Mean(0.5, 0.1, 3)}),
+        ("nothing", {**TRIED, "forward": 5e-9}),
+        ("nothing", {**TRIED, "apart_from": {"none": 1e-9}}),
+        ("broken", {**TRIED, "at_ends": 1e-5, "clipped": 1.0}),
+        ("helps", {**TRIED, "at_ends": 1e-5}),
+        ("broken", {**TRIED, "knows": SAME, "teacher_nats": -6.0}),
+        ("unknown", {"cannot": "there are no `reward_funcs`"}),
+    ],
+)
+def test_each_rule_has_its_verdict(tmp_path, word, given):
+    one = replace(MEASURED, **given)
+    whole = Audit(
+        rows=32, tokens=900, objective="ForwardKL()", student=Mean(0.4, 0.1, 32), student_clipped=0.0, entropy=1.0,
+        candidates=[one], seconds={"complete": 1.0, "teach": 1.0, "compare": 1.0}, step_rows=16, steps=10,
+    )  # fmt: skip
+    found = verdict(one, whole)
+    assert found.word == word
+    assert "{" not in found.why + found.remedy.replace("{'eos_token_id'", "")
+    shown = screen(whole).splitlines()
+    assert len(shown) <= 40
+    assert max(map(len, shown)) <= 80
+    assert json.loads(document(whole))["candidates"][0]["verdict"]["word"] == word
+    if word == "helps":
+        assert found.why.split(".")[0] in write_page(whole, "a run", tmp_path / "audit.html").read_text()

@@ -1,0 +1,259 @@
+"""Targets on disk: training from them is the run with the teacher, bit for bit; nothing that differs is accepted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from support import tiny
+
+from trl_opsd.cli.targets import write_targets
+from trl_opsd.losses.streamed import streamed_known
+from trl_opsd.teacher.store import HEADER, Store, Writer
+from trl_opsd.types import LazyLogits, OutputHead, RowTargets
+
+WORDS = tiny.tokenizer()
+GIVEN = [f"the {number}th of {'many ' * number}" for number in range(8)]
+ROWS = tiny.rows().add_column("completion", GIVEN)
+OPTIONS = {
+    "lmbda": 0.0,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 2,
+    "rollout": None,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "train_dataset": ROWS,
+}
+OBJECTIVES = ["reverse_kl", "forward_kl", "jsd", "adaptive_kl", "skewed_forward_kl"]
+TWO = {"train_dataset": ROWS.add_column("teacher", ["one", "other"] * 4)}
+
+
+def teachers():
+    return {"one": tiny.qwen2(48, seed=1), "other": tiny.llama(24, seed=2)}
+
+
+@pytest.fixture
+def written(make_trainer, tmp_path):
+    """Writes targets, and returns their folder."""
+
+    def written(format="states", top_k=8, **given):
+        trainer = make_trainer(**{**OPTIONS, **given})
+        write_targets(trainer, tmp_path / "targets", format, top_k)
+        return tmp_path / "targets"
+
+    return written
+
+
+def outcome(trainer):
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return losses, {name: one.clone() for name, one in trainer.model.state_dict().items()}
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert len(one[0]) == 2
+    assert all(torch.equal(weight, other[1][name]) for name, weight in one[1].items())
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_states_train_bit_for_bit_as_the_teacher(trained, written, objective):
+    folder = written()
+    lived = trained(**OPTIONS, divergence=objective)
+    stored = trained(**OPTIONS, divergence=objective, teacher_model=None, teacher_targets=str(folder))
+    assert_same(outcome(lived), outcome(stored))
+    assert not [one for one in vars(stored.teacher).values() if hasattr(one, "parameters")]
+
+
+@pytest.mark.parametrize(
+    "given", [TWO, {"teacher_prompt_template": "{privileged_context}: {prompt}"}], ids=["two", "told"]
+)
+def test_stored_teachers_read_what_each_would(trained, written, given):
+    models = {"teacher_model": teachers()} if given is TWO else {}
+    if not models:
+        given = {**given, "train_dataset": ROWS.add_column("privileged_context", [f"hint {one}" for one in range(8)])}
+    folder = written(**given, **models)
+    lived = trained(**{**OPTIONS, **given, **models})
+    stored = trained(**{**OPTIONS, **given}, teacher_model=None, teacher_targets=str(folder))
+    assert_same(outcome(lived), outcome(stored))
+
+
+def test_resumed_run_goes_on_from_stored_targets(trained, written, tmp_path):
+    folder = str(written())
+    options = {**OPTIONS, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trained(**options, output_dir=str(tmp_path / "whole"))
+    stored = {"teacher_model": None, "teacher_targets": folder}
+    resumed = trained(
+        **options, **stored, output_dir=str(tmp_path / "resumed"), resume=str(tmp_path / "whole/checkpoint-1")
+    )
+    assert_same(outcome(whole), outcome(resumed))
+
+
+def test_every_row_is_written_also_those_no_whole_batch_has(trained, written):
+    rows = Dataset.from_list([*ROWS, *[{**row, "completion": f"{row['completion']}!"} for row in ROWS]]).select(
+        range(11)
+    )
+    folder = written(train_dataset=rows)
+    assert len(Store(folder / "teacher-0").rows) == 11
+    stored = {"teacher_model": None, "teacher_targets": str(folder), "train_dataset": rows}
+    trained(**{**OPTIONS, "max_steps": 9, "shuffle_dataset": True, **stored})  # several epochs, in other orders
+
+
+def test_top_k_keeps_each_token_and_exact_mass_of_others():
+    torch.manual_seed(0)
+    head = OutputHead(torch.randn(40, 6) * 3, torch.randn(40), 1.5, 20.0)
+    hidden, ids = torch.randn(9, 6) * 2, torch.randint(0, 33, (9,))
+    known = streamed_known(LazyLogits(hidden, head), ids, k=5, chunk_tokens=4, vocabulary=33)
+    logits = 20 * torch.tanh(1.5 * (hidden.double() @ head.weight.double().T + head.bias.double()) / 20)
+    probs = logits[:, :33].softmax(1)
+    for row in range(9):
+        kept = {int(ids[row]), *probs[row].topk(5).indices.tolist()}
+        assert set(known.ids[row].tolist()) == kept
+        assert torch.allclose(known.logprobs[row].double(), probs[row, known.ids[row]].log(), atol=2e-5)
+        others = [token for token in range(33) if token not in kept]
+        assert float(known.rest[row]) == pytest.approx(float(probs[row, others].sum().log()), abs=2e-5)
+
+
+def test_top_k_targets_train_like_buckets_of_the_teacher(trained, written):
+    folder = written("topk", top_k=3)
+    kept = {"teacher_model": None, "teacher_targets": str(folder)}
+    losses, _ = outcome(trained(**OPTIONS, **kept, divergence="forward_kl"))
+    everything = outcome(trained(**OPTIONS, divergence="forward_kl"))[0]
+    assert 0 < losses[0] < everything[0]
+    shutil.rmtree(folder)
+    folder = written("topk", top_k=tiny.VOCABULARY)
+    losses, _ = outcome(trained(**OPTIONS, **kept, divergence="forward_kl"))
+    assert losses[0] == pytest.approx(everything[0], rel=1e-5)
+
+
+def test_targets_beside_a_teacher_are_a_cache(trained, written):
+    folder = written(train_dataset=ROWS.select(range(4)), max_steps=1)
+    lived = trained(**OPTIONS)
+    cached = trained(**OPTIONS, teacher_targets=str(folder))
+    shares = [log["teacher/stored"] for log in cached.state.log_history if "teacher/stored" in log]
+    assert sum(shares) == pytest.approx(1.0)  # of two steps, which have all rows, half
+    for one, other in zip(outcome(lived)[0], outcome(cached)[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    with cached.generating_with("teacher"):
+        cached.predict(ROWS.select(range(2)))
+
+
+# ---- A kill, and what else may happen to files -----------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Ends a run at once."""
+
+
+@pytest.mark.parametrize("phase", ["head", "header", "first shard", "second shard", "rename"])
+def test_killed_run_goes_on_where_it_ended(make_trainer, written, tmp_path, monkeypatch, phase):
+    monkeypatch.setattr("trl_opsd.teacher.store._SHARD_BYTES", 1)  # a shard for each row
+    whole = written()
+    expected = {key: Store(whole / "teacher-0").find(key).hidden for key in Store(whole / "teacher-0").rows}
+    shutil.rmtree(whole)
+    from trl_opsd.teacher import store
+
+    writes = {"head": (0, False), "header": (1, False), "first shard": (2, False), "second shard": (3, False)}
+    at, after = writes.get(phase, (3, True))
+    replace, calls = store.os.replace, []
+
+    def killed(source, to):
+        calls.append(to)
+        if after and len(calls) > at:
+            replace(source, to)
+        if len(calls) > at:
+            raise Killed
+        replace(source, to)
+
+    monkeypatch.setattr(store.os, "replace", killed)
+    with pytest.raises(Killed):
+        written()
+    monkeypatch.setattr(store.os, "replace", replace)
+    reads = []
+    trainer = make_trainer(**OPTIONS)
+    scored = trainer.teacher.targets
+    trainer.teacher.targets = lambda rollout: reads.append(len(rollout.weights)) or scored(rollout)
+    write_targets(trainer, whole)
+    found = Store(whole / "teacher-0")
+    assert found.rows.keys() == expected.keys()
+    assert all(torch.equal(found.find(key).hidden, states) for key, states in expected.items())
+    assert reads == ([4] * 2 if phase in ("head", "header", "first shard") else reads)
+    assert not list(whole.rglob("*.unfinished"))
+
+
+def test_full_disk_keeps_what_was_written(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    writer = Writer(store, 0)
+    row = RowTargets(torch.ones(2, 3), torch.arange(2))
+    writer.add(b"a" * 16, row)
+    writer.flush()
+
+    def full(tensors, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trl_opsd.teacher.store.save_file", full)
+    writer.add(b"b" * 16, row)
+    with pytest.raises(OSError, match=r"No space left.*goes on from there"):
+        writer.flush()
+    assert list(Store(tmp_path).rows) == [b"a" * 16]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_targets_that_will_not_fit_the_disk_are_refused(written, monkeypatch):
+    monkeypatch.setattr("trl_opsd.cli.targets.disk_usage", lambda _: type("Disk", (), {"free": 1000})())
+    with pytest.raises(ValueError, match=r"8 rows need about .* GB, but the disk has 1e-06"):
+        written()
+
+
+# ---- Other runs ------------------------------------------------------------------------------------------------------
+
+
+OTHER = tiny.tokenizer()
+OTHER.chat_template = OTHER.chat_template.replace("assistant", "robot")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"processing_class": OTHER}, "chat_template: 'sha256 .* there, 'sha256 .* here"),
+        ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "teacher_prompt_template: 'none' there"),
+        ({"train_dataset": ROWS.map(lambda row: {"completion": row["completion"] + "?"})}, "row 0 of train_dataset"),
+        ({"train_dataset": Dataset.from_list([*ROWS, {**ROWS[0], "prompt": "new"}])}, "1 of 9 rows, .* row 8 of train"),
+        ({"max_completion_length": 4}, "no targets for .* is the prompt, the completion or `max_completion_length`"),
+        ({"lmbda": 0.5}, "set `lmbda=0`"),
+        ({"eval_dataset": ROWS}, "an evaluation compares completions that it generates"),
+        ({"teacher_model": tiny.qwen2(48, seed=3)}, "its weights"),
+        ({"teacher_model": tiny.qwen2(32, seed=1)}, r"teacher 'teacher': .*259, 48.*there.*259, 32"),
+        ({"teacher_model": teachers(), **TWO}, r"targets of \['teacher'\], but there are teachers \['one', 'other'\]"),
+        ({"teacher_model_kind": "live"}, "another one in each step"),
+        ({"cross_tokenizer": "bytes"}, "its tokens, not their bytes"),
+        ({"teacher_targets": "nowhere"}, "expected a folder that `trl-opsd targets` has written"),
+    ],
+)
+def test_targets_of_another_run_are_refused(trained, written, given, message):
+    folder = written()
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder), **given})
+
+
+def test_cut_shard_is_named(trained, written):
+    folder = written()
+    [shard] = folder.rglob("shard-*")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"{shard.name} is no whole shard .*delete it"):
+        trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder)})
+    shard.unlink()
+    assert len(Store(written() / "teacher-0").rows) == 8
+
+
+def test_folder_with_other_targets_is_not_added_to(written):
+    folder = written()
+    before = json.loads((folder / HEADER).read_text())
+    for given in ({"format": "topk"}, {"teacher_model": tiny.qwen2(48, seed=5)}, {"processing_class": OTHER}):
+        with pytest.raises(ValueError, match="has other targets"):
+            written(**given)
+    assert json.loads((folder / HEADER).read_text()) == before

@@ -1,0 +1,1 @@
+"""`trl-opsd audit`: whether a teacher will help, before a training."""

@@ -1,0 +1,454 @@
+"""Measures on a few dozen completions of the student what a teacher says of them, and whether it knows better.
+
+B rows · N tokens of all rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from trl_opsd.cli.audit.episodes import Beginnings, Complete, Episode, completer, episode, student_prompts
+from trl_opsd.cli.audit.episodes import teacher_prompts as prompts_of_teachers
+from trl_opsd.cli.audit.tokens import Compared, Tokens, apart, correlation, tokens_of
+from trl_opsd.cli.targets import COMPLETIONS, flush, keep_completions, keep_targets
+from trl_opsd.data.datasets import comparable
+from trl_opsd.models.backbone import gathered_head, preserved_mode, shape_of, whole_head
+from trl_opsd.parallel.precision import autocast
+from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.report.samples import Sample, samples_of
+from trl_opsd.teacher.self_teacher import OwnTeacher
+from trl_opsd.teacher.teachers import scored
+from trl_opsd.trainer import OPSDTrainer
+from trl_opsd.types import Rollout, TeacherTargets
+from trl_opsd.types.loss import TENTHS
+from trl_opsd.types.targets import kept_by_row
+
+FEW = 4
+"""Rows below which a share of them says nothing."""
+_SHOWN = 8
+"""Rows on the page."""
+CONTEXTS = ("none", "shuffled")
+"""What teachers read in place of their contexts: the student's prompt, and the context of another row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of some rows."""
+
+    value: float
+    error: float
+    """Its standard error."""
+    rows: int
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Mean:
+        known = values[~np.isnan(values)]
+        if not len(known):
+            return cls(float("nan"), float("nan"), 0)
+        spread = float(known.std(ddof=1)) if len(known) > 1 else float("nan")
+        return cls(float(known.mean()), spread / len(known) ** 0.5, len(known))
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether it is above 0 by more than twice its standard error."""
+        return self.rows >= FEW and self.value > 2 * self.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one candidate, the teachers of a run with what each reads, says of the student's completions."""
+
+    name: str
+    loss: float
+    """The run's divergence, in nats per token; the next two are KLs over the whole vocabulary."""
+    reverse: float
+    forward: float
+    floor: float
+    """KL in nats between two computations of the same teacher: each row alone and together, or two replicas."""
+    in_bfloat16: float
+    """The same, where it computes in bfloat16."""
+    by_tenth: list[float]
+    by_entropy: list[float]
+    """The run's divergence by quarter of the student's entropy."""
+    at_ends: float
+    """The mean probability that the teacher gives the student's end tokens, geometric; NaN without any."""
+    first_three: float
+    """The run's divergence at the first three tokens."""
+    teacher_nats: float
+    """Mean log-probability of the student's tokens under the teacher."""
+    vocabulary: int
+    carries: float
+    """The share of tokens that carries 80 % of the divergence."""
+    below_floor: float
+    """The share of tokens whose KL is below the floor."""
+    explained: float
+    correlation: float | None = None
+    """Over rows, of the reward with the mean of log(p_T / p_S); `None` without rewards."""
+    apart_from: dict[str, float] = field(default_factory=dict)
+    """KL of the teacher, as it reads its rows, from itself in another context, by its name."""
+    knows: Mean | None = None
+    """The teacher's own rewards on the same prompts minus the student's; the next three too `None` if not measured."""
+    own: Mean | None = None
+    recovers: Mean | None = None
+    """Rewards where the teacher goes on after a mistake of the student, minus those where the student does."""
+    after: tuple[Mean, Mean] | None = None
+    """The two of which that is the difference: of the teacher, of the student."""
+    clipped: float | None = None
+    """Share of the teacher's own completions that did not end."""
+    cannot: str = ""
+    """Why it was not asked to generate."""
+    seconds: float = 0.0
+    """Of scoring the rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What was measured of a run."""
+
+    rows: int
+    tokens: int
+    objective: str
+    student: Mean | None
+    """Its rewards; `None` without reward functions."""
+    student_clipped: float
+    entropy: float
+    """Of the student, in nats per token."""
+    candidates: list[Measured]
+    seconds: dict[str, float]
+    """Of completing, scoring and learning from these rows, the last estimated as three forward passes."""
+    step_rows: int
+    steps: int
+    samples: tuple[Sample, ...] = ()
+    """The first rows, token by token."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one optimizer step, at most: larger batches cost less per row."""
+        return sum(self.seconds.values()) * self.step_rows / self.rows
+
+
+def audit(
+    trainer: OPSDTrainer, rows: int = 32, candidates: Sequence[str] = (), targets: str | Path | None = None
+) -> Audit:
+    """Measures a trainer's teachers on completions of its student, which is not changed. In one process.
+
+    Args:
+        trainer ([`OPSDTrainer`]):
+            With the student, teachers, rewards and rows of a run.
+        rows (`int`, *optional*, defaults to 32):
+            Rows of the training dataset with different prompts that are completed.
+        candidates (`Sequence[str]`, *optional*):
+            Paths of more teachers, each in the place of the only one.
+        targets (`str` or `Path`, *optional*):
+            Folder that keeps completions and targets of the teachers of the run, as `trl-opsd targets` does.
+
+    Raises:
+        ValueError: There are too few rows, several processes, or teachers that are compared by bytes.
+    """
+    _check(trainer, rows, candidates)
+    with _left_as_it_was(trainer):
+        inputs = _chosen(trainer, rows)
+        written = episode(trainer, inputs)
+        student = Student(trainer, written.rollout)
+        measured, tokens, said = _measured(trainer, inputs, written, student, "as configured", targets)
+        samples = student.samples(trainer, written.rollout, said)
+        found = [measured]
+        for path in candidates:
+            trainer.replace_teacher(path)
+            found.append(_measured(trainer, inputs, written, student, path, None)[0])
+    args = trainer.args
+    epoch = len(trainer.train_dataset) * args.num_generations if isinstance(trainer.train_dataset, Dataset) else 0
+    step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return Audit(
+        rows=len(inputs),
+        tokens=len(tokens.row),
+        objective=str(trainer.divergence),
+        student=None if written.rewards is None else Mean.of(written.rewards),
+        student_clipped=written.clipped,
+        entropy=float(tokens.entropy.mean()),
+        candidates=found,
+        seconds={"complete": written.seconds, "teach": measured.seconds, "compare": 3 * student.seconds},
+        step_rows=step_rows,
+        samples=tuple(samples),
+        steps=args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * epoch // step_rows),
+    )
+
+
+# ---- The rows -------------------------------------------------------------------------------------------------------
+
+
+def _check(trainer: OPSDTrainer, rows: int, candidates: Sequence[str]) -> None:
+    if rows < FEW:
+        raise ValueError(f"An audit of {rows} rows: expected at least {FEW}, and 32 or more for a verdict.")
+    if trainer.train_dataset is None:
+        raise ValueError("An audit needs a `train_dataset`, whose prompts the student completes.")
+    if trainer.accelerator.num_processes > 1:
+        raise ValueError("An audit runs in one process: call it without a launcher.")
+    if trainer.teaching.spelling is not None:
+        raise ValueError(
+            "`cross_tokenizer='bytes'`: an audit compares tokens, of which these models have no common ones."
+        )
+    if candidates and (trainer.teacher is None or trainer.args.teacher_model_kind is not None):
+        raise ValueError("Candidates take the place of the only teacher, but there are several, or it is the student.")
+
+
+def _chosen(trainer: OPSDTrainer, rows: int) -> list[dict[str, Any]]:
+    """Rows with different prompts, the same in each audit of a run."""
+    dataset = trainer.train_dataset
+    if isinstance(dataset, Dataset):
+        order = np.random.default_rng(trainer.args.seed).permutation(len(dataset))
+        stream: Iterator[Any] = (dataset[int(number)] for number in order)
+    else:
+        stream = iter(dataset)
+    found: dict[str, dict[str, Any]] = {}
+    for row in stream:
+        found.setdefault(repr(comparable(row.get("prompt"))) + str(row.get("environment")), row)
+        if len(found) == rows:
+            break
+    if len(found) < FEW:
+        raise ValueError(f"train_dataset has {len(found)} different prompts: expected at least {FEW} for an audit.")
+    return list(found.values())
+
+
+@contextmanager
+def _left_as_it_was(trainer: OPSDTrainer) -> Iterator[None]:
+    """Restores random state, mode, teachers, logs and options, so that a training after it is as one without."""
+    args, teaching, numbers = trainer.args, dict(vars(trainer.teaching)), trainer._metrics["eval"]
+    given, log = args.eval_temperature, {name: list(each) for name, each in numbers.items()}
+    seen, batches = trainer.state.num_input_tokens_seen, trainer._stats.now.batches
+    args.eval_temperature = None
+    with preserved_rng(trainer.accelerator.device), preserved_mode(trainer.model), trainer.rollout.session():
+        trainer.model.eval()
+        try:
+            yield
+        finally:
+            args.eval_temperature = given
+            vars(trainer.teaching).clear()
+            vars(trainer.teaching).update(teaching)
+            numbers.clear()
+            numbers.update(log)
+            trainer.state.num_input_tokens_seen, trainer._stats.now.batches = seen, batches
+
+
+# ---- What is compared -----------------------------------------------------------------------------------------------
+
+
+class Student:
+    """The student's states on its completions."""
+
+    def __init__(self, trainer: OPSDTrainer, rollout: Rollout) -> None:
+        reader = OwnTeacher(trainer.model, trainer.in_student, nullcontext, lambda: trainer.reading_to_learn)
+        start = perf_counter()
+        with autocast(trainer.accelerator):
+            self.targets = kept_by_row(scored(reader, rollout), rollout.weights)
+        self.seconds = perf_counter() - start
+
+    def beside(self, trainer: OPSDTrainer, rollout: Rollout, targets: TeacherTargets) -> Tokens:
+        """Its tokens compared with these targets."""
+        teachers = trainer.teachers
+        with whole_head(trainer.model) as head, gathered_head(*teachers.heads, teachers.origin_head):
+            compared = Compared(self.targets, head, targets, teachers.heads, teachers.origin_head)
+            return tokens_of(compared, rollout, trainer.current_objective)
+
+    def samples(self, trainer: OPSDTrainer, rollout: Rollout, targets: TeacherTargets) -> list[Sample]:
+        """The first rows with the numbers of each token."""
+        teachers, some = trainer.teachers, range(min(_SHOWN, len(rollout.weights)))
+        first = TeacherTargets.by_row((self.targets.rows or ())[: len(some)], rollout.weights.size(1))
+        with whole_head(trainer.model) as head, gathered_head(*teachers.heads, teachers.origin_head):
+            return samples_of(
+                *(first.hidden.to(rollout.weights.device), head, teachers.heads, rollout, targets, some),
+                objective=trainer.current_objective,
+                origin=teachers.origin_head,
+                tokenizer=trainer.processing_class,
+                placeholders=trainer.placeholders,
+                names=list(teachers),
+            )
+
+
+def _measured(
+    trainer: OPSDTrainer,
+    inputs: list[dict[str, Any]],
+    written: Episode,
+    student: Student,
+    name: str,
+    folder: str | Path | None,
+) -> tuple[Measured, Tokens, TeacherTargets]:
+    """Everything of the trainer's present teachers, and their targets."""
+    rollout, rows, teachers = written.rollout, written.rows, trainer.teachers
+    names = [row.request.teacher for row in rows]
+    start = perf_counter()
+    with _kept(trainer, folder, inputs, rollout), autocast(trainer.accelerator):
+        targets = kept_by_row(trainer.teach(rollout, rows), rollout.weights)
+    seconds = perf_counter() - start
+    tokens = student.beside(trainer, rollout, targets)
+    read = trainer.teaching.prompts.read(rollout, rows)
+    floor, in_bfloat16 = _noise(trainer, read, names, targets)
+    ends = np.isin(_sampled(rollout), trainer.eos_token_ids)
+    found = Measured(
+        name=name,
+        loss=float(tokens.loss.mean()),
+        reverse=float(tokens.reverse.mean()),
+        forward=float(tokens.forward.mean()),
+        floor=floor,
+        in_bfloat16=in_bfloat16,
+        by_tenth=tokens.by(tokens.tenth, TENTHS, tokens.loss),
+        by_entropy=tokens.by(tokens.quartile, 4, tokens.loss),
+        at_ends=float(np.exp(tokens.teacher[ends].mean())) if ends.any() else float("nan"),
+        first_three=float(tokens.loss[tokens.place < 3].mean()) if (tokens.place < 3).any() else float("nan"),
+        teacher_nats=float(tokens.teacher.mean()),
+        vocabulary=trainer.teaching.vocabulary or shape_of(teachers.heads[0])[0],
+        carries=tokens.share_for(0.8),
+        below_floor=float((tokens.forward <= floor).mean()),
+        explained=tokens.explained,
+        apart_from=_contexts(trainer, written, targets),
+        seconds=seconds,
+    )
+    if written.rewards is None:
+        return replace(found, cannot="there are no `reward_funcs`"), tokens, targets
+    means = tokens.of_rows(tokens.advantage, len(rows))
+    known = ~np.isnan(means) & ~np.isnan(written.rewards)
+    found = replace(found, correlation=correlation(means[known], written.rewards[known]))
+    try:
+        complete = {one: completer(trainer, one) for one in dict.fromkeys(names)}
+    except ValueError as error:
+        return replace(found, cannot=str(error)), tokens, targets
+    return replace(found, **_tried(trainer, inputs, written, tokens, complete)), tokens, targets
+
+
+def _tried(
+    trainer: OPSDTrainer,
+    inputs: list[dict[str, Any]],
+    written: Episode,
+    tokens: Tokens,
+    complete: dict[str, Complete],
+) -> dict[str, Any]:
+    """What teachers make of the same prompts, and of the places where the student's mistakes have led it."""
+    rewards, ids = written.rewards, written.rollout.completion_lists()
+    assert rewards is not None, "there are reward functions"
+    mine, theirs = student_prompts(written), prompts_of_teachers(trainer, written)
+    names = [row.request.teacher for row in written.rows]
+    ends, most = trainer.eos_token_ids, trainer.limits.completion
+
+    def tried(which: Sequence[int], begun: Sequence[list[int]], by_teacher: bool) -> Episode:
+        read = [(theirs if by_teacher else mine)[row] for row in which]
+        write = _by_name([names[row] for row in which], read, complete) if by_teacher else completer(trainer, None)
+        writer = Beginnings([mine[row] for row in which], begun, read, write, ends, most)
+        return episode(trainer, [inputs[row] for row in which], writer)
+
+    every = range(len(ids))
+    start = tried(every, [[] for _ in every], by_teacher=True)
+    assert start.rewards is not None, "as of the student"
+    found: dict[str, Any] = {"knows": Mean.of(start.rewards - rewards), "own": Mean.of(start.rewards)}
+    found["clipped"] = start.clipped
+    # After the token where both differ most, in rows that are worse than the teacher's own, where something is left.
+    cuts = {}
+    for row in every:
+        mine_n = tokens.row == row
+        if mine_n.any() and rewards[row] < max(np.nanmax(start.rewards), np.nanmax(rewards)):
+            end = int(tokens.place[mine_n][tokens.reverse[mine_n].argmax()]) + 1
+            if end < len(ids[row]) - 1 or (end < len(ids[row]) and ids[row][end] not in ends):
+                cuts[row] = ids[row][:end]
+    if len(cuts) >= FEW:
+        of_teacher, of_student = (
+            tried(list(cuts), list(cuts.values()), by_teacher).rewards for by_teacher in (True, False)
+        )
+        assert of_teacher is not None, "as above"
+        assert of_student is not None, "as above"
+        found["recovers"] = Mean.of(of_teacher - of_student)
+        found["after"] = Mean.of(of_teacher), Mean.of(of_student)
+    return found
+
+
+def _by_name(names: Sequence[str], read: Sequence[list[int]], complete: dict[str, Complete]) -> Complete:
+    """What completes contexts, each by the teacher whose prompt it begins with."""
+    name_of = {tuple(ids): name for ids, name in zip(read, names, strict=True)}
+    lengths = sorted({len(ids) for ids in read}, reverse=True)
+
+    def written(contexts: list[list[int]]) -> list[list[int]]:
+        of = [next(name_of[tuple(ids[:one])] for one in lengths if tuple(ids[:one]) in name_of) for ids in contexts]
+        found: dict[int, list[int]] = {}
+        for name in dict.fromkeys(of):
+            some = [number for number, one in enumerate(of) if one == name]
+            found.update(zip(some, complete[name]([contexts[number] for number in some]), strict=True))
+        return [found[number] for number in range(len(contexts))]
+
+    return written
+
+
+def _contexts(trainer: OPSDTrainer, written: Episode, targets: TeacherTargets) -> dict[str, float]:
+    """How far teachers are from themselves where they read the student's prompt, or the context of the next row."""
+    rollout, rows, teaching = written.rollout, written.rows, trainer.teaching
+    read = teaching.prompts.read(rollout, rows)
+    if all(one is None for one in (read.images or [None])) and read.prompt_lists() == rollout.prompt_lists():
+        return {}
+    found, names = {}, [row.request.teacher for row in rows]
+    own = teaching.prompts.own(rows, rollout.completion_lists())
+    of_others = [
+        teaching.readers.intake.as_control(row.request, one) for row, one in zip(rows, [*own[1:], own[0]], strict=True)
+    ]
+    for name in CONTEXTS:
+        other = rollout
+        if name == "shuffled":
+            changed = [replace(row, control=one) for row, one in zip(rows, of_others, strict=True)]
+            other = teaching.prompts.read(rollout, changed)
+        with suppress(ValueError), autocast(trainer.accelerator):  # a context that does not fit another row
+            found[name] = apart(
+                targets,
+                kept_by_row(trainer.teachers.targets(other, names), rollout.weights),
+                trainer.teachers.heads,
+                rollout,
+                trainer.current_objective,
+            )
+    return found
+
+
+def _noise(trainer: OPSDTrainer, read: Rollout, names: Sequence[str], targets: TeacherTargets) -> tuple[float, float]:
+    """KL between computations of the same targets: of each row alone, or of replicas; and in bfloat16."""
+    teachers, objective = trainer.teachers, trainer.current_objective
+
+    def alone() -> TeacherTargets:
+        each = [teachers.targets(read.select([row]), [names[row]]) for row in range(len(names))]
+        rows = [kept_by_row(one, read.weights[row : row + 1]).rows for row, one in enumerate(each)]
+        return TeacherTargets.by_row(
+            [row for some in rows for row in some or ()], read.weights.size(1), targets.teacher
+        )
+
+    with autocast(trainer.accelerator):
+        floor = apart(targets, alone(), teachers.heads, read, objective)
+    device = trainer.accelerator.device.type
+    with torch.autocast(device, dtype=torch.bfloat16):
+        halved = kept_by_row(teachers.targets(read, names), read.weights)
+    in_bfloat16 = apart(targets, halved, teachers.heads, read, objective)
+    return max(floor, teachers.noise or 0.0), in_bfloat16
+
+
+def _sampled(rollout: Rollout) -> np.ndarray:
+    """[N], the ids of the tokens that count."""
+    return rollout.completion_ids.cpu()[rollout.weights.cpu() != 0].numpy()
+
+
+@contextmanager
+def _kept(trainer: OPSDTrainer, folder: str | Path | None, inputs: Any, rollout: Rollout) -> Iterator[None]:
+    """Keeps the targets of the rows that are scored meanwhile, and the completions beside them."""
+    if folder is None:
+        yield
+        return
+    teachers = dict(trainer.teachers)
+    writers = keep_targets(trainer, Path(folder))
+    try:
+        yield
+        flush(trainer, writers)
+        if not trainer.tools:  # those of several turns are no dataset
+            path = Path(folder) / COMPLETIONS / "audited.parquet"
+            keep_completions(trainer, path, inputs, rollout.completion_lists())
+    finally:
+        trainer.teachers.update(teachers)
