@@ -3,387 +3,42 @@
     python benchmarks/audit.py --half A            # audits the cases, a table and `out/audit/audit.json`
     python benchmarks/audit.py --train --seeds 0 1 # trains them instead: held-out rewards before and after
 
-The thresholds of the verdict were looked at with half A alone. Students and teachers that do not travel with the
-package are trained first, into `out/audit/models`. Three outcomes: on-policy training "helps", "does not" help (level,
-harm, or no more than off-policy), or the set-up is "broken".
+The cases are in `audit_cases.py`; the thresholds of the verdict were looked at with half A alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 import time
-import zlib
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import agents
-import compare
-import compare_agents
 import torch
-from arithmetic import ADDER, READER, STUDENT, SUBTRACTER, TEACHER
-from arithmetic.make_models import supervise
-from arithmetic.task import Problem, draw, prompts_with_answers, right
-from compare_agents import Method
-from datasets import Dataset
-from doors import DOORS
-from doors.world import Doors
-from peft import LoraConfig
-from pictures.student import make_student
-from pictures.task import CELL, Scene, draw_scenes
-from pictures.task import right as reads_digit
-from pictures.task import rows as pictures
-from PIL import ImageDraw
-from real_model import distil
-from support import serving
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PrinterCallback, ProgressCallback
-from two_teachers import rows as of_two_teachers
+from audit_cases import CASES, Case, servers
+from transformers import PrinterCallback, ProgressCallback
 
-from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd import OPSDTrainer
 from trl_opsd.banner import Banner
+from trl_opsd.cli.audit.measure import audit
+from trl_opsd.cli.audit.shown import document, screen
+from trl_opsd.cli.audit.verdict import verdict
+from trl_opsd.errors import OPSDError
 
-MODELS = Path("out/audit/models")
-HELD_OUT = 200
-"""Rows that a training is measured with; for each level of an agent 50."""
-
-OPTIONS: dict[str, Any] = {
-    "divergence": "forward_kl", "max_steps": 100, "per_device_train_batch_size": 32, "max_completion_length": 40,
-    "adam_beta2": 0.98, "warmup_steps": 10, "logging_steps": 10, "bf16": False, "gradient_checkpointing": False,
-    "dataloader_pin_memory": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-    "per_device_eval_batch_size": 100, "eval_temperature": 0.0, "num_completions_to_print": 0,
-}  # fmt: skip
-
-Build = Callable[[str, int], OPSDTrainer]
-"""From a folder for its files and a seed."""
-
-servers = ExitStack()
-"""Servers that builders started; they end with the program."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A trainer, and what is known of its training."""
-
-    half: str
-    build: Build
-    outcome: str
-    """"helps", "does not" or "broken"."""
-    verdict: str
-    """The one of several verdicts for an outcome that also names the reason."""
-    measured: str
-
-
-# ---- Arithmetic ------------------------------------------------------------------------------------------------------
-
-
-def arithmetic(
-    folder: str,
-    seed: int,
-    *,
-    student: str | None = STUDENT,
-    teacher: Callable[[], Any] = lambda: TEACHER,
-    to_teacher: Callable[[Problem], str] | None = None,
-    **options: Any,
-) -> OPSDTrainer:
-    """The student of `examples/compare.py`; `to_teacher` makes the text that the teacher reads in place of messages."""
-    problems, held_out = draw(32 * 100, seed=1000 + seed), draw(HELD_OUT, held_out=True)
-    rows = prompts_with_answers(problems)
-    if to_teacher:
-        rows = rows.add_column("teacher_prompt", list(map(to_teacher, problems)))
-    return OPSDTrainer(
-        model=student or compare.practised(MODELS, compare.PRACTICE),
-        teacher_model=teacher(),
-        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, "learning_rate": 5e-4, "top_p": 0.6, **options}),
-        train_dataset=rows,
-        eval_dataset=prompts_with_answers(held_out),
-        reward_funcs=right,
-    )
-
-
-def self_taught(
-    folder: str, seed: int, *, told: Callable[[list[Problem]], list[str]], student: Callable[[], str] = lambda: READER
-) -> OPSDTrainer:
-    """The student of `examples/self_distillation.py` as in `remedies.py`, whose teacher is told a text for each row."""
-    problems, held_out = draw(32 * 160, seed=seed), draw(HELD_OUT, held_out=True)
-    of_teacher = {"teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}"}
-    options = {"learning_rate": 3e-3, "top_p": 0.6, "max_steps": 160, "collapse_guard": None, **of_teacher}
-    return OPSDTrainer(
-        model=student(),
-        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **options}),
-        train_dataset=prompts_with_answers(problems).add_column("privileged_context", told(problems)),
-        eval_dataset=prompts_with_answers(held_out).add_column("privileged_context", told(held_out)),
-        reward_funcs=right,
-        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
-    )
-
-
-def solutions(problems: list[Problem]) -> list[str]:
-    return [problem.solution for problem in problems]
-
-
-def of_the_next_row(problems: list[Problem]) -> list[str]:
-    """Solutions in a column that has slipped by a row."""
-    return solutions([*problems[1:], problems[0]])
-
-
-class Remarked(Problem):
-    """A problem with a random number after its question, in place of the solution."""
-
-    __slots__ = ()
-
-    @property
-    def remark(self) -> str:
-        return f";{zlib.crc32(self.question.encode()) % 1000}"
-
-    @property
-    def prompt_with_solution(self) -> list[dict[str, str]]:
-        return [{"role": "user", "content": self.question + self.remark}]
-
-
-def remarks(problems: list[Problem]) -> list[str]:
-    return [Remarked(**asdict(problem)).remark for problem in problems]
-
-
-def unmoved() -> str:
-    """The path of a student that has learned to ignore remarks."""
-    path = MODELS / "unmoved"
-    if not path.exists():
-        tokenizer, model = AutoTokenizer.from_pretrained(STUDENT), AutoModelForCausalLM.from_pretrained(STUDENT)
-        problems = [Remarked(**asdict(problem)) for problem in draw(20_000, seed=6)]
-        supervise(model, tokenizer, problems, steps=150, learning_rate=1e-3, shown=0.5)
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    return str(path)
-
-
-def with_another_end() -> PreTrainedModel:
-    """The teacher, which ends with another special token than the student."""
-    teacher = AutoModelForCausalLM.from_pretrained(TEACHER)
-    return _with_outputs(teacher, [0, 3, 2, 1, *range(4, 19)])
-
-
-def with_other_ids() -> PreTrainedModel:
-    """The teacher with a vocabulary of the same size in another order, and no path where its tokenizer would be."""
-    teacher = AutoModelForCausalLM.from_pretrained(TEACHER)
-    order = torch.randperm(19, generator=torch.Generator().manual_seed(0))
-    teacher.get_input_embeddings().weight.data = teacher.get_input_embeddings().weight.data[order]
-    return _with_outputs(teacher, order.tolist())
-
-
-def _with_outputs(teacher: PreTrainedModel, order: list[int]) -> PreTrainedModel:
-    head = teacher.get_output_embeddings()
-    head.weight.data = head.weight.data[order]
-    teacher.config._name_or_path = teacher.name_or_path = ""
-    return teacher
-
-
-def rounded_student() -> PreTrainedModel:
-    """The student's weights, as a checkpoint in bfloat16 has them."""
-    return AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.bfloat16).float()
-
-
-def two_teachers(folder: str, seed: int) -> OPSDTrainer:
-    """The rows of `examples/two_teachers.py`; the teacher of differences has learned sums."""
-    return OPSDTrainer(
-        model=STUDENT,
-        teacher_model={"sums": ADDER, "differences": AutoModelForCausalLM.from_pretrained(ADDER)},
-        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, "learning_rate": 5e-4, "top_p": 0.6}),
-        train_dataset=of_two_teachers(draw(32 * 100, seed=1000 + seed)),
-        eval_dataset=of_two_teachers(draw(HELD_OUT, held_out=True)),
-        reward_funcs=right,
-    )
-
-
-def served(folder: str, seed: int) -> OPSDTrainer:
-    """A teacher of sums at the path, and one of differences at the server."""
-    url = servers.enter_context(serving.pooling(SUBTRACTER, Path(folder) / "server.log"))
-    return arithmetic(folder, seed, teacher=lambda: ADDER, teacher_server_url=url)
-
-
-# ---- Agents ----------------------------------------------------------------------------------------------------------
-
-
-def agent(
-    folder: str, seed: int, *, task: str = "doors", method: Method, environment: type | None = None
-) -> OPSDTrainer:
-    """An agent as `examples/compare_agents.py` trains it, measured on held-out rows."""
-    what, models = agents.TASKS[task], DOORS if task == "doors" else MODELS / task
-    for name in ("student", method.teacher):
-        if not (models / name).exists():
-            agents.make(what, name, models)
-    what = what if environment is None else agents.Task(environment=environment, world=what.world, pieces=what.pieces)
-    world, options = what.world, {**OPTIONS, "learning_rate": 2e-3, "eval_temperature": 1.0, **method.options}
-    lengths = {"max_completion_length": world.MOST_TOKENS, "max_tool_calling_iterations": world.MOST_CALLS}
-    return OPSDTrainer(
-        model=str(models / "student"),
-        teacher_model=str(models / method.teacher),
-        args=OPSDConfig(folder, seed=seed, **{**options, **lengths}),
-        train_dataset=world.rows(compare_agents.ROWS_TO_TRAIN, seed=seed),
-        eval_dataset=world.rows(HELD_OUT, held_out=True),
-        environment_factory=compare_agents.environment(what, method),
-    )
-
-
-class OneTry(Doors):
-    """A maze that a closed door ends: what the teacher knows cannot be found out."""
-
-    def get_reward(self) -> float:
-        return float(self.is_left and self.calls == self.maze.rooms)
-
-
-# ---- Pictures, and a pretrained model --------------------------------------------------------------------------------
-
-
-def of_pictures(folder: str, seed: int, *, to_teacher: str = "crop", is_erased: bool = False) -> OPSDTrainer:
-    """The student of `examples/pictures`, whose teacher sees the crop or the whole picture."""
-    student = MODELS / "pictures"
-    if not student.exists():
-        make_student(student)
-
-    def rows(scenes: list[Scene]) -> Dataset:
-        found = pictures(scenes, to_teacher=to_teacher)
-        if not is_erased:
-            return found
-        blank = [[_erased(scene)] for scene in scenes]
-        return Dataset.from_dict({**found.to_dict(), "images": blank}, features=found.features)
-
-    given = {"teacher_model_kind": "base", "max_completion_length": 4, "max_steps": 60, "learning_rate": 1e-3}
-    return OPSDTrainer(
-        model=str(student),
-        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **given}),
-        train_dataset=rows(draw_scenes(32 * 60, seed=seed)),
-        eval_dataset=rows(draw_scenes(HELD_OUT, held_out=True)),
-        reward_funcs=reads_digit,
-    )
-
-
-def _erased(scene: Scene) -> Any:
-    """The whole picture without its digit."""
-    picture, (x, y) = scene.whole.copy(), scene.corner
-    ImageDraw.Draw(picture).rectangle((x, y, x + CELL - 1, y + CELL - 1), fill=(190, 190, 190))
-    return picture
-
-
-def rule(folder: str, seed: int, *, told: str, wanted: str) -> OPSDTrainer:
-    """SmolLM2 as its own teacher, which reads one rule and is rewarded for one."""
-    asked = argparse.Namespace(
-        model=".real/smollm2", divergence="forward_kl", learning_rate=2e-3, steps=30, use_vllm=False
-    )
-    trainer = distil.build(asked, told, seed, Path(folder), eval_strategy="no")
-    if told != wanted:
-        trainer.train_dataset, trainer.eval_dataset = (
-            rows.remove_columns("rule").add_column("rule", [wanted] * len(rows))
-            for rows in (trainer.train_dataset, trainer.eval_dataset)
-        )
-    return trainer
-
-
-# ---- The cases -------------------------------------------------------------------------------------------------------
-
-GUIDE = Method(teacher="guide")
-ANCHORED = Method(options={"anchor_weight": 0.1, "learning_rate": 1e-3})
-
-CASES = {
-    "doors": Case(
-        half="A", build=partial(agent, method=Method()), outcome="helps", verdict="helps",
-        measured="notes/doors.md: 0.20 to 0.94 with two rooms",
-    ),
-    "doors, guide": Case(
-        half="A", build=partial(agent, method=GUIDE), outcome="does not", verdict="off-policy",
-        measured="notes/doors.md: 0.20 to 0.22 with two rooms",
-    ),
-    "arithmetic": Case(
-        half="A", build=arithmetic, outcome="does not", verdict="off-policy",
-        measured="notes/arithmetic.md: 0.28 to 0.43, off-policy to 0.47",
-    ),
-    "solution": Case(
-        half="A", build=partial(self_taught, told=solutions), outcome="helps", verdict="helps",
-        measured="notes/remedies.md: 0.42 to 0.76",
-    ),
-    "idle context": Case(
-        half="A", build=partial(self_taught, told=remarks, student=unmoved), outcome="does not",
-        verdict="nothing to learn", measured="",
-    ),
-    "strange context": Case(
-        half="A", build=partial(self_taught, told=lambda rows: [";"] * len(rows)), outcome="does not",
-        verdict="worse", measured="",
-    ),
-    "template": Case(
-        half="A", build=partial(arithmetic, to_teacher=lambda problem: problem.question), outcome="broken",
-        verdict="broken", measured="",
-    ),
-    "end token": Case(
-        half="A", build=partial(arithmetic, teacher=with_another_end), outcome="broken", verdict="broken", measured="",
-    ),
-    "twin": Case(
-        half="A", build=partial(arithmetic, teacher=lambda: STUDENT), outcome="does not", verdict="nothing to learn",
-        measured="",
-    ),
-    "house": Case(
-        half="B", build=partial(agent, task="house", method=Method()), outcome="helps", verdict="helps",
-        measured="notes/agents.md: 0.35 to 0.96 with two rooms",
-    ),
-    "databases": Case(
-        half="B", build=partial(agent, task="sql", method=ANCHORED), outcome="helps", verdict="helps",
-        measured="notes/agents.md: 0.49 to 0.83 with two tables",
-    ),
-    "databases, no anchor": Case(
-        half="B", build=partial(agent, task="sql", method=Method()), outcome="does not", verdict="worse",
-        measured="notes/agents.md: 0.98 to 0.13 with one table",
-    ),
-    "pirate": Case(
-        half="B", build=partial(rule, told="pirate", wanted="pirate"), outcome="helps", verdict="helps",
-        measured="notes/doors.md: 0.00 to 0.96",
-    ),
-    "another rule": Case(
-        half="B", build=partial(rule, told="french", wanted="pirate"), outcome="does not", verdict="worse", measured="",
-    ),
-    "pictures": Case(
-        half="B", build=of_pictures, outcome="helps", verdict="helps", measured="choosing.md: 0.42 to 1.00",
-    ),
-    "pictures, whole": Case(
-        half="B", build=partial(of_pictures, to_teacher="whole"), outcome="does not", verdict="nothing to learn",
-        measured="choosing.md: 0.42 to 0.41",
-    ),
-    "pictures, erased": Case(
-        half="B", build=partial(of_pictures, is_erased=True), outcome="does not", verdict="worse", measured="",
-    ),
-    "other ids": Case(
-        half="B", build=partial(arithmetic, teacher=with_other_ids), outcome="broken", verdict="broken", measured="",
-    ),
-    "other checkpoint": Case(
-        half="B", build=served, outcome="broken", verdict="broken", measured="refused at the start",
-    ),
-    "weaker teacher": Case(
-        half="B", build=partial(arithmetic, student=None, teacher=lambda: STUDENT), outcome="does not",
-        verdict="worse", measured="",
-    ),
-    "rounded twin": Case(
-        half="B", build=partial(arithmetic, teacher=rounded_student), outcome="does not", verdict="nothing to learn",
-        measured="",
-    ),
-    "slipped column": Case(
-        half="B", build=partial(self_taught, told=of_the_next_row), outcome="does not", verdict="worse", measured="",
-    ),
-    "two teachers": Case(half="B", build=two_teachers, outcome="does not", verdict="worse", measured=""),
-    "one try": Case(
-        half="B", build=partial(agent, method=Method(), environment=OneTry), outcome="does not", verdict="off-policy",
-        measured="",
-    ),
-}  # fmt: skip
+COLUMNS = (
+    *("case", "outcome", "verdict", "score", "student", "teacher", "teacher after", "student after"),
+    *("forward KL", "floor", "correlation", "minutes"),
+)
+"""Of the table: rewards of the student and of the teacher, from the prompt and after a mistake of the student."""
 
 
 def built(case: Case, folder: Path, seed: int = 0) -> OPSDTrainer:
     """The trainer, which prints nothing."""
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = case.build(str(folder), seed)
+    trainer = case.build(str(folder), seed, **case.options)
     for callback in (PrinterCallback, ProgressCallback, Banner):
         trainer.remove_callback(callback)
     return trainer
@@ -402,20 +57,90 @@ def trained(case: Case, folder: Path, seed: int) -> dict[str, float]:
     return {"before": before, "after": reward(), "seconds": time.perf_counter() - start}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the audit said of a case."""
+
+    name: str
+    verdict: str
+    minutes: float
+    why: str
+    audit: dict[str, Any] | None = None
+    """As `trl-opsd audit --json` writes it; `None` where the trainer was refused."""
+
+    @property
+    def case(self) -> Case:
+        return CASES[self.name]
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it says rightly to train or not to."""
+        return self.verdict != "unknown" and (self.verdict == "helps") == (self.case.outcome == "helps")
+
+    @property
+    def line(self) -> str:
+        """Of the table."""
+        score = "right" if self.verdict == self.case.verdict else "other reason" if self.is_decided else "wrong"
+        cells = [self.name, self.case.outcome, self.verdict, score, *self._numbers(), f"{self.minutes:.1f}"]
+        return f"| {' | '.join(cells)} |"
+
+    def _numbers(self) -> list[str]:
+        if self.audit is None:
+            return [""] * 7
+        one, student = self.audit["candidates"][0], self.audit["student"]
+        after = one["after"] or [None, None]
+        rewards = ["" if mean is None else f"{mean['value']:.2f}" for mean in (student, one["own"], *after)]
+        correlation = "" if one["correlation"] is None else f"{one['correlation']:+.2f}"
+        return [*rewards, f"{one['forward']:.3g}", f"{one['floor']:.1g}", correlation]
+
+
+def called(name: str, folder: Path, rows: int) -> Call:
+    """Audits a case."""
+    start = time.perf_counter()
+    try:
+        trainer = built(CASES[name], folder)
+    except (ValueError, OPSDError) as error:
+        return Call(name=name, verdict="broken", why=str(error), minutes=(time.perf_counter() - start) / 60)
+    start = time.perf_counter()  # without the models that it trained
+    found = audit(trainer, rows)
+    minutes = (time.perf_counter() - start) / 60
+    said = verdict(found.candidates[0], found)
+    print(screen(found), flush=True)
+    return Call(name=name, verdict=said.word, why=said.why, minutes=minutes, audit=json.loads(document(found)))
+
+
+def table(calls: Sequence[Call]) -> str:
+    """All cases, and how many are right in each half."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *(call.line for call in calls)]
+    for half in sorted({call.case.half for call in calls}):
+        here = [call for call in calls if call.case.half == half]
+        words, decided = (
+            sum(call.verdict == call.case.verdict for call in here),
+            sum(call.is_decided for call in here),
+        )
+        lines.append(f"Half {half}: to train or not right in {decided} of {len(here)}, the reason too in {words}.")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--half", choices=["A", "B"], help="by default both")
-    parser.add_argument("--train", action="store_true", help="train the cases, to measure their outcome")
+    parser.add_argument("--rows", type=int, default=32, help="of an audit")
+    parser.add_argument("--train", action="store_true", help="train the cases instead, to measure their outcome")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of trainings")
     parser.add_argument("--output", type=Path, default=Path("out/audit"))
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    chosen = {name: CASES[name] for name in asked.cases if asked.half in (None, CASES[name].half)}
+    chosen = [name for name in asked.cases if asked.half in (None, CASES[name].half)]
     with servers:
-        for name, case in chosen.items():
-            for seed in asked.seeds:
-                print(name, seed, trained(case, asked.output / f"{name}-{seed}", seed), flush=True)
+        if asked.train:
+            for name, seed in product(chosen, asked.seeds):
+                print(name, seed, trained(CASES[name], asked.output / name / str(seed), seed), flush=True)
+            return
+        calls = [called(name, asked.output / name / "audit", asked.rows) for name in chosen]
+    (asked.output / "audit.json").write_text(json.dumps([asdict(call) for call in calls], indent=2) + "\n")
+    print(table(calls))
 
 
 if __name__ == "__main__":
