@@ -35,23 +35,23 @@ COLUMNS = (
 """Of the table: rewards of the student and of the teacher, from the prompt and after a mistake of the student."""
 
 
-def built(case: Case, folder: Path, seed: int = 0) -> OPSDTrainer:
+def built(case: Case, folder: Path, seed: int = 0, **options: Any) -> OPSDTrainer:
     """The trainer, which prints nothing."""
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = case.build(str(folder), seed, **case.options)
+    trainer = case.build(str(folder), seed, **case.options, **options)
     for callback in (PrinterCallback, ProgressCallback, Banner):
         trainer.remove_callback(callback)
     return trainer
 
 
-def trained(case: Case, folder: Path, seed: int) -> dict[str, float]:
+def trained(case: Case, folder: Path, seed: int, **options: Any) -> dict[str, float]:
     """The held-out reward before and after, with seconds."""
 
     def reward() -> float:
         figures = trainer.evaluate()
         return next(value for name, value in figures.items() if name.startswith("eval_rewards/") and "/mean" in name)
 
-    trainer, start = built(case, folder, seed), time.perf_counter()
+    trainer, start = built(case, folder, seed, **options), time.perf_counter()
     before = reward()
     trainer.train()
     return {"before": before, "after": reward(), "seconds": time.perf_counter() - start}
@@ -128,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--half", choices=["A", "B"], help="by default both")
     parser.add_argument("--rows", type=int, default=32, help="of an audit")
     parser.add_argument("--train", action="store_true", help="train the cases instead, to measure their outcome")
+    parser.add_argument("--off-policy", action="store_true", help="train on completions of the teacher instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of trainings")
     parser.add_argument("--output", type=Path, default=Path("out/audit"))
     asked = parser.parse_args(arguments)
@@ -135,8 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [name for name in asked.cases if asked.half in (None, CASES[name].half)]
     with servers:
         if asked.train:
+            options = {"lmbda": 0.0, "seq_kd": True} if asked.off_policy else {}
             for name, seed in product(chosen, asked.seeds):
-                print(name, seed, trained(CASES[name], asked.output / name / str(seed), seed), flush=True)
+                print(name, seed, trained(CASES[name], asked.output / name / str(seed), seed, **options), flush=True)
             return
         calls = [called(name, asked.output / name / "audit", asked.rows) for name in chosen]
     (asked.output / "audit.json").write_text(json.dumps([asdict(call) for call in calls], indent=2) + "\n")

@@ -100,15 +100,20 @@ def arithmetic(
 
 
 def self_taught(
-    folder: str, seed: int, *, told: Callable[[list[Problem]], list[str]], student: Callable[[], str] = lambda: READER
+    folder: str,
+    seed: int,
+    *,
+    told: Callable[[list[Problem]], list[str]],
+    student: Callable[[], str] = lambda: READER,
+    **options: Any,
 ) -> OPSDTrainer:
     """The student of `examples/self_distillation.py` as in `remedies.py`, whose teacher is told a text for each row."""
     problems, held_out = draw(32 * 160, seed=seed), draw(HELD_OUT, held_out=True)
     of_teacher = {"teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}"}
-    options = {"learning_rate": 3e-3, "top_p": 0.6, "max_steps": 160, "collapse_guard": None, **of_teacher}
+    given = {"learning_rate": 3e-3, "top_p": 0.6, "max_steps": 160, "collapse_guard": None, **of_teacher}
     return OPSDTrainer(
         model=student(),
-        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **options}),
+        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **given, **options}),
         train_dataset=prompts_with_answers(problems).add_column("privileged_context", told(problems)),
         eval_dataset=prompts_with_answers(held_out).add_column("privileged_context", told(held_out)),
         reward_funcs=right,
