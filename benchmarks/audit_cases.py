@@ -215,7 +215,8 @@ def two_teachers(folder: str, seed: int) -> OPSDTrainer:
 
 def served(folder: str, seed: int) -> OPSDTrainer:
     """A teacher of sums at the path, and one of differences at the server."""
-    url = servers.enter_context(serving.pooling(SUBTRACTER, Path(folder) / "server.log"))
+    flags = ("--max-model-len", "128", "--dtype", "float32")
+    url = servers.enter_context(serving.pooling(SUBTRACTER, Path(folder) / "server.log", *flags))
     return arithmetic(folder, seed, teacher=lambda: ADDER, teacher_server_url=url)
 
 
@@ -283,12 +284,13 @@ def _erased(scene: Scene) -> Any:
     return picture
 
 
-def rule(folder: str, seed: int, *, told: str, wanted: str | None = None) -> OPSDTrainer:
+def rule(folder: str, seed: int, *, told: str, wanted: str | None = None, steps: int = 30) -> OPSDTrainer:
     """SmolLM2 as its own teacher, which reads one rule and is rewarded for one."""
     asked = argparse.Namespace(
-        model=".real/smollm2", divergence="forward_kl", learning_rate=2e-3, steps=30, use_vllm=False
+        model=".real/smollm2", divergence="forward_kl", learning_rate=2e-3, steps=steps, use_vllm=False
     )
-    trainer = distil.build(asked, told, seed, Path(folder), eval_strategy="no")
+    trainer = distil.build(asked, told, seed, Path(folder))
+    trainer.args.eval_strategy = "no"
     if wanted is not None:
         trainer.train_dataset, trainer.eval_dataset = (
             rows.remove_columns("rule").add_column("rule", [wanted] * len(rows))
@@ -330,7 +332,7 @@ CASES = {
         f"{NOTES}/agents.md: 0.98 to 0.13 with one table",
     ),
     "pirate": Case("B", "helps", "helps", rule, {"told": "pirate"}, f"{NOTES}/doors.md: 0.00 to 0.96"),
-    "another rule": Case("B", "does not", "no better", rule, {"told": "french", "wanted": "pirate"}, ""),
+    "another rule": Case("B", "does not", "no better", rule, {"told": "french", "wanted": "pirate", "steps": 15}, ""),
     "pictures": Case("B", "helps", "helps", of_pictures, {}, "docs/choosing.md: 0.42 to 1.00"),
     "pictures, whole": Case(
         "B", "does not", "nothing", of_pictures, {"to_teacher": "whole"}, "docs/choosing.md: 0.42 to 0.41"
