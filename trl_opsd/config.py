@@ -37,6 +37,7 @@ from trl_opsd.options.table import (
     EMA,
     ENGINE,
     ENVIRONMENTS,
+    FOLDER,
     LIVE,
     LOADED,
     NAMES,
@@ -191,7 +192,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     teacher_server_top_k: Annotated[int | None, Option(integer(1) | None, (TEACHER_SERVER,))] = None
     """How many likeliest tokens of each kind a server that generates is asked for; all others are one token to the
     loss. When `None`, 64, or the most that it tells."""
-    teacher_targets: Annotated[str | None, Option(may_differ=True)] = None
+    teacher_targets: Annotated[str | None, Option(FOLDER | None, may_differ=True)] = None
     """Folder that `trl-opsd targets` has written. Without a teacher, the targets there are all that is learned from
     (`lmbda=0`); with one, it reads only rows that are not there."""
     teacher_server_timeout: Annotated[float, Option(at_least(0), (TEACHER_SERVER,))] = 240.0

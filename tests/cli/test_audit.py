@@ -8,9 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from arithmetic import STUDENT, TEACHER
+from arithmetic.task import draw, prompts_with_answers, right
 from environments.worlds import END, Adder, call, given, rows
 from support import tiny
 
+from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.cli.audit.episodes import Beginnings, episode
 from trl_opsd.cli.audit.measure import Audit, Mean, Measured, audit
 from trl_opsd.cli.audit.shown import document, screen, write_page
@@ -119,6 +122,27 @@ def test_training_after_an_audit_is_as_without(make_trainer):
         outcomes.append((tiny.logged(trainer, "loss"), tiny.logged(trainer, "num_tokens"), tiny.weights(trainer)))
     assert outcomes[0][:2] == outcomes[1][:2]
     assert torch.equal(outcomes[0][2], outcomes[1][2])
+
+
+def test_teacher_that_cannot_repair_a_slip_is_found_out(tmp_path):
+    """As benchmarks/notes/arithmetic.md counted: it went on right in 27 of 1,133 cases."""
+    args = OPSDConfig(str(tmp_path), divergence="forward_kl", max_completion_length=40, report_to=[])
+    trainer = OPSDTrainer(
+        model=str(STUDENT),
+        teacher_model=str(TEACHER),
+        args=args,
+        train_dataset=prompts_with_answers(draw(200)),
+        reward_funcs=right,
+    )
+    found = audit(trainer, 32)
+    one = found.candidates[0]
+    assert one.knows is not None
+    assert one.recovers is not None
+    assert one.knows.value > 0.5
+    assert one.recovers.value < 0.2
+    assert one.correlation is not None
+    assert one.correlation > 0.3
+    assert verdict(one, found).word == "off-policy"
 
 
 def test_audit_of_equal_models_finds_nothing_to_learn(make_trainer):

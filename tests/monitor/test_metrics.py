@@ -19,6 +19,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd.cli.targets import write_targets
 from trl_opsd.methods import METRICS
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
@@ -60,6 +61,19 @@ def routed_rows() -> Dataset:
     return tiny.rows().add_column("teacher", ["math", "prose"] * 4)
 
 
+def kept(folder: Path) -> str:
+    """A folder with targets of the usual teacher."""
+    trainer = OPSDTrainer(
+        model=tiny.qwen2(32, seed=0),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=tiny.config(folder, lmbda=0.0, per_device_train_batch_size=4),
+        train_dataset=tiny.rows().add_column("completion", ["so"] * 8),
+        processing_class=tiny.tokenizer(),
+    )
+    write_targets(trainer, folder / "targets")
+    return str(folder / "targets")
+
+
 def configurations(tmp_path):
     """Arguments of the trainer, by name."""
     return {
@@ -94,6 +108,12 @@ def configurations(tmp_path):
             "train_dataset": tiny.rows().add_column("completion", ["so"] * 8),
             "lmbda": 0.5,
             "per_device_train_batch_size": 8,
+        },
+        "targets on disk": {
+            "train_dataset": tiny.rows().add_column("completion", ["so"] * 8),
+            "lmbda": 0.5,
+            "per_device_train_batch_size": 8,
+            "teacher_targets": kept(tmp_path),
         },
         "rewards": {"reward_funcs": [Named("math"), Named("prose")], "reward_weight": 0.1, "num_generations": 2},
         "remedies": {

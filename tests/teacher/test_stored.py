@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from support import tiny
 
 from trl_opsd.cli.targets import write_targets
 from trl_opsd.losses.streamed import streamed_known
-from trl_opsd.teacher.store import HEADER, Store, Writer
-from trl_opsd.types import LazyLogits, OutputHead, RowTargets
+from trl_opsd.teacher.store import HEADER, Described, Store, Writer, keys_of
+from trl_opsd.teacher.stored import MissingTargetsError, StoredTeacher
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets
 
 WORDS = tiny.tokenizer()
 GIVEN = [f"the {number}th of {'many ' * number}" for number in range(8)]
@@ -141,6 +143,26 @@ def test_targets_beside_a_teacher_are_a_cache(trained, written):
         cached.predict(ROWS.select(range(2)))
 
 
+def test_only_tokens_that_count_are_looked_up(make_trainer, tmp_path):
+    trainer = make_trainer(**OPTIONS)
+    rollout = Rollout.of([[5, 6], [7]], [[8, 9, 10], [11, 12]], torch.device("cpu"))
+    whole = trainer.teacher.targets(rollout).rows
+    store = Store(tmp_path)
+    writer = Writer(store, 0)
+    for key, row, kept in zip(keys_of(rollout), whole, ([0, 2], [1]), strict=True):
+        writer.add(key, RowTargets(row.hidden[kept], row.places[kept]))
+    writer.flush()
+    said = {"teacher": {"is": "x", "context": None}}
+    stored = StoredTeacher(store, trainer.teacher.head, Described("states", None, {}, {}, said), "teacher")
+    some = replace(rollout, weights=torch.tensor([[0.0, 0, 1], [0, 1, 0]]))
+    for row, expected in zip(stored.targets(some).rows, whole, strict=True):
+        assert torch.equal(row.hidden, expected.hidden[row.places])
+    others = replace(rollout, weights=torch.tensor([[0.0, 1, 0], [0, 0, 0]]))
+    assert stored.missing(others) == [0]
+    with pytest.raises(MissingTargetsError, match="1 rows have no targets"):
+        stored.targets(others)
+
+
 # ---- A kill, and what else may happen to files -----------------------------------------------------------------------
 
 
@@ -180,7 +202,7 @@ def test_killed_run_goes_on_where_it_ended(make_trainer, written, tmp_path, monk
     found = Store(whole / "teacher-0")
     assert found.rows.keys() == expected.keys()
     assert all(torch.equal(found.find(key).hidden, states) for key, states in expected.items())
-    assert reads == ([4] * 2 if phase in ("head", "header", "first shard") else reads)
+    assert reads == [4, 4]  # whole batches, as rows that are read together are rounded alike
     assert not list(whole.rglob("*.unfinished"))
 
 
@@ -238,6 +260,17 @@ def test_targets_of_another_run_are_refused(trained, written, given, message):
     folder = written()
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder), **given})
+
+
+def test_tokens_that_are_not_the_completion_are_refused(trained):
+    ids = [WORDS(f"{text}<|im_end|>")["input_ids"] for text in GIVEN]
+    assert_same(
+        outcome(trained(**OPTIONS)),
+        outcome(trained(**{**OPTIONS, "train_dataset": ROWS.add_column("completion_ids", ids)})),
+    )
+    wrong = ROWS.add_column("completion_ids", [ids[1], *ids[1:]])
+    with pytest.raises(ValueError, match=r"row 0 .*the tokens in 'completion_ids' are 'the 1th of many '"):
+        trained(**{**OPTIONS, "train_dataset": wrong, "shuffle_dataset": False})
 
 
 def test_cut_shard_is_named(trained, written):

@@ -99,6 +99,7 @@ LARGEST_WEIGHT = 1e20
 """Of a token in the loss: sums of weighted nats are float32, whose maximum is 3e38."""
 SET = Values("not None", lambda value: value is not None)
 NAME = Values("the name of a teacher", lambda value: isinstance(value, str) and bool(value))
+FOLDER = Values("the path of a folder", lambda value: isinstance(value, str) and bool(value))
 NAMES = Values("a list of names", lambda value: isinstance(value, list))
 ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
 

@@ -21,6 +21,7 @@ from trl_opsd.cli.audit.episodes import teacher_prompts as prompts_of_teachers
 from trl_opsd.cli.audit.tokens import Compared, Tokens, apart, correlation, tokens_of
 from trl_opsd.cli.targets import COMPLETIONS, flush, keep_completions, keep_targets
 from trl_opsd.data.datasets import comparable
+from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import gathered_head, preserved_mode, shape_of, whole_head
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import preserved_rng
@@ -349,12 +350,13 @@ def _tried(
     assert start.rewards is not None, "as of the student"
     found: dict[str, Any] = {"knows": Mean.of(start.rewards - rewards), "own": Mean.of(start.rewards)}
     found["clipped"] = start.clipped
-    # After the token where both differ most, in rows that are worse than the teacher's own, where something is left.
+    # After the sampled token that the teacher likes least against the student, which is the mistake: where both differ
+    # most the token may be right, and so what follows. In rows that are worse than others, where something is left.
     cuts = {}
     for row in every:
         mine_n = tokens.row == row
         if mine_n.any() and rewards[row] < max(np.nanmax(start.rewards), np.nanmax(rewards)):
-            end = int(tokens.place[mine_n][tokens.reverse[mine_n].argmax()]) + 1
+            end = int(tokens.place[mine_n][tokens.advantage[mine_n].argmin()]) + 1
             if end < len(ids[row]) - 1 or (end < len(ids[row]) and ids[row][end] not in ends):
                 cuts[row] = ids[row][:end]
     if len(cuts) >= FEW:
@@ -391,15 +393,12 @@ def _contexts(trainer: OPSDTrainer, written: Episode, targets: TeacherTargets) -
     if all(one is None for one in (read.images or [None])) and read.prompt_lists() == rollout.prompt_lists():
         return {}
     found, names = {}, [row.request.teacher for row in rows]
-    own = teaching.prompts.own(rows, rollout.completion_lists())
-    of_others = [
-        teaching.readers.intake.as_control(row.request, one) for row, one in zip(rows, [*own[1:], own[0]], strict=True)
-    ]
+    own, intake = teaching.prompts.own(rows, rollout.completion_lists()), teaching.readers.intake
+    others = zip(rows, [*rows[1:], rows[0]], [*own[1:], own[0]], strict=True)
     for name in CONTEXTS:
         other = rollout
         if name == "shuffled":
-            changed = [replace(row, control=one) for row, one in zip(rows, of_others, strict=True)]
-            other = teaching.prompts.read(rollout, changed)
+            other = teaching.prompts.read(rollout, [_in_context_of(intake, *one) for one in others])
         with suppress(ValueError), autocast(trainer.accelerator):  # a context that does not fit another row
             found[name] = apart(
                 targets,
@@ -409,6 +408,13 @@ def _contexts(trainer: OPSDTrainer, written: Episode, targets: TeacherTargets) -
                 trainer.current_objective,
             )
     return found
+
+
+def _in_context_of(intake: Any, row: BatchRow, other: BatchRow, prompt: Any) -> BatchRow:
+    """The row, whose teacher reads the context of another, or its whole prompt where that is no column."""
+    if (column := "privileged_context") in row and column in other:
+        return replace(row, request=intake.read({**row, column: other[column]}, row.request.where))
+    return replace(row, control=intake.as_control(row.request, prompt))
 
 
 def _noise(trainer: OPSDTrainer, read: Rollout, names: Sequence[str], targets: TeacherTargets) -> tuple[float, float]:
