@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from audit_cases import CASES, Case, servers
+from audit_cases import CASES, WORDS, Case, servers
 from transformers import PrinterCallback, ProgressCallback
 
 from trl_opsd import OPSDTrainer
@@ -74,13 +74,19 @@ class Call:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it says rightly to train or not to."""
-        return self.verdict != "unknown" and (self.verdict == "helps") == (self.case.outcome == "helps")
+        """Whether it rightly advises to train on-policy, or not to; where off-policy is as good, either is right."""
+        says, outcome = self.verdict == "helps", self.case.outcome
+        return self.verdict != "unknown" and (outcome == "off-policy as good" or says == (outcome == "helps"))
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the reason is right, too."""
+        return self.verdict in WORDS[self.case.outcome]
 
     @property
     def line(self) -> str:
         """Of the table."""
-        score = "right" if self.verdict == self.case.verdict else "other reason" if self.is_decided else "wrong"
+        score = "right" if self.is_explained else "other reason" if self.is_decided else "wrong"
         cells = [self.name, self.case.outcome, self.verdict, score, *self._numbers(), f"{self.minutes:.1f}"]
         return f"| {' | '.join(cells)} |"
 
@@ -114,11 +120,8 @@ def table(calls: Sequence[Call]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *(call.line for call in calls)]
     for half in sorted({call.case.half for call in calls}):
         here = [call for call in calls if call.case.half == half]
-        words, decided = (
-            sum(call.verdict == call.case.verdict for call in here),
-            sum(call.is_decided for call in here),
-        )
-        lines.append(f"Half {half}: to train or not right in {decided} of {len(here)}, the reason too in {words}.")
+        decided, explained = sum(call.is_decided for call in here), sum(call.is_explained for call in here)
+        lines.append(f"Half {half}: to train or not right in {decided} of {len(here)}, the reason too in {explained}.")
     return "\n".join(lines)
 
 

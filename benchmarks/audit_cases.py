@@ -56,15 +56,22 @@ servers = ExitStack()
 """Servers that builders started; they end with the program."""
 
 
+WORDS = {
+    "helps": ("helps",),
+    "off-policy as good": ("off-policy",),
+    "does not": ("no better", "nothing"),
+    "broken": ("broken",),
+}
+"""Verdicts of the audit that name the reason for an outcome."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A trainer, and what is known of its training."""
 
     half: str
     outcome: str
-    """"helps", "does not" or "broken"."""
-    verdict: str
-    """The word of the audit that also names the reason."""
+    """Of training on-policy: a key of `WORDS`."""
     build: Callable[..., OPSDTrainer]
     """Takes a folder for its files, a seed, and these options."""
     options: dict[str, Any]
@@ -305,47 +312,43 @@ ANCHORED = Method(options={"anchor_weight": 0.1, "learning_rate": 1e-3})
 NOTES = "benchmarks/notes"
 
 CASES = {
-    "doors": Case("A", "helps", "helps", agent, {"method": Method()}, f"{NOTES}/doors.md: 0.20 to 0.94 with two rooms"),
+    "doors": Case("A", "helps", agent, {"method": Method()}, f"{NOTES}/doors.md: 0.20 to 0.94 with two rooms"),
     "doors, guide": Case(
-        *("A", "does not", "off-policy", agent, {"method": Method(teacher="guide")}),
+        *("A", "does not", agent, {"method": Method(teacher="guide")}),
         f"{NOTES}/doors.md: 0.20 to 0.22 with two rooms",
     ),
     "arithmetic": Case(
-        "A", "does not", "off-policy", arithmetic, {}, f"{NOTES}/arithmetic.md: 0.28 to 0.43, off-policy to 0.47"
+        "A", "off-policy as good", arithmetic, {}, f"{NOTES}/arithmetic.md: 0.28 to 0.43, off-policy to 0.47"
     ),
-    "solution": Case("A", "helps", "helps", self_taught, {"told": solutions}, f"{NOTES}/remedies.md: 0.42 to 0.76"),
-    "idle context": Case("A", "does not", "nothing", self_taught, {"told": remarks, "student": unmoved}, ""),
-    "strange context": Case("A", "does not", "no better", self_taught, {"told": semicolons}, "0.42 to 0.02, 0.02"),
-    "template": Case("A", "broken", "broken", arithmetic, {"to_teacher": question}, "0.27 to 0.01, 0.01"),
-    "end token": Case("A", "broken", "broken", arithmetic, {"teacher": with_another_end}, "0.27 to 0.01, 0.01"),
-    "twin": Case("A", "does not", "nothing", arithmetic, {"teacher": lambda: STUDENT}, "0.27 to 0.26, 0.24"),
+    "solution": Case("A", "helps", self_taught, {"told": solutions}, f"{NOTES}/remedies.md: 0.42 to 0.76"),
+    "idle context": Case("A", "does not", self_taught, {"told": remarks, "student": unmoved}, ""),
+    "strange context": Case("A", "does not", self_taught, {"told": semicolons}, "0.42 to 0.02, 0.02"),
+    "template": Case("A", "broken", arithmetic, {"to_teacher": question}, "0.27 to 0.01, 0.01"),
+    "end token": Case("A", "broken", arithmetic, {"teacher": with_another_end}, "0.27 to 0.01, 0.01"),
+    "twin": Case("A", "does not", arithmetic, {"teacher": lambda: STUDENT}, "0.27 to 0.26, 0.24"),
     "house": Case(
-        *("B", "helps", "helps", agent, {"task": "house", "method": Method()}),
+        *("B", "helps", agent, {"task": "house", "method": Method()}),
         f"{NOTES}/agents.md: 0.35 to 0.96 with two rooms",
     ),
     "databases": Case(
-        *("B", "helps", "helps", agent, {"task": "sql", "method": ANCHORED}),
+        *("B", "helps", agent, {"task": "sql", "method": ANCHORED}),
         f"{NOTES}/agents.md: 0.49 to 0.83 with two tables",
     ),
     "databases, no anchor": Case(
-        *("B", "does not", "no better", agent, {"task": "sql", "method": Method()}),
+        *("B", "does not", agent, {"task": "sql", "method": Method()}),
         f"{NOTES}/agents.md: 0.98 to 0.13 with one table",
     ),
-    "pirate": Case("B", "helps", "helps", rule, {"told": "pirate"}, f"{NOTES}/doors.md: 0.00 to 0.96"),
-    "another rule": Case("B", "does not", "no better", rule, {"told": "french", "wanted": "pirate", "steps": 15}, ""),
-    "pictures": Case("B", "helps", "helps", of_pictures, {}, "docs/choosing.md: 0.42 to 1.00"),
-    "pictures, whole": Case(
-        "B", "does not", "nothing", of_pictures, {"to_teacher": "whole"}, "docs/choosing.md: 0.42 to 0.41"
-    ),
-    "pictures, erased": Case("B", "does not", "no better", of_pictures, {"is_erased": True}, ""),
-    "other ids": Case("B", "broken", "broken", arithmetic, {"teacher": with_other_ids}, "0.27 to 0.00, 0.00"),
-    "other checkpoint": Case("B", "broken", "broken", served, {}, "refused at the start"),
-    "weaker teacher": Case(
-        "B", "does not", "no better", arithmetic, {"student": practised, "teacher": lambda: STUDENT}, ""
-    ),
-    "rounded twin": Case("B", "does not", "nothing", arithmetic, {"teacher": rounded_student}, ""),
-    "slipped column": Case("B", "does not", "no better", self_taught, {"told": of_the_next_row}, ""),
-    "two teachers": Case("B", "does not", "no better", two_teachers, {}, ""),
-    "one try": Case("B", "does not", "off-policy", agent, {"method": Method(), "environment": OneTry}, ""),
+    "pirate": Case("B", "helps", rule, {"told": "pirate"}, f"{NOTES}/doors.md: 0.00 to 0.96"),
+    "another rule": Case("B", "does not", rule, {"told": "french", "wanted": "pirate", "steps": 15}, ""),
+    "pictures": Case("B", "off-policy as good", of_pictures, {}, "docs/choosing.md: 0.42 to 1.00, off-policy too"),
+    "pictures, whole": Case("B", "does not", of_pictures, {"to_teacher": "whole"}, "docs/choosing.md: 0.42 to 0.41"),
+    "pictures, erased": Case("B", "does not", of_pictures, {"is_erased": True}, ""),
+    "other ids": Case("B", "broken", arithmetic, {"teacher": with_other_ids}, "0.27 to 0.00, 0.00"),
+    "other checkpoint": Case("B", "broken", served, {}, "refused at the start"),
+    "weaker teacher": Case("B", "does not", arithmetic, {"student": practised, "teacher": lambda: STUDENT}, ""),
+    "rounded twin": Case("B", "does not", arithmetic, {"teacher": rounded_student}, ""),
+    "slipped column": Case("B", "does not", self_taught, {"told": of_the_next_row}, ""),
+    "two teachers": Case("B", "does not", two_teachers, {}, ""),
+    "one try": Case("B", "does not", agent, {"method": Method(), "environment": OneTry}, ""),
 }
 """All, by name. A pair of rewards is of training with seeds 0 and 1 with `--train`: greedy, agents sampled."""
