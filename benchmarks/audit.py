@@ -102,13 +102,15 @@ class Call:
 
 def called(name: str, folder: Path, rows: int) -> Call:
     """Audits a case."""
-    start = time.perf_counter()
     try:
         trainer = built(CASES[name], folder)
     except (ValueError, OPSDError) as error:
-        return Call(name=name, verdict="broken", why=str(error), minutes=(time.perf_counter() - start) / 60)
+        return Call(name=name, verdict="broken", why=str(error), minutes=0.0)
     start = time.perf_counter()  # without the models that it trained
-    found = audit(trainer, rows)
+    try:
+        found = audit(trainer, rows)
+    except (ValueError, OPSDError) as error:
+        return Call(name=name, verdict="unknown", why=str(error), minutes=0.0)
     minutes = (time.perf_counter() - start) / 60
     said = verdict(found.candidates[0], found)
     print(screen(found), flush=True)
