@@ -96,8 +96,7 @@ class Call:
         one, student = self.audit["candidates"][0], self.audit["student"]
         after = one["after"] or [None, None]
         rewards = ["" if mean is None else f"{mean['value']:.2f}" for mean in (student, one["own"], *after)]
-        correlation = "" if one["correlation"] is None else f"{one['correlation']:+.2f}"
-        return [*rewards, f"{one['forward']:.3g}", f"{one['floor']:.1g}", correlation]
+        return [*rewards, f"{one['forward']:.3g}", f"{one['floor']:.1g}", f"{one['correlation']['value']:+.2f}"]
 
 
 def called(name: str, folder: Path, rows: int) -> Call:

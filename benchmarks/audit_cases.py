@@ -208,12 +208,12 @@ def rounded_student() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.bfloat16).float()
 
 
-def two_teachers(folder: str, seed: int) -> OPSDTrainer:
+def two_teachers(folder: str, seed: int, **options: Any) -> OPSDTrainer:
     """The rows of `examples/two_teachers.py`; the teacher of differences has learned sums."""
     return OPSDTrainer(
         model=STUDENT,
         teacher_model={"sums": ADDER, "differences": AutoModelForCausalLM.from_pretrained(ADDER)},
-        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, "learning_rate": 5e-4, "top_p": 0.6}),
+        args=OPSDConfig(folder, seed=seed, **{**OPTIONS, "learning_rate": 5e-4, "top_p": 0.6, **options}),
         train_dataset=of_two_teachers(draw(32 * 100, seed=1000 + seed)),
         eval_dataset=of_two_teachers(draw(HELD_OUT, held_out=True)),
         reward_funcs=right,
