@@ -46,6 +46,7 @@ from trl_opsd.options.table import (
     OVERLAP_STEP,
     SGLANG,
     SKIPS,
+    STATIC,
     TEACHER_SERVER,
     Option,
     a_divergence,
@@ -178,6 +179,9 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     teacher_cache_device: Annotated[str, Option(one_of("auto", "cpu", "accelerator"))] = "auto"
     """Device that holds the teacher's targets until each micro-batch needs them; `"auto"` is the accelerator up to 1 GB
     and the host beyond."""
+    teacher_prefix_cache_gb: Annotated[float, Option(at_least(0), (STATIC,))] = 0.0
+    """GB (1e9 bytes) of keys and values that are kept of prefixes that rows of a static teacher share, such as a
+    document, which are then read once; of all teachers together, least recently used first out. 0 is off."""
     teacher_server_url: Annotated[
         list | str | dict | None,
         Option(server_urls, may_differ=True, also="teacher_model_server_url teacher_server_urls use_teacher_server"),

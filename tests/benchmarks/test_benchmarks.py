@@ -44,6 +44,16 @@ def test_losses_form_logits_once_and_equal_the_oracle(run):
     assert "jsd" in benchmark.table(rows)
 
 
+def test_a_prefix_that_rows_share_is_read_once(run):
+    benchmark, (none, stream) = run("shared_prefix", "--layers", 1, "--shared", 300, "--device", "cpu")
+    for row in (none, stream):
+        tokens = row["tokens"]
+        assert tokens["first"] < tokens["whole"] - 6 * 300
+        assert tokens["later"] == tokens["whole"] - 8 * 300
+        assert row["distance"] < 1e-6
+        assert "x" in benchmark.line(row)
+
+
 def test_products_are_formed_to_choose_tokens_and_of_those_chosen(run):
     sizes = ("--tokens", 40, "--vocab", 64, "--student-width", 32, "--teacher-width", 32, "--layers", 1)
     benchmark, rows = run("selection", *sizes, "--repeats", 1, "--steps", 1, "--step-repeats", 1, "--device", "cpu")

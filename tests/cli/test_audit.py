@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from arithmetic import STUDENT, TEACHER
 from arithmetic.task import draw, prompts_with_answers, right
+from datasets import Dataset
 from environments.worlds import END, Adder, call, given, rows
 from support import tiny
+from support.failing_server import Scoring, pretended
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.cli.audit.episodes import Beginnings, episode
-from trl_opsd.cli.audit.measure import Audit, Mean, Measured, audit
+from trl_opsd.cli.audit.measure import Audit, Measured, audit
 from trl_opsd.cli.audit.shown import document, screen, write_page
-from trl_opsd.cli.audit.tokens import Compared, tokens_of
+from trl_opsd.cli.audit.tokens import Compared, Mean, tokens_of
 from trl_opsd.cli.audit.verdict import verdict
 from trl_opsd.losses import ForwardKL
 from trl_opsd.losses.objective import Objective
@@ -73,20 +76,27 @@ def test_numbers_of_tokens_equal_float64():
 def test_recorded_turns_are_returned_and_others_are_written():
     asked = []
 
-    def write(contexts):
-        asked.extend(contexts)
-        return [[90 + number] for number in range(len(contexts))]
+    def write(rows, contexts):
+        asked.extend(zip(rows, contexts, strict=True))
+        return [[90 + row] for row in rows]
 
-    # Row 0 has a whole turn (1 2 END), what a tool said (7), and half a turn (3); row 1 is cut in its first turn.
-    end = 0
-    begun = Beginnings([[10], [11, 12]], [[1, 2, end, 7, 3], [4]], [[20, 21], [22]], write, [end], 8)
-    assert begun.complete([[10], [11, 12]]) == [[1, 2, end], [4, 90]]
-    assert asked == [[22, 4]]
-    assert begun.complete([[10, 1, 2, end, 7]]) == [[3, 90]]
-    assert asked[1:] == [[20, 21, 1, 2, end, 7, 3]]
-    assert begun.complete([[10, 1, 2, end, 8]]) == [[90]]  # a tool that says something else
-    assert asked[2:] == [[20, 21, 1, 2, end, 8]]
-    assert begun.complete([[10, *range(1, 8)]]) == [[90]]  # no room for more than one token
+    # Row 0 has a whole turn (1 2 END), what a tool said (7), and half a turn (3); row 1 is cut in its first turn; row 2
+    # has the prompt of row 0, and row 3 one that begins with it.
+    end, prompts = 0, [[10], [11, 12], [10], [10, 1]]
+    recorded, read = [[1, 2, end, 7, 3], [4], [], [5, end]], [[20, 21], [22], [23], [24]]
+
+    def begun():
+        one = Beginnings(prompts, recorded, read, write, [end], 8)
+        assert one.complete(prompts) == [[1, 2, end], [4, 91], [92], [5, end]]
+        return one
+
+    one = begun()
+    assert asked == [(1, [22, 4]), (2, [23])]
+    assert one.complete([[10, 1, 5, end, 8], [10, 1, 2, end, 7]]) == [[93], [3, 90]]
+    assert asked[2:] == [(3, [24, 5, end, 8]), (0, [20, 21, 1, 2, end, 7, 3])]
+    assert begun().complete([[10, 1, 2, end, 8]]) == [[90]]  # a tool that says something else
+    assert asked[-1] == (0, [20, 21, 1, 2, end, 8])
+    assert begun().complete([[10, 1, 2, end, 4, 5, 6, 7]]) == [[90]]  # no room for more than one token
 
 
 def test_environment_is_called_again_as_it_was(make_trainer):
@@ -97,7 +107,7 @@ def test_environment_is_called_again_as_it_was(make_trainer):
     ids, prompts = first.rollout.completion_lists(), first.rollout.prompt_lists()
     said = WORDS(f"another{END}")["input_ids"]
     writer = Beginnings(
-        prompts, [one[:-3] for one in ids], prompts, lambda many: [said] * len(many), trainer.eos_token_ids, 500
+        prompts, [one[:-3] for one in ids], prompts, lambda _, many: [said] * len(many), trainer.eos_token_ids, 500
     )
     again = episode(trainer, list(trainer.train_dataset), writer)
     assert [one.total for one in trainer.environments] == totals == [5, 15, 25, 35]
@@ -141,7 +151,7 @@ def test_teacher_that_cannot_repair_a_slip_is_found_out(tmp_path):
     assert one.knows.value > 0.5
     assert one.recovers.value < 0.2
     assert one.correlation is not None
-    assert one.correlation > 0.3
+    assert one.correlation.value > 0.3
     assert verdict(one, found).word == "off-policy"
 
 
@@ -178,6 +188,55 @@ def test_other_candidates_are_measured_and_the_teacher_stays(make_trainer, tmp_p
     assert [one.name for one in found.candidates] == ["as configured", str(tmp_path / "other")]
     assert found.candidates[0].loss != found.candidates[1].loss
     assert trainer.teacher is teacher
+
+
+SEEDS: dict[str, list[int]] = {}
+
+
+class Seeded(Adder):
+    """Notes the seed of each reset by the prompt of its row, and shows it."""
+
+    def reset(self, seed: int = 0, prompt: Any = None, **_: Any) -> str:
+        SEEDS.setdefault(prompt[0]["content"], []).append(seed)
+        super().reset(seed % 1000)
+        return f" from {seed % 1000}"
+
+
+def test_environments_are_the_same_tasks_whoever_acts(make_trainer):
+    SEEDS.clear()
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"task {number}"}] for number in range(8)]})
+    options = {"train_dataset": data, "reward_funcs": length, "rollout": None, "max_completion_length": 16}
+    one = audit(make_trainer(**given(str, Seeded, **options)), 8).candidates[0]
+    assert one.after is not None, "so there were four passes"
+    assert [len(seeds) for seeds in SEEDS.values()] == [4] * 8
+    assert all(len(set(seeds)) == 1 for seeds in SEEDS.values())
+
+
+def test_candidate_and_texts_leave_dataset_and_log(make_trainer, tmp_path):
+    tiny.qwen2(24, seed=4, max_position_embeddings=40).save_pretrained(tmp_path / "short")
+    data = Dataset.from_dict({"prompt": [*(f"p{number}" for number in range(8)), "long " * 12]})
+    options = {"train_dataset": data, "overlong_prompts": "drop", "max_completion_length": 8, "log_completions": True}
+    trainer = make_trainer(**{**OPTIONS, **options})
+    audit(trainer, 4, [str(tmp_path / "short")])
+    assert len(trainer.train_dataset) == 9
+    assert not trainer.dropped_prompts
+    assert not trainer._logs["completion"]
+
+
+def test_floor_of_a_server_of_tokens_is_its_noise(tmp_path):
+    teacher = tiny.qwen2(48, seed=1)
+    teacher.save_pretrained(tmp_path / "teacher")
+    WORDS.save_pretrained(tmp_path / "teacher")
+    with pretended(teacher, kind=Scoring, words=WORDS) as server:
+        asked = {"teacher_server_targets": "teacher_top_k", "teacher_server_top_k": 8}
+        trainer = OPSDTrainer(
+            model=tiny.qwen2(32),
+            teacher_model=str(tmp_path / "teacher"),
+            args=tiny.config(tmp_path / "out", teacher_server_url=server.url, **asked),
+            train_dataset=tiny.rows(),
+            processing_class=WORDS,
+        )
+        assert audit(trainer, 8).candidates[0].floor == trainer.teachers.noise
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from support.scores import known_teacher
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd.cli.targets import flush, keep_targets
 from trl_opsd.methods import METRICS, MethodOptions
+from trl_opsd.teacher import prefix, prefix_choice
 
 RATE, LIMIT = 0.03, 550
 ROWS = {1: 8, 2: 12}
@@ -91,6 +93,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "teacher's tokens": {"known": "teacher_top_k"},
     "tokens of both": {"known": "both_top_k"},
     "stored": {"stored": True},
+    "prefixes": {"teacher_prefix_cache_gb": 0.001},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
 SUCCESS = {"success", "success alone"}
@@ -115,6 +118,8 @@ THIRD_MODELS = {
     "anchor, forward",
 }  # fmt: skip
 WHOLE = {*THIRD_MODELS, "temperatures", "bytes"} - {"anchor", "anchor, forward"}
+OTHER_PROMPTS = {"unprivileged", "a prompt of the completion", "a prompt of rewards"}
+"""Those of a teacher have no beginning in common."""
 KNOWN = {name for name, given in VARIANTS.items() if "known" in given}
 REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant", "certified"}, "with `cross_tokenizer='bytes'`, "),
@@ -128,6 +133,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     *((name, WHOLE, "needs the whole distribution of each teacher") for name in KNOWN),
     ("stored", {"bytes"}, "of which none are kept"),
     ("stored", KNOWN, "teacher"),
+    ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a KnownTeacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
 ]
 """What is refused with each of these, and what the error says."""
@@ -246,7 +252,9 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
         columns["teacher"] = [named[number % 2] for number in range(len(prompts))]
     is_long = "skip_prompts" in options or "prompt_weight_fn" in arguments
     is_told = len(columns) > 1 or "teacher_context" in options or is_acted
-    with warnings.catch_warnings():
+    # Prompts of a few tokens would not be worth it.
+    short = mock.patch.object(prefix_choice, "LEAST", 2), mock.patch.dict(prefix.PASS_TOKENS, cpu=1)
+    with warnings.catch_warnings(), short[0], short[1]:
         warnings.simplefilter("ignore")
         try:
             args = tiny.config(
@@ -308,6 +316,8 @@ def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
         assert said in found["refused"]
         return
     assert "refused" not in found, found["refused"]
+    if "prefixes" in names and not {*names} & {*OTHER_PROMPTS, "stored"}:  # what is on disk is not read
+        assert sum(found["metrics"]["teacher/prefix_saved"]) > 0
     losses, weights = expected(options_of(names), found["steps"])
     # a step in which no row counts has no loss
     assert [one or 0.0 for one in found["losses"]] == pytest.approx(losses, rel=1e-5, abs=1e-7)
@@ -360,7 +370,10 @@ def test_every_option_of_a_method_is_in_the_pairs():
 EFFECTS = [
     (name, key) for name, given in VARIANTS.items() for key in given if key not in ("columns", "cross_tokenizer")
 ]
-UNSEEN = {"num_generations", "environment_factory", "reward_funcs", "collapse_guard", "teacher_shares", "certificate"}
+UNSEEN = {
+    "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "teacher_shares", "certificate",
+    "teacher_prefix_cache_gb",
+}  # fmt: skip
 """What has no effect on the loss of given completions by itself."""
 
 

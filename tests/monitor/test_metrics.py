@@ -109,6 +109,7 @@ def configurations(tmp_path):
             "lmbda": 0.5,
             "per_device_train_batch_size": 8,
         },
+        "prefixes that rows share": {"teacher_prefix_cache_gb": 0.001},
         "targets on disk": {
             "train_dataset": tiny.rows().add_column("completion", ["so"] * 8),
             "lmbda": 0.5,

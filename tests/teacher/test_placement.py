@@ -452,7 +452,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("teacher", "offload", "message"),
         [
-            (_Own, "cpu", "cannot move a _Own, which manages its own"),
+            (_Own, "cpu", "no effect on a _Own, which manages its own"),
             (_no_layers, "stream", "does not keep its layers in a `torch.nn.ModuleList`"),
             (_device_map, "cpu", "loaded with a device map ({'': 'cpu'})"),
             (_device_map, "stream", "loaded with a device map ({'': 'cpu'})"),

@@ -123,6 +123,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def shard(parameter: Tensor) -> Tensor:
+    """What this process holds of a parameter: its shard, if FSDP2 or ZeRO-3 has sharded it; nothing is gathered."""
+    return local(getattr(parameter, "ds_tensor", parameter).detach())
+
+
 @torch.no_grad()
 def write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Writes unsharded values, equal in all processes, into the parameters of the same names. Collective."""

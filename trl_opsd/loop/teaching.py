@@ -361,6 +361,7 @@ class Teaching:
     def _targets(self, rollout: Rollout, rows: Sequence[BatchRow]) -> TeacherTargets:
         rollout = self.teachers.proposed(rollout, self._host.args.loss_chunk_tokens, self.vocabulary)
         read = self._for_teachers(rollout, rows)
+        before = self.teachers.tokens
         try:
             found = self.teachers.targets(*read, self._host.methods.references(rollout, rows))
         except MissingTargetsError as error:
@@ -370,6 +371,9 @@ class Teaching:
                 f"{self.batch_name}, the first of which ends with {prompt[-60:]!r} before the completion "
                 f"{completion[:60]!r}: run `trl-opsd targets` with these rows, which adds what is missing."
             ) from None
+        if before is not None and (after := self.teachers.tokens) is not None:
+            self._host.record("teacher/tokens", after[0] - before[0], len(rows))
+            self._host.record("teacher/prefix_saved", after[1] - before[1], len(rows))
         if self.spelling is not None:
             self._warn_of_little(rollout, found)
         return found

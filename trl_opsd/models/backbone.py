@@ -54,7 +54,7 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
     # longest row or, packed, as long as its rows together.
     lengths = rollout.measured()
     if reading.padded_up_to == math.inf and not reading.packed:
-        return _completion_hidden(model, rollout, lengths, reading)
+        return padded_hidden(model, rollout, lengths, reading)
     check_no_holes(lengths)
     totals, is_split = [one.total for one in lengths], is_split_model(model)
     if reading.packed:
@@ -64,7 +64,7 @@ def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADD
         groups, read = fewest_groups(totals, lambda tokens, _: tokens <= within, packed=True), _completion_hidden_packed
     else:
         groups = reading.groups(totals, is_split)
-        read = partial(_completion_hidden, reading=replace(reading, multiple_of=1))
+        read = partial(padded_hidden, reading=replace(reading, multiple_of=1))
     parts = [read(model, rollout.select(rows), [lengths[row] for row in rows]) for rows in groups]
     # Rows come back in their original order.
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
@@ -89,11 +89,16 @@ def check_no_holes(lengths: Sequence[Length]) -> None:
         )
 
 
-def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Length], reading: Reading) -> Tensor:
-    """[B, C, H], from rows shifted to the first column and padded at the end."""
+def padded_hidden(
+    model: CausalLM, rollout: Rollout, lengths: Sequence[Length], reading: Reading, past: Any = None, before: int = 0
+) -> Tensor:
+    """[B, C, H], from rows shifted to the first column and padded at the end.
+
+    With the `past` of their first tokens, `before` in number, only the others are computed.
+    """
     places = _Places(rollout, lengths)
-    starts_B1, totals_B1 = places.starts_B.unsqueeze(1), places.totals_B.unsqueeze(1)
-    width = -(-max(places.totals) // reading.multiple_of) * reading.multiple_of
+    starts_B1, totals_B1 = places.starts_B.unsqueeze(1) + before, places.totals_B.unsqueeze(1) - before
+    width = -(-(max(places.totals) - before) // reading.multiple_of) * reading.multiple_of
     columns_W = torch.arange(width, device=starts_B1.device)
     mask_BL = rollout.attention_mask
     index_BW = (starts_B1 + columns_W).clamp(max=mask_BL.size(1) - 1)
@@ -102,6 +107,11 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
     # Positions beyond the context, of rows that are padded to a multiple, would have to be those of the last token.
     needs_mask |= any(one.masked for one in lengths) or width > (context_of(model) or width)
     mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1) if needs_mask else None
+    if before:
+        whole_mask = None if mask_BW is None else pad(mask_BW, (before, 0), value=1)
+        places_BW = before + columns_W.minimum(totals_B1 - 1)  # padding may lie beyond the context
+        hidden_BWH = hidden_states(model, ids_BW, whole_mask, places_BW, past=past)
+        return _at(hidden_BWH, places.predicting_BC - before)
     images: Sequence[RowImages | None] = rollout.images or [None] * len(lengths)
     if reading.dummy_image_prompt is not None and mask_BW is not None and all(one is None for one in images):
         ids_BW, mask_BW = (
@@ -121,8 +131,13 @@ def _completion_hidden(model: CausalLM, rollout: Rollout, lengths: Sequence[Leng
     if len(hidden_BWH) > len(lengths):
         # Its gradient is zero, but there is one: reducing gradients is collective, too.
         hidden_BWH = hidden_BWH[:-1] + 0 * hidden_BWH[-1].sum()
-    predicting_BC = places.predicting_BC.clamp(0, width - 1).to(hidden_BWH.device)
-    return hidden_BWH.gather(1, predicting_BC[..., None].expand(-1, -1, hidden_BWH.size(-1)))
+    return _at(hidden_BWH, places.predicting_BC)
+
+
+def _at(hidden_BWH: Tensor, places_BC: Tensor) -> Tensor:
+    """[B, C, H], the states at these columns; of one outside, that of the nearest."""
+    places_BC1 = places_BC.clamp(0, hidden_BWH.size(1) - 1).to(hidden_BWH.device)[..., None]
+    return hidden_BWH.gather(1, places_BC1.expand(-1, -1, hidden_BWH.size(-1)))
 
 
 def _completion_hidden_packed(model: CausalLM, rollout: Rollout, lengths: Sequence[Length]) -> Tensor:
@@ -205,12 +220,16 @@ def hidden_states(
     attention_mask_BL: Tensor | None,
     position_ids_BL: Tensor | None = None,
     images: Mapping[str, Tensor] | None = None,
+    past: Any = None,
 ) -> Tensor:
     """The last hidden state, [B, L, H], of right- or left-padded rows, of packed rows with positions and no mask, or of
-    rows from the first column on with neither. Positions are [B, L], or [3, B, L] of three axes.
+    rows from the first column on with neither. Positions are [B, L], or [3, B, L] of three axes. `past` is a cache of
+    what comes before; a mask covers it, too.
     """
     backbone = backbone_of(model)
-    inputs: dict[str, Any] = {"input_ids": input_ids_BL, "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": input_ids_BL, "use_cache": past is not None}
+    if past is not None:
+        inputs["past_key_values"] = past
     if attention_mask_BL is not None:
         inputs["attention_mask"] = attention_mask_BL
     taken = inspect.signature(backbone.forward).parameters

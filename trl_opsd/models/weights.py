@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trl_opsd._compat.peft import CausalLM, base_parameters
-from trl_opsd._compat.sharding import whole
+from trl_opsd._compat.sharding import shard, whole
 from trl_opsd._compat.versions import CACHE
 
 VALUES = 64
@@ -73,6 +73,22 @@ def sample(parameter: Tensor) -> Tensor:
     # Spread by a multiplicative hash: with even steps, all values could come from one column.
     places = torch.arange(min(VALUES, flat.numel()), device=flat.device) * 2654435761 % max(flat.numel(), 1)
     return flat[places].cpu()
+
+
+def state_of(parameters: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Equal as long as weights have not changed: their versions, and a few values of each. Nothing is gathered.
+
+    Operations in place raise a version, unless they go through `.data`: those are found by the values, of dense floats.
+    """
+    shards = [shard(one) for one in parameters]
+    versions = tuple(0 if one.is_inference() else one._version for one in shards)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for one in shards:
+        if type(one) is Tensor and one.is_floating_point() and one.numel() and not one.is_meta:
+            # An odd step, or all values could come from one column.
+            few = one.flatten()[:: one.numel() // VALUES | 1]
+            by_device.setdefault(one.device, []).append(few.float())
+    return versions, tuple(torch.cat(few).cpu().numpy().tobytes() for few in by_device.values())
 
 
 def as_saved(model: CausalLM, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

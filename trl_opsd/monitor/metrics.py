@@ -55,6 +55,7 @@ _SEVERAL = "several teachers"
 _WITH_TOOLS = "`tools`, or an `environment_factory`"
 BATCHES = "all processes; mean over generation batches, or over the rows of an evaluation"
 _GENERATED = Logs(BATCHES, "where the student generated some (`lmbda`)")
+_PREFIXES = Logs(BATCHES, "`teacher_prefix_cache_gb`, where teachers can use it")
 WITH_REWARDS = "`reward_funcs`"
 _PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _PHASES = Logs(_PHASE, ALWAYS)
@@ -159,6 +160,8 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "Share of rows whose targets were on disk, so that the teacher did not read them.",
             Logs("rows of this process since the last step", "`teacher_targets` beside a teacher", evaluated=False),
         ),
+        "teacher/tokens": Metric("tokens", "Tokens that teachers read for a generation batch.", _PREFIXES),
+        "teacher/prefix_saved": Metric("tokens", "Tokens that they did not read, as rows share prefixes.", _PREFIXES),
         "acceptance": Metric(
             "1", "Probability that speculative decoding accepts a token of the student.", _TOLD, "accepted / tokens"
         ),

@@ -209,6 +209,7 @@ def _of_whole_rows(at: Launch) -> str:
         "pad_to_multiple_of": [None, "auto"],
         "torch_compile": [False],
         "cross_tokenizer": [None],
+        "teacher_prefix_cache_gb": [0],
     }
     values = {name: getattr(at.args, name) for name in fine}
     return next((shown(name, value) for name, value in values.items() if value not in fine[name]), "")
@@ -403,6 +404,11 @@ AFTER = (
         ": this teacher is another one in each step, so nothing of it can be kept: remove one of them.",
         teacher_targets=SET,
         teacher_model_kind=one_of("ema", "live"),
+    ),
+    together(
+        ": concatenated rows do not share a prefix; remove one of them.",
+        teacher_prefix_cache_gb=unless(0),
+        padding_free=True,
     ),
     Rule(
         _unmovable,

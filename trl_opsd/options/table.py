@@ -204,6 +204,10 @@ def _of_engine(lacking: str, met: Callable[[Any], Any]) -> Need:
 REWARDS = Need("there are no `reward_funcs`", lambda now: now.rewards)
 OFF_POLICY = Need("`lmbda` is 1, so the student generates all completions", lambda now: now.lmbda < 1)
 EMA = Need("`teacher_model_kind` is not 'ema'", lambda now: now.teacher_model_kind == "ema")
+STATIC = Need(
+    "the teacher changes with each step",
+    lambda now: now.teacher_model_kind not in ("ema", "live") or now.reads_origin,
+)
 OTHER_TEACHER = Need("the student is its own teacher", lambda now: now.teacher_model_kind is None)
 LOADED = Need("no teacher is loaded from a path", lambda now: any(isinstance(path, str) for path in now.teachers))
 TEACHER_SERVER = Need("`teacher_server_url` is not set", lambda now: now.teacher_server_url is not None)

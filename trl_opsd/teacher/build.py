@@ -30,6 +30,7 @@ from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, TeacherLike, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
+from trl_opsd.teacher.prefix import PrefixMemory, SharedPrefixes
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
 from trl_opsd.teacher.stored import before
 from trl_opsd.teacher.teachers import Teachers
@@ -44,17 +45,20 @@ _PLACEMENTS: dict[str, Callable[..., Placement]] = {
 """Placement by `teacher_offload`."""
 
 
-def build_teacher(teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = True) -> Teacher:
+def build_teacher(
+    teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = True, memory: PrefixMemory | None = None
+) -> Teacher:
     """A frozen teacher from a path or a model, placed as `args.teacher_offload` says; a [`Teacher`] stays as it is.
 
     One that is offloaded keeps its head on the device if it is the only one.
     """
     if isinstance(teacher_model, Teacher):
-        if args.teacher_offload != "none":
-            raise ValueError(
-                f"`teacher_offload={args.teacher_offload!r}` cannot move a {type(teacher_model).__name__}, which "
-                "manages its own weights: remove the option, or pass a model."
-            )
+        for name, off in (("teacher_offload", "none"), ("teacher_prefix_cache_gb", 0)):
+            if (value := getattr(args, name)) != off:
+                raise ValueError(
+                    f"`{name}={value!r}` has no effect on a {type(teacher_model).__name__}, which manages its own "
+                    "weights: remove the option, or pass a model."
+                )
         return teacher_model
     if isinstance(teacher_model, str):
         teacher_model = _loaded(teacher_model, args, location(args))
@@ -63,7 +67,7 @@ def build_teacher(teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = 
             "The teacher was sharded by the student's ZeRO-3 config when it was loaded: pass its path, so that "
             "`teacher_offload` decides, or load it before the config is built."
         )
-    return _frozen(_placed(teacher_model, args, is_only), args)
+    return _frozen(_placed(teacher_model, args, is_only), args, memory)
 
 
 def on_device(model: CausalLM, device: torch.device) -> FrozenTeacher:
@@ -123,6 +127,7 @@ def build_teachers(
         need = "`teacher_model_kind='base'` is" if is_base else "`anchor_weight` and `extrapolation` need"
         checked = Origin(student, handed_in, need)
     urls = servers(args)
+    memory = PrefixMemory(args.teacher_prefix_cache_gb * 1e9) if args.teacher_prefix_cache_gb else None
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
     is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
     placements, unchanged = _placed_adapters(adapters, student, args, is_only)
@@ -130,13 +135,13 @@ def build_teachers(
     average: Average | None = None
     for name, model in models.items():
         if model is None:
-            teachers[name], average = _build_own(student, run, reading, args)
+            teachers[name], average = _build_own(student, run, reading, args, memory)
         elif name in urls:
             teachers[name] = served(model, urls[name], args, divergence, student, tokenizer)
         elif name in placements:
-            teachers[name] = _frozen(placements[name], args)
+            teachers[name] = _frozen(placements[name], args, memory)
         else:
-            teachers[name] = build_teacher(model, args, is_only)
+            teachers[name] = build_teacher(model, args, is_only, memory)
     teachers = before(teachers, args)
     for name, spell in by_bytes.items():
         teachers[name] = spell(teachers[name])
@@ -144,7 +149,7 @@ def build_teachers(
         origin = teachers[str(args.extrapolation_reference)]
     elif args.reads_origin and origin is None:
         own = next((one for one in teachers.values() if is_base), None)
-        origin = own or _build_base(student, run, reading, args)
+        origin = own or _build_base(student, run, reading, args, memory)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
     _check_whole(teachers, args)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
@@ -188,7 +193,7 @@ def _placed_adapters(
 
 
 def _build_own(
-    student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig
+    student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig, memory: PrefixMemory | None
 ) -> tuple[Teacher, Average | None]:
     """The student in another state as its teacher (`args.teacher_model_kind`), and its moving average if any."""
     kind = args.teacher_model_kind
@@ -198,7 +203,7 @@ def _build_own(
             "the student teaches with its own weights. Set `teacher_offload='none'`."
         )
     if kind == "base":
-        return _build_base(student, run, reading, args), None
+        return _build_base(student, run, reading, args, memory), None
     own = _own(student, run, reading, args)
     if kind == "live":
         return own(nullcontext), None
@@ -224,11 +229,14 @@ def _build_own(
     return teacher, averaged({name: parameters[name] for name in followed})
 
 
-def _build_base(student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig) -> Teacher:
+def _build_base(
+    student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig, memory: PrefixMemory | None
+) -> Teacher:
     """The student as it was passed: without its adapter and not quantised, or a copy."""
     if is_peft(student):
-        return _own(student, run, reading, args)(partial(_as_passed, student))
-    teacher = _copied(student, args)
+        prefixes = None if memory is None else SharedPrefixes(student, memory, args.device, args.device)
+        return _own(student, run, reading, args)(partial(_as_passed, student), prefixes=prefixes)
+    teacher = _copied(student, args, memory)
     restore(teacher.model)
     return teacher
 
@@ -244,10 +252,10 @@ def _own(student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSD
     return partial(OwnTeacher, student, run, reading=reading, cache_device=device, progress=progress)
 
 
-def _copied(student: CausalLM, args: OPSDConfig) -> FrozenTeacher:
+def _copied(student: CausalLM, args: OPSDConfig, memory: PrefixMemory | None = None) -> FrozenTeacher:
     copied = whole_copy(student)
     broadcast_from_first(copied.state_dict(), args.device)
-    return _frozen(_placed(copied, args, is_only=True), args)
+    return _frozen(_placed(copied, args, is_only=True), args, memory)
 
 
 def _progress(args: OPSDConfig) -> bool:
@@ -260,13 +268,14 @@ def _placed(model: CausalLM, args: OPSDConfig, is_only: bool) -> Placement:
     return _PLACEMENTS[args.teacher_offload](model, args.device, **of_head)
 
 
-def _frozen(placement: Placement, args: OPSDConfig) -> FrozenTeacher:
+def _frozen(placement: Placement, args: OPSDConfig, memory: PrefixMemory | None) -> FrozenTeacher:
     return FrozenTeacher(
         placement,
         cache_device=args.teacher_cache_device,
         progress=_progress(args),
         padding_free=args.padding_free,
         pad_to_multiple_of=args.pad_to_multiple_of,
+        prefix_memory=memory,
     )
 
 

@@ -82,6 +82,11 @@ def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
             f"`teacher_offload={args.teacher_offload!r}` with `{_OPTION}`: the teacher's layers are on the server, and "
             "its head stays on the device: set it to 'none'."
         )
+    if args.teacher_prefix_cache_gb:
+        raise ValueError(
+            f"`teacher_prefix_cache_gb={args.teacher_prefix_cache_gb!r}` with `{_OPTION}`: the server reads the rows, "
+            "and this process has no keys and values: remove the option."
+        )
     if others := [name for name in args.teacher_model_init_kwargs or {} if name not in LOCATION_OPTIONS]:
         raise ValueError(
             f"`teacher_model_init_kwargs` has {others[0]!r} with `{_OPTION}`: the server loads the teacher: remove it, "

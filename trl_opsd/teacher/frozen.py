@@ -23,9 +23,11 @@ from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, h
 from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.prefix import PASSES, Past, hidden_after
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
 from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.prefix import PrefixMemory, SharedPrefixes, planned
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.rollout import PromptIds
 from trl_opsd.types.targets import Keeper
@@ -68,6 +70,8 @@ class Placement(ABC):
     """Whether the model can be called directly within [`reading`], and not only through what that yields."""
     passes_cost: bool = False
     """Whether each pass copies or gathers the weights again."""
+    in_host_memory: bool = False
+    """Whether what it keeps between scorings has to be in host memory."""
 
     @abstractmethod
     def reading(self, passes: int) -> AbstractContextManager[Run]:
@@ -138,16 +142,23 @@ def score_groups(
     cache_device: str = "auto",
     progress: bool = False,
     reading: Reading = PADDED,
+    pasts: Sequence[Past] = (),
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
 
-    The rows have [`~types.Rollout.ended`], so that no state is computed that is not needed.
+    The rows have [`~types.Rollout.ended`], so that no state is computed that is not needed; those of each group begin
+    with its past, if there is one.
     """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
     with torch.no_grad():
-        for rows in bar:
-            keeper.put(rows, run(completion_hidden, rollout.select(rows).cut().to(device), reading))
+        for number, rows in enumerate(bar):
+            of_pass = rollout.select(rows).cut().to(device)
+            if number < len(pasts) and pasts[number].tokens:
+                hidden_nCH = run(hidden_after, of_pass, pasts[number], reading)
+            else:
+                hidden_nCH = run(completion_hidden, of_pass, reading)
+            keeper.put(rows, hidden_nCH)
         # Surplus passes re-read one row so that collectives stay matched between processes.
         for _ in range(passes - len(groups)):
             run(completion_hidden, rollout.select([0]).cut().to(device), reading)
@@ -161,14 +172,21 @@ def pass_groups(
     reading: Reading = PADDED,
     pass_bytes: int = PASS_BYTES,
     few: bool = False,
+    before: int = 0,
 ) -> list[list[int]]:
-    """The rows of each pass, within `pass_bytes`; `few` says that each pass copies or gathers the weights again."""
+    """The rows of each pass, within `pass_bytes`; `few` says that each pass copies or gathers the weights again.
+
+    Of a prefix of `before` tokens a layer has keys and values for each row.
+    """
     if not reading.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # one pass per row, as processes must run equally many
     kind = "cpu" if device.type == "cpu" else "accelerator"
 
     def fits(tokens: int, width: int) -> bool:
-        return tokens <= MOST_TOKENS[kind] and tokens * bytes_per_token(model, width) <= pass_bytes
+        # Of a token of the prefix each row has keys and values, repeated for all heads: a quarter of a token's vectors.
+        copied = tokens / width * before / 4
+        in_all = tokens * bytes_per_token(model, before + width) + copied * bytes_per_token(model, 0)
+        return tokens <= MOST_TOKENS[kind] and in_all <= pass_bytes
 
     if reading.packed:
         return fewest_groups(lengths, fits, packed=True)
@@ -212,6 +230,8 @@ class FrozenTeacher(Teacher):
             Pack the rows of a pass into one sequence: see `OPSDConfig.padding_free`.
         pad_to_multiple_of (`int`, *optional*):
             Rounds the width of padded rows up to a multiple of this.
+        prefix_memory ([`~teacher.prefix.PrefixMemory`], *optional*):
+            Where keys and values of prefixes are kept that rows share: see `OPSDConfig.teacher_prefix_cache_gb`.
 
     Attributes:
         reading ([`~models.padding.Reading`]): which rows share a forward pass.
@@ -232,6 +252,7 @@ class FrozenTeacher(Teacher):
         progress: bool = False,
         padding_free: bool = False,
         pad_to_multiple_of: int | None = None,
+        prefix_memory: PrefixMemory | None = None,
     ) -> None:
         self.placement = placement
         self.model: CausalLM = placement.model.eval().requires_grad_(False)
@@ -245,6 +266,13 @@ class FrozenTeacher(Teacher):
         # Small blocks would copy or gather the weights again; passes of rows of similar lengths have little padding.
         packed = padding_free and (has_varlen(self.model) or not placement.passes_cost)
         self.reading = replace(found.reading, packed=packed, multiple_of=pad_to_multiple_of or 1)
+        self.prefixes: SharedPrefixes | None = None
+        if prefix_memory is not None:
+            device = placement.device
+            where = torch.device("cpu") if placement.in_host_memory else device
+            self.prefixes = SharedPrefixes(self.model, prefix_memory, device, where, placement.passes_cost)
+            with placement.reading(PASSES) as run:
+                self.prefixes.prove(run, self.reading)
 
     def prove_images(self, prompts: Sequence[PromptIds]) -> None:
         """Verifies how it reads images, of which these are [`~data.images.probe_prompts`]. Collective if it is sharded.
@@ -281,11 +309,16 @@ class FrozenTeacher(Teacher):
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         rollout, device = rollout.ended(), self.placement.device
-        groups = pass_groups(
-            self.model, rollout.sizes, device, self.reading, self._pass_bytes, self.placement.passes_cost
-        )
-        passes = self.placement.passes_to_run(len(groups))
-        with preserved_mode(self.model), self.placement.reading(passes) as run:
-            if self.model.training:  # the caller may have set it to training mode since
-                self.model.eval()
-            return score_groups(run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading)
+        few, kept = self.placement.passes_cost, (self._cache_device, self._progress)
+
+        def split(lengths: Sequence[int], before: int) -> list[list[int]]:
+            return pass_groups(self.model, lengths, device, self.reading, self._pass_bytes, few, before)
+
+        with preserved_mode(self.model), planned(self.prefixes, rollout, split, self.reading) as plan:
+            passes = self.placement.passes_to_run(plan.passes)
+            with self.placement.reading(passes) as run:
+                if self.model.training:  # the caller may have set it to training mode since
+                    self.model.eval()
+                pasts = plan.pasts(run)
+                passes -= len(plan.segments)
+                return score_groups(run, rollout, plan.rows, passes, device, *kept, self.reading, pasts)

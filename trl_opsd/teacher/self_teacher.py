@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import first_change, sampled
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import max_over_processes, pass_groups, score_groups
+from trl_opsd.teacher.prefix import SharedPrefixes, planned
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import kept_by_row
 
@@ -174,6 +175,7 @@ class OwnTeacher(Teacher):
         cache_device: str = "auto",
         progress: bool = False,
         kept: Collection[Tensor] = (),
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         self.model = student
         # `as_teacher` makes the student's parameters the teacher's: `disable_adapter`, or nothing for the live student.
@@ -187,6 +189,7 @@ class OwnTeacher(Teacher):
         self._progress = progress
         self._reading = reading  # a callable: for a sharded student it is known only later
         self._kept = kept  # weights that `as_teacher` swaps in, to describe their size
+        self.prefixes = prefixes  # if it is static
 
     def __str__(self) -> str:
         return f"{sizes(self._kept)} in place of the student's" if self._kept else "no weights of its own"
@@ -211,15 +214,22 @@ class OwnTeacher(Teacher):
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         rollout, device = rollout.ended(), rollout.completion_ids.device
+        few, kept = is_split_model(self.model), (self._cache_device, self._progress)
+
+        def split(lengths: Sequence[int], before: int) -> list[list[int]]:
+            return pass_groups(self.model, lengths, device, self.reading, few=few, before=before)
+
         with preserved_mode(self.model):
             self.model.eval()
-            # A sharded student's forward is collective, so all processes run the same number of passes.
-            groups = pass_groups(self.model, rollout.sizes, device, self.reading, few=is_split_model(self.model))
-            passes = max_over_processes(len(groups), device)
-            with self._as_teacher():
-                return score_groups(
-                    self._run, rollout, groups, passes, device, self._cache_device, self._progress, self.reading
-                )
+            if self.prefixes is not None and self.prefixes.works is None:
+                with self._as_teacher():
+                    self.prefixes.prove(self._run, self.reading)
+            with planned(self.prefixes, rollout, split, self.reading) as plan, self._as_teacher():
+                # A sharded student's forward is collective, so all processes run the same number of passes.
+                passes = max_over_processes(plan.passes, device)
+                pasts = plan.pasts(self._run)
+                passes -= len(plan.segments)
+                return score_groups(self._run, rollout, plan.rows, passes, device, *kept, self.reading, pasts)
 
 
 @torch.no_grad()

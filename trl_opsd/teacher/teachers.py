@@ -93,6 +93,15 @@ class Teachers(dict[str, Teacher]):
         return hits / asked if asked else None
 
     @property
+    def tokens(self) -> tuple[int, int] | None:
+        """Tokens that teachers with shared prefixes have read so far, and that they have not; `None` without any."""
+        every = {id(own := innermost(one)): own for one in (*self.values(), self.origin) if one is not None}.values()
+        each = [
+            prefixes for one in every if (prefixes := getattr(one, "prefixes", None)) and prefixes.works is not False
+        ]
+        return (sum(one.computed for one in each), sum(one.saved for one in each)) if each else None
+
+    @property
     def heads(self) -> list[OutputHead]:
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,11 +17,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from trl_opsd.cli.audit.episodes import Beginnings, Complete, Episode, completer, episode, student_prompts
-from trl_opsd.cli.audit.episodes import teacher_prompts as prompts_of_teachers
-from trl_opsd.cli.audit.tokens import Compared, Tokens, apart, correlation, tokens_of
+from trl_opsd.cli.audit.episodes import Episode, completer, episode, tried
+from trl_opsd.cli.audit.tokens import FEW, Compared, Mean, Tokens, apart, tokens_of, with_rewards
 from trl_opsd.cli.targets import COMPLETIONS, flush, keep_completions, keep_targets
-from trl_opsd.data.datasets import comparable
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import gathered_head, preserved_mode, shape_of, whole_head
 from trl_opsd.parallel.precision import autocast
@@ -33,35 +32,10 @@ from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.loss import TENTHS
 from trl_opsd.types.targets import kept_by_row
 
-FEW = 4
-"""Rows below which a share of them says nothing."""
 _SHOWN = 8
 """Rows on the page."""
 CONTEXTS = ("none", "shuffled")
 """What teachers read in place of their contexts: the student's prompt, and the context of another row."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """The mean of some rows."""
-
-    value: float
-    error: float
-    """Its standard error."""
-    rows: int
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> Mean:
-        known = values[~np.isnan(values)]
-        if not len(known):
-            return cls(float("nan"), float("nan"), 0)
-        spread = float(known.std(ddof=1)) if len(known) > 1 else float("nan")
-        return cls(float(known.mean()), spread / len(known) ** 0.5, len(known))
-
-    @property
-    def is_positive(self) -> bool:
-        """Whether it is above 0 by more than twice its standard error."""
-        return self.rows >= FEW and self.value > 2 * self.error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +66,10 @@ class Measured:
     below_floor: float
     """The share of tokens whose KL is below the floor."""
     explained: float
-    correlation: float | None = None
+    correlation: Mean | None = None
     """Over rows, of the reward with the mean of log(p_T / p_S); `None` without rewards."""
+    beyond_control: float | None = None
+    """The same with what the control does not explain of that."""
     apart_from: dict[str, float] = field(default_factory=dict)
     """KL of the teacher, as it reads its rows, from itself in another context, by its name."""
     knows: Mean | None = None
@@ -146,7 +122,7 @@ def audit(
         trainer ([`OPSDTrainer`]):
             With the student, teachers, rewards and rows of a run.
         rows (`int`, *optional*, defaults to 32):
-            Rows of the training dataset with different prompts that are completed.
+            Rows of the training dataset that are completed.
         candidates (`Sequence[str]`, *optional*):
             Paths of more teachers, each in the place of the only one.
         targets (`str` or `Path`, *optional*):
@@ -203,21 +179,17 @@ def _check(trainer: OPSDTrainer, rows: int, candidates: Sequence[str]) -> None:
 
 
 def _chosen(trainer: OPSDTrainer, rows: int) -> list[dict[str, Any]]:
-    """Rows with different prompts, the same in each audit of a run."""
+    """Rows of the dataset, the same in each audit of a run."""
     dataset = trainer.train_dataset
     if isinstance(dataset, Dataset):
         order = np.random.default_rng(trainer.args.seed).permutation(len(dataset))
         stream: Iterator[Any] = (dataset[int(number)] for number in order)
     else:
         stream = iter(dataset)
-    found: dict[str, dict[str, Any]] = {}
-    for row in stream:
-        found.setdefault(repr(comparable(row.get("prompt"))) + str(row.get("environment")), row)
-        if len(found) == rows:
-            break
+    found = list(islice(stream, rows))
     if len(found) < FEW:
-        raise ValueError(f"train_dataset has {len(found)} different prompts: expected at least {FEW} for an audit.")
-    return list(found.values())
+        raise ValueError(f"train_dataset has {len(found)} rows: expected at least {FEW} for an audit.")
+    return found
 
 
 @contextmanager
@@ -226,6 +198,9 @@ def _left_as_it_was(trainer: OPSDTrainer) -> Iterator[None]:
     args, teaching, numbers = trainer.args, dict(vars(trainer.teaching)), trainer._metrics["eval"]
     given, log = args.eval_temperature, {name: list(each) for name, each in numbers.items()}
     seen, batches = trainer.state.num_input_tokens_seen, trainer._stats.now.batches
+    datasets = {"train_dataset": trainer.train_dataset, "eval_dataset": trainer.eval_dataset}
+    dropped = trainer.dropped_prompts.copy()
+    texts = {name: list(trainer._logs[name]) for name in ("prompt", "completion")}
     args.eval_temperature = None
     with preserved_rng(trainer.accelerator.device), preserved_mode(trainer.model), trainer.rollout.session():
         trainer.model.eval()
@@ -235,6 +210,13 @@ def _left_as_it_was(trainer: OPSDTrainer) -> Iterator[None]:
             args.eval_temperature = given
             vars(trainer.teaching).clear()
             vars(trainer.teaching).update(teaching)
+            # A candidate with a shorter context drops rows. Past the checks of assignments.
+            trainer.__dict__.update(datasets)
+            trainer.dropped_prompts.clear()
+            trainer.dropped_prompts.update(dropped)
+            for name, before in texts.items():
+                trainer._logs[name].clear()
+                trainer._logs[name].extend(before)
             numbers.clear()
             numbers.update(log)
             trainer.state.num_input_tokens_seen, trainer._stats.now.batches = seen, batches
@@ -315,75 +297,15 @@ def _measured(
     )
     if written.rewards is None:
         return replace(found, cannot="there are no `reward_funcs`"), tokens, targets
-    means = tokens.of_rows(tokens.advantage, len(rows))
-    known = ~np.isnan(means) & ~np.isnan(written.rewards)
-    found = replace(found, correlation=correlation(means[known], written.rewards[known]))
+    both = [
+        with_rewards(tokens.of_rows(one, len(rows)), written.rewards) for one in (tokens.advantage, tokens.unexplained)
+    ]
+    found = replace(found, correlation=both[0], beyond_control=both[1].value)
     try:
         complete = {one: completer(trainer, one) for one in dict.fromkeys(names)}
     except ValueError as error:
         return replace(found, cannot=str(error)), tokens, targets
-    return replace(found, **_tried(trainer, inputs, written, tokens, complete)), tokens, targets
-
-
-def _tried(
-    trainer: OPSDTrainer,
-    inputs: list[dict[str, Any]],
-    written: Episode,
-    tokens: Tokens,
-    complete: dict[str, Complete],
-) -> dict[str, Any]:
-    """What teachers make of the same prompts, and of the places where the student's mistakes have led it."""
-    rewards, ids = written.rewards, written.rollout.completion_lists()
-    assert rewards is not None, "there are reward functions"
-    mine, theirs = student_prompts(written), prompts_of_teachers(trainer, written)
-    names = [row.request.teacher for row in written.rows]
-    ends, most = trainer.eos_token_ids, trainer.limits.completion
-
-    def tried(which: Sequence[int], begun: Sequence[list[int]], by_teacher: bool) -> Episode:
-        read = [(theirs if by_teacher else mine)[row] for row in which]
-        write = _by_name([names[row] for row in which], read, complete) if by_teacher else completer(trainer, None)
-        writer = Beginnings([mine[row] for row in which], begun, read, write, ends, most)
-        return episode(trainer, [inputs[row] for row in which], writer)
-
-    every = range(len(ids))
-    start = tried(every, [[] for _ in every], by_teacher=True)
-    assert start.rewards is not None, "as of the student"
-    found: dict[str, Any] = {"knows": Mean.of(start.rewards - rewards), "own": Mean.of(start.rewards)}
-    found["clipped"] = start.clipped
-    # After the sampled token that the teacher likes least against the student, which is the mistake: where both differ
-    # most the token may be right, and so what follows. In rows that are worse than others, where something is left.
-    cuts = {}
-    for row in every:
-        mine_n = tokens.row == row
-        if mine_n.any() and rewards[row] < max(np.nanmax(start.rewards), np.nanmax(rewards)):
-            end = int(tokens.place[mine_n][tokens.advantage[mine_n].argmin()]) + 1
-            if end < len(ids[row]) - 1 or (end < len(ids[row]) and ids[row][end] not in ends):
-                cuts[row] = ids[row][:end]
-    if len(cuts) >= FEW:
-        of_teacher, of_student = (
-            tried(list(cuts), list(cuts.values()), by_teacher).rewards for by_teacher in (True, False)
-        )
-        assert of_teacher is not None, "as above"
-        assert of_student is not None, "as above"
-        found["recovers"] = Mean.of(of_teacher - of_student)
-        found["after"] = Mean.of(of_teacher), Mean.of(of_student)
-    return found
-
-
-def _by_name(names: Sequence[str], read: Sequence[list[int]], complete: dict[str, Complete]) -> Complete:
-    """What completes contexts, each by the teacher whose prompt it begins with."""
-    name_of = {tuple(ids): name for ids, name in zip(read, names, strict=True)}
-    lengths = sorted({len(ids) for ids in read}, reverse=True)
-
-    def written(contexts: list[list[int]]) -> list[list[int]]:
-        of = [next(name_of[tuple(ids[:one])] for one in lengths if tuple(ids[:one]) in name_of) for ids in contexts]
-        found: dict[int, list[int]] = {}
-        for name in dict.fromkeys(of):
-            some = [number for number, one in enumerate(of) if one == name]
-            found.update(zip(some, complete[name]([contexts[number] for number in some]), strict=True))
-        return [found[number] for number in range(len(contexts))]
-
-    return written
+    return replace(found, **tried(trainer, inputs, written, tokens, complete)), tokens, targets
 
 
 def _contexts(trainer: OPSDTrainer, written: Episode, targets: TeacherTargets) -> dict[str, float]:
@@ -434,7 +356,8 @@ def _noise(trainer: OPSDTrainer, read: Rollout, names: Sequence[str], targets: T
     with torch.autocast(device, dtype=torch.bfloat16):
         halved = kept_by_row(teachers.targets(read, names), read.weights)
     in_bfloat16 = apart(targets, halved, teachers.heads, read, objective)
-    return max(floor, teachers.noise or 0.0), in_bfloat16
+    # Servers that tell some tokens have no states to compare, but their own noise.
+    return max(0.0, float(np.fmax(floor, np.nan if teachers.noise is None else teachers.noise))), in_bfloat16
 
 
 def _sampled(rollout: Rollout) -> np.ndarray:

@@ -9,7 +9,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from trl_opsd.cli.audit.measure import Audit, Mean, Measured
+from trl_opsd.cli.audit.measure import Audit, Measured
+from trl_opsd.cli.audit.tokens import Mean
 from trl_opsd.cli.audit.verdict import verdict
 from trl_opsd.monitor.progress import in_words
 from trl_opsd.report.page import Chart, Curve, published, rendered
@@ -61,8 +62,14 @@ def _facts(one: Measured) -> list[tuple[str, ...]]:
     if one.apart_from:
         found.append(("context", ", ".join(f"{value:.2g} nats from {name}" for name, value in one.apart_from.items())))
     if one.correlation is not None:
-        found.append(("with the reward", f"correlation {one.correlation:+.2f} over rows"))
-    found.append(("control", f"a constant advantage explains {one.explained:.0%} of what it says of tokens"))
+        found.append(
+            (
+                "with the reward",
+                f"correlation {one.correlation.value:+.2f} ± {one.correlation.error:.2f} over rows",
+                f"{one.beyond_control or 0:+.2f} beyond the control",
+            )
+        )
+    found.append(("control", f"a constant advantage explains {one.explained:.0%} of what it says"))
     if one.own is not None and one.knows is not None:
         found.append(("own completions", _rewards(one.own), f"{one.knows.value:+.2f} ± {one.knows.error:.2f}"))
     if one.after is not None:

@@ -25,6 +25,33 @@ _LEAST = 0.2
 """Share of the sampled tokens that a constant advantage pushes down: the least likely ones."""
 
 
+FEW = 4
+"""Rows below which a share of them says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of some rows."""
+
+    value: float
+    error: float
+    """Its standard error."""
+    rows: int
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Mean:
+        known = values[~np.isnan(values)]
+        if not len(known):
+            return cls(float("nan"), float("nan"), 0)
+        spread = float(known.std(ddof=1)) if len(known) > 1 else float("nan")
+        return cls(float(known.mean()), spread / len(known) ** 0.5, len(known))
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether it is above 0 by more than twice its standard error."""
+        return self.rows >= FEW and self.value > 2 * self.error
+
+
 @dataclass(frozen=True, slots=True)
 class Compared:
     """What is compared: hidden states of the same tokens, with the heads that turn them into logits."""
@@ -84,10 +111,22 @@ class Tokens:
         return 1.0 if not total else float((np.searchsorted(values.cumsum(), part * total) + 1) / len(values))
 
     @property
+    def control(self) -> np.ndarray:
+        """[N], whether `teacher_control="constant"` would push the token down (arXiv 2608.31046)."""
+        return self.student <= np.quantile(self.student, _LEAST)
+
+    @property
     def explained(self) -> float:
-        """R² of the teacher's advantage on that of `teacher_control="constant"` (arXiv 2608.31046)."""
-        least = self.student <= np.quantile(self.student, _LEAST)
-        return correlation(self.advantage, least.astype(float)) ** 2
+        """R² of the teacher's advantage on that of this control."""
+        return correlation(self.advantage, self.control.astype(float)) ** 2
+
+    @property
+    def unexplained(self) -> np.ndarray:
+        """[N], the advantage without its mean over the tokens of either kind, which the control explains."""
+        values, least = self.advantage.copy(), self.control
+        for kind in (least, ~least):
+            values[kind] -= values[kind].mean() if kind.any() else 0.0
+        return values
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
@@ -95,6 +134,13 @@ def correlation(one: np.ndarray, other: np.ndarray) -> float:
     if len(one) < 2 or one.std() == 0 or other.std() == 0:
         return 0.0
     return float(np.corrcoef(one, other)[0, 1])
+
+
+def with_rewards(means: np.ndarray, rewards: np.ndarray) -> Mean:
+    """The correlation of rows' means with their rewards."""
+    known = ~np.isnan(means) & ~np.isnan(rewards)
+    value, count = correlation(means[known], rewards[known]), int(known.sum())
+    return Mean(value, float(((1 - value**2) / max(count - 2, 1)) ** 0.5), count)
 
 
 @torch.no_grad()

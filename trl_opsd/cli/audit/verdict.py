@@ -48,15 +48,14 @@ RULES = (
     _Rule(
         "broken",
         _ends_elsewhere,
-        "The teacher gives the student's end token a probability of {0.at_ends:.1g} where the student ends, and ends "
-        "otherwise itself.",
+        "The teacher gives the student's end token a probability of {0.at_ends:.1g} where the student ends.",
         "Give both the same end token: `generation_kwargs={{'eos_token_id': ...}}`, or another template.",
     ),
     _Rule(
         "broken",
         lambda one, _: one.teacher_nats < -math.log(one.vocabulary) and not _is_better(one),
         "The student's tokens are less likely to the teacher ({0.teacher_nats:.2g} nats) than if it guessed.",
-        "Its tokenizer is probably another one: pass it as `teacher_processing_class`, and see docs/tokenizers.md.",
+        "Its tokenizer is probably another one (`teacher_processing_class`, docs/tokenizers.md), or it is not trained.",
     ),
     _Rule(
         "nothing",
