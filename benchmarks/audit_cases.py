@@ -320,8 +320,11 @@ CASES = {
     "arithmetic": Case(
         "A", "off-policy as good", arithmetic, {}, f"{NOTES}/arithmetic.md: 0.28 to 0.43, off-policy to 0.47"
     ),
-    "solution": Case("A", "helps", self_taught, {"told": solutions}, f"{NOTES}/remedies.md: 0.42 to 0.76"),
-    "idle context": Case("A", "does not", self_taught, {"told": remarks, "student": unmoved}, ""),
+    "solution": Case(
+        *("A", "off-policy as good", self_taught, {"told": solutions}),
+        f"{NOTES}/remedies.md: 0.42 to 0.76; off-policy 0.78, 0.79",
+    ),
+    "idle context": Case("A", "does not", self_taught, {"told": remarks, "student": unmoved}, "0.62 to 0.62, 0.62"),
     "strange context": Case("A", "does not", self_taught, {"told": semicolons}, "0.42 to 0.02, 0.02"),
     "template": Case("A", "broken", arithmetic, {"to_teacher": question}, "0.27 to 0.01, 0.01"),
     "end token": Case("A", "broken", arithmetic, {"teacher": with_another_end}, "0.27 to 0.01, 0.01"),
@@ -342,13 +345,15 @@ CASES = {
     "another rule": Case("B", "does not", rule, {"told": "french", "wanted": "pirate", "steps": 15}, ""),
     "pictures": Case("B", "off-policy as good", of_pictures, {}, "docs/choosing.md: 0.42 to 1.00, off-policy too"),
     "pictures, whole": Case("B", "does not", of_pictures, {"to_teacher": "whole"}, "docs/choosing.md: 0.42 to 0.41"),
-    "pictures, erased": Case("B", "does not", of_pictures, {"is_erased": True}, ""),
+    "pictures, erased": Case("B", "does not", of_pictures, {"is_erased": True}, "0.10 to 0.09, 0.10"),
     "other ids": Case("B", "broken", arithmetic, {"teacher": with_other_ids}, "0.27 to 0.00, 0.00"),
     "other checkpoint": Case("B", "broken", served, {}, "refused at the start"),
-    "weaker teacher": Case("B", "does not", arithmetic, {"student": practised, "teacher": lambda: STUDENT}, ""),
-    "rounded twin": Case("B", "does not", arithmetic, {"teacher": rounded_student}, ""),
-    "slipped column": Case("B", "does not", self_taught, {"told": of_the_next_row}, ""),
-    "two teachers": Case("B", "does not", two_teachers, {}, ""),
-    "one try": Case("B", "does not", agent, {"method": Method(), "environment": OneTry}, ""),
+    "weaker teacher": Case(
+        "B", "does not", arithmetic, {"student": practised, "teacher": lambda: STUDENT}, "0.84 to 0.37, 0.38"
+    ),
+    "rounded twin": Case("B", "does not", arithmetic, {"teacher": rounded_student}, "0.27 to 0.25, 0.26"),
+    "slipped column": Case("B", "does not", self_taught, {"told": of_the_next_row}, "0.42 to 0.01, 0.01"),
+    "two teachers": Case("B", "off-policy as good", two_teachers, {}, "0.27 to 0.32, 0.34; off-policy 0.34, 0.37"),
+    "one try": Case("B", "does not", agent, {"method": Method(), "environment": OneTry}, "0.26 to 0.06, 0.06"),
 }
 """All, by name. A pair of rewards is of training with seeds 0 and 1 with `--train`: greedy, agents sampled."""
