@@ -30,7 +30,7 @@ from trl_opsd.errors import OPSDError
 
 COLUMNS = (
     *("case", "outcome", "verdict", "score", "student", "teacher", "teacher after", "student after"),
-    *("forward KL", "floor", "correlation", "minutes"),
+    *("forward KL", "floor", "correlation", "seconds"),
 )
 """Of the table: rewards of the student and of the teacher, from the prompt and after a mistake of the student."""
 
@@ -63,7 +63,7 @@ class Call:
 
     name: str
     verdict: str
-    minutes: float
+    seconds: float
     why: str
     audit: dict[str, Any] | None = None
     """As `trl-opsd audit --json` writes it; `None` where the trainer was refused."""
@@ -87,7 +87,7 @@ class Call:
     def line(self) -> str:
         """Of the table."""
         score = "right" if self.is_explained else "other reason" if self.is_decided else "wrong"
-        cells = [self.name, self.case.outcome, self.verdict, score, *self._numbers(), f"{self.minutes:.1f}"]
+        cells = [self.name, self.case.outcome, self.verdict, score, *self._numbers(), f"{self.seconds:.0f}"]
         return f"| {' | '.join(cells)} |"
 
     def _numbers(self) -> list[str]:
@@ -104,16 +104,16 @@ def called(name: str, folder: Path, rows: int) -> Call:
     try:
         trainer = built(CASES[name], folder)
     except (ValueError, OPSDError) as error:
-        return Call(name=name, verdict="broken", why=str(error), minutes=0.0)
+        return Call(name=name, verdict="broken", why=str(error), seconds=0.0)
     start = time.perf_counter()  # without the models that it trained
     try:
         found = audit(trainer, rows)
     except (ValueError, OPSDError) as error:
-        return Call(name=name, verdict="unknown", why=str(error), minutes=0.0)
-    minutes = (time.perf_counter() - start) / 60
+        return Call(name=name, verdict="unknown", why=str(error), seconds=0.0)
+    seconds = time.perf_counter() - start
     said = verdict(found.candidates[0], found)
     print(screen(found), flush=True)
-    return Call(name=name, verdict=said.word, why=said.why, minutes=minutes, audit=json.loads(document(found)))
+    return Call(name=name, verdict=said.word, why=said.why, seconds=seconds, audit=json.loads(document(found)))
 
 
 def table(calls: Sequence[Call]) -> str:

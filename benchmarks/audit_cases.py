@@ -342,7 +342,7 @@ CASES = {
         f"{NOTES}/agents.md: 0.98 to 0.13 with one table",
     ),
     "pirate": Case("B", "helps", rule, {"told": "pirate"}, f"{NOTES}/doors.md: 0.00 to 0.96"),
-    "another rule": Case("B", "does not", rule, {"told": "french", "wanted": "pirate", "steps": 15}, ""),
+    "another rule": Case("B", "does not", rule, {"told": "french", "wanted": "pirate", "steps": 15}, "0.00 to 0.00"),
     "pictures": Case("B", "off-policy as good", of_pictures, {}, "docs/choosing.md: 0.42 to 1.00, off-policy too"),
     "pictures, whole": Case("B", "does not", of_pictures, {"to_teacher": "whole"}, "docs/choosing.md: 0.42 to 0.41"),
     "pictures, erased": Case("B", "does not", of_pictures, {"is_erased": True}, "0.10 to 0.09, 0.10"),
