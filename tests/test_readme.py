@@ -99,7 +99,7 @@ def test_run_yaml_of_the_start_page_is_a_valid_training(tmp_path):
 
 @pytest.mark.usefixtures("hub")
 def test_the_snippets_of_the_teachers_page_run():
-    told, streamed, served = snippets("docs/teachers.md")
+    told, streamed, prefixed, served = snippets("docs/teachers.md")
     names: dict[str, Any] = {}
     exec(told, names)
     assert names["config"].teacher_template_kwargs == {"enable_thinking": True}
@@ -108,6 +108,8 @@ def test_the_snippets_of_the_teachers_page_run():
     names["trainer"].train()
     assert names["trainer"].args.teacher_offload == "stream"
     assert names["trainer"].state.global_step == 2
+    exec(prefixed, names)
+    assert names["args"].teacher_prefix_cache_gb == 2
     with pretended(AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct")) as server:
         exec(served.replace("http://127.0.0.1:8000", server.url), names)
         names["trainer"].train()

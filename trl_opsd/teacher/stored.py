@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.config import OPSDConfig
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.models.backbone import gathered_head
 from trl_opsd.teacher.base import Teacher, innermost
@@ -22,6 +21,9 @@ from trl_opsd.teacher.store import Described, Store, Writer, keys_of
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.known import TokenHead
 from trl_opsd.types.targets import Keeper, kept_by_row
+
+if TYPE_CHECKING:
+    from trl_opsd.config import OPSDConfig
 
 
 class MissingTargetsError(ValueError):
