@@ -233,10 +233,11 @@ class TestWork:
         assert teacher.prefixes.computed == sum(given.sizes) - teacher.prefixes.saved
         assert teacher.prefixes.saved == 6 * 130 + 60 - 200
 
-    def test_nothing_shared_is_exactly_the_code_of_today(self):
+    def test_rows_that_share_nothing_are_read_bit_for_bit_as_without(self):
         given = after(ids(40), ids(50), DOCUMENT)
         check_equal(sharing(qwen2()), qwen2(), given, tolerance=0)
 
+    @pytest.mark.long
     def test_a_cache_never_grows_beyond_the_rows_of_256_calls(self):
         teacher = sharing(qwen2())
         for _ in range(3):
