@@ -233,7 +233,7 @@ class TestWork:
         assert teacher.prefixes.computed == sum(given.sizes) - teacher.prefixes.saved
         assert teacher.prefixes.saved == 6 * 130 + 60 - 200
 
-    def test_rows_that_share_nothing_are_read_bit_for_bit_as_without(self):
+    def test_rows_that_share_nothing_are_read_as_without(self):
         given = after(ids(40), ids(50), DOCUMENT)
         check_equal(sharing(qwen2()), qwen2(), given, tolerance=0)
 
