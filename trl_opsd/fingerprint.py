@@ -118,7 +118,7 @@ def describe_processors(settings: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
-def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprint:
+def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig, base: Samples | None = None) -> Fingerprint:
     """The entries of the teachers, as they were loaded. Collective.
 
     `teachers` has the last part of the path of each (a folder may have moved) and the shape of its head; of one that
@@ -147,6 +147,8 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig) -> Fingerprin
     weights = {name: digest(one.placement.samples()) for name, one in frozen.items()}
     asked: Any = args.teacher_weights or {}
     in_loss = {f"{name} in the loss": asked.get(name, 1) for name in teachers if args.loss_aggregation == "teachers"}
+    if kind == "base" and base is not None:  # of the weights under the student's adapter, which teach
+        weights.update({name: digest(base) for name in teachers if name not in frozen})
     for one in teachers.values():
         weights.update(one.said["weights"] if isinstance(one, StoredTeacher) else {})
     return {"teachers": described, "teacher_weights": {**weights, **heads, **in_loss}}

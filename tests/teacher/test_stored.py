@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from support import tiny, vision_language
 from support.failing_server import Scoring, pretended
 
@@ -292,6 +293,20 @@ def test_folder_with_other_targets_is_not_added_to(written):
         with pytest.raises(ValueError, match="has other targets"):
             written(**given)
     assert json.loads((folder / HEADER).read_text()) == before
+
+
+def test_base_of_another_student_is_refused(make_trainer, trained, tmp_path):
+    data = ROWS.add_column("privileged_context", [f"hint {one}" for one in range(8)])
+    own = {"teacher_model": None, "teacher_model_kind": "base", "train_dataset": data}
+
+    def options(seed):
+        return {**OPTIONS, **own, "model": tiny.qwen2(32, seed=seed), "peft_config": LoraConfig(r=4)}
+
+    write_targets(make_trainer(**options(0)), tmp_path / "targets")
+    cached = trained(**options(0), teacher_targets=str(tmp_path / "targets"))
+    assert set(tiny.logged(cached, "teacher/stored")) == {1.0}
+    with pytest.raises(ValueError, match="its weights"):
+        make_trainer(**options(7), teacher_targets=str(tmp_path / "targets"))
 
 
 def test_server_of_tokens_is_kept_as_it_told(trained, tmp_path):

@@ -88,12 +88,8 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
                 continue
             rows = trainer.begin_batch(inputs)
             written = trainer._generation.write(rows, trainer.prompt_ids_of(rows)).completions
-            texts = trainer.processing_class.batch_decode(written, skip_special_tokens=True)
-            kept = [_with_completion(*one) for one in zip(inputs, written, texts, strict=True)][:count]
-            if kept:
-                publish(
-                    path, Dataset.from_list(kept, _features(trainer, kept[0])).to_parquet, accelerator.process_index
-                )
+            if count:
+                keep_completions(trainer, path, inputs[:count], written[:count])
     accelerator.wait_for_everyone()
     return load_dataset("parquet", data_files=_parts(folder), split="train")
 
@@ -270,7 +266,7 @@ def _described(trainer: OPSDTrainer, format: str, top_k: int) -> tuple[Described
             f"`teacher_model_kind={args.teacher_model_kind!r}`: this teacher is another one in each step, so nothing "
             "of it can be kept: use 'base', or another teacher."
         )
-    now = fingerprint.of_teachers(teachers, args)
+    now = fingerprint.of_teachers(teachers, args, trainer.base_samples)
     heads, said = {}, {}
     for name, teacher in teachers.items():
         heads[name] = _kept_head(trainer, name, teacher, format, top_k)

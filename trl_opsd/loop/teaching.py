@@ -149,7 +149,7 @@ class Teaching:
                 by_bytes=by_bytes,
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
-        said = fingerprint.of_teachers(self.teachers, host.args)
+        said = fingerprint.of_teachers(self.teachers, host.args, host.base_samples)
         check_made_for(host, self.teachers, said)
         self._fixed = {**self._fixed, **said}
         if self.teachers.average is not None:
