@@ -5,7 +5,7 @@ B rows · C completion tokens · n tokens of a row that count · W numbers of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -65,7 +65,6 @@ class StoredTeacher(Teacher):
     ) -> None:
         self.teacher, self.described, self.said = teacher, described, described.teachers[name]
         self._store, self._head, self._writer, self._cache_device = store, head, writer, cache_device
-        self._keys: tuple[Rollout, list[bytes]] | None = None
         self.asked = self.hits = 0
         """Rows that were asked for, and those of them that the store had."""
 
@@ -90,17 +89,13 @@ class StoredTeacher(Teacher):
 
     def missing(self, rollout: Rollout) -> list[int]:
         """The numbers of the rows with a token that counts and is not in the store."""
-        counts_BC = rollout.weights.cpu() != 0
-        return [
-            row
-            for row, (found, counts_C) in enumerate(zip(self._found(rollout), counts_BC, strict=True))
-            if not _has(found, counts_C.nonzero().squeeze(1))
-        ]
+        return _missing(rollout, self._found(keys_of(rollout)))
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         if self._writer is not None:  # of every token, so that another choice of tokens finds them too
             rollout = replace(rollout, weights=rollout.generated.float())
-        missing = self.missing(rollout)
+        found = self._found(keys := keys_of(rollout))
+        missing = _missing(rollout, found)
         self.asked, self.hits = self.asked + len(rollout.weights), self.hits + len(rollout.weights) - len(missing)
         read: list[int] = missing
         if self._writer is not None and missing:
@@ -118,8 +113,8 @@ class StoredTeacher(Teacher):
             targets = kept_by_row(self.teacher.targets(of_theirs), of_theirs.weights)
             theirs = dict(zip(read, targets.rows or (), strict=True))
         if self._writer is not None:
-            theirs = self._written(rollout, theirs)
-        return self._joined(rollout, theirs)
+            theirs = self._written(rollout, keys, theirs)
+        return self._joined(rollout, [theirs.get(row, one) for row, one in enumerate(found)])
 
     def expect(self, rollout: Rollout) -> None:
         if self.teacher is not None and (missing := self.missing(rollout)):
@@ -129,15 +124,12 @@ class StoredTeacher(Teacher):
         if self.teacher is not None:
             self.teacher.forget_expected()
 
-    def _found(self, rollout: Rollout) -> list[RowTargets | None]:
-        if self._keys is None or self._keys[0] is not rollout:  # asked twice in a step
-            self._keys = rollout, keys_of(rollout)
-        return [self._store.find(key) for key in self._keys[1]]
+    def _found(self, keys: Sequence[bytes]) -> list[RowTargets | None]:
+        return [self._store.find(key) for key in keys]
 
-    def _joined(self, rollout: Rollout, theirs: Mapping[int, RowTargets]) -> TeacherTargets:
-        """The targets of the tokens that count, of each row from the store unless they are `theirs`."""
+    def _joined(self, rollout: Rollout, each: Sequence[RowTargets | None]) -> TeacherTargets:
+        """The targets of the tokens that count, from those of each row."""
         keeper, counts_BC = Keeper(rollout.weights, self._cache_device), rollout.weights.cpu() != 0
-        each = [theirs.get(row, found) for row, found in enumerate(self._found(rollout))]
         like = next((one.hidden for one in each if one is not None), self.head.weight)
         for row, known in enumerate(each):
             places_n = counts_BC[row].nonzero().squeeze(1)
@@ -148,10 +140,12 @@ class StoredTeacher(Teacher):
             keeper.put([row], states_1CW)
         return keeper.targets()
 
-    def _written(self, rollout: Rollout, theirs: Mapping[int, RowTargets]) -> dict[int, RowTargets]:
+    def _written(
+        self, rollout: Rollout, keys: Sequence[bytes], theirs: Mapping[int, RowTargets]
+    ) -> dict[int, RowTargets]:
         """The same rows as the store keeps them, which has them from now on."""
         assert self._writer is not None, "called while targets are written"
-        found, keys = {}, keys_of(rollout)
+        found = {}
         for number, row in theirs.items():
             found[number] = self._as_kept(row, rollout.completion_ids[number])
             self._writer.add(keys[number], found[number])
@@ -173,6 +167,12 @@ def _is_collective(teacher: Teacher | None) -> bool:
     """Whether it reads rows in all processes together."""
     model = None if teacher is None else getattr(innermost(teacher), "model", None)
     return model is not None and is_split_model(model)
+
+
+def _missing(rollout: Rollout, found: Sequence[RowTargets | None]) -> list[int]:
+    """The numbers of the rows with a token that counts, and no targets of it."""
+    places = [counts_C.nonzero().squeeze(1) for counts_C in rollout.weights.cpu() != 0]
+    return [row for row, (one, places_n) in enumerate(zip(found, places, strict=True)) if not _has(one, places_n)]
 
 
 def _has(found: RowTargets | None, places_n: Tensor) -> bool:
