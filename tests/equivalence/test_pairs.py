@@ -226,7 +226,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     if options.pop("stored", False) and not keeps:
         if "refused" in (found := trained(folder, names, processes, keeps=True)):
             return found
-        options["teacher_targets"] = str(folder / "targets")
+        options["teacher_targets"] = str(folder / "+".join(names))  # of this run alone
     prompts = PROMPTS[: rows // options["num_generations"]]
     if {*names} & OF_REWARDS:
         options.setdefault("reward_funcs", "one")
@@ -273,7 +273,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
                 **arguments,
             )
             trainer.read = []
-            writers = keep_targets(trainer, folder / "targets") if keeps else []
+            writers = keep_targets(trainer, folder / "+".join(names)) if keeps else []
             trainer.train()
             flush(trainer, writers)
         except ValueError as error:
