@@ -33,6 +33,7 @@ from trl_opsd.options.normalize import (
 from trl_opsd.options.rules import AFTER, LAUNCH, Launch, Stage, refuse
 from trl_opsd.options.table import (
     ASSIGN,
+    BYTES,
     CONTEXT,
     EMA,
     ENGINE,
@@ -155,6 +156,9 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     ] = None
     """How a teacher is compared whose tokenizer is not the student's: `"bytes"`, by distributions over the next byte
     (`docs/tokenizers.md`). When `None`, such a teacher is refused."""
+    cross_tokenizer_missed: Annotated[float, Option(share(), (BYTES,), resumed=BYTES)] = 0.01
+    """The share of a distribution over the next byte that may be missing where models are compared. Below it, tokens
+    that branch off a text are read with it; at 1, none."""
     teacher_trust_remote_code: Annotated[bool, Option(needs=(LOADED,))] = False
     """Whether the teacher may be loaded from a repository that ships its own Python code."""
     teacher_model_kind: Annotated[str | None, Option(one_of(None, "base", "ema", "live"), resumed=True)] = None
@@ -285,6 +289,11 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
             "_checked" in vars(self) and name in ALIASES
         ):  # TRL assigns to the older name, and transformers reads the newer
             super().__setattr__(ALIASES[name], value)
+
+    @property
+    def reads_forks(self) -> bool:
+        """Whether tokens are read that branch off a text."""
+        return self.cross_tokenizer is not None and self.cross_tokenizer_missed < 1
 
     @property
     def device(self) -> torch.device:

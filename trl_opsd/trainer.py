@@ -36,8 +36,9 @@ from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
-from trl_opsd.models.backbone import completion_hidden, context_of, gathered_head, whole_head
+from trl_opsd.models.backbone import completion_hidden, context_of, gathered_head, preserved_mode, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
+from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import Reading
 from trl_opsd.options.foreign_names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
@@ -51,7 +52,7 @@ from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import on_device
 from trl_opsd.teacher.checks import TeacherLike
-from trl_opsd.teacher.comparison import compared, pairs_to_read, tokens_by_teacher
+from trl_opsd.teacher.comparison import compared, pairs_to_read, tokens_by_teacher, with_forks
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -321,10 +322,13 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teachers, objective = self.teaching.teachers, self.current_objective
         # First, as these reads wait for the device, which has no work queued yet.
         host_BC = rollout.weights_on_host()
+        if self.reading.forks and any(row.by_byte for row in targets.rows or ()):
+            rollout, targets = self._forked(student, rollout, targets)
+            host_BC = rollout.weights_on_host()
         mine = tokens_by_teacher(
             teachers.heads, targets, rollout.weights, objective.selection, host_BC, teachers.origin_head
         )
-        hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
+        hidden_BCH = forked_hidden(student, rollout, self.reading_to_learn)
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (
             whole_head(student) as head,
@@ -360,6 +364,15 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 self._recording.note(self.state, self.model.training, rollout, sampled)
         return parts
 
+    @torch.no_grad()
+    def _forked(self, student: CausalLM, rollout: Rollout, targets: TeacherTargets) -> tuple[Rollout, TeacherTargets]:
+        """The rows with the tokens that branch off them, as far as distributions over the next byte need these."""
+        with preserved_mode(student):
+            student.eval()
+            hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
+        with whole_head(student) as head:
+            return with_forks(hidden_BCH, head, rollout, targets, self.current_objective)
+
     @property
     def current_objective(self) -> Objective:
         """How student and teachers are compared now."""
@@ -371,6 +384,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             vocabulary=self.teaching.vocabulary,
             kl_clip=self.args.kl_clip,
             table=None if spelling is None else spelling.table,
+            most_missed=self.args.cross_tokenizer_missed,
         )
         return self.methods.objective(objective)
 

@@ -18,7 +18,8 @@ from trl_opsd.losses import ReverseKL, dense_divergence, streamed_divergence
 from trl_opsd.losses.bytewise import byte_logarithms, bytewise_divergence
 from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
-from trl_opsd.types.bytewise import Spelled, byte_head
+from trl_opsd.types.bytewise import byte_head
+from trl_opsd.types.spelled import Spelled
 
 THIRD = 1.8
 """Time with a contrast over that without. A second teacher's states are one more T and another 8 bytes written and read

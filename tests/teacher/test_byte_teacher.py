@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from peft import LoraConfig
 from small_methods import AlongCompletion, Discounted
 from support import tiny
-from support.byte_languages import byte_pairs
+from support.byte_languages import byte_pairs, outcomes
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from torch.profiler import ProfilerActivity, profile
@@ -19,16 +21,17 @@ from transformers import PreTrainedTokenizerFast
 from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.losses.byte_ranges import _FLOOR
-from trl_opsd.losses.bytewise import MOST_ESCAPE
 from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.teacher import FrozenTeacher, Teacher, bytewise
-from trl_opsd.teacher.bytewise import ByteTeacher, _starts
+from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.frozen import Resident
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets, Spelled
+from trl_opsd.types.bytewise import ByteTargets, CoveringTree
+from trl_opsd.types.spelled import Spelled
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 PROMPTS = ["Once", "def f(x):", "  Ünï ", "2+2="]
+END = "<|im_end|>"
 ANSWERS = [
     " upon a time, the trainer of trainers\r\n trained.<|im_end|>",
     "\n    return the_same(options)",
@@ -68,42 +71,59 @@ def make(make_trainer):
 
 def logits(model, prompt, ids):
     with torch.no_grad():
-        found = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        found = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 :]
     return found.double()
+
+
+def alone(answer, prompt, model, words, temperature):
+    """What a model says of each next byte, summed over the tokens of each beginning of the text, each read alone."""
+    vocabulary = ByteVocabulary.of(words, "it")
+    ids, before = words(answer)["input_ids"], words(prompt)["input_ids"]
+    text = answer.removesuffix(END)
+    some = {tuple(vocabulary.ids_of(text[:size])) for size in range(len(text))} | {
+        tuple(ids[:count]) for count in range(len(ids))
+    }
+    state = {
+        path: number for number, path in enumerate(sorted({one[:at] for one in some for at in range(len(one) + 1)}))
+    }
+    nodes = [
+        (len(b"".join(vocabulary.spelled(path))), [(state[path[:at]], path[at]) for at in range(len(path))])
+        for path in state
+    ]
+    rows = torch.stack([logits(model, before, path)[-1] for path in state]) / temperature
+    return dense_byte_logarithms(rows, vocabulary.texts, outcomes(vocabulary, ids), nodes, _FLOOR).log_softmax(-1)
 
 
 def expected(answer, prompt, student, teacher, temperature=1.0, kept=slice(None)):
     """The reverse KL of one row, summed over the bytes of the kept tokens, each model alone, with loops over all."""
-    logs, escapes = [], []
-    for model, words in ((student, MINE), (teacher, YOURS)):
-        vocabulary = ByteVocabulary.of(words, "it")
-        ids, before = words(answer)["input_ids"], words(prompt)["input_ids"]
-        found = dense_byte_logarithms(logits(model, before, ids) / temperature, vocabulary.texts, ids, _FLOOR)
-        logs.append(found[0].log_softmax(-1))
-        escapes.append(found[1])
-    mine, yours = logs
-    held = (escapes[0] <= MOST_ESCAPE) & (escapes[1] <= MOST_ESCAPE)
+    mine, yours = (
+        alone(answer, prompt, model, words, temperature) for model, words in ((student, MINE), (teacher, YOURS))
+    )
     sizes = [len(one or b"-") for one in ByteVocabulary.of(MINE, "it").spelled(MINE(answer)["input_ids"])]
     is_kept = torch.zeros(len(sizes))
     is_kept[kept] = 1
-    held = held & is_kept.repeat_interleave(torch.tensor(sizes)).bool()
+    held = is_kept.repeat_interleave(torch.tensor(sizes)).bool()
     return float(((mine.exp() * (mine - yours)).sum(-1) * held).sum()), int(held.sum())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_loss_is_that_of_rows_and_models_read_alone(make, temperature):
-    trainer = make(divergence="reverse_kl", max_steps=1, temperature=temperature, max_completion_length=60)
-    alone = [
+    trainer = make(
+        divergence="reverse_kl",
+        max_steps=1,
+        temperature=temperature,
+        max_completion_length=60,
+        cross_tokenizer_missed=1e-6,
+    )
+    each = [
         expected(answer, prompt, trainer.model, trainer.teacher.teacher.model, temperature)
         for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
     ]
     tokens = sum(map(len, MINE(ANSWERS)["input_ids"]))
     trainer.train()
     (loss,) = tiny.logged(trainer, "loss")
-    assert loss == pytest.approx(sum(one for one, _ in alone) / tokens, rel=2e-5)
-    (used,) = tiny.logged(trainer, "cross/used")
-    outcomes = sum(len(one.removesuffix("<|im_end|>").encode()) + one.endswith("<|im_end|>") for one in ANSWERS)
-    assert used == pytest.approx(sum(held for _, held in alone) / outcomes)
+    assert loss == pytest.approx(sum(one for one, _ in each) / tokens, rel=2e-5)
+    assert tiny.logged(trainer, "cross/used") == [1.0]
     assert tiny.logged(trainer, "cross/lost") == [0.0]
 
 
@@ -191,16 +211,17 @@ def test_a_model_does_not_differ_from_itself(make, options, chunk):
 )
 def test_tokens_without_weight_are_read_for_those_with(make, options, kept):
     """The text of a prefix ends within a token of the teacher."""
-    trainer = make(divergence="reverse_kl", max_steps=1, max_completion_length=60, **options)
+    given = {"divergence": "reverse_kl", "max_steps": 1, "max_completion_length": 60, "cross_tokenizer_missed": 1e-6}
+    trainer = make(**given, **options)
     lengths = list(map(len, MINE(ANSWERS)["input_ids"]))
     keeps = [slice(math.ceil(0.25 * one)) if kept is None else kept for one in lengths]
-    alone = [
+    each = [
         expected(answer, prompt, trainer.model, trainer.teacher.teacher.model, kept=keep)
         for prompt, answer, keep in zip(PROMPTS, ANSWERS, keeps, strict=True)
     ]
     trainer.train()
     tokens = sum(len(range(length)[keep]) for length, keep in zip(lengths, keeps, strict=True))
-    assert tiny.logged(trainer, "loss") == pytest.approx([sum(one for one, _ in alone) / tokens], rel=2e-5)
+    assert tiny.logged(trainer, "loss") == pytest.approx([sum(one for one, _ in each) / tokens], rel=2e-5)
 
 
 def test_two_teachers_with_other_tokenizers_each_read_their_own_rows(make):
@@ -312,14 +333,14 @@ def byte_teacher(mine, yours):
 def test_completions_of_all_kinds(ids, compared, lost):
     mine, yours = ByteVocabulary.of(MINE, "mine"), ByteVocabulary.of(byte_pairs(200, special=("<|end|>",)), "yours")
     (reading,) = byte_teacher(mine, yours)._read([ids], [len(ids)], [None])
-    assert len(reading.token_P) == compared
+    assert len(reading.of_student.token) == compared
     spelled = mine.spelled(ids)
     text = b"".join(one or b"" for one in spelled)
     theirs = b"".join(one or b"" for one in yours.spelled(reading.ids))
     assert text[: len(theirs)] == theirs[: len(text)]
     total = int(mine.table.length[ids].sum()) if ids else 0
     assert lost is None or total - compared == lost
-    assert sorted(reading.token_P.tolist()) == reading.token_P.tolist()
+    assert sorted(reading.of_student.token.tolist()) == reading.of_student.token.tolist()
 
 
 def test_a_context_that_is_full_loses_what_does_not_fit():
@@ -328,8 +349,8 @@ def test_a_context_that_is_full_loses_what_does_not_fit():
     teacher = byte_teacher(mine, yours)
     whole, some, none = teacher._read([ids] * 3, [len(ids)] * 3, [None, 5, -3])
     assert len(some.ids) == 5
-    assert 0 < len(some.token_P) < len(whole.token_P)
-    assert len(none.token_P) == 0
+    assert 0 < len(some.of_student.token) < len(whole.of_student.token)
+    assert len(none.of_student.token) == 0
 
 
 def test_ids_without_bytes_are_never_generated(make):
@@ -405,19 +426,29 @@ def test_each_model_has_its_own_chat_template(make):
 
 
 def test_beginnings_before_tokens_that_do_not_count_are_read():
-    vocabulary = ByteVocabulary.of(MINE, "it")
-    token, reads = vocabulary.reads([b"a", b"b", b"c", b"d"])
-    assert {tuple(one) for one in reads[:, 1:3].tolist()} >= {(3, 0), (2, 0)}
-    back = torch.tensor([[3, 3, 0, 0], [3, 2, 1, 1], [3, 1, 2, 1], [3, 0, 3, 1]], dtype=torch.int32)
-    row = ByteTargets(torch.zeros(4, 257), token, torch.ones(4, dtype=torch.bool), torch.cat([reads[:3], back]))
-    whole, some = (Spelled.of([row], [10], torch.tensor(places)) for places in ([10, 11, 12, 13], [10, 11, 13]))
-    assert whole.reads[whole.reads[:, 0] == 3].tolist() == [[3, 3, 0, 0], [3, 2, 1, 1], [3, 1, 2, 1], [3, 0, 3, 1]]
-    assert some.reads[some.reads[:, 0] == 2].tolist() == [[2, 3, 0, 0], [2, 2, 1, 1], [2, 1, 2, 1], [2, 0, 3, 1]]
-    assert some.token.tolist() == [0, 1, 3]
-    assert some.places.tolist() == [10, 11, 12, 13]
-    assert some.kept.tolist() == [0, 1, 3]
-    assert row.cut(2).reads[:, 0].max() == 1
-    assert len(row.cut(2).hidden) == 2
+    """Tokens `the`, ` l`, `ic`, `e`: of the third byte's distribution the first one's state is a part."""
+    reads = [[0, 0, 0], [1, 1, 0], [2, 1, 7], [2, 2, 0], [3, 2, 5], [3, 3, 0]]
+    given = [[0, 1, 2, 3], [[2, 1, 9], [3, 2, 8]], reads, [[2, 0], [3, 1]]]
+    tree = CoveringTree.of(*map(numpy.array, given))
+    tree = replace(tree, read=torch.tensor([True, False]), column=50)
+    row = ByteTargets(torch.zeros(4, 257), tree.token, torch.tensor([0.0, 0.1, 0.2, 0.3]), tree)
+    whole, some = (
+        Spelled.of([tree], [row.missed], [10], torch.tensor(places)) for places in ([10, 11, 12, 13], [10, 12])
+    )
+    assert whole.places.tolist() == [10, 11, 12, 60, 13]  # the state after the fork is in the order of bytes
+    assert whole.token.tolist() == [0, 1, 2, 4]
+    assert whole.branches.tolist() == [[3, 1, 9]]
+    assert whole.leaves.tolist() == [[3, 2, 8, 1]]
+    assert some.places.tolist() == [10, 11, 12, 60]
+    assert some.token.tolist() == [0, 2]
+    assert some.reads.tolist() == [[0, 0, 0], [1, 1, 7], [1, 2, 0]]
+    assert some.kept.tolist() == [0, 2]
+    assert some.missed.tolist() == pytest.approx([0.0, 0.2])
+    cut = row.cut(3)
+    assert len(cut.hidden) == len(cut.missed) == len(cut.tree.token) == 3
+    assert cut.tree.reads[:, 0].max() == 2
+    assert cut.tree.fork.tolist() == [[2, 1, 9]]
+    assert cut.tree.leaves.tolist() == [[2, 0]]
     assert row.cut(4) is row
 
 
@@ -425,7 +456,7 @@ def test_a_special_token_that_both_have_is_read_by_both():
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     ids = [*MINE("so")["input_ids"], MINE.eos_token_id, *MINE("after an end")["input_ids"]]
     (reading,) = byte_teacher(mine, yours)._read([ids], [len(ids)], [None])
-    assert len(reading.token_P) == 2 + 1 + 12
+    assert len(reading.of_student.token) == 2 + 1 + 12
     assert reading.ids.count(YOURS.eos_token_id) == 1
 
 
@@ -436,22 +467,11 @@ def test_rows_that_are_read_together_are_as_each_alone():
     teacher, sizes = byte_teacher(mine, yours), [max(0, len(ids) - 1) for ids in rows]
     together = teacher._read(rows, sizes, [None] * len(rows))
     for ids, size, found in zip(rows, sizes, together, strict=True):
-        (alone,) = teacher._read([ids], [size], [None])
-        assert (found.ids, found.positions) == (alone.ids, alone.positions)
-        assert torch.equal(found.token_P, alone.token_P)
-        assert torch.equal(found.reads, alone.reads)
-        assert len(found.reads) >= len(found.token_P)
-    ids, apart = (
-        [token for one in together for token in one.ids],
-        [yours.reads(yours.spelled(one.ids)) for one in together],
-    )
-    reads = yours.reads(yours.spelled(ids), _starts([len(one.ids) for one in together]))
-    starts = _starts([len(token) for token, _ in apart]), _starts([len(one.ids) for one in together])
-    expected = [
-        read + torch.tensor([at, start, 0, 0], dtype=torch.int32)
-        for (_, read), at, start in zip(apart, *starts, strict=True)
-    ]
-    assert torch.equal(reads[1], torch.cat(expected))
+        (one,) = teacher._read([ids], [size], [None])
+        assert found.ids == one.ids
+        for tree, other in ((found.tree, one.tree), (found.of_student, one.of_student)):
+            assert all(torch.equal(getattr(tree, name), getattr(other, name)) for name in ("token", "fork", "reads"))
+            assert len(tree.reads) >= len(tree.token)
 
 
 class Random(Teacher):

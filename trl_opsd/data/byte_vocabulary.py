@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.types.bytewise import BACK, END, ROOT, ByteTable
+from trl_opsd.data.covering import Cutter
+from trl_opsd.types.bytewise import END, ROOT, ByteTable, CoveringTree
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _ANCHORS = ("\n", "a", ".", " ", "0", ";")
@@ -48,6 +48,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_CHARACTERS = {byte: char for char, byte in _ALPHABET.items()}
 
 
 def _byte_level(token: str) -> bytes | None:
@@ -188,7 +189,6 @@ class ByteVocabulary:
         order = sorted((text, number) for number, text in enumerate(self.texts) if text)
         children: dict[tuple[int, int], int] = {}
         lows, highs, last = [0], [len(order)], b""
-        wholes = [(0, 0)]
         path = [ROOT]
         for rank, (text, _) in enumerate(order):
             same = 0
@@ -204,8 +204,6 @@ class ByteVocabulary:
                 path.append(node)
                 lows.append(rank)
                 highs.append(len(order))
-                wholes.append((rank, rank))
-            wholes[path[-1]] = wholes[path[-1]][0], rank + 1
             last = text
         specials = sorted(self.special)
         parents, bytes_, nodes = np.array([(*pair, node) for pair, node in children.items()], np.int64).T
@@ -231,48 +229,26 @@ class ByteVocabulary:
             "low": low[by_node],
             "high": high[by_node],
             "length": length_V,
-            "whole": wholes,
         }
         table = ByteTable(**{name: torch.from_numpy(np.asarray(one, np.int32)) for name, one in values.items()})
         return table, steps
 
-    def reads(self, texts: Sequence[bytes | None], starts: Sequence[int] = (0,)) -> tuple[Tensor, Tensor]:
-        """The byte positions of consecutive tokens, and what their distributions are summed from.
+    @property
+    def steps(self) -> tuple[Numbers, Numbers]:
+        """For each `256 * node + byte` of the table, ascending, the node that it leads to; a last key that is none."""
+        return self._nodes[1]
 
-        A special token has one position; before it nothing is read for what follows it. `starts` are the numbers of
-        tokens, ascending, before which nothing is read for them and those that follow: the first ones of rows.
+    @cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter(self)
 
-        Returns:
-            `tuple`: [P], int64, the number of each position's token; and [R, 4], int32, as [`~types.ByteTargets`] has.
-        """
-        keys, nodes = self._nodes[1]
-        first = self.table.first.numpy()
-        byte_P = np.frombuffer(b"".join(one or b"\0" for one in texts), np.uint8)
-        size_N = np.array([len(one or b"-") for one in texts], np.int64)
-        token_P, at_N = np.repeat(np.arange(len(texts)), size_N), size_N.cumsum() - size_N
-        # Of each position, whether what was read up to it goes on after it, into a token of the same row.
-        last_N = np.isin(np.arange(1, len(texts) + 1), [*starts, len(texts)]) | np.array(
-            [one is None for one in texts], bool
-        )
-        goes_on_P = np.ones(len(byte_P), bool)
-        goes_on_P[(at_N + size_N - 1)[last_N]] = False
-        found = list[Numbers]()
-        # From the border before each token one byte further at a time, as long as tokens begin with these bytes.
-        token_A, place_A, node_A = np.arange(len(texts)), at_N, np.zeros(len(texts), np.int64)
-        while len(token_A):
-            back_A = token_P[place_A] - token_A
-            # a node without edges adds nothing, but at the token's own border
-            adds_A = (back_A == 0) | (first[node_A + 1] > first[node_A])
-            found.append(np.stack([place_A, token_A, back_A, node_A])[:, adds_A])
-            key_A = node_A << 8 | byte_P[place_A]
-            edge_A = keys.searchsorted(key_A)
-            alive_A = (keys[edge_A] == key_A) & goes_on_P[place_A]
-            token_A, place_A, node_A = token_A[alive_A], place_A[alive_A] + 1, nodes[edge_A[alive_A]]
-            near_A = token_P[place_A] - token_A <= BACK
-            token_A, place_A, node_A = token_A[near_A], place_A[near_A], node_A[near_A]
-        read_4R = np.concatenate([np.zeros((4, 0), np.int64), *found], 1).astype(np.int32)
-        by_place_R = np.lexsort((read_4R[1], read_4R[0]))  # those further back first
-        return torch.from_numpy(token_P), torch.from_numpy(read_4R[:, by_place_R].T)
+    def trees(self, rows: Sequence[Sequence[int]]) -> list[CoveringTree]:
+        """Where other tokens than those of each row have borders, of which none is read yet."""
+        return self._cutter.trees(rows)
+
+    def written(self, some: bytes) -> str:
+        """Bytes as the tokens of a byte-level vocabulary write them."""
+        return "".join(_CHARACTERS[byte] for byte in some)
 
 
 def _without(texts: Sequence[bytes | None], anchor: bytes) -> int | None:

@@ -19,6 +19,7 @@ from trl_opsd.loop.overrides import of_package, overrides
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.models.backbone import preserved_mode
+from trl_opsd.models.forks import FORKS
 from trl_opsd.models.probes import Probed, prove_student
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
@@ -121,7 +122,8 @@ class Generation:
         """Verifies the student by running it, unless that was done, once its weights are where they will be."""
         host, args = self._host, self._host.args
         if not self._is_proved:
-            host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free)
+            more = [FORKS] if args.reads_forks else []
+            host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
             self._is_proved = True
             if host.reads_images:
                 self.prove_images()

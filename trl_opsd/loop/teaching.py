@@ -133,6 +133,7 @@ class Teaching:
                 temperature=lambda: host.temperatures[1],
                 chunk_tokens=host.args.loss_chunk_tokens,
                 cache_device=host.args.teacher_cache_device,
+                most_missed=host.args.cross_tokenizer_missed,
             )
             by_bytes = {name: partial(given, its=its) for name, its in self._given.vocabularies.items() if name}
         with autocast(host.accelerator):
@@ -382,7 +383,8 @@ class Teaching:
         """Warns once if less than half of a batch's bytes can be compared."""
         assert self.spelling is not None
         outcomes = sum(int(self.spelling.table.length[ids].sum()) for ids in rollout.ended().completion_lists() if ids)
-        held = sum(int(row.held.sum()) for row in targets.rows or () if isinstance(row, ByteTargets))
+        most = self._host.args.cross_tokenizer_missed
+        held = sum(int((row.missed <= most).sum()) for row in targets.rows or () if isinstance(row, ByteTargets))
         if outcomes and held < outcomes / 2:
             logger.warning_once(
                 f"Only {held / outcomes:.0%} of the bytes of {self.batch_name} can be compared between the tokenizers: "

@@ -1,21 +1,24 @@
 """The divergence of two models' distributions over the next byte, whatever their tokens are.
 
-`P(next byte | bytes so far)` is summed from states that a model has already. Of all token sequences, those count that
-follow the model's own tokens up to a border at most three tokens back, and then take any one token that spells the
-bytes since and the next one. With the vocabulary sorted by bytes, these tokens are a range. What is missed leaves the
-tokens in between; where that is more than [`MOST_ESCAPE`] of a distribution, the position is left out.
+`P(next byte | bytes so far)` is a sum over the token sequences that begin with these bytes: canonical tokens up to a
+border, and then any one token that spells the bytes since and the next one. With the vocabulary sorted by bytes, these
+tokens are a range. Borders are those of the text's own tokens, and of forks: further states, where a model's tokens may
+part from them. What is not read is bounded; where the bound is above a limit, the position is left out.
 
 By the chain rule, the sum over bytes is the divergence of the two models as distributions over texts.
 
 The rows of the head are sorted once per call, so that the logits of each tile are; the gradient of the head is put back
 in the order of ids at the end.
 
-S states of a tile · V vocabulary size · T tokens with a meaning · N tokens in the loss · P byte positions · H width
+S states · V vocabulary size · T tokens with a meaning · N tokens in the loss and states after forks · P byte positions
+H width · F forks
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,43 +29,70 @@ from trl_opsd.losses.sampled import against_sampler
 from trl_opsd.losses.side import Side, addmm_
 from trl_opsd.losses.streamed import _GROUP_TILES, _Streamed
 from trl_opsd.types import LazyLogits, PerToken, Sampled
-from trl_opsd.types.bytewise import OUTCOMES, ByteTable, Spelled
+from trl_opsd.types.bytewise import OUTCOMES, ByteTable, CoveringTree
+from trl_opsd.types.spelled import Spelled
 
-MOST_ESCAPE = 0.03
-"""Largest share of sequences that end a token where the model's own goes on, and that the sums miss."""
+MOST_MISSED = 1e-3
+"""Share of a distribution that may be missed, by default: `OPSDConfig.cross_tokenizer_missed`."""
 _COLUMNS = 64
 """Columns of the head's gradient that are put back in the order of ids at a time."""
 
 
 @torch.no_grad()
 def byte_logarithms(
-    model: LazyLogits, table: ByteTable, ids: Tensor, token: Tensor, reads: Tensor, chunk_tokens: int | None = None
+    model: LazyLogits, table: ByteTable, ids: Tensor, spelled: Spelled, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """A model's distributions over the next byte, for one product with its head, and without logits in full.
 
     Args:
         model ([`LazyLogits`]):
-            Hidden states [N, H] that predict the consecutive tokens of one text, and the head.
+            S hidden states [S, H], and the head.
         table ([`~types.bytewise.ByteTable`]):
             Its vocabulary.
         ids (`torch.Tensor`):
-            [N], these tokens.
-        token (`torch.Tensor`):
-            [P], in host memory: the number of each byte position's token.
-        reads (`torch.Tensor`):
-            [R, 4], in host memory, as [`~data.byte_vocabulary.ByteVocabulary.reads`] returns them.
+            [S], the token that follows each state that is not after a fork.
+        spelled ([`~types.bytewise.Spelled`]):
+            The byte positions of these tokens.
         chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at a time.
+            States whose logits exist at a time.
 
     Returns:
-        `tuple`: [P, 257], float32, logarithms of probabilities; and [P], the share that is missed at least.
+        `tuple`: [P, 257], float32, logarithms of probabilities; and [P], an upper bound on the share that is missed.
     """
-    plan = Plan.of(model, chunk_tokens, table, ids, token, reads)
-    logs_PO = torch.empty(len(token), OUTCOMES, device=plan.own_N.device)
-    escape_P = torch.empty(len(token), dtype=torch.float64, device=plan.own_N.device)
+    plan = Plan.of(model, chunk_tokens, table, ids, spelled)
+    logs_PO = torch.empty(len(spelled.token), OUTCOMES, device=plan.token_P.device)
+    missed_P = torch.empty(len(spelled.token), dtype=torch.float64, device=plan.token_P.device)
     for tile in plan.tiles:
-        logs_PO[tile.positions], escape_P[tile.positions] = ByteTile(plan, tile).logarithms()
-    return logs_PO, escape_P
+        logs_PO[tile.positions], missed_P[tile.positions] = ByteTile(plan, tile).logarithms()
+    return logs_PO, missed_P
+
+
+@torch.no_grad()
+def forks_needed(
+    model: LazyLogits, table: ByteTable, ids: Tensor, trees: Sequence[CoveringTree], most_missed: float,
+    chunk_tokens: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Which forks have to be read so that no more than a share of a distribution is missed; of each row [F], bool.
+
+    Arguments are those of [`byte_logarithms`], of rows of which no fork is read: all tokens of each tree.
+    """
+    sizes = [one.tokens for one in trees]
+    starts, forks = [*accumulate(sizes, initial=0)][:-1], torch.cat([one.fork for one in trees])
+    none = [torch.zeros(len(one.token)) for one in trees]
+    spelled = Spelled.of(trees, none, starts, torch.arange(sum(sizes)), undecided=True)
+    plan = Plan.of(model, chunk_tokens, table, ids, spelled, outcomes=False)
+    device = plan.token_P.device
+    of_rows = [torch.full((len(one.fork),), size) for one, size in zip(trees, sizes, strict=True)]
+    follows_F, needed_F = forks[:, 1] >= torch.cat(of_rows), torch.zeros(len(forks), dtype=torch.bool, device=device)
+    on_device = follows_F.to(device)
+    for tile in plan.tiles:
+        ByteTile(plan, tile, outcomes=False).need_(needed_F, on_device, most_missed)
+    each = needed_F.cpu().split([len(one.fork) for one in trees])
+    # Only with those that they follow, which come before them.
+    for tree, size, needed in zip(trees, sizes, each, strict=True):
+        for number in (needed & (tree.fork[:, 1] >= size)).nonzero().squeeze(1).tolist():
+            needed[number] = needed[int(tree.fork[number, 1]) - size]
+    return list(each)
 
 
 def bytewise_divergence(
@@ -74,6 +104,7 @@ def bytewise_divergence(
     sampled: Sampled,
     weights: Tensor | None = None,
     chunk_tokens: int | None = None,
+    most_missed: float = MOST_MISSED,
 ) -> PerToken:
     """The divergence of each token, summed over its bytes, in nats, for three products with the student's head.
 
@@ -98,7 +129,7 @@ def bytewise_divergence(
     Returns:
         [`PerToken`]: the gradient is valid for the sum over tokens, however scaled.
     """
-    fold = _Fold(student, teacher, divergence, table, spelled, sampled, chunk_tokens)
+    fold = _Fold(student, teacher, divergence, table, spelled, sampled, chunk_tokens, most_missed)
     inputs = (student.hidden, student.head.weight, student.head.bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         values = _Streamed.apply(*inputs, weights, fold)
@@ -136,14 +167,14 @@ class _Fold:
     spelled: Spelled
     sampled: Sampled
     chunk_tokens: int | None
+    most_missed: float
 
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`."""
-        given = self.spelled.token, self.spelled.reads, self.spelled.held
-        plan = Plan.of(self.student, self.chunk_tokens, self.table, self.sampled.ids, *given)
-        memory_SV, device, dtype = plan.memory_SV, plan.own_N.device, plan.side.weight_VH.dtype
+        plan = Plan.of(self.student, self.chunk_tokens, self.table, self.sampled.ids, self.spelled)
+        memory_SV, device, dtype = plan.memory_SV, plan.token_P.device, plan.side.weight_VH.dtype
         (tokens, width), rows = plan.side.hidden_NH.shape, len(self.student.head.weight)
         shapes = ((tokens, width), (rows, width), (rows,))
         gradients = [
@@ -154,8 +185,10 @@ class _Fold:
         # As of other losses: products in lower precision take the gradients of several tiles at once.
         in_place = dtype == torch.float32 or not any(wanted)
         size = 1 if in_place else _GROUP_TILES
-        group_SV = memory_SV if in_place else memory_SV.new_empty(size * len(memory_SV), memory_SV.size(1), dtype=dtype)
-        for tiles in (plan.tiles[at : at + size] for at in range(0, len(plan.tiles), size)):
+        groups = [plan.tiles[at : at + size] for at in range(0, len(plan.tiles), size)]
+        longest = max((one[-1].states.stop - one[0].states.start for one in groups), default=0)
+        group_SV = memory_SV if in_place else memory_SV.new_empty(longest, memory_SV.size(1), dtype=dtype)
+        for tiles in groups:
             group = slice(tiles[0].states.start, tiles[-1].states.stop)
             for tile in tiles:
                 part = ByteTile(plan, tile)
@@ -163,7 +196,7 @@ class _Fold:
                 with torch.enable_grad():
                     for leaf in leaves:
                         leaf.requires_grad_(any(wanted))
-                    value, found_9N[:, tile.tokens] = self._compared(plan, tile, part, weights_N)
+                    value = self._compared(plan, tile, part, weights_N, found_9N)
                 if not any(wanted):
                     continue
                 gradient_SV = part.gradient_(*torch.autograd.grad(value, leaves, materialize_grads=True))
@@ -178,42 +211,43 @@ class _Fold:
         _by_id(gradients[1:], plan.table)
         return tuple(found_9N), tuple(gradients)
 
-    def _compared(self, plan: Plan, tile: Tile, part: ByteTile, weights_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted loss of the tokens of a tile, and their statistics, [9, tokens]."""
-        here, tokens, (held_P,) = tile.positions, tile.tokens.stop - tile.tokens.start, plan.more
-        device, weights_N, (logarithms_PO, escape_P) = part.own_S.device, weights_N[tile.tokens], part.logarithms()
-        token_P = plan.token_P[here] - tile.tokens.start
-        held_P = held_P[here].bool() & (escape_P <= MOST_ESCAPE)
+    def _compared(self, plan: Plan, tile: Tile, part: ByteTile, weights_N: Tensor, found_9N: Tensor) -> Tensor:
+        """The weighted loss of the byte positions and tokens of a tile; adds the statistics of their tokens."""
+        here, (logarithms_PO, missed_P) = tile.positions, part.logarithms()
+        token_P, device = plan.token_P[here], part.own_S.device
+        missed_P = missed_P.maximum(plan.missed_P[here])
+        held_P = missed_P <= self.most_missed
         logs = logarithms_PO, self.teacher.hidden[here].to(device).double()
         log_student_PO, log_teacher_PO = (one.log_softmax(-1) for one in logs)
         # Of 257 outcomes all can be formed: in float64, without a product that half precision would round.
         value_P = self.divergence.value(log_student_PO, log_teacher_PO).where(held_P, 0.0) * weights_N[token_P]
-
-        def by_token(values_P: Tensor) -> Tensor:
-            return torch.zeros(tokens, device=device).index_add(0, token_P, values_P.float())
-
-        value = value_P.sum()
-        pulled_N = torch.zeros(tokens, device=device)
-        if self.sampled.pull is not None:
-            pulled_N = -part.own_S[-tokens:] * self.sampled.pull[tile.tokens] * weights_N
-            value = value + pulled_N.sum()
-        counts_N = weights_N != 0  # others are read for those that count
-        outcomes_N = plan.table.length[self.sampled.ids[tile.tokens]].float() * counts_N
-        present_N = by_token(torch.ones_like(token_P))
-        found = (
-            by_token(value_P.detach()) + pulled_N.detach(),
-            *(
-                by_token(-(one.detach().exp() * one.detach()).sum(-1) * held_P)
-                for one in (log_student_PO, log_teacher_PO)
-            ),
-            pulled_N.detach(),
-            outcomes_N,
-            by_token(held_P),
-            by_token(~held_P),
-            outcomes_N - present_N,
-            part.own_S[-tokens:].detach(),
+        value, tokens, own_N = (
+            value_P.sum(),
+            tile.tokens,
+            part.own_S[len(part.own_S) - (tile.tokens.stop - tile.tokens.start) :],
         )
-        return value, torch.stack([one.float() for one in found])
+        pulled_N = torch.zeros_like(own_N)
+        if self.sampled.pull is not None:
+            pulled_N = -own_N * self.sampled.pull[tokens] * weights_N[tokens]
+            value = value + pulled_N.sum()
+        counts_N = weights_N[tokens] != 0  # others are read for those that count
+        outcomes_N = plan.table.length[self.sampled.ids[tokens]].float() * counts_N
+        entropies = [-(one.detach().exp() * one.detach()).sum(-1) * held_P for one in (log_student_PO, log_teacher_PO)]
+        none_P = torch.zeros_like(missed_P)
+        by_position = (
+            value_P.detach(),
+            *entropies,
+            none_P,
+            none_P,
+            held_P,
+            missed_P * held_P,
+            -torch.ones_like(missed_P),
+        )
+        found_9N[:8].index_add_(1, token_P, torch.stack([one.float() for one in by_position]))
+        by_token = {0: pulled_N, 3: pulled_N, 4: outcomes_N, 7: outcomes_N, 8: own_N}
+        for column, values_N in by_token.items():
+            found_9N[column, tokens] += values_N.detach()
+        return value
 
     def _add(self, side: Side, given_ST: Tensor, states: slice, gradients: list[Tensor | None]) -> None:
         """Adds what the gradient of some logits is for hidden states, and the first rows of weight and bias."""

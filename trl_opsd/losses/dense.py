@@ -112,31 +112,34 @@ def _entropy(log_p_NV: Tensor) -> Tensor:
 
 
 def dense_byte_logarithms(
-    logits_NV: Tensor, texts: Sequence[bytes | None], ids: Sequence[int], floor: float
-) -> tuple[Tensor, Tensor]:
-    """What [`byte_logarithms`] must equal, with a loop over all tokens for each byte, in float64.
+    logits_SV: Tensor,
+    texts: Sequence[bytes | None],
+    outcomes: Sequence[int],
+    nodes: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+    floor: float,
+) -> Tensor:
+    """What [`byte_logarithms`] must equal, [P, 257], with a loop over all tokens for each byte, in float64.
 
-    `logits_NV` predict consecutive tokens, `ids`; `texts` are the bytes of each id, `None` for special tokens. Ids
-    beyond them do not exist.
+    `texts` are the bytes of each id, `None` for special tokens; ids beyond them do not exist. `outcomes` are the bytes
+    of a row, 256 for a special token, and `nodes`, for each state, the position before which it is, and what leads
+    there from the row's begin: states and the tokens that follow them.
     """
-    probs_NV = logits_NV[:, : len(texts)].double().softmax(-1)
-    found, escapes = [], []
-    for number, own in enumerate(ids):
-        begins = max([0, number - 3, *(at + 1 for at in range(number) if texts[ids[at]] is None)])
-        for end in range(len(texts[own] or b"-")):
-            masses = [probs_NV.new_zeros(()) for _ in range(257)]
-            for start in range(begins, number + 1):
-                since = b"".join(texts[one] or b"" for one in ids[start:number]) + (texts[own] or b"")[:end]
-                path = torch.stack([probs_NV[at, ids[at]] for at in range(start, number)] or [probs_NV.new_ones(())])
-                for token, text in enumerate(texts):
-                    if text is None and not since:
-                        masses[256] = masses[256] + probs_NV[number, token] / path.prod()
-                    elif text is not None and text.startswith(since) and len(text) > len(since):
-                        masses[text[len(since)]] = masses[text[len(since)]] + probs_NV[start, token] / path.prod()
-            so_far = (texts[own] or b"")[:end]
-            whole = sum(probs_NV[number, token] for token, text in enumerate(texts) if so_far and text == so_far)
-            begun = [token for token, text in enumerate(texts) if not so_far or (text or b"").startswith(so_far)]
-            total = torch.stack(masses)
-            found.append((total / total.sum() + floor).log())
-            escapes.append(torch.as_tensor(whole / probs_NV[number, begun].sum()))
-    return torch.stack(found), torch.stack(escapes).detach()
+    log_SV = logits_SV[:, : len(texts)].double().log_softmax(-1)
+    path_S = torch.stack([sum((log_SV[one, token] for one, token in path), log_SV.new_zeros(())) for _, path in nodes])
+    found = []
+    for position in range(len(outcomes)):
+        masses = [log_SV.new_zeros(()) for _ in range(257)]
+        here = [one for one, (place, _) in enumerate(nodes) if place <= position]
+        highest = float(path_S[max(here, key=lambda one: nodes[one][0])].detach())
+        for one in here:
+            since = outcomes[nodes[one][0] : position]
+            for token, text in enumerate(texts):
+                if 256 in since or (text is not None and (len(text) <= len(since) or [*text[: len(since)]] != since)):
+                    continue
+                if text is None and since:
+                    continue
+                outcome = 256 if text is None else text[len(since)]
+                masses[outcome] = masses[outcome] + (path_S[one] - highest + log_SV[one, token]).exp()
+        total = torch.stack(masses)
+        found.append((total / total.sum() + floor).log())
+    return torch.stack(found)

@@ -12,12 +12,13 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from trl_opsd.losses.bytewise import bytewise_divergence
+from trl_opsd.losses.bytewise import MOST_MISSED, bytewise_divergence
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.streamed import streamed_divergence
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, ReferenceModel, Sampled
-from trl_opsd.types.bytewise import ByteTable, Spelled
+from trl_opsd.types.bytewise import ByteTable
+from trl_opsd.types.spelled import Spelled
 
 
 def heads_beside(teacher: OutputHead, origin: OutputHead | None) -> dict[str, OutputHead]:
@@ -46,6 +47,8 @@ class Objective:
     """Which tokens of each row are compared, where that depends on logits; `None` for all."""
     table: ByteTable | None = None
     """The student's vocabulary by bytes, where the teacher has another one."""
+    most_missed: float = MOST_MISSED
+    """The share of a distribution over bytes that may be missed where it is compared."""
 
     def of(
         self,
@@ -64,7 +67,8 @@ class Objective:
             assert self.table is not None, "there are bytes only where there is a table"
             assert sampled is not None, "a comparison by bytes reads the tokens"
             pair = LazyLogits(*student, self.temperatures[0]), LazyLogits(*teacher)
-            return bytewise_divergence(*pair, self.divergence, self.table, spelled, sampled, weights, self.chunk_tokens)
+            how = self.chunk_tokens, self.most_missed
+            return bytewise_divergence(*pair, self.divergence, self.table, spelled, sampled, weights, *how)
         return streamed_divergence(
             LazyLogits(*student, self.temperatures[0]),
             LazyLogits(*teacher, self.temperatures[1]),

@@ -172,11 +172,12 @@ class Probed:
 
 
 def prove_student(
-    student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator, padding_free: bool = False
-) -> Reading:
+    student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator, padding_free: bool = False,
+    more: Sequence[Probe[Probed]] = (),
+) -> Reading:  # fmt: skip
     """Probes a student in the launch's precision, and returns which of its rows may share a pass."""
     # Padding after gradients: a layer that caches states must not keep any with an autograd graph.
-    probes = [HEAD, GRADIENTS, PADDING, *([PACKING] if padding_free else [])]
+    probes = [HEAD, GRADIENTS, PADDING, *([PACKING] if padding_free else []), *more]
     with autocast(accelerator):
         probed = Probed(student, "student", run).prove(*probes)
     # Parameters outside the graph, such as a vision tower's, would make DDP wait for their gradients, and hang.

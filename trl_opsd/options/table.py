@@ -204,6 +204,7 @@ def _of_engine(lacking: str, met: Callable[[Any], Any]) -> Need:
 REWARDS = Need("there are no `reward_funcs`", lambda now: now.rewards)
 OFF_POLICY = Need("`lmbda` is 1, so the student generates all completions", lambda now: now.lmbda < 1)
 EMA = Need("`teacher_model_kind` is not 'ema'", lambda now: now.teacher_model_kind == "ema")
+BYTES = Need("`cross_tokenizer` is not set", lambda now: now.cross_tokenizer is not None)
 STATIC = Need(
     "the teacher changes with each step",
     lambda now: now.teacher_model_kind not in ("ema", "live") or now.reads_origin,

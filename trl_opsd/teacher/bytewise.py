@@ -6,23 +6,25 @@ P byte positions of a row · n tokens of the teacher in it
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import final
 
 import torch
 from torch import Tensor
 
 from trl_opsd.data.byte_vocabulary import ByteVocabulary, valid_text
-from trl_opsd.losses.bytewise import MOST_ESCAPE, byte_logarithms
+from trl_opsd.losses.bytewise import MOST_MISSED, byte_logarithms, forks_needed
 from trl_opsd.models.backbone import gathered_head, shape_of
-from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.base import Teacher, innermost
+from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import check_depends_on_input, prove_alignment, scored
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.bytewise import OUTCOMES, ByteTargets, byte_head
-from trl_opsd.types.targets import fetch, has_streams, kept_by_row, targets_device
+from trl_opsd.types.bytewise import OUTCOMES, ByteTargets, CoveringTree, byte_head
+from trl_opsd.types.spelled import Spelled
+from trl_opsd.types.targets import RowTargets, fetch, has_streams, kept_by_row, targets_device
 
 _ROWS = 8
 """Rows whose states and distributions are on the device at a time."""
@@ -34,12 +36,10 @@ class _Reading:
 
     ids: list[int]
     """The teacher's tokens."""
-    positions: int
-    """Byte positions of these."""
-    token_P: Tensor
-    """The number of the student's token of each byte position that both have."""
-    reads: Tensor
-    """Of the student, as [`~types.bytewise.ByteTargets.reads`]."""
+    tree: CoveringTree
+    """Of the teacher's tokens."""
+    of_student: CoveringTree
+    """Of the student's tokens, up to the last byte that both have."""
 
 
 @final
@@ -57,6 +57,8 @@ class ByteTeacher(Teacher):
             Tokens whose logits exist at a time.
         cache_device (`str`, *optional*, defaults to `"auto"`):
             Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
+        most_missed (`float`, *optional*):
+            The share of a distribution that forks may have which are not read: see `OPSDConfig.cross_tokenizer_missed`.
     """
 
     def __init__(
@@ -67,7 +69,11 @@ class ByteTeacher(Teacher):
         temperature: Callable[[], float],
         chunk_tokens: int | None = None,
         cache_device: str = "auto",
+        most_missed: float = MOST_MISSED,
     ) -> None:
+        self._most_missed, frozen = most_missed, innermost(teacher)
+        self.reads_forks = most_missed < 1 and isinstance(frozen, FrozenTeacher) and frozen.prove_forks()
+        """Whether tokens may branch off a row that it reads."""
         self.teacher, self._student, self._its = teacher, student, its.within(shape_of(teacher.head)[0])
         self._temperature, self._chunk_tokens, self._cache_device = temperature, chunk_tokens, cache_device
         # The teachers of this package align their targets.
@@ -100,32 +106,62 @@ class ByteTeacher(Teacher):
             name = f"{type(self.teacher).__name__}.targets"
             prove_alignment(partial(scored, self.teacher), theirs, found, name)
             self._is_unproved = False
-        rows = kept_by_row(found, theirs.weights).rows or ()
-        positions, escapes = [one.positions for one in readings], list[Tensor]()
+        rows, device = kept_by_row(found, theirs.weights).rows or (), rollout.weights.device
+        if self.reads_forks:
+            with gathered_head(head := self.teacher.head):
+                head, column = head.to(device), theirs.completion_ids.size(1)
+                trees = [one for some in _some(rows) for one in self._forked(readings[some], rows[some], head, column)]
+            readings = [replace(one, tree=tree) for one, tree in zip(readings, trees, strict=True)]
+            # Each process reads again, with forks or without, as that may be collective.
+            theirs = _with_forks(theirs, trees)
+            rows = kept_by_row(scored(self.teacher, theirs), theirs.weights).rows or ()
+        positions, missed = [len(one.tree.token) for one in readings], list[Tensor]()
         with gathered_head(head := self.teacher.head):
-            head = head.to(device := rollout.weights.device)
-            shape = (sum(positions), OUTCOMES)
+            head, shape = head.to(device), (sum(positions), OUTCOMES)
             kept = targets_device(self._cache_device, 4 * shape[0] * shape[1], device)
             logs_PO = torch.empty(shape, device=kept, pin_memory=kept.type == "cpu" and has_streams(device))
             at = 0
-            for some in (slice(row, row + _ROWS) for row in range(0, len(rows), _ROWS)):
-                ids = [token for one in readings[some] for token in one.ids]
-                read = self._its.reads(self._its.spelled(ids), _starts(len(one.ids) for one in readings[some]))
-                states_NH = fetch([row.hidden for row in rows[some]], device).wait()
-                given = self._its.table, torch.tensor(ids, dtype=torch.long), *read, self._chunk_tokens
-                some_PO, escape_P = byte_logarithms(LazyLogits(states_NH, head, self._temperature()), *given)
-                logs_PO[at : (at := at + len(some_PO))].copy_(some_PO, non_blocking=True)
-                escapes.append(escape_P)
+            for some in _some(rows):
+                ids_BC = theirs.completion_ids[some].cpu()
+                logs_pO, missed_p = self._logarithms([one.tree for one in readings[some]], rows[some], ids_BC, head)
+                logs_PO[at : (at := at + len(logs_pO))].copy_(logs_pO, non_blocking=True)
+                missed.append(missed_p.float())
         # This waits for the device, so the distributions have arrived too.
-        held_P = torch.cat(escapes).cpu() <= MOST_ESCAPE
-        each = zip(readings, logs_PO.split(positions), held_P.split(positions), strict=True)
+        each = zip(readings, logs_PO.split(positions), torch.cat(missed).cpu().split(positions), strict=True)
         targets = [
-            ByteTargets(
-                hidden=logs[: len(one.token_P)], places=one.token_P, held=held[: len(one.token_P)], reads=one.reads
-            )
-            for one, logs, held in each
+            ByteTargets(hidden=logs[:common], places=one.of_student.token, missed=share[:common], tree=one.of_student)
+            for one, logs, share in each
+            for common in [len(one.of_student.token)]
         ]
         return TeacherTargets.by_row(targets, rollout.completion_ids.size(1))
+
+    def _forked(
+        self, readings: Sequence[_Reading], rows: Sequence[RowTargets], head: OutputHead, column: int
+    ) -> list[CoveringTree]:
+        """The teacher's trees, with the forks that have to be read."""
+        states_NH = fetch([row.hidden for row in rows], head.weight.device).wait()
+        model = LazyLogits(states_NH, head, self._temperature())
+        ids_N = torch.tensor([token for one in readings for token in one.ids], dtype=torch.long)
+        trees = [one.tree for one in readings]
+        needed = forks_needed(model, self._its.table, ids_N, trees, self._most_missed, self._chunk_tokens)
+        return [replace(tree, read=read, column=column) for tree, read in zip(trees, needed, strict=True)]
+
+    def _logarithms(
+        self, trees: list[CoveringTree], rows: Sequence[RowTargets], ids_BC: Tensor, head: OutputHead
+    ) -> tuple[Tensor, Tensor]:
+        """Distributions over the next byte, [P, 257], and what is missed of them, of a few rows."""
+        starts, none = (
+            [ids_BC.size(1) * row for row in range(len(trees))],
+            [torch.zeros(len(one.token)) for one in trees],
+        )
+        places_N = torch.cat([torch.arange(one.tokens) + start for one, start in zip(trees, starts, strict=True)])
+        spelled = Spelled.of(trees, none, starts, places_N)
+        states_NH = fetch([row.hidden for row in rows], head.weight.device).wait()
+        at_N = torch.cat([row.places + start for row, start in zip(rows, starts, strict=True)])
+        states_SH = states_NH.index_select(0, torch.searchsorted(at_N, spelled.places).to(states_NH.device))
+        model = LazyLogits(states_SH, head, self._temperature())
+        ids_S = ids_BC.flatten()[spelled.places]
+        return byte_logarithms(model, self._its.table, ids_S, spelled, self._chunk_tokens)
 
     def _read(self, rows: list[list[int]], needed: list[int], rooms: list[int | None]) -> list[_Reading]:
         """Both models' byte positions in completions, up to the first byte that they do not read alike.
@@ -135,23 +171,17 @@ class ByteTeacher(Teacher):
         texts = [self._student.spelled(ids) for ids in rows]
         parts = [[(one, *valid_text(one)) for one in _between(each)] for each in texts]
         known = iter(self._its.ids_of_each([text for each in parts for _, text, _ in each]))
-        starts = _starts(map(len, read := [each[:some] for each, some in zip(texts, needed, strict=True)]))
-        token_P, reads_R4 = self._student.reads([*chain.from_iterable(read)], starts)
-        place_R = reads_R4[:, 0].contiguous()
-        ends = torch.searchsorted(token_P, torch.tensor([*starts, sum(map(len, read))])).tolist()
+        mine = self._student.trees([ids[:some] for ids, some in zip(rows, needed, strict=True)])
         found = []
-        for ids, each, some, room, *at in zip(rows, parts, texts, rooms, starts, ends, ends[1:], strict=False):
+        for ids, each, some, room, tree in zip(rows, parts, texts, rooms, mine, strict=True):
             specials = [one for one, text in zip(ids, some, strict=True) if text is None]
             theirs, agreed = self._aligned([(one, valid, next(known)) for one, _, valid in each], specials)
             theirs = theirs if room is None else theirs[: max(room, 0)]
             sums = [0, *accumulate(len(one or b"-") for one in self._its.spelled(theirs))]
-            start, place, end = at
-            count = min(agreed, end - place, sums[-1])
-            tokens = bisect_left(sums, count)
-            mine = slice(*torch.searchsorted(place_R, torch.tensor([place, place + count])).tolist())
-            reads = reads_R4[mine] - reads_R4.new_tensor([place, start, 0, 0])
-            found.append(_Reading(theirs[:tokens], sums[tokens], token_P[place : place + count] - start, reads))
-        return found
+            count = min(agreed, len(tree.token), sums[-1])
+            found.append((theirs[: bisect_left(sums, count)], tree.cut(count)))
+        trees = self._its.trees([theirs for theirs, _ in found])
+        return [_Reading(theirs, tree, cut) for (theirs, cut), tree in zip(found, trees, strict=True)]
 
     def _aligned(self, parts: list[tuple[bytes, int, list[int]]], specials: list[int]) -> tuple[list[int], int]:
         """The teacher's tokens of one completion, and how many byte positions of them are the student's.
@@ -174,8 +204,8 @@ class ByteTeacher(Teacher):
         return theirs, agreed
 
 
-def _starts(sizes: Iterable[int]) -> list[int]:
-    return list(accumulate(sizes, initial=0))[:-1]
+def _some(rows: Sequence[RowTargets]) -> Iterator[slice]:
+    return (slice(row, row + _ROWS) for row in range(0, len(rows), _ROWS))
 
 
 def _between(texts: list[bytes | None]) -> Iterator[bytes]:
@@ -211,3 +241,13 @@ def _as_its_own(rollout: Rollout, completions: list[list[int]]) -> Rollout:
         lengths=None,
         on_host=None,
     )
+
+
+def _with_forks(rollout: Rollout, trees: list[CoveringTree]) -> Rollout:
+    """The same rows, with the forks that are read; the state after each counts."""
+    column = rollout.completion_ids.size(1)
+    forked = rollout.with_forks([one.branches() for one in trees])
+    weights_BC = forked.weights.clone()
+    for row, tree in enumerate(trees):
+        weights_BC[row, column : column + int(tree.read.sum())] = 1
+    return replace(forked, weights=weights_BC)

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses import reduce
+from trl_opsd.losses.bytewise import forks_needed
 from trl_opsd.losses.objective import Objective, heads_beside
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.types import LazyLogits, LossParts, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets, Spelled
+from trl_opsd.types.bytewise import ByteTargets
+from trl_opsd.types.spelled import Spelled
 from trl_opsd.types.targets import Arriving, fetch, kept_by_row
 
 
@@ -102,7 +104,8 @@ def tokens_by_teacher(
             )
         spelled = None
         if is_by_byte:
-            spelled = Spelled.of(by_bytes, [row * host_BC.size(1) for row in theirs], places_N)
+            starts = [row * host_BC.size(1) for row in theirs]
+            spelled = Spelled.of([one.tree for one in by_bytes], [one.missed for one in by_bytes], starts, places_N)
             places_N = spelled.places
         weights_N = theirs_BC.flatten()[places_N]
         # Without a row, an empty tensor of the teacher's width stands for its states.
@@ -128,6 +131,23 @@ def tokens_by_teacher(
             )
         )
     return found
+
+
+def with_forks(
+    hidden_BCH: Tensor, head: OutputHead, rollout: Rollout, targets: TeacherTargets, objective: Objective
+) -> tuple[Rollout, TeacherTargets]:
+    """A micro-batch with the forks that have to be read, from the student's states of its own tokens."""
+    rows = [row for row in targets.rows or () if isinstance(row, ByteTargets)]
+    trees, columns = [row.tree for row in rows], rollout.completion_ids.size(1)
+    places_S = torch.cat([torch.arange(one.tokens) + row * columns for row, one in enumerate(trees)])
+    student = LazyLogits(_selected(hidden_BCH.flatten(0, 1), places_S), head, objective.temperatures[0])
+    ids_S = _selected(rollout.completion_ids.flatten(), places_S)
+    assert objective.table is not None, "there are bytes only where there is a table"
+    needed = forks_needed(student, objective.table, ids_S, trees, objective.most_missed, objective.chunk_tokens)
+    trees = [replace(one, read=read, column=columns) for one, read in zip(trees, needed, strict=True)]
+    rollout = rollout.with_forks([one.branches() for one in trees])
+    forked = [replace(row, tree=tree) for row, tree in zip(rows, trees, strict=True)]
+    return rollout, TeacherTargets.by_row(forked, rollout.completion_ids.size(1), targets.teacher, targets.beside)
 
 
 def _highest(weights_BC: Tensor, selection: Selection) -> Tensor:

@@ -21,6 +21,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, has_varlen, model_shape, preserved_mode
 from trl_opsd.models.checks import check_on_device, described
+from trl_opsd.models.forks import FORKS, forked_hidden
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.prefix import PASSES, Past, hidden_after
@@ -157,7 +158,7 @@ def score_groups(
             if number < len(pasts) and pasts[number].tokens:
                 hidden_nCH = run(hidden_after, of_pass, pasts[number], reading)
             else:
-                hidden_nCH = run(completion_hidden, of_pass, reading)
+                hidden_nCH = run(forked_hidden, of_pass, reading)
             keeper.put(rows, hidden_nCH)
         # Surplus passes re-read one row so that collectives stay matched between processes.
         for _ in range(passes - len(groups)):
@@ -285,6 +286,14 @@ class FrozenTeacher(Teacher):
         with self.placement.reading(passes=6) as run:
             Probed(self.model, "teacher", run).reads(prompts, self.reading)
 
+    def prove_forks(self) -> bool:
+        """Determines whether tokens may branch off its rows."""
+        with self.placement.reading(passes=5) as run:
+            probed = Probed(self.model, "teacher", run)
+            probed.reading = self.reading
+            self.reading = probed.prove(FORKS).reading
+        return self.reading.forks
+
     def __str__(self) -> str:
         return f"{described(self.model)}, {self.placement.where}"
 
@@ -314,7 +323,8 @@ class FrozenTeacher(Teacher):
         def split(lengths: Sequence[int], before: int) -> list[list[int]]:
             return pass_groups(self.model, lengths, device, self.reading, self._pass_bytes, few, before)
 
-        with preserved_mode(self.model), planned(self.prefixes, rollout, split, self.reading) as plan:
+        prefixes = self.prefixes if rollout.forks is None else None
+        with preserved_mode(self.model), planned(prefixes, rollout, split, self.reading) as plan:
             passes = self.placement.passes_to_run(plan.passes)
             with self.placement.reading(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since

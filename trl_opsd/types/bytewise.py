@@ -1,28 +1,26 @@
 """Token vocabularies as bytes: which tokens spell which bytes, as ranges of one sorted order, and targets per byte.
 
 V token ids · T tokens with a meaning · D nodes (distinct beginnings of tokens) · E edges between them
-N tokens of a completion · P byte positions · R reads
+N tokens of a completion · P byte positions · F forks · S states that are read · R reads · X exits
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trl_opsd.types.loss import OutputHead
 from trl_opsd.types.targets import RowTargets
 
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 END = 256
 """The outcome of a position that is no byte: the end of the text, or any other special token."""
 OUTCOMES = 257
 """The bytes, and [`END`]."""
-BACK = 3
-"""Tokens before a byte's own whose states are read at most."""
 ROOT = 0
 """The node of the empty beginning."""
 
@@ -45,8 +43,6 @@ class ByteTable:
     """[E], int32: the place after the last of them."""
     length: Tensor
     """[V], int32: the byte positions of each id, 1 for a special token."""
-    whole: Tensor
-    """[D, 2], int32: first place, and the one after the last, of the tokens that are just a node's bytes."""
     _copies: dict[torch.device, ByteTable] = field(default_factory=dict, init=False, repr=False)
 
     def to(self, device: torch.device) -> ByteTable:
@@ -59,6 +55,69 @@ class ByteTable:
         return self._copies[device]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CoveringTree:
+    """The places of a row where a sequence of tokens that a model may have written has a border; all in host memory.
+
+    Nodes are numbered: the borders before the row's N tokens, and then F forks, borders that its tokens do not have. A
+    fork that is `read` is a further token of a forward pass, which follows the node that is its parent.
+    """
+
+    token: Tensor
+    """[P], int64: the number of each position's token."""
+    fork: Tensor
+    """[F, 3], int64: the position before which it ends, ascending; its parent; and its token."""
+    reads: Tensor
+    """[R, 3], int64: a position, ascending; a node; and the node of the table of the bytes between. Tokens that begin
+    with them at that border are a part of the position's distribution."""
+    leaves: Tensor
+    """[X, 2], int64: a position, ascending, and a fork; sequences through it may be a part of its distribution."""
+    read: Tensor
+    """[F], bool: whether the states after these forks are computed; only together with those of their parents."""
+    column: int = 0
+    """The column of a pass over completions after which the forks that are read come, in order."""
+
+    @classmethod
+    def of(cls, token_P: Numbers, fork_F3: Numbers, reads_R3: Numbers, leaves_X2: Numbers) -> CoveringTree:
+        """A tree of which no fork is read."""
+        token, fork, reads, leaves = (
+            torch.from_numpy(np.ascontiguousarray(one, np.int64)) for one in (token_P, fork_F3, reads_R3, leaves_X2)
+        )
+        return cls(token, fork, reads, leaves, torch.zeros(len(fork), dtype=torch.bool))
+
+    @property
+    def tokens(self) -> int:
+        """N, the row's tokens that have a position."""
+        return int(self.token[-1]) + 1 if len(self.token) else 0
+
+    def cut(self, positions: int) -> CoveringTree:
+        """The tree of the first positions."""
+        if positions >= len(self.token):
+            return self
+        whole, token = self.tokens, self.token[:positions]
+        tokens = int(token[-1]) + 1 if positions else 0
+        kept = int(torch.searchsorted(self.fork[:, 0].contiguous(), positions))
+
+        def moved(nodes: Tensor) -> Tensor:
+            return torch.where(nodes >= whole, nodes - whole + tokens, nodes)
+
+        fork, reads = self.fork[:kept].clone(), self.reads[self.reads[:, 0] < positions].clone()
+        fork[:, 1], reads[:, 1] = moved(fork[:, 1]), moved(reads[:, 1])
+        leaves = self.leaves[(self.leaves[:, 0] < positions)]
+        return CoveringTree(token, fork, reads, leaves, self.read[:kept], self.column)
+
+    def branches(self) -> tuple[list[int], list[int]]:
+        """The tokens of the forks that are read, and for each the place of its parent: that of the row's token whose
+        state it is, or, from `column` on, of a fork.
+        """
+        tokens, kept = self.tokens, self.read.nonzero().squeeze(1)
+        place_F = self.column + self.read.long().cumsum(0) - 1
+        parents = [
+            int(place_F[parent - tokens]) if parent >= tokens else parent for parent in self.fork[kept, 1].tolist()
+        ]
+        return self.fork[kept, 2].tolist(), parents
+
+
 @dataclass(frozen=True, slots=True)
 class ByteTargets(RowTargets):
     """A teacher's distributions over the next byte of one row; `hidden` [P, 257] holds their logarithms, in nats.
@@ -67,12 +126,10 @@ class ByteTargets(RowTargets):
     """
 
     by_byte: ClassVar[bool] = True
-    held: Tensor
-    """[P], bool, in host memory: whether the teacher's distribution is exact enough to be compared."""
-    reads: Tensor
-    """[R, 4], int32, in host memory: what the student's distributions are summed from. Each has the number of its byte
-    position, ascending; the place of the token whose state is read, and how many tokens before the byte's own that is;
-    and the node of the bytes between."""
+    missed: Tensor
+    """[P], float32, in host memory: the share of the teacher's distribution that may be missing."""
+    tree: CoveringTree
+    """Of the student's tokens."""
 
     def cut(self, tokens: int) -> RowTargets:
         kept = int(torch.searchsorted(self.places, tokens))
@@ -82,55 +139,8 @@ class ByteTargets(RowTargets):
             self,
             hidden=self.hidden[:kept],
             places=self.places[:kept],
-            held=self.held[:kept],
-            reads=self.reads[: int(torch.searchsorted(self.reads[:, 0].contiguous(), kept))],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Spelled:
-    """The byte positions of the tokens in a loss, among the N tokens that are read for them; indices in host memory."""
-
-    token: Tensor
-    """[P], int64: index of the token that each belongs to, ascending."""
-    held: Tensor
-    """[P], bool: as [`~ByteTargets.held`]."""
-    reads: Tensor
-    """[R, 4], int32: as [`~ByteTargets.reads`], with the index of the token among the N."""
-    kept: Tensor
-    """[P], int64: indices of these positions among all of the targets."""
-    places: Tensor
-    """[N], int64: places of the tokens in the loss and of those that are read for them, ascending."""
-
-    @classmethod
-    def of(cls, rows: Sequence[ByteTargets], starts: Sequence[int], places_K: Tensor) -> Spelled:
-        """The positions of the tokens at these places, ascending, where each row begins at its start."""
-        if not rows or not len(places_K):
-            none = torch.zeros(0, dtype=torch.long)
-            return cls(none, none.bool(), none.int().reshape(0, 4), none, places_K)
-        at_M = torch.cat([one.places + start for one, start in zip(rows, starts, strict=True)])
-        is_read = torch.zeros(1 + int(torch.cat([at_M, places_K]).max()), dtype=torch.bool)
-        is_read[places_K] = True
-        counts_M = is_read[at_M]
-        sizes = accumulate((len(one.places) for one in rows), initial=0)
-        reads_R4 = torch.cat(
-            [
-                one.reads + one.reads.new_tensor([before, start, 0, 0])
-                for one, start, before in zip(rows, starts, sizes, strict=False)
-            ]
-        )
-        position_R, state_R, back_R, node_R = reads_R4[counts_M[reads_R4[:, 0]]].T.contiguous()
-        # A read further back takes the probabilities of all tokens in between, whether or not these count.
-        for some in range(BACK + 1):
-            is_read[state_R + back_R.clamp(max=some)] = True
-        index, number_M = is_read.cumsum(0) - 1, counts_M.cumsum(0, dtype=torch.int32) - 1
-        held_M = torch.cat([one.held for one in rows])
-        return cls(
-            token=index[at_M[counts_M]],
-            held=held_M[counts_M],
-            reads=torch.stack([number_M[position_R], index[state_R].int(), back_R, node_R], 1),
-            kept=counts_M.nonzero().squeeze(1),
-            places=is_read.nonzero().squeeze(1),
+            missed=self.missed[:kept],
+            tree=self.tree.cut(kept),
         )
 
 

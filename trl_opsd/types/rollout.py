@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Length(NamedTuple):
@@ -75,6 +76,22 @@ class PromptIds(list[int]):
 
     def copy(self) -> PromptIds:
         return PromptIds(self, self.images)
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """Tokens that branch off rows, to be read in the same pass; in host memory."""
+
+    column: int
+    """The column of the completions from which on the state after each fork of a row is found, in their order."""
+    rows: tuple[tuple[list[int], list[int]], ...]
+    """For each row the forks' tokens, and what each follows: the index of the completion token that it takes the place
+    of or, from `column` on, a fork before it."""
+
+    @property
+    def most(self) -> int:
+        """Forks of the row that has most, at least one."""
+        return max(1, *(len(tokens) for tokens, _ in self.rows))
 
 
 def images_of(rows: Iterable[Any]) -> tuple[RowImages | None, ...] | None:
@@ -142,6 +159,8 @@ class Rollout:
     `None` unless a teacher is asked for these."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` until they are read from the masks."""
+    forks: Forks | None = None
+    """Tokens that branch off the rows; the last columns of completions, which are masked, are for their states."""
     begins_at: int | None = None
     """Where rows are divided by position among processes, the position of the first token of this part; else `None`.
 
@@ -228,7 +247,10 @@ class Rollout:
         images = None if self.images is None else tuple(self.images[row] for row in rows)
         rows_R = torch.tensor(rows, dtype=torch.long)  # copied without a wait, unlike an index that is a list
         chosen = self._each(lambda one: one.index_select(0, rows_R.to(one.device, non_blocking=True)))
-        return replace(chosen, lengths=lengths, images=images)
+        forks = self.forks and replace(self.forks, rows=tuple(self.forks.rows[row] for row in rows))
+        if forks is not None:
+            chosen = chosen._of_columns(forks.column + forks.most)
+        return replace(chosen, lengths=lengths, images=images, forks=forks)
 
     def after(self, prompts: Mapping[str, Tensor], images: tuple[RowImages | None, ...] | None = None) -> Rollout:
         """The same completion tokens after other prompts: `input_ids` and `attention_mask`, [B, P], and images."""
@@ -241,7 +263,8 @@ class Rollout:
         """What each row costs in a pass, in tokens; a position of a vision tower counts like one."""
         images = self.images or [None] * len(self.prompt_ids)
         seen = [0 if one is None else one.positions for one in images]
-        return [one.total + more for one, more in zip(self.measured(), seen, strict=True)]
+        forks = [0] * len(seen) if self.forks is None else [len(tokens) for tokens, _ in self.forks.rows]
+        return [one.total + sum(more) for one, *more in zip(self.measured(), seen, forks, strict=True)]
 
     def measured(self) -> tuple[Length, ...]:
         """The lengths of the rows; waits for the device where they are not known yet."""
@@ -249,27 +272,45 @@ class Rollout:
 
     def cut(self) -> Rollout:
         """Without the columns that are padding in every row; at least one prompt and one completion column stay."""
-        if self.begins_at is not None:  # parts of rows must be equally wide in all processes
+        # Parts of rows must be equally wide in all processes, and the states of forks have their columns.
+        if self.begins_at is not None or self.forks is not None:
             return self
         lengths = self.measured()
         prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
-        weights, on_host = self.weights[:, :completion], self.on_host
+        cut = self._of_columns(completion)
+        return replace(
+            cut, prompt_ids=self.prompt_ids[:, -prompt:], prompt_mask=self.prompt_mask[:, -prompt:], lengths=lengths
+        )
+
+    def _of_columns(self, columns: int) -> Rollout:
+        """The first columns of completions."""
+        weights, on_host = self.weights[:, :columns], self.on_host
         # A slice is another tensor, so the host copy is cut with it.
         if on_host is not None and on_host.holds(self.weights):
-            on_host = OnHost.known(weights, on_host.copy[:, :completion])
+            on_host = OnHost.known(weights, on_host.copy[:, :columns])
         return replace(
             self,
-            prompt_ids=self.prompt_ids[:, -prompt:],
-            prompt_mask=self.prompt_mask[:, -prompt:],
-            completion_ids=self.completion_ids[:, :completion],
-            completion_mask=self.completion_mask[:, :completion],
+            completion_ids=self.completion_ids[:, :columns],
+            completion_mask=self.completion_mask[:, :columns],
             weights=weights,
-            tool_mask=None if self.tool_mask is None else self.tool_mask[:, :completion],
+            tool_mask=None if self.tool_mask is None else self.tool_mask[:, :columns],
             on_host=on_host,
-            logprobs=None if self.logprobs is None else self.logprobs[:, :completion],
-            candidates=None if self.candidates is None else self.candidates[:, :completion],
-            lengths=lengths,
+            logprobs=None if self.logprobs is None else self.logprobs[:, :columns],
+            candidates=None if self.candidates is None else self.candidates[:, :columns],
         )
+
+    def with_forks(self, rows: Sequence[tuple[list[int], list[int]]]) -> Rollout:
+        """With tokens that branch off each row, and columns for their states, which have no weight."""
+        forks = Forks(self.completion_ids.size(1), tuple(rows))
+        wider: dict[str, Any] = {
+            name: pad(one, (0, forks.most))
+            for name in ("completion_ids", "completion_mask", "weights", "tool_mask", "logprobs")
+            if (one := getattr(self, name)) is not None
+        }
+        on_host, known = None, self.on_host
+        if known is not None and known.holds(self.weights):
+            on_host = OnHost.known(wider["weights"], pad(known.copy, (0, forks.most)))
+        return replace(self, **wider, on_host=on_host, forks=forks, lengths=self.measured())
 
     def ended(self) -> Rollout:
         """The same rows, each cut after its last token that counts: no later state is needed. Waits for the device."""

@@ -16,7 +16,7 @@ from trl_opsd.losses.side import STRIDE_ELEMENTS
 from trl_opsd.losses.streamed import _GROUP_TILES, tile_of
 from trl_opsd.teacher.bytewise import _ROWS
 from trl_opsd.teacher.frozen import PASS_BYTES
-from trl_opsd.types.bytewise import BACK, OUTCOMES
+from trl_opsd.types.bytewise import OUTCOMES
 from trl_opsd.types.targets import CACHE_BYTES
 
 BUCKETS = "gradient buckets"
@@ -29,6 +29,9 @@ _SENT, _PROBED = 256_000_000, 2 * 80
 """Bytes of weights gathered at once to be sent to it, and tokens that a student reads to prove that they arrived."""
 _RANGES, _BYTES = 310, 4.4
 """Ranges of a sorted vocabulary, and bytes of text, of a token of Qwen2.5 on average."""
+_FORKS, _BEFORE = 1, 8
+"""With distributions over bytes, other tokens that are read beside one of prose, and states before a tile that it needs
+(`docs/tokenizers.md`)."""
 
 TRANSFORMERS, AWAKE, ASLEEP, SERVER = "transformers", "vllm", "vllm, sleeping", "server"
 """What generates: transformers, vLLM in the same process, without and with sleep mode, or a server."""
@@ -73,7 +76,12 @@ class Load:
 
     def row(self, shape: Shape) -> int:
         """Tokens of a row of a model, with those of its images."""
-        return self.prompt + shape.images.tokens + self.length
+        return self.prompt + shape.images.tokens + self.read
+
+    @property
+    def read(self) -> int:
+        """Tokens of a completion that a model reads."""
+        return self.length * (1 + _FORKS * self.by_bytes)
 
     def trained(self, student: Shape) -> int:
         """Parameters that are trained."""
@@ -203,9 +211,9 @@ def phases(
     of_token = int(_BYTES * 4 * OUTCOMES) if load.by_bytes else teacher.width * size
     each = [load.length * one for one in [of_token] * (1 + load.contrast) + [student.width * 4] * load.origin]
     targets = sum(one * (load.batch if load.batch * one <= CACHE_BYTES else micro) for one in each)
-    scored = min(load.batch, _ROWS) * load.length
+    scored = min(load.batch, _ROWS) * load.read
     ranges = byte_ranges(teacher, scored, load)[1] + scored * teacher.width * size if load.by_bytes else None
-    tile, head = loss(student, teacher, micro * load.length, load)
+    tile, head = loss(student, teacher, micro * load.read, load)
     awake = None if choice.sleeps or not engine else engine
     seen = [
         student.images.of(load.batch, size) if by_loop else (None, None),
@@ -256,7 +264,7 @@ def byte_ranges(shape: Shape, tokens: int, load: Load) -> tuple[int, int]:
     """Tokens of a tile of distributions over bytes, and its bytes with the sorted head."""
     more = int(_RANGES * _RANGE_BYTES + _BYTES * _POSITION_BYTES)
     tile, of_token, _ = _tile(shape.vocabulary, tokens, load, 1, more)
-    return tile, (tile + BACK) * of_token + load.itemsize * shape.head
+    return tile, (tile + _BEFORE) * of_token + load.itemsize * shape.head
 
 
 def _of_logits(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:

@@ -1,0 +1,270 @@
+"""Where texts may be cut into tokens: the canonical ones of each beginning, as a tree beside a row's own tokens.
+
+A tokenizer writes the beginning `x[:m]` of a text in one way, and all but the last of these tokens are those of a
+shorter beginning. So the token sequences that a model may have written, whatever comes next, form a tree with a node
+for each place between two bytes (the covering tree of arXiv 2506.14123), or two where a tokenizer looks ahead, as after
+spaces. Between bytes that are neighbours in no token every sequence has a border: a text is a row of regions that are
+cut independently, and words come again.
+
+P byte positions · L bytes of a region · N tokens · K nodes of a region · B borders of its tree · F forks · X leaves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from trl_opsd.types.bytewise import ROOT, CoveringTree
+
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+_REMEMBERED = 200_000
+"""Pieces that are remembered."""
+_CONTEXT, _LONG = 64, 192
+"""Bytes before a place that its tokens depend on at most, in regions of more bytes than this."""
+
+
+class _Nodes:
+    """The borders within some bytes, each by the tokens up to there; the first is the one before them."""
+
+    def __init__(self) -> None:
+        self.place, self.parent, self.token = [0], [0], [0]
+        self.after: dict[tuple[int, int], int] = {}
+
+    def add(self, node: int, token: int, size: int) -> int:
+        """The node after a token of so many bytes that follows another node."""
+        if (found := self.after.get((node, token))) is None:
+            found = self.after[node, token] = len(self.place)
+            self.place.append(self.place[node] + size)
+            self.parent.append(node)
+            self.token.append(token)
+        return found
+
+
+class _Piece(NamedTuple):
+    """A region with its tokens, as a part of a tree: numbers of positions, tokens and forks are its own."""
+
+    token_L: Numbers
+    fork_F3: Numbers
+    reads_R3: Numbers
+    leaves_X2: Numbers
+
+
+class Cutter:
+    """Finds the covering trees of texts.
+
+    Args:
+        vocabulary ([`~data.byte_vocabulary.ByteVocabulary`]):
+            The tokens.
+    """
+
+    def __init__(self, vocabulary: Any) -> None:
+        self._words, self._pieces = vocabulary, dict[tuple[int, ...], _Piece]()
+        self._texts: Sequence[bytes | None] = vocabulary.texts
+        spelled = [one for one in self._texts if one]
+        joined, ends = np.frombuffer(b"".join(spelled), np.uint8), np.cumsum([len(one) for one in spelled])
+        inside = np.ones(len(joined), bool)
+        inside[ends - 1] = False
+        self._are_neighbours = np.zeros((256, 256), bool)
+        self._are_neighbours[joined[:-1][inside[:-1]], joined[1:][inside[:-1]]] = True
+        backend = getattr(vocabulary.tokenizer, "backend_tokenizer", None)
+        known = vocabulary.tokenizer.get_vocab() if backend is not None else {}
+        self._single = [known.get(f"<0x{byte:02X}>") for byte in range(256)]
+        self._backend = backend if self._single[0xE4] is None else None
+
+    def trees(self, rows: Sequence[Sequence[int]]) -> list[CoveringTree]:
+        """The covering tree of each row of tokens."""
+        parts = [self._parts(ids) for ids in rows]
+        wanted = {one for part in parts for one in part}
+        if len(self._pieces) > _REMEMBERED:
+            self._pieces.clear()
+        if new := [one for one in wanted if one not in self._pieces]:
+            self._learn(new)
+        return [self._tree([self._pieces[one] for one in part]) for part in parts]
+
+    def _parts(self, ids: Sequence[int]) -> list[tuple[int, ...]]:
+        """The tokens of each region of a row; a special one is a region."""
+        if not ids:
+            return []
+        texts = self._words.spelled(ids)
+        bytes_P = np.frombuffer(b"".join(one or b"\0" for one in texts), np.uint8)
+        ends_N = np.cumsum([len(one or b"-") for one in texts])[:-1]
+        before, after = bytes_P[ends_N - 1], bytes_P[ends_N]
+        # A character is never divided, as its beginning has no tokens of its own.
+        divides = ~self._are_neighbours[before, after] & (after & 0xC0 != 0x80)
+        special = np.array([one is None for one in texts], bool)
+        cuts = (divides | special[1:] | special[:-1]).nonzero()[0] + 1
+        return [tuple(ids[at:to]) for at, to in pairwise([0, *cuts.tolist(), len(ids)])]
+
+    def _learn(self, pieces: Sequence[tuple[int, ...]]) -> None:
+        spelled = [self._words.spelled(ids) for ids in pieces]
+        regions = [b"".join(one or b"" for one in texts) for texts in spelled]
+        walks, each = self._walks(regions), self._nodes(regions)
+        for ids, texts, region, walk_3W, nodes in zip(pieces, spelled, regions, walks, each, strict=True):
+            if region:
+                self._pieces[ids] = _piece(ids, texts, nodes, walk_3W)
+            else:
+                nothing = np.zeros((0, 3), np.int64)
+                self._pieces[ids] = _Piece(np.zeros(1, int), nothing, np.array([[0, 0, ROOT]]), nothing[:, :2])
+
+    def _walks(self, regions: Sequence[bytes]) -> list[Numbers]:
+        """From each place one byte further at a time, as long as there are tokens that go on."""
+        keys, nodes = self._words.steps
+        first = self._words.table.first.numpy()
+        joined = np.frombuffer(b"".join(regions), np.uint8)
+        sizes = np.array([len(one) for one in regions], np.int64)
+        stop_P = np.repeat(sizes.cumsum(), sizes)
+        place_A = start_A = np.arange(len(joined))
+        node_A, found = np.full(len(joined), ROOT, np.int64), list[Numbers]()
+        while len(place_A):
+            found.append(np.stack([start_A, place_A, node_A]))
+            # The first byte after a region may differ: tokens that go on until then are read, and none beyond.
+            inside_A = place_A < stop_P[start_A]
+            start_A, place_A, node_A = start_A[inside_A], place_A[inside_A], node_A[inside_A]
+            key_A = node_A << 8 | joined[place_A]
+            edge_A = keys.searchsorted(key_A)
+            next_A = nodes[edge_A]
+            alive_A = keys[edge_A] == key_A
+            alive_A &= first[next_A + 1] > first[next_A]
+            start_A, place_A, node_A = start_A[alive_A], place_A[alive_A] + 1, next_A[alive_A]
+        all_3A = np.concatenate([np.zeros((3, 0), np.int64), *found], 1)
+        all_3A = all_3A[:, all_3A[0].argsort(kind="stable")]
+        ends = np.searchsorted(all_3A[0], sizes.cumsum())
+        starts = sizes.cumsum() - sizes
+        return [
+            (all_3A[:, at:to] - [[start], [start], [0]]).astype(np.int32)
+            for at, to, start in zip([0, *ends[:-1]], ends, starts, strict=True)
+        ]
+
+    def _nodes(self, regions: Sequence[bytes]) -> list[_Nodes]:
+        """The borders in each region of the canonical tokens of its beginnings."""
+        found = [_Nodes() for _ in regions]
+        asked, texts = list[tuple[int, int]](), list[str]()  # a region, and the node that a text begins at
+        for number, region in enumerate(regions):
+            if region and _is_text(region):
+                restarts = self._restarts(region, found[number])
+                for place in range(1, len(region) + 1):
+                    if place == len(region) or region[place] & 0xC0 != 0x80:
+                        start = max(one for one in restarts if one == 0 or one <= place - _CONTEXT)
+                        asked.append((number, restarts[start]))
+                        texts.append(region[start:place].decode())
+        for (number, node), text, ids in zip(asked, texts, self._words.ids_of_each(texts), strict=True):
+            sizes = [len(self._texts[one] or b"") for one in ids]
+            if sum(sizes) == len(text.encode()):
+                for token, size in zip(ids, sizes, strict=True):
+                    node = found[number].add(node, token, size)
+        for region, nodes in zip(regions, found, strict=True):
+            of_place = dict(zip(nodes.place, range(len(nodes.place)), strict=True))
+            for place in range(1, len(region)):
+                if region[place] & 0xC0 == 0x80 and (last := self._within(region, place)) is not None:
+                    size = len(self._texts[last] or b"")
+                    if (parent := of_place.get(place - size)) is not None:
+                        of_place[place] = nodes.add(parent, last, size)
+        return found
+
+    def _restarts(self, region: bytes, nodes: _Nodes) -> dict[int, int]:
+        """Places from which a long region has the tokens that the whole has, with their nodes."""
+        found = {0: 0}
+        if len(region) <= _LONG:
+            return found
+        (whole,) = self._words.ids_of_each([region.decode()])
+        node = place = 0
+        for number, token in enumerate(whole):
+            if place - max(found) >= _CONTEXT and region[place] & 0xC0 != 0x80:
+                (rest,) = self._words.ids_of_each([region[place : place + 2 * _CONTEXT].decode(errors="ignore")])
+                if rest[:4] == whole[number : number + 4]:
+                    found[place] = node
+            size = len(self._texts[token] or b"")
+            node, place = nodes.add(node, token, size), place + size
+        return found
+
+    def _within(self, region: bytes, place: int) -> int | None:
+        """The last token up to a place within a character."""
+        if not _is_text(region):
+            return None
+        if (single := self._single[region[place - 1]]) is not None:
+            return int(single)
+        if self._backend is None:
+            return None
+        end = place + 1
+        while end < len(region) and region[end] & 0xC0 == 0x80:
+            end += 1
+        text, begins = region[:end].decode(), 0
+        if self._backend.pre_tokenizer is not None:
+            begins = len(text[: self._backend.pre_tokenizer.pre_tokenize_str(text)[-1][1][0]].encode())
+        tokens = self._backend.model.tokenize(self._words.written(region[begins:place]))
+        last = tokens[-1].id if tokens else None
+        fits = last is not None and last < len(self._texts) and region[:place].endswith(self._texts[last] or b"\0")
+        return last if fits else None
+
+    def _tree(self, pieces: Sequence[_Piece]) -> CoveringTree:
+        if not pieces:
+            pieces = [_Piece(*(np.zeros(shape, np.int64) for shape in ((0,), (0, 3), (0, 3), (0, 2))))]
+        sizes, forks = np.array([[len(one.token_L), len(one.fork_F3)] for one in pieces]).T
+        tokens = np.array([one.token_L[-1] + 1 if len(one.token_L) else 0 for one in pieces])
+        of_positions, of_tokens, of_forks = (one.cumsum() - one for one in (sizes, tokens, forks))
+        token_P, fork_F3, reads_R3, leaves_X2 = map(np.concatenate, zip(*pieces, strict=True))
+        token_P = token_P + np.repeat(of_tokens, sizes)
+
+        def moved(some_X3: Numbers, counts: Numbers) -> Numbers:
+            """Positions and nodes of pieces as those of the row."""
+            more = np.repeat(np.stack([of_positions, of_tokens, tokens.sum() + of_forks - tokens, tokens]), counts, 1)
+            nodes = some_X3[:, 1] + np.where(some_X3[:, 1] < more[3], more[1], more[2])
+            return np.stack([some_X3[:, 0] + more[0], nodes, some_X3[:, 2]], 1)
+
+        reads, leaves = (np.array([len(one[which]) for one in pieces]) for which in (2, 3))
+        fork_F3, reads_R3 = moved(fork_F3, forks), moved(reads_R3, reads)
+        leaves_X2 = leaves_X2 + np.stack([np.repeat(of_positions, leaves), np.repeat(of_forks, leaves)], 1)
+        # A piece adds to the first byte after it, where there is one.
+        reads_R3, leaves_X2 = (one[one[:, 0] < len(token_P)] for one in (reads_R3, leaves_X2))
+        reads_R3, leaves_X2 = (one[np.lexsort((one[:, 1], one[:, 0]))] for one in (reads_R3, leaves_X2))
+        return CoveringTree.of(token_P, fork_F3, reads_R3, leaves_X2)
+
+
+def _piece(ids: Sequence[int], texts: Sequence[bytes | None], nodes: _Nodes, walk_3W: Numbers) -> _Piece:
+    sizes = np.array([len(one or b"") for one in texts])
+    starts, length = sizes.cumsum() - sizes, int(sizes.sum())
+    place_K, parent_K, token_K = (np.array(one, np.int64) for one in (nodes.place, nodes.parent, nodes.token))
+    # The row's own tokens are borders of the tree up to the first that is not canonical.
+    number_K, node, own = np.full(len(place_K), -1, np.int64), 0, 1
+    number_K[0] = 0
+    for token in ids[:-1]:
+        if (following := nodes.after.get((node, token))) is None:
+            break
+        node = following
+        number_K[node], own = own, own + 1
+    forks = ((number_K < 0) & (place_K < length)).nonzero()[0]
+    forks = forks[place_K[forks].argsort(kind="stable")]
+    number_K[forks] = len(ids) + np.arange(len(forks))
+    fork_F3 = np.stack([place_K[forks], number_K[parent_K[forks]], token_K[forks]], 1)
+    place_B = np.concatenate([place_K[number_K >= 0], starts[own:]])
+    number_B = np.concatenate([number_K[number_K >= 0], np.arange(own, len(ids))])
+    # Walks are sorted by where they begin.
+    first_B, stop_B = (walk_3W[0].searchsorted(place_B, side) for side in ("left", "right"))
+    counts_B = stop_B - first_B
+    walk_R = _ranges(first_B, counts_B)
+    reads_R3 = np.stack([walk_3W[1, walk_R], np.repeat(number_B, counts_B), walk_3W[2, walk_R]], 1).astype(np.int64)
+    last_L = np.arange(length + 1)
+    np.maximum.at(last_L, walk_3W[0], walk_3W[1])
+    last_K = last_L[np.minimum(place_K, length)]
+    for number in place_K.argsort(kind="stable")[:0:-1]:  # a node adds to no less than those that follow from it
+        if place_K[number] < length:
+            last_K[parent_K[number]] = max(last_K[parent_K[number]], last_K[number])
+    spans_F = last_K[forks] - place_K[forks] + 1
+    leaves_X2 = np.stack([_ranges(place_K[forks], spans_F), np.repeat(np.arange(len(forks)), spans_F)], 1)
+    return _Piece(np.repeat(np.arange(len(ids)), sizes), fork_F3, reads_R3, leaves_X2)
+
+
+def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
+    """So many numbers from each start on."""
+    return np.arange(counts.sum()) + np.repeat(starts - counts.cumsum() + counts, counts)
+
+
+def _is_text(region: bytes) -> bool:
+    try:
+        region.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,125 @@
+"""Reads rows together with tokens that branch off them, in one pass: each token attends to those on its own path.
+
+B rows · L tokens of the longest · F forks of the row that has most · C columns of completions · H hidden size
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd.models.backbone import completion_hidden, context_of, hidden_states, shape_of
+from trl_opsd.models.padding import PADDED, Reading, agree, distances
+from trl_opsd.models.probes import CANNOT_RUN, Doubt, Probe, Probed
+from trl_opsd.parallel.precision import least_precise
+from trl_opsd.types import OutputHead, Rollout
+from trl_opsd.types.rollout import Forks
+
+_KINDS = ("full_attention", "sliding_attention")
+"""Layers that take a mask of one's own."""
+
+
+def forked_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADDED) -> Tensor:
+    """[`~models.backbone.completion_hidden`], [B, C, H], in whose last columns are the states *after* each fork."""
+    if (forks := rollout.forks) is None:
+        return completion_hidden(model, rollout, reading)
+    lengths, (rows, prompt) = rollout.measured(), rollout.prompt_ids.shape
+    device, width = rollout.prompt_ids.device, max(one.total for one in lengths)
+    count = -(-(width + forks.most) // reading.multiple_of) * reading.multiple_of - width
+    ids, upto, depth = np.zeros((3, rows, count), np.int64)
+    path = np.zeros((rows, count, count), bool)
+    path[:, np.arange(count), np.arange(count)] = True  # padding attends to itself, so that there are no NaN
+    for row, (length, (tokens, parents)) in enumerate(zip(lengths, forks.rows, strict=True)):
+        ids[row, : len(tokens)] = tokens
+        for number, parent in enumerate(parents):
+            if (before := parent - forks.column) >= 0:
+                upto[row, number], depth[row, number] = upto[row, before], depth[row, before] + 1
+                path[row, number] |= path[row, before]
+            else:  # the state that predicts a token is that of the one before it
+                upto[row, number], depth[row, number] = length.prompt - 1 + parent, 1
+    of_forks = torch.from_numpy(np.stack([ids, upto, depth])).to(device, non_blocking=True)
+    ids_BF, upto_BF, depth_BF = of_forks
+    path_BFF = torch.from_numpy(path).to(device, non_blocking=True)
+    of_rows = torch.tensor([[one.prompt, one.total] for one in lengths]).to(device, non_blocking=True)
+    prompts_B, totals_B = of_rows.unbind(1)
+    column_L = torch.arange(width, device=device)
+    index_BL = (prompt - prompts_B[:, None] + column_L).clamp(max=rollout.input_ids.size(1) - 1)
+    ids_BW = torch.cat([rollout.input_ids.gather(1, index_BL), ids_BF], 1)
+    real_BL = column_L < totals_B[:, None]
+    causal_BLL = (column_L <= column_L[:, None]) & (real_BL[:, None] | (column_L == column_L[:, None]))
+    own_BFL = (column_L <= upto_BF[..., None]) & (depth_BF[..., None] > 0)
+    mask_BWW = torch.cat([pad(causal_BLL, (0, count)), torch.cat([own_BFL, path_BFF], 2)], 1)
+    last_B1 = (totals_B - 1)[:, None]  # padding may lie beyond a context
+    places_BW = torch.cat([column_L.minimum(last_B1), (upto_BF + depth_BF).clamp(max=_most(model))], 1)
+    hidden_BWH = hidden_states(model, ids_BW, _masks(model, mask_BWW[:, None], places_BW), places_BW)
+    columns_C = torch.arange(forks.column, device=device)
+    predicting_BC = (prompts_B[:, None] - 1 + columns_C).clamp(max=width - 1)
+    places_BC = torch.cat([predicting_BC, width + torch.arange(forks.most, device=device).expand(rows, -1)], 1)
+    return hidden_BWH.gather(1, places_BC[..., None].expand(-1, -1, hidden_BWH.size(-1)))
+
+
+def _most(model: CausalLM) -> int | None:
+    context = context_of(model)
+    return None if context is None else context - 1
+
+
+def _masks(model: CausalLM, mask_B1WW: Tensor, places_BW: Tensor) -> Any:
+    """The mask in the form that a model's attention takes, of each kind of its layers."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or [_KINDS[1] if window is not None else _KINDS[0]])
+    if getattr(config, "use_sliding_window", True) is False and not getattr(config, "layer_types", None):
+        kinds = {_KINDS[0]}
+
+    def of(kind: str) -> Tensor:
+        mask = mask_B1WW
+        if kind == _KINDS[1] and window is not None:
+            mask = mask & (places_BW[:, None, :, None] - places_BW[:, None, None, :] < window)
+        if config._attn_implementation == "sdpa":
+            return mask
+        least = torch.finfo(model.dtype).min
+        return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill_(~mask, least)
+
+    found = {kind: of(kind) for kind in kinds}
+    return found if getattr(config, "layer_types", None) and len(kinds) > 1 else next(iter(found.values()))
+
+
+def _reads_forks(one: Probed) -> str:
+    head, config = OutputHead.of(one.model), one.model.config.get_text_config()
+    device, step = head.weight.device, shape_of(head)[0] // 17
+    ids, more = [step * number for number in range(1, 13)], [step * number for number in (14, 13, 15, 12)]
+    kinds = set(getattr(config, "layer_types", None) or _KINDS[:1])
+    if config._attn_implementation not in ("sdpa", "eager") or not kinds <= set(_KINDS):
+        raise Doubt(f"{one} takes no mask that lets tokens branch off a row.")
+    # After the prompt's three tokens, four of the completion's and two forks; after seven, another.
+    forks = Forks(10, (([more[0], more[1], more[2]], [4, 10, 7]), ([more[3]], [1])))
+    rows = Rollout.of([ids[:3], ids[5:7]], [[*ids[3:], *more[:4]], ids[7:]], device)
+    rows = replace(rows, completion_mask=rows.completion_mask * (torch.arange(13, device=device) < 9), forks=forks)
+    whole = [(ids, 0), ([*ids[:7], *more[:2]], 10), ([*ids[:10], more[2]], 12), ([*ids[5:8], more[3]], 10)]
+
+    def read() -> tuple[Tensor, Tensor]:
+        found = one.run(forked_hidden, rows)
+        expected = [one.run(hidden_states, torch.tensor([each], device=device), None)[0] for each, _ in whole]
+        states = torch.cat([found[0, :9], found[0, 10:13], found[1, 10:11]])
+        of_whole = torch.cat([expected[0][2:11], expected[1][7:9], expected[2][-1:], expected[3][-1:]])
+        return states.to(least_precise(one.model)), of_whole.to(least_precise(one.model))
+
+    try:
+        found_NH, expected_NH = one.evaluate(read)
+    except (ValueError, *CANNOT_RUN) as error:
+        raise Doubt(f"{one} cannot read tokens that branch off a row: {error}") from error
+    if one.reading.padded_up_to != PADDED.padded_up_to or not agree(found_NH, expected_NH):
+        gap = distances(found_NH, expected_NH).max()
+        raise Doubt(f"{one} changes a state by {gap:.2g} of its norm if tokens branch off a row.")
+    one.reading = replace(one.reading, forks=True)
+    return "Tokens may branch off a row."
+
+
+FORKS: Probe[Probed] = Probe("forks", _reads_forks)
+"""Makes five passes. A model that cannot is read without forks."""
