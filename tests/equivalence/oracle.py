@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,8 +25,6 @@ ASKED, ANSWERED = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 GATE = 0.5
 EPSILON = 1e-4
 """Added to each standard deviation of rewards."""
-MOST_ESCAPE = 0.03
-"""Largest share that a position of bytes may miss."""
 Row = dict[str, Any]
 
 # ---- What a user passes ----------------------------------------------------------------------------------------------
@@ -350,7 +348,7 @@ class Oracle:
                 told = self._logits(self.teachers[self._teacher(row)], row["told"], ids)
         alone, confidence = torch.zeros(len(ids), dtype=torch.float64), -chosen.detach()
         if self.spellings:
-            alone = self._by_bytes(student, row)
+            alone = self._by_bytes(row)
         elif told is not None:
             target = self._target(row, told / its, first / its)
             confidence = -entropy(target)
@@ -428,15 +426,26 @@ class Oracle:
         only = torch.zeros_like(weights).index_copy(0, best, weights[best])
         return only * (kept / len(counted) * weights.sum() / only.sum())
 
-    def _by_bytes(self, student: Tensor, row: Row) -> Tensor:
+    def _by_bytes(self, row: Row) -> Tensor:
         """[N], the divergence over the next byte, summed over the bytes of each token."""
         assert self.spellings is not None
         mine, yours = self.spellings
         ids = self.theirs(self.words.decode(row["ids"]))["input_ids"]
+        own, its = self.temperatures
         with torch.no_grad():
-            logits = self._logits(self.teachers[self._teacher(row)], row["told"], ids, self.theirs)
-            target, missed, _ = yours.next_bytes((logits / self.temperatures[1]).log_softmax(-1), ids)
-        logs, escapes, token = mine.next_bytes(student, row["ids"])
-        held = (escapes <= MOST_ESCAPE) & (missed <= MOST_ESCAPE)
+            nodes, model = yours.nodes(ids), self.teachers[self._teacher(row)]
+            target, _ = yours.next_bytes(ids, nodes, self._after(model, row["told"], nodes, its, self.theirs))
+        nodes = mine.nodes(row["ids"])
+        logs, token = mine.next_bytes(row["ids"], nodes, self._after(self.student, row["prompt"], nodes, own))
         found = torch.zeros(len(row["ids"]), dtype=torch.float64)
-        return found.index_add(0, torch.tensor(token), self.compared(logs, target) * held)
+        return found.index_add(0, torch.tensor(token), self.compared(logs, target))
+
+    def _after(
+        self, model: Any, prompt: str, paths: Iterable[Sequence[int]], temperature: float, words: Any = None
+    ) -> Tensor:
+        """[K, V]: what a model says after a prompt and each of these."""
+        return (
+            torch.stack([self._logits(model, prompt, [*one, 0], words)[-1] for one in paths])
+            .div(temperature)
+            .log_softmax(-1)
+        )

@@ -79,7 +79,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "constant": {"teacher_control": "constant"},
     "skip, flat groups": {"skip_prompts": "flat_groups"},
     "skip, near": {"skip_prompts": 2.0},
-    "bytes": {"cross_tokenizer": "bytes"},
+    "bytes": {"cross_tokenizer": "bytes", "cross_tokenizer_missed": 1e-6},
     "a prompt of the completion": {"teacher_prompt_fn": "hint"},
     "a prompt of rewards": {"teacher_prompt_fn": "judgement"},
     "weights of prompts": {"prompt_weight_fn": "by visits"},
