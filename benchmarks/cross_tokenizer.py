@@ -50,7 +50,7 @@ class ByTokens(OPSDTrainer):
         before = self.readers.tokenizers["teacher"](self.processing_class.batch_decode(prompts))["input_ids"]
         mine = self._forward(student, prompts, completions, teacher._student)
         with torch.no_grad():
-            yours = self._forward(teacher.teacher.model, before, theirs, teacher._its)
+            yours = self._forward(teacher.teacher.model, before, theirs, teacher.its)
         return replace(parts, loss=type(self).loss(self, mine, yours))
 
     def _forward(self, model: Any, prompts: list[list[int]], completions: list[list[int]], spelling: Any) -> Any:
@@ -101,7 +101,7 @@ class Overlap(ByTokens):
 
     def loss(self, mine: Any, yours: Any) -> Tensor:
         teacher = self.teacher
-        ids = {text: number for number, text in enumerate(teacher._its.texts) if text}
+        ids = {text: number for number, text in enumerate(teacher.its.texts) if text}
         shared = [(number, ids[text]) for number, text in enumerate(teacher._student.texts) if text in ids]
         ours_S, theirs_S = map(torch.tensor, zip(*shared, strict=True))
         (logits, labels, _, offsets), (its_logits, its_labels, _, its_offsets) = mine, yours
@@ -145,6 +145,11 @@ LOSSES: dict[str, tuple[type[OPSDTrainer], list[str]]] = {
     "bytes, reverse KL": (OPSDTrainer, ["--divergence", "reverse_kl"]),
     "bytes, forward KL": (OPSDTrainer, ["--divergence", "forward_kl"]),
     "bytes, JSD": (OPSDTrainer, ["--divergence", "jsd"]),
+    "bytes, reverse KL, no forks": (OPSDTrainer, ["--divergence", "reverse_kl", "--missed", "1"]),
+    "bytes, JSD, no forks": (OPSDTrainer, ["--divergence", "jsd", "--missed", "1"]),
+    "samples, then bytes, reverse KL": (OPSDTrainer, ["--divergence", "reverse_kl", "--samples", "half"]),
+    "samples, then bytes, JSD": (OPSDTrainer, ["--divergence", "jsd", "--samples", "half"]),
+    "bytes on samples, forward KL": (OPSDTrainer, ["--divergence", "forward_kl", "--samples", "all"]),
     "GOLD, sorted": (Gold, []),
     "GOLD, hybrid": (GoldHybrid, []),
     "GOLD, hybrid, Bayesian": (GoldBayesian, []),
@@ -193,7 +198,10 @@ def main() -> None:
                 if any(key.items() <= one.items() for one in done):
                     continue
                 trainer, more = LOSSES[name]
-                given = ["--output", str(options.output), "--steps", str(options.steps), "--learning-rate", str(rate)]
+                samples = {"half": options.steps // 2, "all": options.steps}.get(more[-1], 0)
+                more = [str(samples) if one in ("half", "all") else one for one in more]
+                steps = str(options.steps - samples)
+                given = ["--output", str(options.output), "--steps", steps, "--learning-rate", str(rate)]
                 found = train.main([*given, "--seed", str(seed), *more], trainer)
                 with file.open("a") as out:
                     out.write(json.dumps({**key, **found}) + "\n")

@@ -162,7 +162,7 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
 
 
 WITHOUT_EFFECT = """
-    certificate contrast_clip extrapolation_reference feedback_template environment_timeout
+    certificate contrast_clip cross_tokenizer_missed extrapolation_reference feedback_template environment_timeout
     teacher_weights reward_gate teacher_context success_threshold
     vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
     skew alpha token_selection token_fraction sft_weight reward_weights scale_rewards
@@ -196,7 +196,7 @@ def test_needs_of_each_option(tmp_path):
     still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
     still += "vllm_importance_sampling_clip_min "
     still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model contrast_clip "
-    still += "success_threshold extrapolation_reference teacher_weights"
+    still += "success_threshold extrapolation_reference teacher_weights cross_tokenizer_missed"
     url = "http://localhost:9"
     assert unread(
         given,

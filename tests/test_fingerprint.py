@@ -56,7 +56,7 @@ def test_every_entry_is_a_name_that_may_be_accepted(checkpoint):
     said = json.loads((checkpoint / FILE).read_text())
     of_average = {"teacher_update_rate", "teacher_sync_steps"}
     of_rewards = {"reward_weights", "scale_rewards", "multi_objective_aggregation", "success_threshold"}
-    of_rewards |= {"contrast_clip", "feedback_template"}
+    of_rewards |= {"contrast_clip", "feedback_template", "cross_tokenizer_missed"}
     assert {*OPTIONS, *OTHERS} - said.keys() == of_average | of_rewards
     assert said.keys() <= {*OPTIONS, *OTHERS}
     check_accepted([*said, *of_average, *of_rewards])

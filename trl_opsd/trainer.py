@@ -371,7 +371,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             student.eval()
             hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
         with whole_head(student) as head:
-            return with_forks(hidden_BCH, head, rollout, targets, self.current_objective)
+            rollout, targets = with_forks(hidden_BCH, head, rollout, targets, self.current_objective)
+        read, added = (sum(each) for each in zip(*rollout.branching, strict=True))
+        self.record("cross/forks", added / max(1, read), read)
+        return rollout, targets
 
     @property
     def current_objective(self) -> Objective:

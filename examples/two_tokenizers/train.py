@@ -81,52 +81,57 @@ def measured(model: Any, words: Any, count: int = 200) -> dict[str, float]:
     }
 
 
-def apart(trainer: OPSDTrainer) -> float:
-    """The reverse KL from the teacher in nats per byte, on completions of held-out prompts."""
-    trained_with, trainer.divergence = trainer.divergence, "reverse_kl"
-    found: float = trainer.evaluate()["eval_cross/divergence"]
-    trainer.divergence = trained_with
-    return found
-
-
 def main(arguments: Sequence[str] | None = None, trainer_class: type[OPSDTrainer] = OPSDTrainer) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/two_tokenizers"))
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps, each of 32 completions")
     parser.add_argument("--divergence", default="jsd")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--samples", type=int, default=0, help="steps before these, on completions of the teacher")
+    parser.add_argument("--missed", type=float, default=0.01, help="the option `cross_tokenizer_missed`")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
     options = parser.parse_args(arguments)
     teacher, its_words = made(options.output / "teacher", "teacher")
     student, words = made(options.output / "student", "student")
     before, start = measured(student, words), time.monotonic()
-    trainer = trainer_class(
-        model=student,
-        teacher_model=teacher,
-        args=OPSDConfig(
-            str(options.output / "run"),
-            cross_tokenizer="bytes",
-            divergence=options.divergence,
-            max_steps=options.steps,
-            per_device_train_batch_size=32,
-            max_completion_length=64,
-            learning_rate=options.learning_rate,
-            warmup_steps=10,
-            logging_steps=10,
-            seed=options.seed,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            collapse_guard=None,
-        ),
-        eval_dataset=prompts(Language(), 4, 64),
-        train_dataset=prompts(Language(), 5 + options.seed, 32 * options.steps),
-        processing_class=words,
-        teacher_processing_class=its_words,
-    )
-    to_teacher = [apart(trainer)]
-    trainer.train()
-    to_teacher.append(apart(trainer))
+
+    def a_trainer(cls: type[OPSDTrainer], steps: int, **given: Any) -> OPSDTrainer:
+        chosen: dict[str, Any] = {
+            "cross_tokenizer": "bytes",
+            "cross_tokenizer_missed": options.missed,
+            "divergence": options.divergence,
+            "max_steps": steps,
+            "per_device_train_batch_size": 32,
+            "max_completion_length": 64,
+            "learning_rate": options.learning_rate,
+            "warmup_steps": 10,
+            "logging_steps": 10,
+            "seed": options.seed,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "collapse_guard": None,
+        }
+        return cls(
+            model=student,
+            teacher_model=teacher,
+            args=OPSDConfig(str(options.output / "run"), **{**chosen, **given}),
+            eval_dataset=prompts(Language(), 4, 64),
+            train_dataset=prompts(Language(), 5 + options.seed, 32 * (options.samples + options.steps)),
+            processing_class=words,
+            teacher_processing_class=its_words,
+        )
+
+    # The distance is measured in the same way, whatever is trained with.
+    judge = a_trainer(OPSDTrainer, 1, divergence="reverse_kl", cross_tokenizer_missed=0.01)
+    trainer = a_trainer(trainer_class, max(1, options.steps))
+    to_teacher = [judge.evaluate()["eval_cross/divergence"]]
+    if options.samples:
+        # The teacher writes, and the student is also told what it wrote.
+        a_trainer(OPSDTrainer, options.samples, seq_kd=True, lmbda=0.0, sft_weight=1.0).train()
+    if options.steps:
+        trainer.train()
+    to_teacher.append(judge.evaluate()["eval_cross/divergence"])
     after, seconds = measured(student, words), time.monotonic() - start
     used = [one["cross/used"] for one in trainer.state.log_history if "cross/used" in one]
     found = {
@@ -135,7 +140,7 @@ def main(arguments: Sequence[str] | None = None, trainer_class: type[OPSDTrainer
         "teacher_nats_per_byte": measured(teacher, its_words)["nats_per_byte"],
         "divergence_before": to_teacher[0],
         "divergence_after": to_teacher[1],
-        "used": sum(used) / len(used),
+        "used": sum(used) / max(len(used), 1),
         "seconds": seconds,
     }
     for name, value in found.items():

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -77,15 +78,16 @@ def counted(folder: Path, names: tuple[str, ...]) -> dict[str, dict[str, Waited]
     simulated_device.install()
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simulated_device.NAME}:0"
     warnings.simplefilter("ignore")
-    given, hidden, found = tiny.options, trainer.completion_hidden, dict[str, Any]()
+    given, found = tiny.options, dict[str, Any]()
 
-    def student(*args: Any) -> Any:
+    def student(hidden: Callable[..., Any], *args: Any) -> Any:
         with part("student"):
             return hidden(*args)
 
     with (
         patch.object(tiny, "options", lambda folder, **more: given(folder, use_cpu=False, **more)),
-        patch.object(trainer, "completion_hidden", student),
+        patch.object(trainer, "completion_hidden", partial(student, trainer.completion_hidden)),
+        patch.object(trainer, "forked_hidden", partial(student, trainer.forked_hidden)),
     ):
         for name in names:
             try:

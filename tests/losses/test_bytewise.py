@@ -119,7 +119,7 @@ def test_forks_are_the_canonical_tokens_of_each_beginning(knows_it):
     assert (len(within) > 3) == knows_it  # within characters
 
 
-def test_tokens_that_the_tokenizer_would_not_write_are_read_as_they_are():
+def test_tokens_that_no_tokenizer_would_write_are_read():
     vocabulary = small_vocabulary()
     ids = [*map(vocabulary.texts.index, (b"a", b"b", b"c", b"ab", b" ab"))]
     (tree,) = vocabulary.trees([ids])

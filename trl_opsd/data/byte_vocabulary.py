@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import groupby
 from os.path import commonprefix
 from typing import Any, TypeAlias
 
@@ -245,6 +246,28 @@ class ByteVocabulary:
     def trees(self, rows: Sequence[Sequence[int]]) -> list[CoveringTree]:
         """Where other tokens than those of each row have borders, of which none is read yet."""
         return self._cutter.trees(rows)
+
+    def retold(self, ids: Sequence[int], theirs: ByteVocabulary) -> tuple[list[int], int]:
+        """The tokens of what those of another tokenizer spell, up to the first byte that these do not, and its place.
+
+        A special token is the one of this name; where there is none, the text ends.
+        """
+        texts, mine, told = theirs.spelled(ids), list[int](), 0
+        for special, run in groupby(range(len(ids)), lambda place: texts[place] is None):
+            if special:
+                for place in run:
+                    name = str(theirs.tokenizer.convert_ids_to_tokens(ids[place]))
+                    if (known := self.special_of(name)) is None:
+                        return mine, told
+                    mine, told = [*mine, known], told + 1
+                continue
+            spelled = b"".join(texts[place] or b"" for place in run)
+            text, _ = valid_text(spelled)
+            some = self.ids_of(text)
+            mine, told = mine + some, told + sum(len(one or b"") for one in self.spelled(some))
+            if b"".join(one or b"" for one in self.spelled(some)) != spelled:
+                return mine, told
+        return mine, told
 
     def written(self, some: bytes) -> str:
         """Bytes as the tokens of a byte-level vocabulary write them."""

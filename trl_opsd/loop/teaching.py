@@ -28,6 +28,7 @@ from trl_opsd.arguments.checks import (
 )
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.arguments.rules import EVALUATING
+from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead
 from trl_opsd.data.images import begin_reading, places, settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
@@ -46,7 +47,7 @@ from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rewards.given import Given
-from trl_opsd.teacher.base import Teacher
+from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.checks import teachers_processors
@@ -171,6 +172,14 @@ class Teaching:
             self._use_teachers(self.teachers)
         if host.reads_images:
             self.prove_images()
+
+    def as_writer(
+        self, teacher: Any, limits: PromptLimits
+    ) -> tuple[Any, PromptLimits, tuple[ByteVocabulary, ByteVocabulary] | None]:
+        """A teacher as it generates, and what the tokens of the student and its own stand for, where they differ."""
+        if self.spelling is None or not isinstance(teacher, ByteTeacher):
+            return teacher, limits, None
+        return innermost(teacher), limits, (self.spelling, teacher.its)
 
     def prove_images(self) -> None:
         """Verifies how the teachers read images. Collective."""

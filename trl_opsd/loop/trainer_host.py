@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import Prompt, Row
-from trl_opsd.data.readers import Readers
+from trl_opsd.data.readers import PromptLimits, Readers
 from trl_opsd.environments import Environments
 from trl_opsd.host import Host
 from trl_opsd.losses.objective import Objective
@@ -41,6 +41,7 @@ class TeachingHost(Protocol):
     @property
     def begins_early(self) -> bool: ...
 
+    def as_writer(self, teacher: Any, limits: PromptLimits) -> tuple[Any, PromptLimits, Any]: ...
     def read_rows(self, rows: Sequence[Row]) -> list[BatchRow]: ...
     def as_rows(self, rows: Sequence[Row]) -> list[BatchRow]: ...
     def rows_of(self, batch: Mapping[str, Any], rollout: Rollout) -> list[BatchRow]: ...

@@ -127,7 +127,7 @@ class Plan:
         memory_SV = torch.empty(most, columns, device=device)
         token_P, reads_3R, leaves_4X, path_3S, chain_2Y, (after_Z, place_Z), missed_P = indices
         missed_P = missed_P.view(torch.float32)
-        place_S = table.rank[ids.to(device)].index_copy(0, after_Z.long(), place_Z)
+        place_S = table.rank[ids.to(device, non_blocking=True)].index_copy(0, after_Z.long(), place_Z)
         return cls(tiles, table, side, memory_SV, token_P, missed_P, reads_3R, leaves_4X, path_3S, place_S, chain_2Y)
 
 
@@ -246,7 +246,7 @@ class ByteTile:
 
     @torch.no_grad()
     def need_(self, needed_F: Tensor, follows_F: Tensor, most_missed: float) -> None:
-        """Marks the forks without which a larger share of a position's distribution may be missed than this."""
+        """Counts the positions of whose distribution a larger share than this may be missed without each fork."""
         path_S = self._paths()
         mass_P = self.found_Q.new_zeros(self._tile.positions.stop - self._tile.positions.start)
         mass_P.index_add_(0, self._position_R, self.found_Q * self._gain(path_S, self._state_R, self._position_R))
@@ -262,7 +262,7 @@ class ByteTile:
         sums_X = sums_X - torch.cat([sums_X.new_zeros(1), sums_X])[before_P[position_X]]
         # rounding of one long sum
         needs_X = torch.where(follows_X[order_X], ratio_X[order_X] > most / 4, sums_X > most * (1 + 1e-6) + 1e-12)
-        needed_F.index_copy_(0, fork_X[order_X[needs_X]].long(), needs_X[needs_X])
+        needed_F.index_add_(0, fork_X[order_X], needs_X.int())
 
     def logarithms(self) -> tuple[Tensor, Tensor]:
         """[P, 257], float64, logarithms of the outcomes' probabilities, from `found_Q` and `own_S`, differentiable.

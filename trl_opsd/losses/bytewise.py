@@ -83,11 +83,11 @@ def forks_needed(
     plan = Plan.of(model, chunk_tokens, table, ids, spelled, outcomes=False)
     device = plan.token_P.device
     of_rows = [torch.full((len(one.fork),), size) for one, size in zip(trees, sizes, strict=True)]
-    follows_F, needed_F = forks[:, 1] >= torch.cat(of_rows), torch.zeros(len(forks), dtype=torch.bool, device=device)
+    follows_F, needed_F = forks[:, 1] >= torch.cat(of_rows), torch.zeros(len(forks), dtype=torch.int32, device=device)
     on_device = follows_F.to(device)
     for tile in plan.tiles:
         ByteTile(plan, tile, outcomes=False).need_(needed_F, on_device, most_missed)
-    each = needed_F.cpu().split([len(one.fork) for one in trees])
+    each = (needed_F.cpu() > 0).split([len(one.fork) for one in trees])
     # Only with those that they follow, which come before them.
     for tree, size, needed in zip(trees, sizes, each, strict=True):
         for number in (needed & (tree.fork[:, 1] >= size)).nonzero().squeeze(1).tolist():

@@ -129,7 +129,12 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
                     "divergence / compared",
                 ),
                 ("used", "1", "Share of bytes that were compared.", "compared / outcomes"),
-                ("escape", "1", "Share left out as a model may cut them otherwise.", "escaped / outcomes"),
+                (
+                    "escape",
+                    "1",
+                    "Largest share of a distribution that may be missing where bytes are compared, mean over these.",
+                    "escaped / compared",
+                ),
                 (
                     "lost",
                     "1",
@@ -138,6 +143,16 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
                 ),
             )
         },
+        "cross/forks": Metric(
+            "1",
+            "Tokens that branch off completions and are read with them by the student, per token of these.",
+            Logs("all processes and micro-batches", '`cross_tokenizer="bytes"` with `cross_tokenizer_missed` below 1'),
+        ),
+        "cross/retold": Metric(
+            "1",
+            "Share of the bytes of the teachers' completions that the student's tokens spell.",
+            Logs(BATCHES, '`cross_tokenizer="bytes"` with `seq_kd`', evaluated=False),
+        ),
         "agreement/first": Metric(
             "1", "Share with the same most likely token in both models.", _COUNTED, "same_first / tokens"
         ),

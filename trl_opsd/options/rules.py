@@ -394,7 +394,6 @@ AFTER = (
             ("top_k_teacher", SET, "whose buckets are tokens, where bytes have 257 outcomes"),
             ("kl_clip", SET, "which bounds the entries of a vocabulary of tokens"),
             ("divergence", _SAMPLED, "which needs the teacher's probability of each token of the student"),
-            ("seq_kd", True, "but the teacher would generate tokens that the student does not have"),
             ("teacher_server_url", SET, "but a server sends states without the head and the vocabulary to sum them"),
             ("teacher_model_kind", SET, "but a student that teaches itself has the tokenizer of the student"),
             ("teacher_targets", SET, "but what is kept of a teacher are its tokens, not their bytes"),

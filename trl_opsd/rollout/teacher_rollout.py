@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -10,9 +11,11 @@ from typing import Any, Protocol, cast
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import splits_student
+from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.host import Host
 from trl_opsd.models.backbone import preserved_mode
@@ -39,9 +42,18 @@ class GeneratingTeacher(Protocol):
 
 
 class TeacherRollout:
-    """Generates with a teacher, in each process by itself; `limits` are of its prompts, with its name."""
+    """Generates with a teacher, in each process by itself; `limits` are of its prompts, with its name.
 
-    def __init__(self, host: Host, teacher: GeneratingTeacher, limits: PromptLimits) -> None:
+    Where tokenizers differ, `spellings` are the student's and its own.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        teacher: GeneratingTeacher,
+        limits: PromptLimits,
+        spellings: tuple[ByteVocabulary, ByteVocabulary] | None = None,
+    ) -> None:
         is_student = getattr(teacher, "model", None) is host.model
         # Processes have different numbers of rows for a teacher, so its forward passes may not be collective.
         is_whole = not splits_student(host.accelerator) if is_student else getattr(teacher, "is_whole", False)
@@ -52,7 +64,9 @@ class TeacherRollout:
                 "`generating_with`): use `teacher_offload='none'` or 'cpu' without a server, or generate them "
                 "beforehand, into a column 'completion'."
             )
-        self._host = cast(Host, _AsStudent(host, teacher, limits))
+        words = None if spellings is None else spellings[1].tokenizer
+        self._spellings, self._ends = spellings, host.eos_token_ids
+        self._host = cast(Host, _AsStudent(host, teacher, limits, words))
         self._rollout = HFRollout()
         self._rollout.has_whole_copies, self._rollout.generator = True, limits.reader
         self._rollout.bind(self._host)
@@ -70,7 +84,7 @@ class TeacherRollout:
             )
         ends = model.generation_config.eos_token_id
         theirs = {ends} if isinstance(ends, int) else set(ends or ())
-        if others := sorted(theirs - set(host.eos_token_ids)):
+        if others := sorted(theirs - set(self._host.eos_token_ids)):
             logger.warning(
                 f"`seq_kd=True`: {reader} ends with {sorted(theirs)}, the student with {host.eos_token_ids}, so its "
                 f"completions continue after {others}. If all these are end tokens, set "
@@ -80,7 +94,24 @@ class TeacherRollout:
     def complete(self, prompts: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, at least one, cut after the first end token."""
         written = self._rollout.complete(prompts, self._host.state.global_step)
-        return checked_completions(written, self._host, prompts, self._host.limits.reader)
+        completions = checked_completions(written, self._host, prompts, self._host.limits.reader)
+        return completions if self._spellings is None else [self._retold(ids) for ids in completions]
+
+    def _retold(self, ids: list[int]) -> list[int]:
+        """A completion in the student's tokens, as far as these spell it and there is room; counts what they do."""
+        assert self._spellings is not None, "tokenizers differ"
+        mine, yours = self._spellings
+        ended = ids[-1:] and ids[-1] in self._host.eos_token_ids
+        body = ids[:-1] if ended else ids
+        told, kept = mine.retold(body, yours)
+        size, most = sum(len(one or b"-") for one in yours.spelled(body)), self._host.args.max_completion_length
+        told = [*told, self._ends[0]] if ended and kept == size else told
+        if len(told) > most:
+            told, kept = told[:most], sum(len(one or b"-") for one in mine.spelled(told[:most]))
+        if size:
+            self._host.record("cross/retold", kept / size, 1)
+        # Text of which nothing can be told has an end, if that can be: a row has at least one token.
+        return told or [self._ends[0]]
 
 
 class _AsStudent:
@@ -88,9 +119,17 @@ class _AsStudent:
 
     reads_logprobs = learns_from_draws = False
 
-    def __init__(self, host: Host, teacher: GeneratingTeacher, limits: PromptLimits) -> None:
+    def __init__(
+        self, host: Host, teacher: GeneratingTeacher, limits: PromptLimits, words: PreTrainedTokenizerBase | None
+    ) -> None:
         self._host, self._teacher, self.limits = host, teacher, limits
-        self.model = teacher.model
+        self.model, self._words = teacher.model, words
+        self.eos_token_ids = host.eos_token_ids
+        if words is not None:
+            ends = getattr(teacher.model.generation_config, "eos_token_id", None)
+            known = [words.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+            self.eos_token_ids = [one for one in dict.fromkeys(known) if one is not None]
+            self.placeholders: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._host, name)
@@ -98,6 +137,16 @@ class _AsStudent:
     @property
     def reading(self) -> Reading:
         return replace(self._teacher.reading, packed=False, multiple_of=1)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """That of the trainer, with the end and padding of the teacher's tokenizer."""
+        found: GenerationConfig = self._host.generation_config
+        if self._words is not None:
+            found = copy.deepcopy(found)
+            found.eos_token_id, found.bos_token_id = self.eos_token_ids, self._words.bos_token_id
+            found.pad_token_id = self.eos_token_ids[0] if self._words.pad_token_id is None else self._words.pad_token_id
+        return found
 
     def pad_prompts(self, prompt_ids: list[list[int]]) -> dict[str, Tensor]:
         device = next(one.device for one in self.model.parameters() if not one.is_meta)

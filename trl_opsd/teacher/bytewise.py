@@ -74,7 +74,7 @@ class ByteTeacher(Teacher):
         self._most_missed, frozen = most_missed, innermost(teacher)
         self.reads_forks = most_missed < 1 and isinstance(frozen, FrozenTeacher) and frozen.prove_forks()
         """Whether tokens may branch off a row that it reads."""
-        self.teacher, self._student, self._its = teacher, student, its.within(shape_of(teacher.head)[0])
+        self.teacher, self._student, self.its = teacher, student, its.within(shape_of(teacher.head)[0])
         self._temperature, self._chunk_tokens, self._cache_device = temperature, chunk_tokens, cache_device
         # The teachers of this package align their targets.
         self._is_unproved = not str(type(teacher).targets.__module__).startswith(str(__package__))
@@ -85,7 +85,7 @@ class ByteTeacher(Teacher):
     @property
     def spelling(self) -> str:
         """What its tokens and the student's stand for, as a digest."""
-        return f"tokens of sha256 {self._its.digest[:16]} by those of {self._student.digest[:16]}"
+        return f"tokens of sha256 {self.its.digest[:16]} by those of {self._student.digest[:16]}"
 
     @property
     def head(self) -> OutputHead:
@@ -122,8 +122,7 @@ class ByteTeacher(Teacher):
             logs_PO = torch.empty(shape, device=kept, pin_memory=kept.type == "cpu" and has_streams(device))
             at = 0
             for some in _some(rows):
-                ids_BC = theirs.completion_ids[some].cpu()
-                logs_pO, missed_p = self._logarithms([one.tree for one in readings[some]], rows[some], ids_BC, head)
+                logs_pO, missed_p = self._logarithms(readings[some], rows[some], head, theirs.completion_ids.size(1))
                 logs_PO[at : (at := at + len(logs_pO))].copy_(logs_pO, non_blocking=True)
                 missed.append(missed_p.float())
         # This waits for the device, so the distributions have arrived too.
@@ -143,25 +142,23 @@ class ByteTeacher(Teacher):
         model = LazyLogits(states_NH, head, self._temperature())
         ids_N = torch.tensor([token for one in readings for token in one.ids], dtype=torch.long)
         trees = [one.tree for one in readings]
-        needed = forks_needed(model, self._its.table, ids_N, trees, self._most_missed, self._chunk_tokens)
+        needed = forks_needed(model, self.its.table, ids_N, trees, self._most_missed, self._chunk_tokens)
         return [replace(tree, read=read, column=column) for tree, read in zip(trees, needed, strict=True)]
 
     def _logarithms(
-        self, trees: list[CoveringTree], rows: Sequence[RowTargets], ids_BC: Tensor, head: OutputHead
+        self, readings: Sequence[_Reading], rows: Sequence[RowTargets], head: OutputHead, columns: int
     ) -> tuple[Tensor, Tensor]:
-        """Distributions over the next byte, [P, 257], and what is missed of them, of a few rows."""
-        starts, none = (
-            [ids_BC.size(1) * row for row in range(len(trees))],
-            [torch.zeros(len(one.token)) for one in trees],
-        )
+        """Distributions over the next byte, [P, 257], and what is missed of them, of a few rows of so many columns."""
+        trees, starts = [one.tree for one in readings], [columns * row for row in range(len(readings))]
         places_N = torch.cat([torch.arange(one.tokens) + start for one, start in zip(trees, starts, strict=True)])
-        spelled = Spelled.of(trees, none, starts, places_N)
+        spelled = Spelled.of(trees, [torch.zeros(len(one.token)) for one in trees], starts, places_N)
+        ids_M = torch.zeros(columns * len(trees), dtype=torch.long)
+        ids_M[places_N] = torch.tensor([token for one in readings for token in one.ids], dtype=torch.long)
         states_NH = fetch([row.hidden for row in rows], head.weight.device).wait()
         at_N = torch.cat([row.places + start for row, start in zip(rows, starts, strict=True)])
         states_SH = states_NH.index_select(0, torch.searchsorted(at_N, spelled.places).to(states_NH.device))
         model = LazyLogits(states_SH, head, self._temperature())
-        ids_S = ids_BC.flatten()[spelled.places]
-        return byte_logarithms(model, self._its.table, ids_S, spelled, self._chunk_tokens)
+        return byte_logarithms(model, self.its.table, ids_M[spelled.places], spelled, self._chunk_tokens)
 
     def _read(self, rows: list[list[int]], needed: list[int], rooms: list[int | None]) -> list[_Reading]:
         """Both models' byte positions in completions, up to the first byte that they do not read alike.
@@ -170,17 +167,17 @@ class ByteTeacher(Teacher):
         """
         texts = [self._student.spelled(ids) for ids in rows]
         parts = [[(one, *valid_text(one)) for one in _between(each)] for each in texts]
-        known = iter(self._its.ids_of_each([text for each in parts for _, text, _ in each]))
+        known = iter(self.its.ids_of_each([text for each in parts for _, text, _ in each]))
         mine = self._student.trees([ids[:some] for ids, some in zip(rows, needed, strict=True)])
         found = []
         for ids, each, some, room, tree in zip(rows, parts, texts, rooms, mine, strict=True):
             specials = [one for one, text in zip(ids, some, strict=True) if text is None]
             theirs, agreed = self._aligned([(one, valid, next(known)) for one, _, valid in each], specials)
             theirs = theirs if room is None else theirs[: max(room, 0)]
-            sums = [0, *accumulate(len(one or b"-") for one in self._its.spelled(theirs))]
+            sums = [0, *accumulate(len(one or b"-") for one in self.its.spelled(theirs))]
             count = min(agreed, len(tree.token), sums[-1])
             found.append((theirs[: bisect_left(sums, count)], tree.cut(count)))
-        trees = self._its.trees([theirs for theirs, _ in found])
+        trees = self.its.trees([theirs for theirs, _ in found])
         return [_Reading(theirs, tree, cut) for (theirs, cut), tree in zip(found, trees, strict=True)]
 
     def _aligned(self, parts: list[tuple[bytes, int, list[int]]], specials: list[int]) -> tuple[list[int], int]:
@@ -191,13 +188,13 @@ class ByteTeacher(Teacher):
         theirs: list[int] = []
         agreed = 0
         for number, (spelled, valid, more) in enumerate(parts):
-            same = _common(b"".join(one or b"\0" for one in self._its.spelled(more)), spelled[:valid])
+            same = _common(b"".join(one or b"\0" for one in self.its.spelled(more)), spelled[:valid])
             theirs, agreed = theirs + more, agreed + same
             if same < len(spelled) or number == len(specials):
                 break
             # A special token: both models say whether the text ends here, whatever they call its end.
             agreed += 1
-            known = self._its.special_of(self._student.tokenizer.convert_ids_to_tokens(specials[number]))
+            known = self.its.special_of(self._student.tokenizer.convert_ids_to_tokens(specials[number]))
             theirs.append(0 if known is None else known)  # read by nothing that is compared, if it is unknown
             if known is None:
                 break

@@ -172,7 +172,7 @@ class PerToken:
     compared: Tensor | None = None
     """[N], float32, how many of them were compared; `None` where models are compared by tokens."""
     escaped: Tensor | None = None
-    """[N], float32, how many were left out since too much of a distribution is missed; `None` as above."""
+    """[N], float32, the share of a distribution that may be missing, summed over those compared; `None` as above."""
     lost: Tensor | None = None
     """[N], float32, how many the teacher's tokenizer does not have, or its context has no room for; `None` as above."""
 

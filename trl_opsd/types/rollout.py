@@ -249,7 +249,7 @@ class Rollout:
         chosen = self._each(lambda one: one.index_select(0, rows_R.to(one.device, non_blocking=True)))
         forks = self.forks and replace(self.forks, rows=tuple(self.forks.rows[row] for row in rows))
         if forks is not None:
-            chosen = chosen._of_columns(forks.column + forks.most)
+            chosen = chosen.of_columns(forks.column + forks.most)
         return replace(chosen, lengths=lengths, images=images, forks=forks)
 
     def after(self, prompts: Mapping[str, Tensor], images: tuple[RowImages | None, ...] | None = None) -> Rollout:
@@ -263,8 +263,14 @@ class Rollout:
         """What each row costs in a pass, in tokens; a position of a vision tower counts like one."""
         images = self.images or [None] * len(self.prompt_ids)
         seen = [0 if one is None else one.positions for one in images]
-        forks = [0] * len(seen) if self.forks is None else [len(tokens) for tokens, _ in self.forks.rows]
+        forks = (more for _, more in self.branching)
         return [one.total + sum(more) for one, *more in zip(self.measured(), seen, forks, strict=True)]
+
+    @property
+    def branching(self) -> list[tuple[int, int]]:
+        """Of each row the tokens of its completion, and the forks that are read beside them."""
+        forks = [([], [])] * len(self.prompt_ids) if self.forks is None else self.forks.rows
+        return [(one.completion, len(tokens)) for one, (tokens, _) in zip(self.measured(), forks, strict=True)]
 
     def measured(self) -> tuple[Length, ...]:
         """The lengths of the rows; waits for the device where they are not known yet."""
@@ -277,12 +283,12 @@ class Rollout:
             return self
         lengths = self.measured()
         prompt, completion = (max(*each, 1) for each in list(zip(*lengths, strict=True))[:2])
-        cut = self._of_columns(completion)
+        cut = self.of_columns(completion)
         return replace(
             cut, prompt_ids=self.prompt_ids[:, -prompt:], prompt_mask=self.prompt_mask[:, -prompt:], lengths=lengths
         )
 
-    def _of_columns(self, columns: int) -> Rollout:
+    def of_columns(self, columns: int) -> Rollout:
         """The first columns of completions."""
         weights, on_host = self.weights[:, :columns], self.on_host
         # A slice is another tensor, so the host copy is cut with it.
