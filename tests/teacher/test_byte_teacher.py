@@ -452,6 +452,64 @@ def test_beginnings_before_tokens_that_do_not_count_are_read():
     assert row.cut(4) is row
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_completions_of_teachers_are_retold_in_the_students_tokens(make, several):
+    """The text is the teacher's, up to its end; what has no room is counted."""
+    written = []
+
+    class Noting(OPSDTrainer):
+        def teach(self, rollout, rows):
+            written.extend(zip(rollout.completion_lists(), (row.request.teacher for row in rows), strict=True))
+            return super().teach(rollout, rows)
+
+    _, teacher = models()
+    other, words = tiny.qwen2(40, 2, vocab_size=len(MINE)), {"a": YOURS, "b": MINE}
+    given = {
+        "columns": {"teacher": ["a", "b", "a", "b"]}, "teacher_model": {"a": teacher, "b": other},
+        "teacher_processing_class": words,
+    }  # fmt: skip
+    trainer = make(
+        cls=Noting, seq_kd=True, lmbda=0.0, sft_weight=1.0, max_completion_length=12, max_steps=2, rollout=None,
+        **(given if several else {}),
+    )  # fmt: skip
+    told = list[tuple[str, str]]()
+    for name, one in trainer._generation._of_teacher.items():
+        complete = one._rollout.complete
+
+        def noting(prompts, step, complete=complete, words=words[name] if several else YOURS):
+            found = complete(prompts, step)
+            told.extend((words.decode(prompt), words.decode(ids)) for prompt, ids in zip(prompts, found, strict=True))
+            return found
+
+        one._rollout.complete = noting
+    trainer.train()
+    assert len(told) == len(written) == 8
+    of_teachers, of_student = sorted(text for _, text in told), sorted(MINE.decode(ids) for ids, _ in written)
+    assert sum(one == other for one, other in zip(of_teachers, of_student, strict=True)) < 8  # some have no room
+    begun = [any(text.startswith(one.rstrip("\ufffd")) for text in of_teachers) for one in of_student]
+    assert all(begun)
+    assert all(len(ids) <= 12 for ids, _ in written)
+    assert not any(ids == [MINE.eos_token_id] for ids, _ in written)  # nor is a text that cannot be told an end
+    assert all(ids == MINE(MINE.decode(ids))["input_ids"] for ids, _ in written if "\ufffd" not in MINE.decode(ids))
+    assert 0.2 < tiny.logged(trainer, "cross/retold")[0] < 1
+    assert tiny.logged(trainer, "off_policy/share")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "told"),
+    [
+        (YOURS("the end")["input_ids"], "the end", 7),
+        (YOURS("ab\N{GRINNING FACE}")["input_ids"][:-1], "ab", 2),  # a character that is cut
+        ([*YOURS("so")["input_ids"], YOURS.eos_token_id, *YOURS("on")["input_ids"]], "so<|im_end|>on", 5),
+        ([], "", 0),
+        ([len(YOURS) + 3], "", 0),  # no token
+    ],
+)
+def test_text_is_retold_up_to_what_no_token_spells(ids, text, told):
+    mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
+    assert mine.retold(ids, yours) == (MINE(text)["input_ids"], told)
+
+
 def test_a_special_token_that_both_have_is_read_by_both():
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     ids = [*MINE("so")["input_ids"], MINE.eos_token_id, *MINE("after an end")["input_ids"]]

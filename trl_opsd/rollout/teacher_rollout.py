@@ -92,7 +92,7 @@ class TeacherRollout:
             )
 
     def complete(self, prompts: list[list[int]]) -> list[list[int]]:
-        """A completion for each prompt, at least one, cut after the first end token."""
+        """A completion for each prompt, cut after the first end token; empty if none of it can be told."""
         written = self._rollout.complete(prompts, self._host.state.global_step)
         completions = checked_completions(written, self._host, prompts, self._host.limits.reader)
         return completions if self._spellings is None else [self._retold(ids) for ids in completions]
@@ -110,8 +110,7 @@ class TeacherRollout:
             told, kept = told[:most], sum(len(one or b"-") for one in mine.spelled(told[:most]))
         if size:
             self._host.record("cross/retold", kept / size, 1)
-        # Text of which nothing can be told has an end, if that can be: a row has at least one token.
-        return told or [self._ends[0]]
+        return told
 
 
 class _AsStudent:
