@@ -198,7 +198,7 @@ def main() -> None:
                 if any(key.items() <= one.items() for one in done):
                     continue
                 trainer, more = LOSSES[name]
-                samples = {"half": options.steps // 2, "all": options.steps}.get(more[-1], 0)
+                samples = {"half": options.steps // 2, "all": options.steps}.get((more or [""])[-1], 0)
                 more = [str(samples) if one in ("half", "all") else one for one in more]
                 steps = str(options.steps - samples)
                 given = ["--output", str(options.output), "--steps", steps, "--learning-rate", str(rate)]

@@ -30,6 +30,7 @@ COLUMNS = {
     "concise": ["privileged_context"],
     "few_shot": ["teacher_prompt"],
     "cross_tokenizer": [],
+    "cross_tokenizer_samples": [],
     "drafter": [],
     "pruned": [],
     "quantised": [],

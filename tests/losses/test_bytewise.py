@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -263,6 +264,50 @@ def test_one_language_in_two_tokenizers_has_no_divergence(name):
             assert total / positions < 1e-4
             assert worst < most_missed + OUTCOMES * _FLOOR
             assert 0 < added < tokens
+
+
+def after_training(name, most_missed, steps=30):
+    """The true KL from a language of a student that was it, and then was trained towards it in other tokens."""
+    language, yours, mine = SMALL[name]
+    model, size = language.tokens(mine), len(mine.texts)
+    number = {path: at for at, path in enumerate(model.next)}
+    weight = torch.stack([model.after(path, size) for path in model.next]).log().clamp(min=-30).float()
+    # A last state for what the language never begins with.
+    weight = torch.cat([weight, torch.zeros(1, size)]).T.contiguous().requires_grad_()
+    draw, optimizer = random.Random(0), torch.optim.SGD([weight], lr=3.0)
+    for text in draw.choices(list(language.texts), list(language.texts.values()), k=8 * steps):
+        logs, missed, *_ = said(language, yours, text, most_missed)
+        ids = [*mine.ids_of(text), mine.tokenizer.eos_token_id]
+        (tree,) = mine.trees([ids])
+
+        def states(tree, ids=ids):
+            paths = [tuple(token for _, token in path) for _, path in nodes_of(tree, ids)]
+            return torch.eye(len(weight.T))[[number.get(path, len(number)) for path in paths]]
+
+        if most_missed < 1:
+            own = LazyLogits(states(tree), OutputHead(weight.detach()))
+            (read,) = forks_needed(own, mine.table, torch.tensor(ids), [tree], most_missed)
+            tree = replace(tree, read=read, column=COLUMN)
+        spelled = spelled_of(tree, missed.float())
+        pair = LazyLogits(states(tree), OutputHead(weight)), LazyLogits(logs.float(), byte_head(weight.device))
+        weights = (spelled.places < COLUMN).float()
+        given = ReverseKL(), mine.table, spelled, Sampled(ids_at(spelled, ids)), weights, None, most_missed
+        (bytewise_divergence(*pair, *given).divergence.sum() / len(ids)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    log_p, total = weight.detach().double().log_softmax(0), 0.0
+    for text, share in language.texts.items():
+        ids = (*mine.ids_of(text), mine.tokenizer.eos_token_id)
+        told = sum(log_p[token, number[ids[:at]]] for at, token in enumerate(ids))
+        total += share * (math.log(share) - float(told))
+    return total
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["words", "words, joined", "digits"])
+def test_training_from_equality_stays_there(name):
+    assert after_training(name, 0.01) < 1e-6
+    assert after_training(name, 1.0) > 1e-3  # without what leaves the text's own tokens
 
 
 @pytest.mark.parametrize("seed", range(2))
