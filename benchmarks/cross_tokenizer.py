@@ -72,6 +72,8 @@ class Gold(ByTokens):
     """TRL's universal logit distillation."""
 
     settings: ClassVar[dict[str, Any]] = {}
+    shifts: ClassVar[bool] = False
+    """Whether row `k` of the logits predicts token `k`, as the default merge of TRL 1.16 takes them to."""
 
     def loss(self, mine: Any, yours: Any) -> Tensor:
         # the options alone: making a config resets the launch
@@ -79,6 +81,8 @@ class Gold(ByTokens):
         config: Any = SimpleNamespace(**{**options, **self.settings})
         loss = ULDLoss(config, self.processing_class, self.readers.tokenizers["teacher"], torch.device("cpu"))
         (logits, labels, ids, offsets), (its_logits, its_labels, its_ids, its_offsets) = mine, yours
+        if self.shifts:
+            logits, its_logits = logits.roll(1, 1), its_logits.roll(1, 1)
         padded = torch.zeros(*ids.shape, 2, dtype=torch.long)
         for row, one in enumerate(offsets):
             padded[row, : len(one)] = torch.tensor(one)
@@ -90,6 +94,14 @@ class Gold(ByTokens):
 
 class GoldHybrid(Gold):
     settings: ClassVar[dict[str, Any]] = {"uld_use_hybrid_loss": True}
+
+
+class GoldShifted(Gold):
+    shifts = True
+
+
+class GoldHybridShifted(GoldHybrid):
+    shifts = True
 
 
 class GoldBayesian(Gold):
@@ -152,6 +164,8 @@ LOSSES: dict[str, tuple[type[OPSDTrainer], list[str]]] = {
     "bytes on samples, forward KL": (OPSDTrainer, ["--divergence", "forward_kl", "--samples", "all"]),
     "GOLD, sorted": (Gold, []),
     "GOLD, hybrid": (GoldHybrid, []),
+    "GOLD, sorted, shifted right": (GoldShifted, []),
+    "GOLD, hybrid, shifted right": (GoldHybridShifted, []),
     "GOLD, hybrid, Bayesian": (GoldBayesian, []),
     "overlap KL": (Overlap, []),
     "supervised": (Supervised, []),
