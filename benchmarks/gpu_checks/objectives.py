@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from timing import median
 from gpu_checks.findings import Findings
 from gpu_checks.losses import SHARED, SHARED_TOY, sizes
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
+from trl_opsd.data.covering import Cutter, Nodes
 from trl_opsd.losses import ReverseKL, dense_divergence, streamed_divergence
 from trl_opsd.losses.bytewise import byte_logarithms, bytewise_divergence
 from trl_opsd.losses.dense import dense_byte_logarithms
@@ -70,6 +72,13 @@ def _beside(args: argparse.Namespace, bound: float | None = None, anchor: float 
 # ---- By bytes -------------------------------------------------------------------------------------------------------
 
 
+class Alone(Cutter):
+    """Reads the text's own tokens alone: a random vocabulary has no tokenizer that tells others."""
+
+    def _nodes(self, regions: Sequence[bytes]) -> list[Nodes]:
+        return [Nodes() for _ in regions]
+
+
 def by_bytes(found: Findings) -> None:
     """A student of another tokenizer than its teacher's: next-byte distributions against float64, and their time."""
     device, generator = torch.device(found.device), torch.Generator().manual_seed(0)
@@ -82,16 +91,18 @@ def by_bytes(found: Findings) -> None:
         args = sizes(found, tokens=tokens, vocab=len(some) + 1, dtype=dtype)
         student, teacher = loss.make_pair(args, tokens, False)
         ids = torch.randint(1, args.vocab, (tokens,), generator=generator)
-        token, reads = vocabulary.reads(vocabulary.spelled(ids.tolist()))
-        logs, _ = byte_logarithms(student, vocabulary.table, ids.to(device), token, reads)
+        (tree,) = Alone(vocabulary).trees([ids.tolist()])
+        spelled = Spelled.of([tree], [torch.zeros(len(tree.token))], [0], torch.arange(tokens))
+        logs, _ = byte_logarithms(student, vocabulary.table, ids.to(device), spelled)
         if dtype == torch.float32:
             logits = (student.hidden.detach().double() @ student.head.weight.detach().double().T).cpu()
-            expected, _ = dense_byte_logarithms(logits, vocabulary.texts, ids.tolist(), FLOOR)
+            begins = torch.searchsorted(tree.token, torch.arange(tokens)).tolist()
+            nodes = [(place, [(one, int(ids[one])) for one in range(at)]) for at, place in enumerate(begins)]
+            outcomes = [byte for one in vocabulary.spelled(ids.tolist()) for byte in one or ()]
+            expected = dense_byte_logarithms(logits, vocabulary.texts, outcomes, nodes, FLOOR)
             error = float((logs.cpu() - expected).abs().max())
             found.at_most("by bytes, float32: error of logarithms", error, 1e-4, "nats")
-    held, at = torch.ones(len(token), dtype=torch.bool), torch.arange(len(token))
-    spelled, sampled = Spelled(token, held, reads.long(), at, torch.arange(tokens)), Sampled(ids.to(device))
-    given = ReverseKL(), vocabulary.table, spelled, sampled
+    given = ReverseKL(), vocabulary.table, spelled, Sampled(ids.to(device)), None, None, 1.0
     programs = {
         "bytes": lambda one, other: bytewise_divergence(one, LazyLogits(logs, byte_head(device)), *given).divergence,
         "tokens": lambda one, other: streamed_divergence(one, other, ReverseKL()).divergence,

@@ -32,6 +32,7 @@ from trl_opsd.types import LazyLogits, OutputHead, Sampled
 from trl_opsd.types.bytewise import OUTCOMES, byte_head
 from trl_opsd.types.spelled import Spelled
 
+SMALL = small_languages()
 COLUMN = 10_000
 """Beyond all tokens of a row."""
 TEXT = "abcab cab bcabb ab\N{LATIN SMALL LETTER E WITH ACUTE} ab"
@@ -118,6 +119,23 @@ def test_forks_are_the_canonical_tokens_of_each_beginning(knows_it):
     assert places == [len(b"".join(vocabulary.spelled(one))) for one in paths[len(ids) :]]
     within = set(places) - {len(text[:size].encode()) for size in range(len(text))}
     assert (len(within) > 3) == knows_it  # within characters
+
+
+@pytest.mark.parametrize("name", ["words, joined", "CJK"])
+def test_long_texts_without_a_certain_border_have_the_same_forks(name):
+    language, vocabulary, _ = SMALL[name]
+    text = " ".join(language.texts)[:700] if name == "CJK" else " ".join(language.texts)[:900].replace(" ", "")
+    ids = vocabulary.ids_of(text)
+    (tree,) = vocabulary.trees([ids])
+    fork, tokens = tree.fork.tolist(), tree.tokens
+
+    def path(node):
+        return ids[:node] if node < tokens else [*path(fork[node - tokens][1]), fork[node - tokens][2]]
+
+    found = {one[0]: path(tokens + number) for number, one in enumerate(fork)}
+    own = {len(b"".join(vocabulary.spelled(ids[:count]))): ids[:count] for count in range(len(ids))}
+    for size in range(1, len(text), 7):
+        assert {**found, **own}[len(text[:size].encode())] == vocabulary.ids_of(text[:size])
 
 
 def test_tokens_that_no_tokenizer_would_write_are_read():
@@ -231,9 +249,6 @@ def said(language, vocabulary, text, most_missed):
     model = LazyLogits(language.states(vocabulary, ids, tree), head)
     logs, missed = byte_logarithms(model, vocabulary.table, ids_at(spelled, ids), spelled)
     return logs.double().log_softmax(-1), missed, len(ids), int(tree.read.sum())
-
-
-SMALL = small_languages()
 
 
 @pytest.mark.parametrize("name", SMALL)

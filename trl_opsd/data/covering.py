@@ -11,6 +11,7 @@ P byte positions · L bytes of a region · N tokens · K nodes of a region · B 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -26,7 +27,7 @@ _CONTEXT, _LONG = 64, 192
 """Bytes before a place that its tokens depend on at most, in regions of more bytes than this."""
 
 
-class _Nodes:
+class Nodes:
     """The borders within some bytes, each by the tokens up to there; the first is the one before them."""
 
     def __init__(self) -> None:
@@ -138,18 +139,19 @@ class Cutter:
             for at, to, start in zip([0, *ends[:-1]], ends, starts, strict=True)
         ]
 
-    def _nodes(self, regions: Sequence[bytes]) -> list[_Nodes]:
+    def _nodes(self, regions: Sequence[bytes]) -> list[Nodes]:
         """The borders in each region of the canonical tokens of its beginnings."""
-        found = [_Nodes() for _ in regions]
+        found = [Nodes() for _ in regions]
         asked, texts = list[tuple[int, int]](), list[str]()  # a region, and the node that a text begins at
         for number, region in enumerate(regions):
             if region and _is_text(region):
-                restarts = self._restarts(region, found[number])
+                places, restarts = self._restarts(region, found[number])
                 for place in range(1, len(region) + 1):
                     if place == len(region) or region[place] & 0xC0 != 0x80:
-                        start = max(one for one in restarts if one == 0 or one <= place - _CONTEXT)
-                        asked.append((number, restarts[start]))
-                        texts.append(region[start:place].decode())
+                        # The last one that the tokens before this place do not depend on.
+                        last = max(0, bisect_right(places, place - _CONTEXT) - 1)
+                        asked.append((number, restarts[last]))
+                        texts.append(region[places[last] : place].decode())
         for (number, node), text, ids in zip(asked, texts, self._words.ids_of_each(texts), strict=True):
             sizes = [len(self._texts[one] or b"") for one in ids]
             if sum(sizes) == len(text.encode()):
@@ -158,27 +160,28 @@ class Cutter:
         for region, nodes in zip(regions, found, strict=True):
             of_place = dict(zip(nodes.place, range(len(nodes.place)), strict=True))
             for place in range(1, len(region)):
-                if region[place] & 0xC0 == 0x80 and (last := self._within(region, place)) is not None:
-                    size = len(self._texts[last] or b"")
+                if region[place] & 0xC0 == 0x80 and (within := self._within(region, place)) is not None:
+                    size = len(self._texts[within] or b"")
                     if (parent := of_place.get(place - size)) is not None:
-                        of_place[place] = nodes.add(parent, last, size)
+                        of_place[place] = nodes.add(parent, within, size)
         return found
 
-    def _restarts(self, region: bytes, nodes: _Nodes) -> dict[int, int]:
-        """Places from which a long region has the tokens that the whole has, with their nodes."""
-        found = {0: 0}
+    def _restarts(self, region: bytes, nodes: Nodes) -> tuple[list[int], list[int]]:
+        """Places from which a long region has the tokens that the whole has, ascending, with their nodes."""
+        places, found = [0], [0]
         if len(region) <= _LONG:
-            return found
+            return places, found
         (whole,) = self._words.ids_of_each([region.decode()])
         node = place = 0
         for number, token in enumerate(whole):
-            if place - max(found) >= _CONTEXT and region[place] & 0xC0 != 0x80:
+            if place - places[-1] >= _CONTEXT and region[place] & 0xC0 != 0x80:
                 (rest,) = self._words.ids_of_each([region[place : place + 2 * _CONTEXT].decode(errors="ignore")])
                 if rest[:4] == whole[number : number + 4]:
-                    found[place] = node
+                    places.append(place)
+                    found.append(node)
             size = len(self._texts[token] or b"")
             node, place = nodes.add(node, token, size), place + size
-        return found
+        return places, found
 
     def _within(self, region: bytes, place: int) -> int | None:
         """The last token up to a place within a character."""
@@ -223,7 +226,7 @@ class Cutter:
         return CoveringTree.of(token_P, fork_F3, reads_R3, leaves_X2)
 
 
-def _piece(ids: Sequence[int], texts: Sequence[bytes | None], nodes: _Nodes, walk_3W: Numbers) -> _Piece:
+def _piece(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes, walk_3W: Numbers) -> _Piece:
     sizes = np.array([len(one or b"") for one in texts])
     starts, length = sizes.cumsum() - sizes, int(sizes.sum())
     place_K, parent_K, token_K = (np.array(one, np.int64) for one in (nodes.place, nodes.parent, nodes.token))
