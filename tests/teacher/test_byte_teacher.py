@@ -581,6 +581,35 @@ class Ahead(Teacher):
         return TeacherTargets(hidden=hidden.roll(-1, 1))
 
 
+class Plain(Teacher):
+    """Reads rows as they are."""
+
+    def __init__(self, model):
+        self.inner = FrozenTeacher(Resident(model, torch.device("cpu")))
+
+    head = property(lambda self: self.inner.head)
+    context = None
+
+    def targets(self, rollout):
+        assert rollout.forks is None
+        return self.inner.targets(rollout)
+
+
+def test_who_cannot_read_forks_is_named_and_compared_without(make, caplog):
+    """Of an untrained pair little is certain then."""
+    used = {}
+    for limit in (0.01, 0.5, 1.0):
+        caplog.clear()
+        trainer = make(
+            teacher_model=Plain(models()[1]), max_completion_length=60, cross_tokenizer_missed=limit, max_steps=1
+        )
+        trainer.train()
+        used[limit] = tiny.logged(trainer, "cross/used")[0]
+        assert ("the teacher cannot read tokens that branch off" in caplog.text) == (limit < 1)
+        assert "the student cannot" not in caplog.text
+    assert used[0.01] < used[0.5] < used[1.0] == 1
+
+
 def test_a_teacher_of_ones_own_is_proved_aligned(make):
     _, teacher = models()
     inner = FrozenTeacher(Resident(teacher, torch.device("cpu")))

@@ -19,7 +19,7 @@ from trl_opsd.loop.overrides import of_package, overrides
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.models.backbone import preserved_mode
-from trl_opsd.models.forks import FORKS
+from trl_opsd.models.forks import FORKS, warn_without_forks
 from trl_opsd.models.probes import Probed, prove_student
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import derived_seed
@@ -125,6 +125,8 @@ class Generation:
             more = [FORKS] if args.reads_forks else []
             host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
             self._is_proved = True
+            if args.reads_forks and not host.reading.forks:
+                warn_without_forks("student", args.cross_tokenizer_missed)
             if host.reads_images:
                 self.prove_images()
 

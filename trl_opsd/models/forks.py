@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -20,6 +21,8 @@ from trl_opsd.models.probes import CANNOT_RUN, Doubt, Probe, Probed
 from trl_opsd.parallel.precision import least_precise
 from trl_opsd.types import OutputHead, Rollout
 from trl_opsd.types.rollout import Forks
+
+logger = get_logger(__name__)
 
 _KINDS = ("full_attention", "sliding_attention")
 """Layers that take a mask of one's own."""
@@ -123,3 +126,11 @@ def _reads_forks(one: Probed) -> str:
 
 FORKS: Probe[Probed] = Probe("forks", _reads_forks)
 """Makes five passes. A model that cannot is read without forks."""
+
+
+def warn_without_forks(role: str, most_missed: float) -> None:
+    """Says that distributions of a model are summed without forks."""
+    logger.warning(
+        f"`cross_tokenizer='bytes'`: the {role} cannot read tokens that branch off a text (docs/tokenizers.md). Bytes are "
+        f"left out of which more than `cross_tokenizer_missed={most_missed:g}` may be missed: see `cross/used`."
+    )

@@ -18,6 +18,7 @@ from torch import Tensor
 from trl_opsd.data.byte_vocabulary import ByteVocabulary, valid_text
 from trl_opsd.losses.bytewise import MOST_MISSED, byte_logarithms, forks_needed
 from trl_opsd.models.backbone import gathered_head, shape_of
+from trl_opsd.models.forks import warn_without_forks
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import check_depends_on_input, prove_alignment, scored
@@ -74,6 +75,8 @@ class ByteTeacher(Teacher):
         self._most_missed, frozen = most_missed, innermost(teacher)
         self.reads_forks = most_missed < 1 and isinstance(frozen, FrozenTeacher) and frozen.prove_forks()
         """Whether tokens may branch off a row that it reads."""
+        if most_missed < 1 and not self.reads_forks:
+            warn_without_forks("teacher", most_missed)
         self.teacher, self._student, self.its = teacher, student, its.within(shape_of(teacher.head)[0])
         self._temperature, self._chunk_tokens, self._cache_device = temperature, chunk_tokens, cache_device
         # The teachers of this package align their targets.
