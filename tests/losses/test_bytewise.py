@@ -58,6 +58,36 @@ def ids_at(spelled, ids):
     return torch.tensor([ids[place] if place < COLUMN else 0 for place in spelled.places.tolist()])
 
 
+def missed_by_hand(model, vocabulary, ids, tree):
+    """[P], what enters forks that are not read but follow a state, as a share with what goes on from all states."""
+    nodes, log_SV = nodes_of(tree, ids), logits_of(model)[:, : len(vocabulary.texts)].log_softmax(-1)
+    path = [sum((log_SV[one, token] for one, token in path), torch.zeros(())) for _, path in nodes]
+    number = {(*(token for _, token in path),): at for at, (_, path) in enumerate(nodes)}
+
+    def tokens(node):
+        if node < tree.tokens:
+            return ids[:node]
+        _, parent, token = tree.fork[node - tree.tokens].tolist()
+        return [*tokens(parent), token]
+
+    said = outcomes(vocabulary, ids)
+    entered, read = torch.zeros(2, len(said), dtype=torch.float64)
+    for position, fork in tree.leaves.tolist():
+        state = number.get((*tokens(int(tree.fork[fork, 1])),))
+        if not tree.read[fork] and state is not None:
+            entered[position] += (path[state] + log_SV[state, int(tree.fork[fork, 2])]).exp()
+    for position in range(len(said)):
+        for state, (place, _) in enumerate(nodes):
+            since = said[place:position]
+            if place <= position and 256 not in since:
+                goes_on = [
+                    token for token, text in enumerate(vocabulary.texts)
+                    if (not since if text is None else len(text) > len(since) and [*text[: len(since)]] == since)
+                ]  # fmt: skip
+                read[position] += (path[state] + log_SV[state, goes_on].logsumexp(0)).exp()
+    return entered / (entered + read)
+
+
 def drawn(vocabulary, states, seed=0, bias=False, softcap=None, width=7, spread=1.0):
     generator = torch.Generator().manual_seed(seed)
     rows = len(vocabulary.texts) + 3  # padded, as heads are
@@ -85,7 +115,7 @@ def dense_logs(model, vocabulary, ids, tree):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_masses_equal_those_of_a_loop_over_all_tokens(read, softcap):
     vocabulary = small_vocabulary()
-    ids, tree = row_of(vocabulary, read=read)
+    ids, tree = row_of(vocabulary, read=read, more="abcabab")
     spelled = spelled_of(tree)
     assert len(spelled.places) == len(ids) + int(tree.read.sum())
     model = drawn(vocabulary, len(spelled.places), softcap=softcap)
@@ -93,6 +123,7 @@ def test_masses_equal_those_of_a_loop_over_all_tokens(read, softcap):
     for chunk_tokens in (None, 1, 3):
         found, missed = byte_logarithms(model, vocabulary.table, ids_at(spelled, ids), spelled, chunk_tokens)
         assert (found - expected).abs().max() < 2e-5
+        assert (missed - missed_by_hand(model, vocabulary, ids, tree)).abs().max() < 1e-6
     assert (missed.max() == 0) == (read == "all")
 
 

@@ -444,6 +444,10 @@ def test_beginnings_before_tokens_that_do_not_count_are_read():
     assert some.reads.tolist() == [[0, 0, 0], [1, 1, 7], [1, 2, 0]]
     assert some.kept.tolist() == [0, 2]
     assert some.missed.tolist() == pytest.approx([0.0, 0.2])
+    assert whole.last.tolist() == [0, 1, 2, 4]
+    given = [[0, 1, 1, 1], [[2, 1, 9]], [[0, 0, 0], [1, 1, 0], [2, 1, 7], [2, 2, 0], [3, 1, 8]], numpy.zeros((0, 2))]
+    longer = replace(CoveringTree.of(*map(numpy.array, given)), read=torch.tensor([True]), column=50)
+    assert Spelled.of([longer], [row.missed], [0], torch.arange(2)).last.tolist() == [0, 1, 2, 2]
     cut = row.cut(3)
     assert len(cut.hidden) == len(cut.missed) == len(cut.tree.token) == 3
     assert cut.tree.reads[:, 0].max() == 2

@@ -131,6 +131,6 @@ FORKS: Probe[Probed] = Probe("forks", _reads_forks)
 def warn_without_forks(role: str, most_missed: float) -> None:
     """Says that distributions of a model are summed without forks."""
     logger.warning(
-        f"`cross_tokenizer='bytes'`: the {role} cannot read tokens that branch off a text (docs/tokenizers.md). Bytes are "
-        f"left out of which more than `cross_tokenizer_missed={most_missed:g}` may be missed: see `cross/used`."
+        f"`cross_tokenizer='bytes'`: the {role} cannot read tokens that branch off a text (docs/tokenizers.md). Bytes "
+        f"are left out of which more than `cross_tokenizer_missed={most_missed:g}` may be missed: see `cross/used`."
     )
