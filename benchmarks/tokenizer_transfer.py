@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 
-MERGES, TOKENS, ROWS = 4000, 32, 8
+MERGES, TOKENS, ROWS = 4000, 24, 4
 MANUAL = "\n".join(topics.values())
 WAYS: dict[str, list[tuple[float, dict[str, Any]]]] = {
     "nothing": [],
@@ -76,6 +76,11 @@ def transplanted(path: str) -> tuple[Any, PreTrainedTokenizerFast]:
     return model, mine
 
 
+def chat(question: str) -> list[dict[str, str]]:
+    """With a short system prompt in place of a long one."""
+    return [{"role": "system", "content": "Answer."}, {"role": "user", "content": question}]
+
+
 @torch.no_grad()
 def measured(model: Any, words: Any) -> dict[str, float]:
     """Nats per byte of prose that no tokenizer has read and of the answer's language, and the facts that it knows."""
@@ -87,8 +92,7 @@ def measured(model: Any, words: Any) -> dict[str, float]:
         logs = model(ids).logits[0, :-1].log_softmax(-1)
         nats -= float(logs.gather(1, ids[0, 1:, None]).sum())
         bytes_ += len(words.decode(ids[0, 1:]).encode())
-    asked = [words.apply_chat_template([{"role": "user", "content": one}], tokenize=False, add_generation_prompt=True)
-             for one in FACTS]  # fmt: skip
+    asked = [words.apply_chat_template(chat(one), tokenize=False, add_generation_prompt=True) for one in FACTS]
     batch = words(asked, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=False)
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
     made = model.generate(**given, do_sample=False, max_new_tokens=TOKENS)[:, given["input_ids"].size(1) :]
@@ -109,7 +113,7 @@ def main() -> None:
     teacher = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     its = AutoTokenizer.from_pretrained(options.model)
     print("teacher", of_teacher := measured(teacher, its))
-    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": one}] for one in questions()]})
+    rows = Dataset.from_dict({"prompt": [chat(one) for one in questions()]})
     for way in options.ways:
         student, words = transplanted(options.model)
         start, logs = time.monotonic(), list[dict[str, Any]]()
