@@ -439,8 +439,13 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         ```
 
         Raises:
-            ValueError: There is no such teacher, or it is behind a server or sharded.
+            ValueError: There is no such teacher, it is behind a server or sharded, or has a tokenizer of its own.
         """
+        if self.teaching.spelling is not None:
+            raise ValueError(
+                "`generating_with` with `cross_tokenizer='bytes'`: prompts are ids of the student's tokens, which no "
+                "other model reads: measure the teacher in a run of its own, as the student."
+            )
         if isinstance(teacher, str) and teacher not in self.teachers:
             raise ValueError(f"`generating_with({teacher!r})`: expected a model, or one of {sorted(self.teachers)}.")
         limits = self.teaching.readers.teacher_limits

@@ -169,6 +169,47 @@ def test_long_texts_without_a_certain_border_have_the_same_forks(name):
         assert {**found, **own}[len(text[:size].encode())] == vocabulary.ids_of(text[:size])
 
 
+def test_one_odd_token_in_a_long_text_does_not_double_it():
+    """The canonical tokens beside the row's own are forks until both have the same borders again."""
+    vocabulary = SMALL["strings"][1]
+    draw = random.Random(0)
+    ids = vocabulary.ids_of("".join(draw.choice("ab") for _ in range(3000)))
+    at = next(one for one, token in enumerate(ids) if len(vocabulary.texts[token] or b"") > 1)
+    odd = [*ids[:at], *(vocabulary.texts.index(bytes([byte])) for byte in vocabulary.texts[ids[at]]), *ids[at + 1 :]]
+    (whole,), (other,) = vocabulary.trees([ids]), vocabulary.trees([odd])
+    assert len(whole.token) == len(other.token) == 3000
+    assert len(other.leaves) < 1.5 * len(whole.leaves)
+    spelled = spelled_of(replace(other, read=torch.ones(len(other.fork), dtype=torch.bool), column=COLUMN))
+    model = drawn(vocabulary, len(spelled.places))
+    plan = byte_ranges.Plan.of(model, 32, vocabulary.table, ids_at(spelled, odd), spelled)
+    assert max(one.states.stop - one.states.start for one in plan.tiles) < 250
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_text_that_ends_within_a_character_keeps_its_forks(cut):
+    vocabulary = SMALL["CJK"][1]
+    text = "\u4e2d\u56fd\u6587\u5b57\u4e0f\u4e2d\u6587" * 3
+    ids = [*vocabulary.ids_of(text), *(vocabulary.texts.index(bytes([byte])) for byte in "\u3400".encode()[:cut])]
+    (whole,), (other,) = vocabulary.trees([vocabulary.ids_of(text)]), vocabulary.trees([ids])
+    assert whole.fork[:, [0, 2]].tolist() == other.fork[: len(whole.fork), [0, 2]].tolist()
+    assert len(whole.fork) > 5
+
+
+def test_after_an_improbable_token_forks_are_needed_as_before():
+    vocabulary = small_vocabulary()
+    ids = vocabulary.ids_of("ab cab abcab bcabb ab" * 3)
+    (tree,) = vocabulary.trees([ids])
+    needed = []
+    for nats in (0.0, 20.0, 45.0, 200.0):
+        logits = 0.1 * torch.randn(len(ids), len(vocabulary.texts), generator=torch.Generator().manual_seed(0))
+        logits[0, ids[0]] -= nats
+        model = LazyLogits(logits, OutputHead(torch.eye(len(vocabulary.texts))))
+        (read,) = forks_needed(model, vocabulary.table, torch.tensor(ids), [tree], 0.01)
+        needed.append(read[tree.fork[:, 0] > 8].tolist())
+    assert sum(needed[0]) > 5
+    assert all(one == needed[0] for one in needed)
+
+
 def test_tokens_that_no_tokenizer_would_write_are_read():
     vocabulary = small_vocabulary()
     ids = [*map(vocabulary.texts.index, (b"a", b"b", b"c", b"ab", b" ab"))]

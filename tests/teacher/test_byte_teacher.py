@@ -514,6 +514,31 @@ def test_text_is_retold_up_to_what_no_token_spells(ids, text, told):
     assert mine.retold(ids, yours) == (MINE(text)["input_ids"], told)
 
 
+def test_ids_that_a_student_has_no_row_for_are_not_told():
+    words = byte_pairs(120, start=5000)
+    words.add_tokens(["<think>"])
+    mine, yours = ByteVocabulary.of(words, "it").within(len(MINE)), ByteVocabulary.of(YOURS, "it")
+    assert mine.retold(YOURS("so <think> on")["input_ids"], yours) == (MINE("so ")["input_ids"], 3)
+    assert mine.trees([MINE("< thin k>")["input_ids"]])[0].tokens == len(MINE("< thin k>")["input_ids"])
+
+
+def test_a_tokenizer_that_composes_tells_text_up_to_there():
+    words = byte_pairs(120, start=5000)
+    words.backend_tokenizer.normalizer = normalizers.NFC()
+    mine, yours = ByteVocabulary.of(words, "it"), ByteVocabulary.of(YOURS, "it")
+    ids, told = mine.retold(YOURS("cafe\N{COMBINING ACUTE ACCENT} au lait")["input_ids"], yours)
+    assert (MINE.decode(ids), told) == ("caf", 3)
+    long = "\N{DEVANAGARI LETTER QA}" * 70
+    assert len(mine.trees([YOURS("")["input_ids"], MINE(long)["input_ids"]])) == 2
+
+
+def test_another_model_does_not_generate_from_the_students_ids(make):
+    trainer = make(max_completion_length=20)
+    for model in ("teacher", models()[1]):
+        with pytest.raises(ValueError, match="prompts are ids of the student's tokens"), trainer.generating_with(model):
+            pass
+
+
 def test_a_special_token_that_both_have_is_read_by_both():
     mine, yours = (ByteVocabulary.of(one, "it") for one in (MINE, YOURS))
     ids = [*MINE("so")["input_ids"], MINE.eos_token_id, *MINE("after an end")["input_ids"]]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import groupby
+from itertools import accumulate, groupby
 from os.path import commonprefix
 from typing import Any, TypeAlias
 
@@ -262,10 +262,12 @@ class ByteVocabulary:
                     mine, told = [*mine, known], told + 1
                 continue
             spelled = b"".join(texts[place] or b"" for place in run)
-            text, _ = valid_text(spelled)
-            some = self.ids_of(text)
-            mine, told = mine + some, told + sum(len(one or b"") for one in self.spelled(some))
-            if b"".join(one or b"" for one in self.spelled(some)) != spelled:
+            some = self.ids_of(valid_text(spelled)[0])
+            # What a tokenizer changes, or a model has no row for, is not told.
+            ends = [*accumulate((one or b"\0" for one in self.spelled(some)), initial=b"")]
+            kept = sum(spelled.startswith(one) for one in ends) - 1
+            mine, told = mine + some[:kept], told + len(ends[kept])
+            if ends[kept] != spelled:
                 return mine, told
         return mine, told
 

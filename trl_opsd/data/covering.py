@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,8 +21,8 @@ import numpy as np
 from trl_opsd.types.bytewise import ROOT, CoveringTree
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-_REMEMBERED = 200_000
-"""Pieces that are remembered."""
+_REMEMBERED = 256_000_000
+"""Bytes of the pieces that are remembered."""
 _CONTEXT, _LONG = 64, 192
 """Bytes before a place that its tokens depend on at most, in regions of more bytes than this."""
 
@@ -62,7 +62,7 @@ class Cutter:
     """
 
     def __init__(self, vocabulary: Any) -> None:
-        self._words, self._pieces = vocabulary, dict[tuple[int, ...], _Piece]()
+        self._words, self._pieces, self._held = vocabulary, dict[tuple[int, ...], tuple[_Piece, ...]](), 0
         self._texts: Sequence[bytes | None] = vocabulary.texts
         spelled = [one for one in self._texts if one]
         joined, ends = np.frombuffer(b"".join(spelled), np.uint8), np.cumsum([len(one) for one in spelled])
@@ -71,19 +71,25 @@ class Cutter:
         self._are_neighbours = np.zeros((256, 256), bool)
         self._are_neighbours[joined[:-1][inside[:-1]], joined[1:][inside[:-1]]] = True
         backend = getattr(vocabulary.tokenizer, "backend_tokenizer", None)
-        known = vocabulary.tokenizer.get_vocab() if backend is not None else {}
+        known = vocabulary.tokenizer.get_vocab()
         self._single = [known.get(f"<0x{byte:02X}>") for byte in range(256)]
         self._backend = backend if self._single[0xE4] is None else None
 
     def trees(self, rows: Sequence[Sequence[int]]) -> list[CoveringTree]:
         """The covering tree of each row of tokens."""
         parts = [self._parts(ids) for ids in rows]
-        wanted = {one for part in parts for one in part}
-        if len(self._pieces) > _REMEMBERED:
+        if self._held > _REMEMBERED:
             self._pieces.clear()
-        if new := [one for one in wanted if one not in self._pieces]:
+            self._held = 0
+        if new := [*{one for part in parts for one in part if one not in self._pieces}]:
             self._learn(new)
-        return [self._tree([self._pieces[one] for one in part]) for part in parts]
+        found = [self._tree([*chain.from_iterable(self._pieces[one] for one in part)]) for part in parts]
+        for ids in new:
+            if sum(len(one.token_L) for one in self._pieces[ids]) > _LONG:  # which hardly comes again
+                del self._pieces[ids]
+            else:
+                self._held += sum(array.nbytes for one in self._pieces[ids] for array in one)
+        return found
 
     def _parts(self, ids: Sequence[int]) -> list[tuple[int, ...]]:
         """The tokens of each region of a row; a special one is a region."""
@@ -104,11 +110,17 @@ class Cutter:
         regions = [b"".join(one or b"" for one in texts) for texts in spelled]
         walks, each = self._walks(regions), self._nodes(regions)
         for ids, texts, region, walk_3W, nodes in zip(pieces, spelled, regions, walks, each, strict=True):
-            if region:
-                self._pieces[ids] = _piece(ids, texts, nodes, walk_3W)
+            if not region:
+                nothing = np.zeros((0, 3), np.int32)
+                alone = _Piece(np.zeros(1, np.int32), nothing, np.array([[0, 0, ROOT]], np.int32), nothing[:, :2])
+                self._pieces[ids] = (alone,)
+            elif len(region) > _LONG and (at := _agree_again(ids, texts, nodes, len(region))):
+                # Beside tokens that are not canonical the others would be forks up to the end of a long region.
+                parts = ids[:at], ids[at:]
+                self._learn(parts)
+                self._pieces[ids] = (*self._pieces[parts[0]], *self._pieces[parts[1]])
             else:
-                nothing = np.zeros((0, 3), np.int64)
-                self._pieces[ids] = _Piece(np.zeros(1, int), nothing, np.array([[0, 0, ROOT]]), nothing[:, :2])
+                self._pieces[ids] = (_piece(ids, texts, nodes, walk_3W),)
 
     def _walks(self, regions: Sequence[bytes]) -> list[Numbers]:
         """From each place one byte further at a time, as long as there are tokens that go on."""
@@ -144,22 +156,23 @@ class Cutter:
         found = [Nodes() for _ in regions]
         asked, texts = list[tuple[int, int]](), list[str]()  # a region, and the node that a text begins at
         for number, region in enumerate(regions):
-            if region and _is_text(region):
-                places, restarts = self._restarts(region, found[number])
-                for place in range(1, len(region) + 1):
-                    if place == len(region) or region[place] & 0xC0 != 0x80:
+            valid = _valid(region)  # a row may end within a character
+            if valid:
+                places, restarts = self._restarts(region[:valid], found[number])
+                for place in range(1, valid + 1):
+                    if place == valid or region[place] & 0xC0 != 0x80:
                         # The last one that the tokens before this place do not depend on.
                         last = max(0, bisect_right(places, place - _CONTEXT) - 1)
                         asked.append((number, restarts[last]))
                         texts.append(region[places[last] : place].decode())
         for (number, node), text, ids in zip(asked, texts, self._words.ids_of_each(texts), strict=True):
-            sizes = [len(self._texts[one] or b"") for one in ids]
-            if sum(sizes) == len(text.encode()):
-                for token, size in zip(ids, sizes, strict=True):
-                    node = found[number].add(node, token, size)
+            spelled = self._words.spelled(ids)
+            if b"".join(one or b"\0" for one in spelled) == text.encode():
+                for token, some in zip(ids, spelled, strict=True):
+                    node = found[number].add(node, token, len(some or b""))
         for region, nodes in zip(regions, found, strict=True):
             of_place = dict(zip(nodes.place, range(len(nodes.place)), strict=True))
-            for place in range(1, len(region)):
+            for place in range(1, _valid(region)):
                 if region[place] & 0xC0 == 0x80 and (within := self._within(region, place)) is not None:
                     size = len(self._texts[within] or b"")
                     if (parent := of_place.get(place - size)) is not None:
@@ -173,20 +186,20 @@ class Cutter:
             return places, found
         (whole,) = self._words.ids_of_each([region.decode()])
         node = place = 0
-        for number, token in enumerate(whole):
+        for number, (token, some) in enumerate(zip(whole, self._words.spelled(whole), strict=True)):
+            if not region.startswith(some or b"\0", place):  # a tokenizer has changed it
+                break
             if place - places[-1] >= _CONTEXT and region[place] & 0xC0 != 0x80:
                 (rest,) = self._words.ids_of_each([region[place : place + 2 * _CONTEXT].decode(errors="ignore")])
                 if rest[:4] == whole[number : number + 4]:
                     places.append(place)
                     found.append(node)
-            size = len(self._texts[token] or b"")
+            size = len(some or b"")
             node, place = nodes.add(node, token, size), place + size
         return places, found
 
     def _within(self, region: bytes, place: int) -> int | None:
         """The last token up to a place within a character."""
-        if not _is_text(region):
-            return None
         if (single := self._single[region[place - 1]]) is not None:
             return int(single)
         if self._backend is None:
@@ -257,7 +270,8 @@ def _piece(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes, walk
             last_K[parent_K[number]] = max(last_K[parent_K[number]], last_K[number])
     spans_F = last_K[forks] - place_K[forks] + 1
     leaves_X2 = np.stack([_ranges(place_K[forks], spans_F), np.repeat(np.arange(len(forks)), spans_F)], 1)
-    return _Piece(np.repeat(np.arange(len(ids)), sizes), fork_F3, reads_R3, leaves_X2)
+    found = np.repeat(np.arange(len(ids)), sizes), fork_F3, reads_R3, leaves_X2
+    return _Piece(*(one.astype(np.int32) for one in found))
 
 
 def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
@@ -265,9 +279,27 @@ def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
     return np.arange(counts.sum()) + np.repeat(starts - counts.cumsum() + counts, counts)
 
 
-def _is_text(region: bytes) -> bool:
+def _agree_again(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes, length: int) -> int:
+    """The number of a region's token from which its own tokens have the canonical borders again, after one that is not
+    canonical; 0 where all are, or none follows.
+    """
+    places = [0, *accumulate(len(one or b"") for one in texts)]
+    odd = node = 0
+    while odd < len(ids) and (following := nodes.after.get((node, ids[odd]))) is not None:
+        odd, node = odd + 1, following
+    last = next((one for one in range(len(nodes.place) - 1, -1, -1) if nodes.place[one] == length), 0)
+    canonical = set[int]()
+    while last:
+        canonical.add(nodes.place[last])
+        last = nodes.parent[last]
+    after = (at for at in range(odd + 1, len(ids)) if places[at] in canonical and places[at] >= places[odd] + _CONTEXT)
+    return next(after, 0)
+
+
+def _valid(region: bytes) -> int:
+    """Bytes up to the first that are no text."""
     try:
         region.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    except UnicodeDecodeError as error:
+        return error.start
+    return len(region)

@@ -251,7 +251,8 @@ class ByteTile:
         mass_P = self.found_Q.new_zeros(self._tile.positions.stop - self._tile.positions.start)
         mass_P.index_add_(0, self._position_R, self.found_Q * self._gain(path_S, self._state_R, self._position_R))
         position_X, fork_X, left_X = self._left(path_S)
-        ratio_X = left_X / mass_P[position_X].clamp(min=1e-300)
+        # Above 1 all is needed alike; larger ones would hide others in one long sum.
+        ratio_X = (left_X / mass_P[position_X].clamp(min=1e-300)).nan_to_num(1.0).clamp_(max=1.0)
         most, follows_X = most_missed / (1 - most_missed), follows_F[fork_X]
         # Of each position those with the least mass stay unread. Forks that follow others have a part of their mass.
         order_X = ratio_X.argsort()

@@ -59,17 +59,13 @@ def forked_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADDED) 
     own_BFL = (column_L <= upto_BF[..., None]) & (depth_BF[..., None] > 0)
     mask_BWW = torch.cat([pad(causal_BLL, (0, count)), torch.cat([own_BFL, path_BFF], 2)], 1)
     last_B1 = (totals_B - 1)[:, None]  # padding may lie beyond a context
-    places_BW = torch.cat([column_L.minimum(last_B1), (upto_BF + depth_BF).clamp(max=_most(model))], 1)
+    most = (context_of(model) or width + count) - 1
+    places_BW = torch.cat([column_L.minimum(last_B1), (upto_BF + depth_BF).clamp(max=most)], 1)
     hidden_BWH = hidden_states(model, ids_BW, _masks(model, mask_BWW[:, None], places_BW), places_BW)
     columns_C = torch.arange(forks.column, device=device)
     predicting_BC = (prompts_B[:, None] - 1 + columns_C).clamp(max=width - 1)
     places_BC = torch.cat([predicting_BC, width + torch.arange(forks.most, device=device).expand(rows, -1)], 1)
     return hidden_BWH.gather(1, places_BC[..., None].expand(-1, -1, hidden_BWH.size(-1)))
-
-
-def _most(model: CausalLM) -> int | None:
-    context = context_of(model)
-    return None if context is None else context - 1
 
 
 def _masks(model: CausalLM, mask_B1WW: Tensor, places_BW: Tensor) -> Any:

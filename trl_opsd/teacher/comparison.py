@@ -138,6 +138,7 @@ def with_forks(
 ) -> tuple[Rollout, TeacherTargets]:
     """A micro-batch with the forks that have to be read, from the student's states of its own tokens."""
     rows = [row for row in targets.rows or () if isinstance(row, ByteTargets)]
+    assert len(rows) == len(rollout.completion_ids), "all teachers are compared by bytes, or none is"
     trees, columns = [row.tree for row in rows], rollout.completion_ids.size(1)
     places_S = torch.cat([torch.arange(one.tokens) + row * columns for row, one in enumerate(trees)])
     student = LazyLogits(_selected(hidden_BCH.flatten(0, 1), places_S), head, objective.temperatures[0])

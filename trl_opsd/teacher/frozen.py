@@ -316,19 +316,24 @@ class FrozenTeacher(Teacher):
         with self.placement.reading(1):
             yield self.model
 
+    @property
+    def _reading_forks(self) -> Reading:
+        """Rows with forks are padded: their masks are of their own."""
+        return replace(self.reading, packed=False)
+
     def targets(self, rollout: Rollout) -> TeacherTargets:
         rollout, device = rollout.ended(), self.placement.device
         few, kept = self.placement.passes_cost, (self._cache_device, self._progress)
 
         def split(lengths: Sequence[int], before: int) -> list[list[int]]:
-            return pass_groups(self.model, lengths, device, self.reading, self._pass_bytes, few, before)
+            return pass_groups(self.model, lengths, device, reading, self._pass_bytes, few, before)
 
-        prefixes = self.prefixes if rollout.forks is None else None
-        with preserved_mode(self.model), planned(prefixes, rollout, split, self.reading) as plan:
+        prefixes, reading = (self.prefixes, self.reading) if rollout.forks is None else (None, self._reading_forks)
+        with preserved_mode(self.model), planned(prefixes, rollout, split, reading) as plan:
             passes = self.placement.passes_to_run(plan.passes)
             with self.placement.reading(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since
                     self.model.eval()
                 pasts = plan.pasts(run)
                 passes -= len(plan.segments)
-                return score_groups(run, rollout, plan.rows, passes, device, *kept, self.reading, pasts)
+                return score_groups(run, rollout, plan.rows, passes, device, *kept, reading, pasts)

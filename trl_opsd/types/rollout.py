@@ -91,7 +91,7 @@ class Forks:
     @property
     def most(self) -> int:
         """Forks of the row that has most, at least one."""
-        return max(1, *(len(tokens) for tokens, _ in self.rows))
+        return max([1, *(len(tokens) for tokens, _ in self.rows)])
 
 
 def images_of(rows: Iterable[Any]) -> tuple[RowImages | None, ...] | None:
