@@ -169,7 +169,7 @@ def test_long_texts_without_a_certain_border_have_the_same_forks(name):
         assert {**found, **own}[len(text[:size].encode())] == vocabulary.ids_of(text[:size])
 
 
-def test_one_odd_token_in_a_long_text_does_not_double_it():
+def test_an_odd_token_does_not_double_a_long_text():
     """The canonical tokens beside the row's own are forks until both have the same borders again."""
     vocabulary = SMALL["strings"][1]
     draw = random.Random(0)

@@ -514,7 +514,7 @@ def test_text_is_retold_up_to_what_no_token_spells(ids, text, told):
     assert mine.retold(ids, yours) == (MINE(text)["input_ids"], told)
 
 
-def test_ids_that_a_student_has_no_row_for_are_not_told():
+def test_ids_without_a_row_are_not_told():
     words = byte_pairs(120, start=5000)
     words.add_tokens(["<think>"])
     mine, yours = ByteVocabulary.of(words, "it").within(len(MINE)), ByteVocabulary.of(YOURS, "it")
