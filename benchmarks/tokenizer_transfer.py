@@ -1,18 +1,19 @@
-"""Moves a pretrained chat model to another tokenizer: the model itself is the teacher of its own body with new tokens.
+"""Gives a pretrained model a smaller tokenizer, and repairs it by distillation from the model as it was.
 
-    python benchmarks/tokenizer_transfer.py --model out/smollm2 --output out/transfer
+    python examples/real_model/convert.py out/smollm2
+    python benchmarks/tokenizer_transfer.py --model out/smollm2 --output out/transfer --rates 1e-4 3e-4
 
-The student has a byte-level tokenizer of 4,000 merges, learned from Python's own manual. The embedding of a token is
-the mean of those of the model's tokens that spell it. That breaks it, and each training repairs some of it: by bytes on
-its own completions, on the teacher's in its own tokens, or on these first. A line of `results.jsonl` is one training.
+The new tokenizer has some thousand merges; the embedding of each token begins as the mean of the old ones that spell
+it. A line of `results.jsonl` is one training, and what it holds is not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
-import time
+from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -21,124 +22,180 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import torch
 from datasets import Dataset
+from real_model.distil import MODULES, fast_dtype
 from real_model.questions import FACTS, questions
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
 
-MERGES, TOKENS, ROWS = 4000, 24, 4
-MANUAL = "\n".join(topics.values())
-WAYS: dict[str, list[tuple[float, dict[str, Any]]]] = {
-    "nothing": [],
-    "bytes": [(1.0, {"divergence": "jsd"})],
-    "samples": [(1.0, {"divergence": "forward_kl", "seq_kd": True, "lmbda": 0.0, "sft_weight": 1.0})],
+TOKENS = 32
+"""The longest completion."""
+
+SYSTEM = {"role": "system", "content": "Answer in one sentence."}
+"""Shorter than that of the template, which is most of a prompt."""
+
+CAPITALS = """
+Portugal Lisbon, Greece Athens, Egypt Cairo, China Beijing, Austria Vienna, Poland Warsaw, Ireland Dublin, Norway Oslo,
+Sweden Stockholm, Finland Helsinki, Denmark Copenhagen, Hungary Budapest, Cuba Havana, Kenya Nairobi, Peru Lima,
+Canada Ottawa, Australia Canberra, Thailand Bangkok, Iran Tehran, Iraq Baghdad
+"""
+NAMES = dict(one.split() for one in " ".join(CAPITALS.split()).split(", "))
+KNOWN = {**FACTS, **{f"What is the capital of {land}?": [city] for land, city in NAMES.items()}}
+"""Questions with words of which one has to be in the answer; none is trained on."""
+
+COMMON: dict[str, Any] = {
+    **{"per_device_train_batch_size": 8, "max_completion_length": TOKENS, "gradient_checkpointing": False},
+    **{"bf16": fast_dtype() == "bfloat16", "use_cpu": not torch.cuda.is_available()},
+    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "collapse_guard": None},
 }
-"""Of each way its parts, with their share of the steps."""
-WAYS["samples, then bytes"] = [(0.5, WAYS["samples"][0][1]), (0.5, WAYS["bytes"][0][1])]
+JSD = {"cross_tokenizer": "bytes", "divergence": "jsd"}
+FORWARD = {"cross_tokenizer": "bytes", "divergence": "forward_kl"}
+SAMPLES = {**FORWARD, "seq_kd": True, "lmbda": 0.0, "sft_weight": 1.0}
+"""The teacher writes; the student is compared by bytes there, and also told what it wrote."""
+
+METHODS: dict[str, list[dict[str, Any]]] = {
+    "nothing": [],
+    "samples": [SAMPLES],
+    "samples, then bytes, forward KL": [SAMPLES, FORWARD],
+    "samples, then bytes, JSD": [SAMPLES, JSD],
+    "bytes, forward KL": [FORWARD],
+    "bytes, JSD": [JSD],
+}
+"""The stages of each, which share its steps."""
 
 
-def tokenizer(of: Any) -> PreTrainedTokenizerFast:
-    """Byte-level, with the special tokens and the chat template of a model's."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = [str(one) for one in of.added_tokens_decoder.values() if one.special]
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(special) + len(letters) + MERGES, special_tokens=special, initial_alphabet=letters,
-        show_progress=False,
-    )  # fmt: skip
-    backend.train_from_iterator([MANUAL[: len(MANUAL) * 4 // 5]], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=of.eos_token, pad_token=of.pad_token, chat_template=of.chat_template
-    )
+def smaller(words: Any, merges: int) -> TokenizersBackend:
+    """A tokenizer of the same kind, with the same special tokens and chat template, and merges of English manuals."""
+    backend = Tokenizer.from_str(words.backend_tokenizer.to_str())
+    special = [one.content for one in words.added_tokens_decoder.values() if one.special]
+    alphabet = sorted(token for token in words.get_vocab() if len(token) == 1)
+    size, quiet = merges + len(alphabet) + len(special), {"show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, **quiet)
+    backend.train_from_iterator(list(topics.values()), trainer)
+    kept = {name: getattr(words, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return TokenizersBackend(tokenizer_object=backend, chat_template=words.chat_template, padding_side="left", **kept)
 
 
-def transplanted(path: str) -> tuple[Any, PreTrainedTokenizerFast]:
-    """The model with another tokenizer."""
-    model, words = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path)
-    mine = tokenizer(words)
-    yours, spelled = ByteVocabulary.of(words, "it"), ByteVocabulary.of(mine, "the student").texts
-    old, rows = model.get_input_embeddings().weight.detach().clone(), list[torch.Tensor]()
-    for number, name in enumerate(mine.convert_ids_to_tokens(range(len(mine)))):
-        text = spelled[number]
-        # A part of a character has the embedding of its bytes.
-        ids = [words.convert_tokens_to_ids(name)] if text is None else yours.ids_of(text.decode(errors="ignore"))
-        ids = ids or [yours.texts.index(bytes([byte])) for byte in text or b"" if bytes([byte]) in yours.texts] or [0]
-        rows.append(old[ids].mean(0))
-    model.resize_token_embeddings(len(mine))
+def loaded(path: str | Path, dtype: str) -> tuple[Any, Any]:
+    """A model and its tokenizer."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)), AutoTokenizer.from_pretrained(path)
+
+
+def transplanted(path: str, folder: Path, merges: int) -> None:
+    """Writes the student: the model, where each token is the mean of the tokens that spelled it."""
+    model, words = loaded(path, "float32")
+    new, ids, old_VH = smaller(words, merges), words.get_vocab(), model.get_input_embeddings().weight.detach().clone()
+    spell = words.backend_tokenizer.model.tokenize
+    model.resize_token_embeddings(len(new), mean_resizing=False)
     with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(torch.stack(rows))
-    model.config.eos_token_id = model.generation_config.eos_token_id = mine.eos_token_id
-    model.config.pad_token_id = model.generation_config.pad_token_id = mine.pad_token_id
-    return model, mine
+        for token, number in new.get_vocab().items():
+            spelled = [ids[token]] if token in ids else [one.id for one in spell(token)]
+            model.get_input_embeddings().weight[number] = old_VH[spelled].mean(0)
+    for config in (model.config, model.generation_config):
+        config.update({name: getattr(new, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
+    print(f"{len(new):,} tokens, of which {sum(token in ids for token in new.get_vocab()):,} are the teacher's")
+    model.save_pretrained(folder)
+    new.save_pretrained(folder)
 
 
-def chat(question: str) -> list[dict[str, str]]:
-    """With a short system prompt in place of a long one."""
-    return [{"role": "system", "content": "Answer."}, {"role": "user", "content": question}]
+def conversations(asked: list[str]) -> list[list[dict[str, str]]]:
+    return [[SYSTEM, {"role": "user", "content": one}] for one in asked]
+
+
+def chat(words: Any, asked: list[str]) -> list[str]:
+    """Prompts as a model reads them."""
+    return [words.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in conversations(asked)]
 
 
 @torch.no_grad()
-def measured(model: Any, words: Any) -> dict[str, float]:
-    """Nats per byte of prose that no tokenizer has read and of the answer's language, and the facts that it knows."""
+def written(model: Any, words: Any, asked: list[str]) -> list[str]:
+    """Greedy answers."""
+    batch = words(chat(words, asked), padding=True, padding_side="left", return_tensors="pt").to(model.device)
+    found = model.generate(**batch, do_sample=False, max_new_tokens=TOKENS)
+    return words.batch_decode(found[:, batch["input_ids"].size(1) :], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def nats_per_byte(model: Any, words: Any, before: list[str], texts: list[str]) -> float:
+    """What a model needs for texts after others."""
+    nats = 0.0
+    for start, text in zip(before, texts, strict=True):
+        given, ids = words(start)["input_ids"], words(text)["input_ids"]
+        logits = model(torch.tensor([[*given, *ids]], device=model.device)).logits[0, len(given) - 1 : -1].float()
+        nats += float(torch.nn.functional.cross_entropy(logits.cpu(), torch.tensor(ids), reduction="sum"))
+    return nats / sum(len(text.encode()) for text in texts)
+
+
+def measured(model: Any, words: Any, answers: dict[str, str]) -> dict[str, Any]:
+    """How likely English text and the teacher's answers are, and which share of the known questions is answered."""
     model.eval()
-    prose = MANUAL[len(MANUAL) * 9 // 10 :][:12_000]
-    nats = bytes_ = 0.0
-    for at in range(0, len(prose), 1500):
-        ids = words(prose[at : at + 1500], return_tensors="pt", add_special_tokens=False)["input_ids"]
-        logs = model(ids).logits[0, :-1].log_softmax(-1)
-        nats -= float(logs.gather(1, ids[0, 1:, None]).sum())
-        bytes_ += len(words.decode(ids[0, 1:]).encode())
-    asked = [words.apply_chat_template(chat(one), tokenize=False, add_generation_prompt=True) for one in FACTS]
-    batch = words(asked, padding=True, padding_side="left", return_tensors="pt", add_special_tokens=False)
-    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    made = model.generate(**given, do_sample=False, max_new_tokens=TOKENS)[:, given["input_ids"].size(1) :]
-    said = zip(words.batch_decode(made, skip_special_tokens=True), FACTS.values(), strict=True)
-    right = [any(one.lower() in text.lower() for one in known) for text, known in said]
-    return {"nats_per_byte": nats / bytes_, "facts": sum(right) / len(right)}
+    texts = [(inspect.getdoc(module) or "")[:1000] for module in MODULES]
+    said = written(model, words, list(KNOWN))
+    right = [any(one.lower() in text.lower() for one in KNOWN[asked]) for asked, text in zip(KNOWN, said, strict=True)]
+    return {
+        "text": nats_per_byte(model, words, ["<|endoftext|>"] * len(texts), texts),
+        "answers": nats_per_byte(model, words, chat(words, list(answers)), list(answers.values())),
+        "facts": sum(right) / len(right),
+        "said": [*said[:3], *written(model, words, list(answers)[:3])],
+    }
+
+
+def trained(asked: argparse.Namespace, teacher: Any, key: dict[str, Any], answers: dict[str, str]) -> dict[str, Any]:
+    """What a method makes of the student."""
+    model, words = loaded(asked.output / "student", "float32")
+    stages, logs = METHODS[key["method"]], []
+    for number, options in enumerate(stages):
+        steps = {"max_steps": asked.steps // len(stages), "warmup_steps": 3, "logging_steps": 5}
+        # other prompts in the second stage
+        chosen = {**COMMON, **steps, "learning_rate": key["rate"], "seed": key["seed"] + 100 * number, **options}
+        args = OPSDConfig(str(asked.output / "run"), **chosen)
+        rows = Dataset.from_dict({"prompt": conversations(questions())})
+        given = {"processing_class": words, "teacher_processing_class": teacher[1]}
+        trainer = OPSDTrainer(model, teacher[0], args, train_dataset=rows, **given)
+        trainer.train()
+        logs += trainer.state.log_history
+    seconds = sum(one.get("train_runtime", 0) for one in logs)
+    names = [f"cross/{one}" for one in ("divergence", "used", "lost", "escape", "forks", "retold")]
+    curves = {name: [one[name] for one in logs if name in one and "loss" in one] for name in names}
+    return {**measured(model, words, answers), "seconds_per_step": seconds / asked.steps, **curves}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="the folder of a chat model")
-    parser.add_argument("--steps", type=int, default=40, help=f"each of {ROWS} completions of {TOKENS} tokens")
-    parser.add_argument("--rate", type=float, default=2e-4)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
+    parser.add_argument("--model", required=True, help="a chat model with byte-level BPE and a tied head")
     parser.add_argument("--output", type=Path, default=Path("out/transfer"))
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    teacher = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    its = AutoTokenizer.from_pretrained(options.model)
-    print("teacher", of_teacher := measured(teacher, its))
-    rows = Dataset.from_dict({"prompt": [chat(one) for one in questions()]})
-    for way in options.ways:
-        student, words = transplanted(options.model)
-        start, logs = time.monotonic(), list[dict[str, Any]]()
-        for share, given in WAYS[way]:
-            trainer = OPSDTrainer(
-                model=student,
-                teacher_model=teacher,
-                args=OPSDConfig(
-                    str(options.output / "run"), cross_tokenizer="bytes", max_steps=round(share * options.steps),
-                    per_device_train_batch_size=ROWS, max_completion_length=TOKENS, learning_rate=options.rate,
-                    warmup_steps=3, logging_steps=5, save_strategy="no", report_to="none", disable_tqdm=True,
-                    gradient_checkpointing=False, collapse_guard=None, **given,
-                ),
-                train_dataset=rows,
-                processing_class=words,
-                teacher_processing_class=its,
-            )  # fmt: skip
-            trainer.train()
-            logs += [one for one in trainer.state.log_history if "cross/used" in one]
-        found = {"way": way, "steps": options.steps, "rate": options.rate, "seconds": time.monotonic() - start}
-        found |= {f"teacher_{name}": value for name, value in of_teacher.items()} | measured(student, words)
-        found |= {name: sum(one[name] for one in logs) / len(logs) for name in ("cross/used", "cross/forks") if logs}
-        print(found)
-        with (options.output / "results.jsonl").open("a") as out:
-            out.write(json.dumps(found) + "\n")
+    parser.add_argument("--merges", type=int, default=4000, help="of the tokenizer, in a new output folder")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps, each of 8 completions")
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME")
+    asked = parser.parse_args()
+    asked.output.mkdir(parents=True, exist_ok=True)
+    file, before = asked.output / "results.jsonl", asked.output / "answers.json"
+    if not (asked.output / "student" / "config.json").exists():
+        transplanted(asked.model, asked.output / "student", asked.merges)
+    teacher = loaded(asked.model, fast_dtype())
+    if not before.exists():
+        held_out = questions(held_out=True)[::8]
+        answers = dict(zip(held_out, written(*teacher, held_out), strict=True))
+        before.write_text(json.dumps({"answers": answers, "teacher": measured(*teacher, answers)}, indent=1))
+    known = json.loads(before.read_text())
+    print("teacher", {name: known["teacher"][name] for name in ("text", "answers", "facts")}, flush=True)
+    for seed, rate, method in product(asked.seeds, asked.rates, asked.methods):
+        done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        key = (
+            {"method": method, "rate": rate, "seed": seed, "steps": asked.steps}
+            if METHODS[method]
+            else {"method": method}
+        )
+        found = next((one for one in done if key.items() <= one.items()), None)
+        if found is None:
+            found = {**key, **trained(asked, teacher, key, known["answers"])}
+            with file.open("a") as out:
+                out.write(json.dumps(found) + "\n")
+        numbers = (f"{name} {found[name]:.3f}" for name in ("text", "answers", "facts", "seconds_per_step"))
+        print(" ".join(map(str, key.values())), *numbers, sep=" | ", flush=True)
 
 
 if __name__ == "__main__":

@@ -526,8 +526,8 @@ def test_a_tokenizer_that_composes_tells_text_up_to_there():
     words = byte_pairs(120, start=5000)
     words.backend_tokenizer.normalizer = normalizers.NFC()
     mine, yours = ByteVocabulary.of(words, "it"), ByteVocabulary.of(YOURS, "it")
-    ids, told = mine.retold(YOURS("cafe\N{COMBINING ACUTE ACCENT} au lait")["input_ids"], yours)
-    assert (MINE.decode(ids), told) == ("caf", 3)
+    ids, told = mine.retold(YOURS("nai\N{COMBINING DIAERESIS}ve words")["input_ids"], yours)
+    assert (MINE.decode(ids), told) == ("na", 2)
     long = "\N{DEVANAGARI LETTER QA}" * 70
     assert len(mine.trees([YOURS("")["input_ids"], MINE(long)["input_ids"]])) == 2
 

@@ -30,7 +30,7 @@ class OffPolicyOptions:
             at_least(0),
             (OFF_POLICY,),
             resumed=True,
-            words="plus {:g} times -log p of the dataset's completions",
+            words="plus {:g} times -log p of completions of others",
             also="sft_alpha sft_coef",
         ),
     ] = 0.0
