@@ -35,7 +35,6 @@ CASES: list[Case] = [
             "a contrast is a third": {"contrast_weight": 0.5},
             "and the initial one is a third": {"extrapolation": 1.5},
             "only two models are compared": {"anchor_weight": 0.1},
-            "tokens that the student does not have": {"seq_kd": True, "lmbda": 0.5},
             "without the head and the vocabulary": {"teacher_server_url": "http://127.0.0.1:8000"},
             "teaches itself": {"teacher_model_kind": "base"},
             "by the student's probability": {"teacher_control": "constant"},

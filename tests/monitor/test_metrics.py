@@ -80,6 +80,9 @@ def configurations(tmp_path):
         "plain": {},
         "a clip": {"kl_clip": 0.01},
         "bytes": {"cross_tokenizer": "bytes", "teacher_processing_class": tiny.tokenizer()},
+        "bytes, written by the teacher": {
+            "cross_tokenizer": "bytes", "teacher_processing_class": tiny.tokenizer(), "seq_kd": True, "lmbda": 0.5,
+        },
         "a pull": {"cls": Pulled},
         "a policy gradient": {
             "rollout": Mirrored(tiny.config(tmp_path)),

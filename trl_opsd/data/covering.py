@@ -71,7 +71,7 @@ class Cutter:
         self._are_neighbours = np.zeros((256, 256), bool)
         self._are_neighbours[joined[:-1][inside[:-1]], joined[1:][inside[:-1]]] = True
         backend = getattr(vocabulary.tokenizer, "backend_tokenizer", None)
-        known = vocabulary.tokenizer.get_vocab()
+        known = getattr(vocabulary.tokenizer, "get_vocab", dict)()
         self._single = [known.get(f"<0x{byte:02X}>") for byte in range(256)]
         self._backend = backend if self._single[0xE4] is None else None
 
@@ -172,8 +172,8 @@ class Cutter:
                     node = found[number].add(node, token, len(some or b""))
         for region, nodes in zip(regions, found, strict=True):
             of_place = dict(zip(nodes.place, range(len(nodes.place)), strict=True))
-            for place in range(1, _valid(region)):
-                if region[place] & 0xC0 == 0x80 and (within := self._within(region, place)) is not None:
+            for place in range(1, valid := _valid(region)):
+                if region[place] & 0xC0 == 0x80 and (within := self._within(region[:valid], place)) is not None:
                     size = len(self._texts[within] or b"")
                     if (parent := of_place.get(place - size)) is not None:
                         of_place[place] = nodes.add(parent, within, size)
