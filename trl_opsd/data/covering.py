@@ -71,7 +71,7 @@ class Cutter:
         self._are_neighbours = np.zeros((256, 256), bool)
         self._are_neighbours[joined[:-1][inside[:-1]], joined[1:][inside[:-1]]] = True
         backend = getattr(vocabulary.tokenizer, "backend_tokenizer", None)
-        known = getattr(vocabulary.tokenizer, "get_vocab", dict)()
+        known: dict[str, int] = getattr(vocabulary.tokenizer, "get_vocab", dict)()
         self._single = [known.get(f"<0x{byte:02X}>") for byte in range(256)]
         self._backend = backend if self._single[0xE4] is None else None
 
