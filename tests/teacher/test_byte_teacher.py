@@ -516,6 +516,15 @@ def test_text_is_retold_up_to_what_no_token_spells(ids, text, told):
     assert mine.retold(ids, yours) == (MINE(text)["input_ids"], told)
 
 
+def test_only_text_that_is_told_whole_has_an_end(make):
+    trainer = make(seq_kd=True, lmbda=0.0, max_completion_length=12, rollout=None)
+    (writer,) = trainer._generation._of_teacher.values()
+    end, cut = YOURS.eos_token_id, YOURS("ab\N{GRINNING FACE}")["input_ids"][:-1]
+    assert writer._retold([*YOURS("ab")["input_ids"], end]) == [*MINE("ab")["input_ids"], MINE.eos_token_id]
+    assert writer._retold(YOURS("ab")["input_ids"]) == MINE("ab")["input_ids"]
+    assert writer._retold([*cut, end]) == MINE("ab")["input_ids"]
+
+
 def test_ids_without_a_row_are_not_told():
     words = byte_pairs(120, start=5000)
     words.add_tokens(["<think>"])
