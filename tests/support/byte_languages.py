@@ -34,7 +34,7 @@ def small_vocabulary() -> ByteVocabulary:
     """A vocabulary with two special tokens, and tokens that begin like others."""
     pairs = [b"a b", b"ab c", b"abc ab", b"_ a", b"_ ab", b"c a", b"ca b", b"b b", b"\xff a", b"b ca"]
     merges = [tuple(part.replace(b"_", b" ") for part in one.split(b" ")) for one in pairs]
-    return ByteVocabulary.of(of_merges(merges), "it")  # type: ignore[arg-type]
+    return ByteVocabulary.of(of_merges(merges), "it")
 
 
 def wide_vocabulary() -> ByteVocabulary:

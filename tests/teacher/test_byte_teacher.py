@@ -517,11 +517,15 @@ def test_text_is_retold_up_to_what_no_token_spells(ids, text, told):
 
 
 def test_only_text_that_is_told_whole_has_an_end(make):
-    trainer = make(seq_kd=True, lmbda=0.0, max_completion_length=12, rollout=None)
+    words = byte_pairs(199, special=("<|pad|>", "<|end|>"))
+    words.eos_token = "<|end|>"  # an id that is text in the student's tokenizer
+    trainer = make(seq_kd=True, lmbda=0.0, max_completion_length=12, rollout=None, teacher_processing_class=words)
     (writer,) = trainer._generation._of_teacher.values()
-    end, cut = YOURS.eos_token_id, YOURS("ab\N{GRINNING FACE}")["input_ids"][:-1]
-    assert writer._retold([*YOURS("ab")["input_ids"], end]) == [*MINE("ab")["input_ids"], MINE.eos_token_id]
-    assert writer._retold(YOURS("ab")["input_ids"]) == MINE("ab")["input_ids"]
+    end = words.eos_token_id
+    assert writer._host.generation_config.eos_token_id[0] == end != MINE.eos_token_id
+    cut = words("ab\N{GRINNING FACE}")["input_ids"][:-1]
+    assert writer._retold([*words("ab")["input_ids"], end]) == [*MINE("ab")["input_ids"], MINE.eos_token_id]
+    assert writer._retold(words("ab")["input_ids"]) == MINE("ab")["input_ids"]
     assert writer._retold([*cut, end]) == MINE("ab")["input_ids"]
 
 
