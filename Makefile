@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-needs quick real trackers environments test-long test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs format lock clean
+.PHONY: help venv demo test test-needs quick real trackers environments test-long test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs workflows release rehearsal format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,7 +28,7 @@ venv: .venv/.ours ## make .venv from the locked requirements, with this package 
 		$(PIP) install -q --no-deps -r requirements/lock.txt
 	touch $@
 
-.venv/.ours: .venv/.locked setup.cfg pyproject.toml trl_opsd/__init__.py
+.venv/.ours: .venv/.locked setup.py setup.cfg pyproject.toml trl_opsd/__init__.py
 	$(PIP) install -q --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -55,7 +55,8 @@ quick: venv ## run the most telling tests, about a minute on two cores; for use 
 real: .real/smollm2/config.json ## test with a pretrained model of 135M parameters, from a package of the index; minutes
 	SMOLLM2=.real/smollm2 $(BIN)/pytest -m real tests/examples/test_smollm2.py -s
 
-.trackers/.made .environments/.made .vllm/.made: .%/.made: requirements/%.txt | venv
+PARTS := trackers environments vllm packaging
+$(PARTS:%=.%/.made): .%/.made: requirements/%.txt | venv
 	rm -rf .$*
 	$(PIP) install -q --no-deps --target .$* -r requirements/$*.txt
 	touch $@
@@ -95,7 +96,7 @@ floors: venv ## which file may import which, and that the environment is whole
 	$(BIN)/pytest -q tests/test_architecture.py
 	$(BIN)/python tools/check_env.py
 
-wheel: venv ## build the wheel, import it, and train with it in an environment that has nothing but what pip installs
+wheel: .packaging/.made ## build the wheel, check its page and extras, and train with it in an environment of what pip installs alone
 	$(BIN)/python tools/check_wheel.py
 
 house: venv ## the size of the package as a reader meets it, beside its goals
@@ -111,6 +112,12 @@ docs: .docs/.made ## build the documentation as a site in build/site, strictly
 
 test-latest: venv ## test the wheel beside the newest libraries, and beside the newest that vLLM goes with
 	$(BIN)/python tools/check_versions.py latest
+
+release: .packaging/.made ## build, check and tag a release of the present commit, as RELEASE.md says; publishes nothing
+	$(BIN)/python tools/release.py
+
+rehearsal: .packaging/.made ## the same, but only say what would be refused, and tag nothing
+	$(BIN)/python tools/release.py --rehearse
 
 test-lowest: venv ## test the wheel beside the lower bounds of setup.cfg
 	$(BIN)/python tools/check_versions.py lowest

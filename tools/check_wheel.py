@@ -1,12 +1,16 @@
-"""Builds the wheel and uses it as users do: alone, beside the locked libraries, and as `pip` installs it today.
+"""Builds the wheel and uses it as users do: as an index shows it, alone, beside the locked libraries, and as `pip`
+installs it today.
 
 The last is an empty environment with the newest of everything but torch (of which an index may serve a CPU build in the
 locked version alone), first without extras: README's code trains there, on toys, and the command takes its one step.
-Then with the small extras; what imports the large ones, vLLM and DeepSpeed, is imported beside the locked libraries.
+Then with the small extras; what imports the large ones, vLLM and DeepSpeed, is imported beside the locked libraries,
+and that all extras can be installed together is resolved, for each Python, as well as each lower bound beside them.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +18,15 @@ import sysconfig
 import tempfile
 import venv
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SOURCES = ("trl_opsd", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("trl_opsd", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+PACKAGING = REPOSITORY / ".packaging"
+"""Tools that `make wheel` installs apart."""
+PYTHONS = ("3.11", "3.12", "3.13")
+RESOLVED = ("torch", "transformers", "trl", "vllm", "deepspeed", "torchao", "compressed-tensors")
 
 ALONE = """
 import pathlib, sys
@@ -75,9 +84,9 @@ def main() -> None:
     """Stops at the first error."""
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
-        missing, unwanted = compare_contents(wheel)
-        assert not missing, f"{wheel.name} lacks {sorted(missing)}"
-        assert not unwanted, f"{wheel.name} also holds {sorted(unwanted)}"
+        check_contents(wheel)
+        check_page(wheel)
+        check_extras(wheel)
         clean = Path(folder, "clean")
         venv.create(clean, with_pip=False)
         python = clean / "bin" / "python"
@@ -87,25 +96,68 @@ def main() -> None:
         packages = next(clean.glob("lib/python*/site-packages"))
         (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
         run(python, "-I", "-c", WITH_LIBRARIES + WITH_VLLM, at=folder)
-        plain = Path(folder, "plain")
-        venv.create(plain, with_pip=True)
-        pip = (plain / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
-        run(*pip, "install", "-q", "-r", REPOSITORY / "requirements" / "torch.txt", at=folder)
-        run(*pip, "install", "-q", wheel, at=folder)
-        run(plain / "bin" / "trl-opsd", "--help", at=folder, quiet=True)
-        run(plain / "bin" / "python", "-I", "-c", README, REPOSITORY, at=folder)
-        run(plain / "bin" / "trl-opsd", "train", "--dry_run", *DRY_RUN, at=folder, quiet=True)
-        run(plain / "bin" / "python", REPOSITORY / "examples/quickstart.py", "--steps", "2", at=folder, quiet=True)
+        pip = check_installed(wheel, Path(folder))
         run(*pip, "install", "-q", f"{wheel}[server,images,report]", at=folder)
-        run(plain / "bin" / "python", "-I", "-c", WITH_SMALL_EXTRAS, at=folder)
+        run(pip[0], "-I", "-c", WITH_SMALL_EXTRAS, at=folder)
 
 
-def build(folder: Path) -> Path:
-    """Builds from a copy, so that no stale `build/` is used, and via the source archive, so that it is tested too."""
+def check_installed(archive: Path, folder: Path) -> tuple[object, ...]:
+    """Installs an archive in an empty environment, and trains there as README says; returns the `pip` of it."""
+    plain = folder / f"plain{archive.suffix}"
+    venv.create(plain, with_pip=True)
+    pip = (plain / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "install", "-q", "-r", REPOSITORY / "requirements" / "torch.txt", at=folder)
+    run(*pip, "install", "-q", archive, at=folder)
+    run(plain / "bin" / "trl-opsd", "--help", at=folder, quiet=True)
+    run(pip[0], "-I", "-c", README, REPOSITORY, at=folder)
+    run(plain / "bin" / "trl-opsd", "train", "--dry_run", *DRY_RUN, at=folder, quiet=True)
+    run(pip[0], REPOSITORY / "examples/quickstart.py", "--steps", "2", at=folder, quiet=True)
+    return pip
+
+
+def check_page(*archives: Path) -> None:
+    """Renders README as an index does; its links are absolute, and those into the repository lead to what is there."""
+    sys.path.append(str(PACKAGING))
+    from readme_renderer import markdown
+    from twine.commands.check import check
+
+    assert not check([*map(str, archives)], strict=True), "twine would not upload this"
+    with zipfile.ZipFile(archives[0]) as wheel:
+        [name] = [one for one in wheel.namelist() if one.endswith(".dist-info/METADATA")]
+        metadata = message_from_bytes(wheel.read(name))
+    urls = dict(one.split(", ", 1) for one in metadata.get_all("Project-URL"))
+    page = markdown.render(str(metadata.get_payload(decode=True), "utf-8")) or ""
+    links = [one for one in re.findall(r'(?:href|src)="([^"]*)"', page) if not one.startswith("#")]
+    inside = [one.removeprefix(urls["Source"]) for one in links if one.startswith(f"{urls['Source']}/")]
+    paths = [one.partition("#")[0].split("/", 3)[3] for one in inside]
+    assert len(paths) > 10, f"README is not rendered, or has hardly a link: {page[:200]}"
+    lost = [path for path in paths if not (REPOSITORY / path).exists()]
+    lost += [one for one in links if not one.startswith("https://")]
+    assert not lost, f"links of README that lead nowhere: {lost}"
+
+
+def check_extras(wheel: Path) -> None:
+    """Resolves all extras together as `pip` would today, and the lower bounds of all but vLLM, which has its own."""
+    lowest = ("3.11", "deepspeed,server,images,report", "--resolution=lowest-direct")
+    index = {"UV_DEFAULT_INDEX": "PIP_INDEX_URL", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
+    env = os.environ | {ours: os.environ[of_pip] for ours, of_pip in index.items() if os.environ.get(of_pip)}
+    for python, extras, *how in (*((python, "all") for python in PYTHONS), lowest):
+        command = (PACKAGING / "bin" / "uv", "pip", "compile", "-q", "--no-header", "--no-annotate", *how)
+        command = (*map(str, command), f"--python-version={python}", "-")
+        wanted = f"trl_opsd[{extras}] @ {wheel.as_uri()}"
+        done = subprocess.run(command, input=wanted, env=env, text=True, capture_output=True, cwd=wheel.parent)
+        assert not done.returncode, f"[{extras}] cannot be installed together:\n{done.stderr}"
+        found = dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
+        shown = (f"{name} {found[name]}" for name in RESOLVED if name in found)
+        print(f"Python {python} [{extras}]{'; '.join(('', *how))}:", *shown)
+
+
+def build(folder: Path, repository: Path = REPOSITORY) -> Path:
+    """Builds both archives from a copy, so that no stale `build/` is used, and the wheel from the source archive."""
     copy = folder / "source"
     copy.mkdir()
     for name in SOURCES:
-        if (source := REPOSITORY / name).is_dir():
+        if (source := repository / name).is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, copy)
@@ -114,15 +166,17 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def compare_contents(wheel: Path) -> tuple[set[str], set[str]]:
-    """What the wheel lacks, and what it holds besides the package and its metadata."""
+def check_contents(wheel: Path) -> None:
+    """Nothing of the package is missing in the wheel, and it holds nothing besides the package and its metadata."""
     held = set(zipfile.ZipFile(wheel).namelist())
     kinds = ("*.py", "*.yaml", "template/*", "py.typed")
     inside = [path for kind in kinds for path in (REPOSITORY / "trl_opsd").rglob(kind)]
     package = {str(path.relative_to(REPOSITORY)) for path in inside}
     metadata = {name for name in held if name.partition("/")[0].endswith(".dist-info")}
     licences = {name for name in metadata if name.endswith("/LICENSE")}
-    return (package | (set() if licences else {"LICENSE"})) - held, held - metadata - package
+    missing, unwanted = (package | (set() if licences else {"LICENSE"})) - held, held - metadata - package
+    assert not missing, f"{wheel.name} lacks {sorted(missing)}"
+    assert not unwanted, f"{wheel.name} also holds {sorted(unwanted)}"
 
 
 def run(*command: object, at: str | Path, quiet: bool = False) -> None:

@@ -241,7 +241,9 @@ def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
 
 
 def _when(option: Option) -> Iterator[str]:
-    """When an option is read, if not at first, and has an effect, and whether a resume compares it."""
+    """When an option goes, is read, if not at first, and has an effect, and whether a resume compares it."""
+    if option.goes:
+        yield f"Deprecated, goes in {option.goes}{option.became and f': use `{option.became}`'}."
     if option.read is not Read.BUILD:
         yield f"Read {option.read.value}."
     if option.needs:

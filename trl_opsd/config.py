@@ -26,6 +26,7 @@ from trl_opsd.options.normalize import (
     check_json,
     check_sampled,
     convert_text,
+    move_deprecated,
     settle_loading,
     settle_sampling,
     with_help,
@@ -244,6 +245,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         share_tracebacks()
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or self.deepspeed:
             check_builds()
+        move_deprecated(self)
         self.check_as_given()
         self._choose_for_cpu()
         refuse((*LAUNCH, *rules(Stage.LAUNCH)), Launch.of(self))

@@ -255,6 +255,10 @@ class Option:
     """What to do instead of changing it after it was read, if not the usual."""
     words: str = ""
     """What it does to the loss, for the banner and the model card; a format of its value."""
+    goes: str = ""
+    """The version without it, if it is deprecated; until then a value of its own gets a `FutureWarning`."""
+    became: str = ""
+    """Its new name, if it has one, which takes the value."""
 
     def lacks(self, now: Situation) -> str | None:
         """Why it has no effect; `None` if it has one."""

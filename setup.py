@@ -1,0 +1,29 @@
+"""README as an index shows it, where links into the repository would lead nowhere; all else stands in setup.cfg."""
+
+import configparser
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+
+
+def for_an_index(text: str, repository: str, tag: str) -> str:
+    """Makes links to files of the repository absolute: pages, folders, and pictures as raw files."""
+
+    def absolute(found: re.Match[str]) -> str:
+        path = found[2].partition("#")[0]
+        kind = "raw" if found[1].startswith("!") else "blob" if Path(path).suffix or path == "LICENSE" else "tree"
+        return f"{found[1]}({repository}/{kind}/{tag}/{found[2]})"
+
+    return re.sub(r"(!?\[[^\]]*\])\((?!\w+:|#)([^)\s]+)\)", absolute, text)
+
+
+config = configparser.ConfigParser()
+config.read(HERE / "setup.cfg", encoding="utf-8")
+urls = dict(line.split(" = ") for line in config["metadata"]["project_urls"].strip().splitlines())
+source = (HERE / "trl_opsd" / "__init__.py").read_text(encoding="utf-8")
+[version] = re.findall(r'^__version__ = "(.*)"$', source, re.MULTILINE)
+readme = (HERE / "README.md").read_text(encoding="utf-8")
+setup(long_description=for_an_index(readme, urls["Source"], f"v{version}"))

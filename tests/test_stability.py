@@ -1,0 +1,113 @@
+"""What docs/stability.md promises: public names stay, or go after a warning; deprecated options still work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from packaging.version import Version
+
+import trl_opsd
+from trl_opsd import OPSDConfig
+from trl_opsd.options.table import Option, table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def tool():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        import surface
+
+        yield surface
+
+
+@pytest.fixture(scope="module")
+def released():
+    return json.loads((ROOT / "tests" / "surface.json").read_text(encoding="utf-8"))
+
+
+def test_changes_of_public_names_are_in_the_changelog(tool, released):
+    found = tool.differences(released, tool.surface())
+    newest = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1]
+    assert tool.undocumented(found, newest) == [], "name each in the first section of CHANGELOG.md, in backticks"
+    assert tool.undeprecated(found, trl_opsd.__version__) == [], "deprecate first: docs/stability.md"
+
+
+def test_a_renamed_option_needs_a_line_and_a_deprecation(tool, released):
+    now = {**released, "options": {**released["options"], "clip": released["options"]["kl_clip"]}}
+    del now["options"]["kl_clip"]
+    found = tool.differences(released, now)
+    assert found == {("options", "clip"): (None, "None"), ("options", "kl_clip"): ("None", None)}
+    assert tool.undocumented(found, "`kl_clip` is gone") == ["options: clip"]
+    assert tool.undocumented(found, "`kl_clip=1` is called `clip`") == []
+    assert tool.undeprecated(found, "0.9") == ["options: kl_clip"]
+    earlier = {**released, "options": {**released["options"], "kl_clip": "None; deprecated, goes in 0.3.0"}}
+    found = tool.differences(earlier, now)
+    assert (tool.undeprecated(found, "0.2.1"), tool.undeprecated(found, "0.3.0")) == (["options: kl_clip"], [])
+
+
+def test_a_changed_default_member_or_key_is_seen(tool, released):
+    for kind, name in (
+        ("options", "teacher_update_rate"),
+        ("python", "trl_opsd.Method.weigh"),
+        ("python", "trl_opsd.RolloutBackend.complete"),
+        ("json", "doctor:checks[].verdict"),
+        ("json", "plan:placements[].peak"),
+        ("commands", "plan"),
+        ("files", "checkpoint-N/opsd_manifest.json"),
+        ("environment", "TRL_OPSD_TEACHER_TOKEN"),
+        ("metrics", "divergence/mean"),
+    ):
+        now = {**released, kind: {**released[kind], name: "another"}}
+        found = tool.differences(released, now)
+        assert list(found) == [(kind, name)]
+        assert tool.undocumented(found, "nothing") == [f"{kind}: {name}"]
+
+
+def test_no_deprecated_option_outlives_its_version():
+    late = {name: one.goes for name, one in table(OPSDConfig).items() if one.goes}
+    assert [name for name, goes in late.items() if Version(goes) <= Version(trl_opsd.__version__)] == []
+
+
+@dataclasses.dataclass
+class Later(OPSDConfig):
+    """A version in which one option has got another name, and one has none."""
+
+    clip: Annotated[float | None, Option(goes="0.3.0", became="kl_clip")] = None
+    sparkle: Annotated[bool, Option(goes="0.4.0")] = False
+
+
+@pytest.mark.quick
+def test_old_name_of_an_option_warns_and_sets_the_new():
+    with pytest.warns(FutureWarning, match=r"`clip` is deprecated and goes in trl_opsd 0\.3\.0: use `kl_clip`"):
+        args = Later("out", use_cpu=True, clip="0.5", divergence="forward_kl")
+    assert (args.kl_clip, args.clip) == (0.5, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert Later("out", use_cpu=True, kl_clip=0.5, divergence="forward_kl").kl_clip == 0.5
+        args.check_again()  # nothing of it is left
+
+
+def test_old_and_new_name_with_two_values_are_refused():
+    with pytest.raises(ValueError, match=r"`clip=0\.5` and `kl_clip=0\.7` set one option"):
+        Later("out", use_cpu=True, clip=0.5, kl_clip=0.7, divergence="forward_kl")
+
+
+def test_an_option_that_goes_without_a_new_name_warns():
+    with pytest.warns(FutureWarning, match=r"`sparkle` is deprecated and goes in trl_opsd 0\.4\.0: remove it"):
+        assert Later("out", use_cpu=True, sparkle=True).sparkle
+
+
+def test_a_deprecated_option_assigned_later_is_moved_too():
+    args = Later("out", use_cpu=True, divergence="forward_kl")
+    args.clip = 0.25
+    with pytest.warns(FutureWarning, match="`clip` is deprecated"):
+        args.check_again()
+    assert args.kl_clip == 0.25
