@@ -80,7 +80,7 @@ test-servers: venv .vllm/.made ## test teachers and engines on stock servers of 
 	$(BIN)/python tools/sglang_env.py .sglang
 	$(BIN)/pytest -m servers tests/teacher/test_stock_servers.py tests/examples/test_served_teacher.py -s
 
-check: lint types spelling floors wheel docs house ## everything but the tests
+check: lint types spelling workflows floors wheel docs house ## everything but the tests
 
 lint: venv ## ruff, rules and format
 	$(BIN)/ruff check --output-format concise
@@ -95,6 +95,16 @@ spelling: venv ## codespell
 floors: venv ## which file may import which, and that the environment is whole
 	$(BIN)/pytest -q tests/test_architecture.py
 	$(BIN)/python tools/check_env.py
+
+SCHEMA := PYTHONPATH=.packaging $(BIN)/python -m check_jsonschema --quiet --builtin-schema vendor
+
+workflows: .packaging/.made ## check workflows, issue forms, dependabot's file and CITATION.cff
+	$(SCHEMA).github-workflows .github/workflows/*.yml
+	$(SCHEMA).github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA).dependabot .github/dependabot.yml
+	$(SCHEMA).citation-file-format CITATION.cff
+	.packaging/bin/zizmor --offline --quiet --no-progress --config .github/zizmor.yml .github
 
 wheel: .packaging/.made ## build the wheel, check its page and extras, and train with it in an environment of what pip installs alone
 	$(BIN)/python tools/check_wheel.py
