@@ -11,7 +11,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-needs quick real trackers environments test-long test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs workflows release rehearsal format lock clean
+.PHONY: help venv demo test test-needs quick real notebook trackers environments test-long test-sglang test-servers test-latest test-lowest check lint types spelling floors wheel house docs workflows release rehearsal format lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ $(PARTS:%=.%/.made): .%/.made: requirements/%.txt | venv
 	rm -rf .$*
 	$(PIP) install -q --no-deps --target .$* -r requirements/$*.txt
 	touch $@
+
+notebook: venv ## run the notebook here, and in an empty environment where it installs itself; minutes
+	$(BIN)/pytest -m "long or not long" tests/examples/test_notebook.py
 
 trackers: .trackers/.made ## test with trackio, TensorBoard and W&B, which are installed apart; a minute
 	rm -rf build/trackio

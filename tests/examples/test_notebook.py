@@ -1,8 +1,10 @@
-"""The notebook runs from top to bottom, and is stored without outputs."""
+"""The notebook runs from top to bottom, installs what it needs, shows the report, and is stored without outputs."""
 
 from __future__ import annotations
 
 import copy
+import subprocess
+import venv
 from pathlib import Path
 
 import nbformat
@@ -11,6 +13,8 @@ from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STORED = nbformat.read(EXAMPLES / "opsd_quickstart.ipynb", as_version=4)
+SOURCE = "https://github.com/OWNER-PLACEHOLDER/trl_opsd"
+"""What the notebook clones."""
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +37,13 @@ def outputs(notebook, kind: str) -> list[str]:
 @pytest.mark.long
 def test_notebook_ends_with_curves_and_a_table_of_completions(run):
     assert len(outputs(run, "image/png")) == 1
-    table = outputs(run, "text/html")[-1]
+    *_, table, report = outputs(run, "text/html")
     assert all(f"<th>{name}</th>" in table for name in ("prompt", "before", "after", "right"))
     assert table.count("<tr>") == 10
+    assert report.startswith("<iframe srcdoc=")
+    assert "Reverse" not in report
+    assert "&lt;!doctype html&gt;" in report.lower()
+    assert report.count("eval") > 3, "its completions, token by token"
 
 
 @pytest.mark.long
@@ -47,6 +55,41 @@ def test_notebook_training_prints_rows_and_no_dict(run):
     assert "20 steps in " in printed
     assert "'loss'" not in printed
     assert "IProgress" not in printed
+
+
+INSTALLED = """
+import nbformat, sys
+from nbclient import NotebookClient
+notebook = nbformat.read(sys.argv[1], as_version=4)
+for cell in notebook.cells:
+    cell.source = cell.source.replace("STEPS = 200", "STEPS = 2").replace(cell_source(), repr(sys.argv[2]))
+NotebookClient(notebook, timeout=500, resources={"metadata": {"path": "."}}).execute()
+import trl_opsd
+assert "site-packages" in trl_opsd.__file__
+print(*(output.data for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs if "data" in output))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_notebook_installs_itself_where_there_is_nothing(tmp_path):
+    """In an empty folder and environment, from a clone that it makes, as on a hosted notebook; torch is there."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python, repository = tmp_path / "env" / "bin" / "python", EXAMPLES.parent
+    pip = [python, "-m", "pip", "install", "-q"]
+    subprocess.run([*pip, "-r", repository / "requirements" / "torch.txt"], check=True)
+    subprocess.run([*pip, "ipykernel", "nbclient"], check=True)
+    where = f'"{SOURCE}"'
+    program = INSTALLED.replace("cell_source()", repr(where))
+    done = subprocess.run(
+        [python, "-I", "-c", program, EXAMPLES / "opsd_quickstart.ipynb", repository],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    assert (tmp_path / "trl_opsd" / "examples" / "out" / "notebook" / "report.html").is_file()
+    assert "<iframe srcdoc=" in done.stdout
 
 
 def test_notebook_is_stored_without_outputs():
