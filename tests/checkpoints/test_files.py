@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
+import trl_opsd
 from trl_opsd.checkpoints import atomic_save
 from trl_opsd.checkpoints.atomic_save import MANIFEST, UNFINISHED, begin, problems, publish, rotate, sync_files
 from trl_opsd.checkpoints.resume import best_evaluated, check_launch, checkpoint_to_resume, newest_complete
@@ -42,6 +43,26 @@ def test_published_checkpoint_is_complete(tmp_path):
     assert folder == tmp_path / "checkpoint-3"
     assert problems(folder) == []
     assert newest_complete(tmp_path) == (folder, {})
+
+
+def test_versions_that_wrote_a_checkpoint_are_compared(tmp_path):
+    folder = saved(tmp_path, 3)
+    assert checkpoint_to_resume(True, tmp_path) == (folder, [])
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["versions"]["trl_opsd"] == trl_opsd.__version__
+    manifest["versions"] |= {"trl_opsd": "0.0.9", "torch": "2.9.0"}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    for asked in (True, folder):
+        _, [said] = checkpoint_to_resume(asked, tmp_path)
+        assert f"trl_opsd 0.0.9 (now {trl_opsd.__version__})" in said
+        assert "torch 2.9.0 (now " in said
+        assert "trl 1" not in said
+    del manifest["versions"]  # as older manifests
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert checkpoint_to_resume(True, tmp_path) == (folder, [])
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "format": 3}))
+    with pytest.raises(ValueError, match="format 3 of a newer version of trl_opsd"):
+        checkpoint_to_resume(folder, tmp_path)
 
 
 def test_evaluation_with_nan_loss_is_not_best(tmp_path):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from datasets import Dataset
 from support import tiny
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 import trl_opsd
@@ -173,6 +178,67 @@ def test_builtin_type_error_keeps_its_traceback(capsys):
     with pytest.raises(TypeError, match="NoneType"), explained(lambda: "it", whole=False):
         format(None, ".2f")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("ends", "status", "told"),
+    [
+        ({0: -15, 1: 2}, 2, []),  # the launcher has ended rank 0, as rank 1 has failed and said why
+        ({0: 1, 1: 143}, 1, []),
+        ({0: -9}, 137, ["trl-opsd train: error: SIGKILL ended the process of rank 0."]),
+        ({0: 143, 1: 143}, 143, []),
+        (SignalException("got a signal", signal.SIGTERM), 143, []),
+        (SignalException("got a signal", signal.SIGINT), 130, []),
+    ],
+)
+def test_status_of_a_launch_is_that_of_its_cause(ends, status, told, capsys, monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    error = ends
+    if isinstance(ends, dict):
+        failed = {rank: ProcessFailure(rank, 1, code, "no file") for rank, code in ends.items()}
+        error = ChildFailedError("train", failed)
+
+    def fail(_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "launch_command", fail)
+    with pytest.raises(SystemExit) as ended:
+        launch.run(["--num_machines", "1"], "trl-opsd train")
+    assert ended.value.code == status
+    assert capsys.readouterr().err.splitlines() == told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_sigterm_stops_has_its_own_status_and_goes_on(processes, disk, tmp_path):
+    """Started twice by one command, as a scheduler does: the second goes on from the checkpoint of the first."""
+    launcher = ["--accelerate_config", "ddp", "--num_processes", "2"] if processes == 2 else []
+    given = options(tmp_path / "out", max_steps=4000, save_strategy="no", enable_jit_checkpoint=True, logging_steps=1)
+    arguments = ["train", *launcher, *disk, *given, "--resume_from_checkpoint", "auto"]
+    path = os.pathsep.join([str(ROOT.parent), os.environ.get("PYTHONPATH", "")])
+    own = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    own |= {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.Popen(
+        [sys.executable, "-u", "-m", "trl_opsd", *map(str, arguments)], env=own, text=True, stderr=PIPE, stdout=PIPE
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line.strip().startswith("5/4000"):
+            break
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=100)
+    assert run.returncode == 143, said[-3000:]
+    [saved] = (tmp_path / "out").glob("checkpoint-*")
+    at = int(saved.name.rpartition("-")[2])
+    assert f"Stopped by SIGTERM at step {at} of 4000" in said
+    assert "Traceback" not in said
+    assert not [*(tmp_path / "out").glob("*.safetensors")], "what was not finished looks as if it was"
+    again = command(*arguments, "--max_steps", at + 1)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert f"{at + 1}/{at + 1}" in again.stdout
+    assert [*(tmp_path / "out").glob("*.safetensors")]
 
 
 def test_every_shipped_accelerate_file_can_be_named():

@@ -66,7 +66,8 @@ for cell in notebook.cells:
 NotebookClient(notebook, timeout=500, resources={"metadata": {"path": "."}}).execute()
 import trl_opsd
 assert "site-packages" in trl_opsd.__file__
-print(*(output.data for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs if "data" in output))
+outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+print(*(output.data for output in outputs if "data" in output))
 """
 
 

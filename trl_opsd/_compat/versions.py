@@ -49,13 +49,31 @@ def installed() -> dict[str, str]:
     return found
 
 
+@cache
+def versions() -> dict[str, str]:
+    """The versions that may change the numbers of a run: of this package, if it is installed, and of its libraries."""
+    try:
+        return {"trl_opsd": metadata.version("trl_opsd"), **installed()}
+    except metadata.PackageNotFoundError:
+        return installed()
+
+
 def outside(found: Mapping[str, str]) -> list[str]:
     """Descriptions of the libraries that are outside their bounds, from versions by library."""
-    return [
-        f"{name} {found[name]} (expected {name}{allowed})"
+    return [f"{name} {found[name]} (expected {wanted})" for name, wanted in _expected(found).items()]
+
+
+def remedy(found: Mapping[str, str]) -> str:
+    """The command that installs these libraries within their bounds."""
+    return f"pip install {' '.join(map(repr, _expected(found).values()))}"
+
+
+def _expected(found: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: f"{name}{allowed}"
         for name, allowed in bounds().items()
         if name in found and not allowed.contains(found[name], prereleases=True)
-    ]
+    }
 
 
 @cache
@@ -63,8 +81,8 @@ def warn_of_outside() -> None:
     """Warns once about libraries outside their bounds."""
     if found := outside(installed()):
         logger.warning(
-            f"Not tested with trl_opsd: {', '.join(found)}. Install the expected versions: trl_opsd uses private parts "
-            "of these libraries, which may have changed."
+            f"Not tested with trl_opsd: {', '.join(found)}. It uses private parts of these libraries, which may have "
+            f"changed. To install what was tested: {remedy(installed())}"
         )
 
 

@@ -22,8 +22,12 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainingArguments
 
+from trl_opsd._compat.versions import versions
+
 MANIFEST = "opsd_manifest.json"
-"""Lists every other file with its size; written last, so a checkpoint without it is torn."""
+"""Lists every other file with its size, and the versions that wrote it; written last: without it, one is torn."""
+FORMAT = 2
+"""Of the manifest: 1 had digests, which are not read."""
 
 UNFINISHED = "_unfinished"
 """Folder beside the checkpoints in which one is written. Uploads to the Hub skip names that start with `_`."""
@@ -101,13 +105,21 @@ def has_manifest(checkpoint: Path) -> bool:
     return (checkpoint / MANIFEST).is_file()
 
 
+def written_otherwise(checkpoint: Path) -> str:
+    """The versions that wrote a complete checkpoint, where they differ from those installed; else empty."""
+    then, now = json.loads((checkpoint / MANIFEST).read_bytes()).get("versions", {}), versions()
+    return ", ".join(f"{name} {was} (now {now.get(name)})" for name, was in then.items() if was != now.get(name))
+
+
 def problems(checkpoint: Path) -> list[str]:
     """Lists what is missing from a checkpoint or differs from its manifest; empty if it is complete."""
     if not has_manifest(checkpoint):
         return [f"{MANIFEST} is missing: it is incomplete or was written by another program"]
     try:
-        entries = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
-        expected = {name: int(entry["bytes"]) for name, entry in entries.items()}
+        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        if (newer := manifest.get("format", FORMAT)) > FORMAT:
+            return [f"{MANIFEST} has the format {newer!r} of a newer version of trl_opsd: resume with that version"]
+        expected = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {error!r}"]
     found = {name: path.stat().st_size for name, path in _files(checkpoint).items()}
@@ -155,7 +167,7 @@ def publish(written: Path, run_dir: Path) -> Path:
     manifest = written / MANIFEST
     sizes = {name: {"bytes": path.stat().st_size} for name, path in _files(written).items()}
     with manifest.open("w", encoding="utf-8") as file:
-        json.dump({"format": 2, "files": sizes}, file, indent=1)
+        json.dump({"format": FORMAT, "versions": versions(), "files": sizes}, file, indent=1)
     for one in (manifest, written):
         sync(one)
     return _move_in(written, run_dir)  # on the same file system, under `run_dir`, so that a rename is atomic

@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from trl_opsd.checkpoints.atomic_save import MANIFEST, has_manifest, numbered, problems, recover
+from trl_opsd.checkpoints.atomic_save import (
+    MANIFEST,
+    has_manifest,
+    numbered,
+    problems,
+    recover,
+    written_otherwise,
+)
 
 _STATE = "trainer_state.json"
 """The last file that transformers writes into a checkpoint."""
@@ -25,7 +32,8 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
         newest, torn = newest_complete(run_dir)
         if newest is None:
             raise ValueError(f"There is no complete checkpoint in {run_dir}.{_listed(torn)} {_REMEDY}")
-        return newest, [f"Resuming from {newest}, the newest complete checkpoint.{_listed(torn)}"] if torn else []
+        said = [f"Resuming from {newest}, the newest complete checkpoint.{_listed(torn)}"] if torn else []
+        return newest, said + _versions(newest)
     folder = Path(str(asked))
     if not folder.is_dir():
         raise ValueError(f"There is no checkpoint {folder}.{_alternative(folder.parent)} {_REMEDY}")
@@ -35,7 +43,12 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
         return folder, [f"Resuming from {folder}, which has no {MANIFEST}, so it cannot be checked for completeness."]
     if wrong := problems(folder):
         raise ValueError(f"{_listed({folder: wrong}).strip()}{_alternative(folder.parent)} {_REMEDY}")
-    return folder, []
+    return folder, _versions(folder)
+
+
+def _versions(folder: Path) -> list[str]:
+    other = written_otherwise(folder)
+    return [f"{folder} was written with {other}: numbers may differ from here on."] if other else []
 
 
 def newest_complete(run_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:

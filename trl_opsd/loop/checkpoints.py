@@ -20,11 +20,12 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, publish, rotate, sync_files
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, publish, recover, rotate, sync_files
 from trl_opsd.checkpoints.resume import (
     Settings,
     check_launch,
     checkpoint_to_resume,
+    newest_complete,
     not_taken,
     remedy,
     set_rates,
@@ -62,7 +63,19 @@ class Checkpoints:
                 error.add_note(advice)
             raise
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a SIGTERM ended the last training."""
+        return self._sigterm is not None and self._sigterm.stopping
+
     # ---- Reading ------------------------------------------------------------------------------------------------
+
+    def are_there(self) -> bool:
+        """Whether any machine's disk has a complete checkpoint. Collective."""
+        run_dir = Path(self._trainer.args.output_dir)
+        if self._trainer.args.should_save:
+            recover(run_dir)
+        return any(gather_object([newest_complete(run_dir)[0] is not None]))
 
     def whole(self, asked: str | bool) -> str:
         """The requested checkpoint, `True` for the newest complete on every machine with its own disk. Collective."""
@@ -151,7 +164,8 @@ class _StopOnSigterm(TrainerCallback):
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._received = False
-        self._stopping = False
+        self.stopping = False
+        """Whether the training ends, or has ended, because of it."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -163,7 +177,7 @@ class _StopOnSigterm(TrainerCallback):
                 "signals only in the main thread, so a SIGTERM would end this run without a checkpoint. Call `train` "
                 "in the main thread, or set the option to False."
             )
-        self._received = self._stopping = False
+        self._received = self.stopping = False
         before = signal.signal(signal.SIGTERM, self._receive)
         try:
             yield
@@ -177,14 +191,14 @@ class _StopOnSigterm(TrainerCallback):
             control.should_evaluate = False  # there may not be time for it
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if not self._stopping and self._is_time_to_stop():
+        if not self.stopping and self._is_time_to_stop():
             logger.warning(f"SIGTERM: step {state.global_step} is already saved; stopping.")
             control.should_training_stop = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._stopping:  # saved already
+        if self.stopping:  # saved already
             control.should_save = control.should_evaluate = False
 
     def _receive(self, *_: Any) -> None:
@@ -195,5 +209,5 @@ class _StopOnSigterm(TrainerCallback):
         if self._received:
             self._accelerator.set_trigger()
         # Collective, once per step, so that all processes stop at the same one.
-        self._stopping = bool(self._accelerator.check_trigger())
-        return self._stopping
+        self.stopping = bool(self._accelerator.check_trigger())
+        return self.stopping

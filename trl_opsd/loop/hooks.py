@@ -203,7 +203,10 @@ class TrainerHooks(TrainerMembers):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late."""
+        """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late.
+
+        `resume_from_checkpoint="auto"` resumes from the newest checkpoint if there is one.
+        """
         if self.train_dataset is None:
             raise ValueError(
                 "`train` without a `train_dataset`: this trainer was built only to evaluate; pass a `train_dataset`."
@@ -238,6 +241,8 @@ class TrainerHooks(TrainerMembers):
         self.args.logging_nan_inf_filter = filters and self.args.nonfinite == "skip"
         with nullcontext() if self.row_group is None else self.row_group.shares(self.model), self._guard.training():
             try:
+                if str(resume_from_checkpoint).lower() == "auto":
+                    resume_from_checkpoint = self._checkpoints.are_there()
                 if resume_from_checkpoint:
                     resume_from_checkpoint = self._checkpoints.whole(resume_from_checkpoint)
                     self.teaching.check_fingerprint(resume_from_checkpoint)
@@ -335,6 +340,11 @@ class TrainerHooks(TrainerMembers):
             return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
         parts = self._dealer.parts(inputs, self._call)
         return torch.stack(self._dealer.losses(parts, model, learn)).sum()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a SIGTERM ended the last training early, after a checkpoint (`enable_jit_checkpoint`)."""
+        return self._checkpoints.interrupted
 
     @property
     def _call(self) -> int:

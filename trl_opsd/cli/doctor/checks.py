@@ -22,7 +22,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
-from trl_opsd._compat.versions import installed, outside
+from trl_opsd._compat.versions import installed, outside, remedy
 from trl_opsd.cli.doctor.pair import LAYERS, TEXTS, Pair, Settings
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images
@@ -378,7 +378,7 @@ def check_settings(settings: Settings | ValueError, student: str, teacher: str) 
 def versions(_: Pair) -> str:
     """Libraries are within the bounds of `setup.cfg`, whose ends were tested."""
     if found := outside(installed()):
-        raise Doubt(f"Not tested: {', '.join(found)}.")
+        raise Doubt(f"Not tested: {', '.join(found)}. To install what was tested: {remedy(installed())}")
     return ", ".join(f"{name} {number}" for name, number in installed().items())
 
 

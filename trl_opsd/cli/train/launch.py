@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.commands.config import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trl_opsd.cli.train.options import GROUPS, OptionParser
@@ -58,10 +59,13 @@ def run(
     try:
         launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
-        for rank, one in error.failures.items():
-            if one.exitcode < 0:  # a signal, of which the process could say nothing itself
+        own = [one.exitcode for one in error.failures.values() if one.exitcode > 0]
+        if not own:  # signals, of which a process could say nothing itself; else the launcher sent them to the others
+            for rank, one in error.failures.items():
                 print(f"{prog}: error: {one.signal_name()} ended the process of rank {rank}.", file=sys.stderr)
-        sys.exit(max(1, *(one.exitcode for one in error.failures.values())))
+        sys.exit(min(own) if own else 128 - max(one.exitcode for one in error.failures.values()))
+    except SignalException as error:  # the launcher's own, when its processes have ended
+        sys.exit(128 + error.sigval)
     except CalledProcessError as error:
         sys.exit(max(1, error.returncode))
     finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
+from signal import SIGTERM
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -40,6 +42,9 @@ from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 
+STOPPED = 128 + SIGTERM
+"""Exit status of a run that has saved a checkpoint on SIGTERM and stopped, as of a program that SIGTERM ends."""
+
 
 def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTrainer:
     """Trains a student as the arguments of a command line say, which `parser` reads; returns the trainer.
@@ -63,6 +68,8 @@ def main(arguments: Sequence[str], parser: OptionParser | None = None) -> OPSDTr
             task.evaluate(trainer)
         resume = given.config.resume_from_checkpoint  # a string on the command line
         trainer.train(resume_from_checkpoint={"true": True, "false": False}.get(str(resume).lower(), resume))
+        if trainer.interrupted:
+            return trainer
         trainer.save_model()
         if task:
             task.evaluate(trainer)
@@ -113,9 +120,14 @@ def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset
 
 
 def end(trainer: OPSDTrainer) -> None:
-    """Waits for the other processes, because they fail if one exits first."""
+    """Waits for the other processes, which fail if one exits first; a run that was stopped has its own status."""
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    if trainer.interrupted:
+        if trainer.accelerator.is_main_process:
+            at = f"step {trainer.state.global_step} of {trainer.state.max_steps}"
+            print(f"Stopped by SIGTERM at {at}: `--resume_from_checkpoint auto` goes on from there.", file=sys.stderr)
+        sys.exit(STOPPED)
 
 
 def _experts(given: RunOptions) -> Experts:
