@@ -75,7 +75,7 @@ def refusals(version: str) -> list[str]:
 
 
 def placeholders() -> list[str]:
-    """Files and lines that still have an invented name, but for this file and the page that says how to replace them."""
+    """Files and lines that still have an invented name, but for those that say how to replace them."""
     own = ("tools/release.py", "RELEASE.md", "tests/test_release.py")
     done = subprocess.run(
         ["git", "grep", "-nIo", r"[A-Z]*-PLACEHOLDER", "--", ".", *(f":!{name}" for name in own)],

@@ -137,6 +137,17 @@ def lacking(role: str, where: str = "", **options: Any) -> Case:
     )
 
 
+def damaged(role: str) -> Case:
+    def provoke(lab: Lab) -> object:
+        tiny.qwen2().save_pretrained(lab.folder / "cut")
+        tiny.tokenizer().save_pretrained(lab.folder / "cut")
+        file = lab.folder / "cut" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        return lab.make(**{role: str(lab.folder / "cut")})
+
+    return Case("weights missing", f"{role}, cut off", rf"`{role}='.*cut'`: a file of its weights is damaged", provoke)
+
+
 def permuted() -> PreTrainedTokenizerFast:
     """The same tokens, with the ids of two exchanged."""
     words = tiny.tokenizer()
@@ -276,6 +287,7 @@ UNFIT = [
         }.items()
     ),
     *(lacking(role) for role in ROLES),
+    *(damaged(role) for role in ROLES),
     lacking("model", peft_config=LoraConfig(target_modules=["q_proj"])),
     lacking("teacher_model", teacher_offload="stream"),
     lacking("model", "of another shape"),

@@ -129,6 +129,13 @@ DATASETS = [
     ),
     streamed("dataset without prompt", "row 0 of train_dataset has no column 'prompt'", {"question": "a"}),
     Case(
+        "at least",
+        "a reward function by its name",
+        r"`reward_funcs\[0\]='accuracy_reward'`: no reward model can be loaded .* is passed itself, not by its name",
+        lambda lab: lab.make(reward_funcs="accuracy_reward"),
+        before_loading=True,
+    ),
+    Case(
         "dataset without the privileged column",
         "a student that teaches itself",
         r"no context for the teacher .* only \['prompt'\]. Add a column 'priv",
@@ -165,7 +172,7 @@ DATASETS = [
             ("prompts", r"`dataset.rename_column\('prompts', 'prompt'\)`"),
             ("problem", r"`dataset.rename_column\('problem', 'prompt'\)`"),
             ("text", r"`dataset.rename_column\('text', 'prompt'\)`"),
-            ("x", r"`dataset.rename_column\('question', 'prompt'\)`"),
+            ("x", r"`dataset.rename_column\('x', 'prompt'\)`"),
             ("messages", r"`dataset.rename_column\('messages', 'prompt'\)`"),
         ]
     ),
@@ -353,7 +360,7 @@ ROWS = [
     trained_on(
         "no chat template",
         "messages",
-        "Cannot use chat template functions because tokenizer.chat_template is not set",
+        "The prompt in row 0 of train_dataset is messages, but the tokenizer .* has no chat template: take an instruct",
         prompts(GOOD, GOOD),
         processing_class=without_template(),
     ),

@@ -202,6 +202,7 @@ assert set(seen) == {torch.device("cpu").index} and len(seen) > 26, seen
 """
 
 
+@pytest.mark.long
 def test_kernel_check_launches_on_the_device_of_its_tensors(gpu, tmp_path):
     from gpu_checks import findings
 

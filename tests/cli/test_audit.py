@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from datasets import Dataset
 from environments.worlds import END, Adder, call, given, rows
 from support import tiny
 from support.failing_server import Scoring, pretended
+from typer.testing import CliRunner
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.cli.audit.episodes import Beginnings, episode
@@ -22,6 +24,7 @@ from trl_opsd.cli.audit.measure import Audit, Measured, audit
 from trl_opsd.cli.audit.shown import document, screen, write_page
 from trl_opsd.cli.audit.tokens import Compared, Mean, tokens_of
 from trl_opsd.cli.audit.verdict import verdict
+from trl_opsd.cli.main import app
 from trl_opsd.losses import ForwardKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
@@ -303,3 +306,21 @@ def test_each_rule_has_its_verdict(tmp_path, word, given):
     assert json.loads(document(whole))["candidates"][0]["verdict"]["word"] == word
     if word == "helps":
         assert found.why.split(".")[0] in write_page(whole, "a run", tmp_path / "audit.html").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("charts", [True, False])
+def test_the_command_prints_its_verdict_with_and_without_charts(charts, tmp_path, monkeypatch):
+    tiny.save_pair(tmp_path)
+    tiny.rows(16).to_json(tmp_path / "rows.jsonl")
+    models = {"model_name_or_path": tmp_path / "student", "teacher_model_name_or_path": tmp_path / "teacher"}
+    lines = {**models, "dataset_name": tmp_path / "rows.jsonl", "output_dir": tmp_path / "out", "use_cpu": True}
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in {**lines, "max_completion_length": 8}.items()))
+    if not charts:
+        monkeypatch.setitem(sys.modules, "vl_convert", None)
+    done = CliRunner().invoke(app, ["audit", str(file), "--rows", "4"])
+    assert done.exit_code == 1, done.output
+    assert "BROKEN: as configured" in done.stdout, "they are random"
+    assert (tmp_path / "out" / "audit.html").exists() == charts
+    assert ("not written: its charts need" in done.stdout) == (not charts)

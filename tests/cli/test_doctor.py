@@ -23,6 +23,7 @@ from trl_opsd.cli.doctor import checks
 from trl_opsd.cli.doctor.pair import Pair, Side, load_pair, read_settings, shrunk, tiny_bytes
 from trl_opsd.cli.main import app
 from trl_opsd.cli.plan.shapes import _Live
+from trl_opsd.models.probes import Doubt
 from trl_opsd.models.weights import without_weights
 
 TEMPLATE = (
@@ -358,6 +359,18 @@ def test_settings_file_is_checked(folders, lines, verdict, said):
     found = checks.examine(load_pair(str(folders / "student"), str(folders / "teacher")), settings)
     one = next(one for one in found if one.name == "settings")
     assert (one.verdict, said in one.said) == (verdict, True), one
+
+
+def test_packages_that_a_run_lacks_here_are_named(folders, monkeypatch):
+    file = folders / "run.yaml"
+    file.write_text(f"report: true\nuse_vllm: true\noutput_dir: {folders}\n")
+    settings, names = read_settings(str(file)), (str(folders / "student"), str(folders / "teacher"))
+    assert checks.check_settings(settings, *names) == "All settings are known, consistent and in effect."
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(
+        Doubt, match=r"`report=True` needs vl-convert-python, .* `use_vllm=True` needs vllm, which is not"
+    ):
+        checks.check_settings(settings, *names)
 
 
 def test_config_file_gives_models_and_loading_options(folders):

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import trl_opsd
 from trl_opsd import ServerError
+from trl_opsd._compat.trl import DatasetMixtureConfig, ScriptArguments
 from trl_opsd.cli.main import app
 from trl_opsd.cli.train import launch, script
 from trl_opsd.cli.train.options import OptionParser
@@ -178,6 +179,23 @@ def test_builtin_type_error_keeps_its_traceback(capsys):
     with pytest.raises(TypeError, match="NoneType"), explained(lambda: "it", whole=False):
         format(None, ".2f")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("", "the file is empty"),
+        ('{"prompt": "a"}\n{"prompt": "b', r"cannot be read as json \(.+\)"),
+        ("\x00\x01", "cannot be read as json"),
+    ],
+)
+def test_data_that_cannot_be_read_is_named(text, message, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=f"`dataset_name='{file}'`:? {message}"):
+        script.loaded(ScriptArguments(dataset_name=str(file)), DatasetMixtureConfig())
 
 
 @pytest.mark.quick

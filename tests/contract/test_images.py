@@ -220,6 +220,7 @@ def test_a_resumed_run_has_the_weights_of_its_checkpoint(tmp_path):
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     options = tiny.options(
         tmp_path, learning_rate=1.0, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps",

@@ -127,7 +127,7 @@ def test_warmup_longer_than_the_epochs_warns_at_train(make_trainer, caplog, warm
 @pytest.mark.parametrize(
     ("metric", "several", "close"),
     [
-        ("accuracy", False, "eval_"),
+        ("accuracy", False, "eval_loss"),
         ("divergence", False, "eval_divergence/mean"),
         ("loss", True, "eval_hard_loss"),
         ("loss", False, None),

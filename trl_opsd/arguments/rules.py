@@ -145,7 +145,8 @@ def _metric(now: Situation) -> tuple[str, str] | None:
     metric = f"eval_{now.metric_for_best_model.removeprefix('eval_')}"
     if metric in known or metric.startswith(beginnings):
         return None
-    return metric, (difflib.get_close_matches(metric, known, n=1) or known)[0]
+    usual = "eval_reward" if now.rewards else "eval_loss"
+    return metric, (difflib.get_close_matches(metric, known, n=1, cutoff=0.75) or [usual])[0]
 
 
 def _ignored_column(name: str, instead: str) -> Rule:

@@ -102,15 +102,19 @@ def audit(
     from trl_opsd.cli.audit.measure import audit as measured  # imports torch
     from trl_opsd.cli.audit.shown import document, screen, write_page
     from trl_opsd.cli.audit.verdict import verdict
+    from trl_opsd.cli.train.options import OptionParser
     from trl_opsd.cli.train.script import build, leave_nothing, read
 
     with redirect_stdout(sys.stderr), TemporaryDirectory(prefix="trl_opsd-audit-") as nowhere:
-        given, task = read(["--config", str(config), *context.args])
+        given, task = read(["--config", str(config), *context.args], OptionParser(prog="trl-opsd audit"))
         page = output or Path(given.config.output_dir) / "audit.html"
         leave_nothing(given.config, nowhere)
         found = measured(build(given, task), rows, candidate or (), targets)
-        write_page(found, config.stem, page)
-    print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
+        try:
+            said = str(write_page(found, config.stem, page))
+        except ImportError:  # what was measured is not lost
+            said = "not written: its charts need vl-convert-python, pip install vl-convert-python"
+    print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{said}")
     raise typer.Exit(int(not any(verdict(one, found).word in ("helps", "unknown") for one in found.candidates)))
 
 

@@ -35,7 +35,7 @@ def check_columns(
         likely = [*get_close_matches("prompt", names, n=1, cutoff=0.75), *(one for one in _PROMPTS if one in names)]
         raise ValueError(
             f"{where} has no column 'prompt', only {names}: rename the column that holds the prompts, for instance "
-            f"`dataset.rename_column({(likely or ['question'])[0]!r}, 'prompt')`."
+            f"`dataset.rename_column({[*likely, *names, 'question'][0]!r}, 'prompt')`."
         )
     if teachers and "teacher" not in names:
         raise ValueError(

@@ -21,7 +21,7 @@ from trl_opsd.options.table import Need, Option, Values, is_number, one_of
 
 # without names of teachers, they are not known yet
 _SEVERAL = Need(
-    "there is one teacher",
+    "`loss_aggregation` is 'teachers' and there is one teacher",
     lambda now: (
         now.loss_aggregation != "teachers" or len(now.teachers) - (now.extrapolation_reference is not None) != 1
     ),

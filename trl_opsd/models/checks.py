@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import is_fsdp_enabled
@@ -159,7 +160,12 @@ def whole_checkpoint(called: str) -> Iterator[None]:
 
     def loaded(cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         wanted = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that both are refused below
-        model, found = load.__func__(cls, path, *args, **{**kwargs, **wanted})
+        try:
+            model, found = load.__func__(cls, path, *args, **{**kwargs, **wanted})
+        except SafetensorError as error:
+            raise ValueError(
+                f"`{called}={path!r}`: a file of its weights is damaged ({error}): download or save it again."
+            ) from error
         # Buffers, tied weights and what the architecture computes itself are not lacking.
         weights = dict(model.named_parameters())
         resized = sorted(found["mismatched_keys"])

@@ -233,7 +233,7 @@ def page(
 ) -> str:
     """The page as HTML, from a `log_history`, samples, and a description by topic."""
     if not (log or recorded):
-        raise ValueError("no log or sample yet")
+        raise ValueError("no log or sample yet: a log comes every `logging_steps`, samples with `report=True`")
     return rendered(name, facts(log), described or {}, charts(log), recorded)
 
 

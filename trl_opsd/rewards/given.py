@@ -72,7 +72,14 @@ def _name(source: Any) -> str:
 def _check_model(source: Any, called: str) -> None:
     """Refuses a reward model that does not give one number; by its config if it is not loaded."""
     if isinstance(source, str):
-        config = AutoConfig.from_pretrained(source)
+        try:
+            config = AutoConfig.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            [why, *_] = str(error).splitlines()
+            raise ValueError(
+                f"`{called}={source!r}`: no reward model can be loaded from there ({why}). A reward function is passed "
+                "itself, not by its name."
+            ) from error
         kinds = config.architectures or []
     else:
         config, kinds = source.config, [type(source).__name__]

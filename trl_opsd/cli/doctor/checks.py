@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -367,6 +368,9 @@ def check_settings(settings: Settings | ValueError, student: str, teacher: str) 
     teachers = [*several.values()] if several else [settings.models[1] or teacher]
     if unread := without_effect(Situation(args=config, teachers=teachers)):
         warnings.append(without_effect_in_words(config, unread))
+    for option, (module, package) in {"report": ("vl_convert", "vl-convert-python"), "use_vllm": ("vllm",) * 2}.items():
+        if getattr(config, option) and not find_spec(module):
+            warnings.append(f"`{option}=True` needs {package}, which is not installed here, where training refuses it.")
     for role, named, examined in zip(("student", "teacher"), settings.models, (student, teacher), strict=True):
         if named not in (None, examined):
             warnings.append(f"The file sets the {role} {named!r}, but {examined!r} was examined.")

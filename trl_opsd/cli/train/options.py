@@ -223,7 +223,8 @@ class OptionParser(TrlParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             named = [one.partition("=")[0] for one in unknown if one.startswith("--")]
-            self.error(self._unknown("option", named) if named else f"unexpected argument {unknown[0]!r}")
+            hint = f": did you mean --config {unknown[0]}?" * unknown[0].endswith((".yaml", ".yml"))
+            self.error(self._unknown("option", named) if named else f"unexpected argument {unknown[0]!r}{hint}")
         return found, []
 
     def print_help(self, file: Any = None) -> None:

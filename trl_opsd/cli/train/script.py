@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd._compat.trl import (
@@ -236,8 +237,14 @@ def loaded(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
             "path of a file or folder of that format."
         )
     path = Path(name)
-    if path.is_file() and path.suffix in FORMATS:
-        return load_dataset(FORMATS[path.suffix], data_files=name, name=config, streaming=streaming)
+    if path.suffix in FORMATS:
+        if not path.is_file() or not path.stat().st_size:
+            raise ValueError(f"`dataset_name={name!r}`: {'the file is empty' if path.is_file() else 'no such file'}.")
+        try:
+            return load_dataset(FORMATS[path.suffix], data_files=name, name=config, streaming=streaming)
+        except DatasetGenerationError as error:
+            why = f"{error.__cause__ or error}".partition("\n")[0]
+            raise ValueError(f"`dataset_name={name!r}` cannot be read as {FORMATS[path.suffix]} ({why}).") from error
     # The files that mark a folder of `save_to_disk`.
     if not any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
         return load_dataset(name, name=config, streaming=streaming)
