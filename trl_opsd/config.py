@@ -107,7 +107,8 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
             above(0) | None, resumed=True, words="each entry clipped at {:g} nats", also="jsd_token_clip token_clip"
         ),
     ] = None
-    """Upper bound, in nats, of what each vocabulary entry adds to a token's divergence. Not for one of your own."""
+    """Upper bound, in nats, of what each vocabulary entry adds to a token's divergence (OPSD, arXiv 2601.18734). Refused
+    with a divergence of your own."""
     vllm_importance_sampling_clip_max: Annotated[
         float | None, Option(above(0) | None, of_divergences("clip_max"), also="distillation_is_clip")
     ] = 3.0
@@ -115,7 +116,8 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     vllm_importance_sampling_clip_min: Annotated[float | None, Option(above(0) | None, of_divergences("clip_min"))] = (
         None
     )
-    """Smallest such weight: a token below it weighs nothing, as in TRL's mode `"token_mask"`."""
+    """Smallest importance weight of a token of `"sampled_reverse_kl"` with an engine: one below it weighs nothing, as
+    in TRL's mode `"token_mask"`."""
     student_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
     """Softmax temperature of the student in the loss. When `None`, `temperature`."""
     teacher_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
@@ -128,9 +130,11 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     num_generations_eval: Annotated[int | None, Option(integer(1) | None)] = None
     """Completions of each prompt in evaluations and in `predict`. When `None`, `num_generations`."""
     lmbda: Annotated[float, Option(from_to(0, 1), resumed=True)] = 1.0
-    """Share of rows that the student completes, as in TRL's `GKDConfig`; the others have a column `completion`."""
+    """Share of rows that the student completes, as in TRL's `GKDConfig` (GKD, arXiv 2306.13649); the others have a
+    column `completion`, or with `seq_kd` the teacher completes them."""
     seq_kd: Annotated[bool, Option(resumed=True, also="generate_from_teacher")] = False
-    """Whether the teacher generates the completions of these other rows, as in TRL's `GKDConfig`."""
+    """Whether the teacher generates the completions of these other rows, as in TRL's `GKDConfig` (GKD, arXiv
+    2306.13649)."""
     # rows and memory
     overlong_prompts: Annotated[str, Option(one_of("error", "drop"))] = "error"
     """Whether a prompt that leaves no room for a completion is an error, or is dropped and counted."""
@@ -156,7 +160,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         str | None, Option(one_of(None, "bytes"), resumed=True, words="compared by {}, as the tokenizers differ")
     ] = None
     """How a teacher is compared whose tokenizer is not the student's: `"bytes"`, by distributions over the next byte
-    (`docs/tokenizers.md`). When `None`, such a teacher is refused."""
+    (arXiv 2506.14123, `docs/tokenizers.md`). When `None`, such a teacher is refused."""
     cross_tokenizer_missed: Annotated[float, Option(share(), (BYTES,), resumed=BYTES)] = 0.01
     """The share of a distribution over the next byte that may be missing where models are compared. Below it, tokens
     that branch off a text are read with it; at 1, none."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
 from support import tiny
 
+import trl_opsd
 from trl_opsd import FrozenTeacher, HFRollout, Teacher
+from trl_opsd.losses import DIVERGENCES
+from trl_opsd.losses.registry import Settings
 
 GKD, OPSD = "2306.13649", "2601.18734"
 
@@ -88,6 +93,32 @@ def test_card_knows_a_model_in_the_hubs_cache(make_trainer):
     card = card_of(make_trainer(model=named(tiny.qwen2(32), path)))
     assert "of [Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B)." in card.text
     assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
+
+
+def test_card_names_version_seed_and_papers_of_what_was_used(make_trainer):
+    trainer = make_trainer(
+        divergence="skewed_reverse_kl",
+        token_selection="student_entropy",
+        token_fraction=0.5,
+        teacher_context="group_success",
+        num_generations=2,
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+        seed=7,
+    )
+    text = card_of(trainer).text
+    assert f"- Made with: trl_opsd {trl_opsd.__version__}, torch {torch.__version__.partition('+')[0]}" in text
+    assert ", seed 7\n" in text
+    [line] = [line for line in text.splitlines() if line.startswith("- Objective and methods follow: ")]
+    named = re.findall(r"\[arXiv ([\d.]+)\]\(https://arxiv.org/abs/\1\)", line)
+    assert sorted(named) == ["2402.03898", "2601.20802", "2604.14084"]  # DistiLLM, SDPO, TIP
+
+
+def test_papers_of_divergences_are_those_of_their_page():
+    page = (Path(trl_opsd.__file__).parents[1] / "docs" / "objectives.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| `"(\w+)"`.*\|.*\|.* arXiv ([\d.]+) \|$', page.partition("token_selection")[0], re.MULTILINE)
+    assert len(rows) > 8
+    for name, paper in rows:
+        assert paper in re.findall(r"arXiv\s+([\d.]+\d)", type(DIVERGENCES[name](Settings())).__doc__), name
 
 
 @pytest.mark.parametrize(

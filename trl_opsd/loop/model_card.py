@@ -9,6 +9,7 @@ import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
+from trl_opsd._compat.versions import versions
 from trl_opsd.methods.quantization import FOLDER
-from trl_opsd.options.table import shape_in_words, temperatures_in_words
+from trl_opsd.options.table import Situation, is_set, shape_in_words, table, temperatures_in_words
 from trl_opsd.report.records import PAGE
 
 SELF_DISTILLATION = {
@@ -61,6 +63,7 @@ def complete(trainer: DistillationTrainer, settings: Mapping[str, str], dataset_
         "",
         *(f"- {topic[0].upper()}{topic[1:]}: {text}" for topic, text in {**_taught(trainer), **settings}.items()),
         *([f"- Curves and completions: [{PAGE}]({PAGE})"] if trainer.args.report else []),
+        *_made(trainer),
         *_served(trainer),
         *figures(trainer.state.log_history),
     ]
@@ -87,6 +90,21 @@ def _taught(trainer: DistillationTrainer) -> dict[str, str]:
         source = f"{own if args.lmbda else ''}completions of the {'teacher' if args.seq_kd else 'dataset'}"
     at = temperatures_in_words(*trainer.temperatures)
     return {**taught, "objective": f"`{trainer.divergence!r}` at {at}{shape_in_words(args)}, over {source}"}
+
+
+def _made(trainer: DistillationTrainer) -> list[str]:
+    """What reproduces and explains the run: its seed, the version of this package, and the papers that it follows."""
+    objective = getattr(trainer.divergence, "of", trainer.divergence)  # of buckets of a teacher's top tokens
+    helps = {one.name: one.metadata.get("help", "") for one in fields(trainer.args)}
+    now = Situation(args=trainer.args)
+    used = [
+        name for name, one in table(type(trainer.args)).items() if is_set(trainer.args, name) and not one.lacks(now)
+    ]
+    told = " ".join([type(objective).__doc__ or "", *(str(helps[name]) for name in used)])
+    papers = dict.fromkeys(re.findall(r"arXiv\s+(\d{4}\.\d{5})", told))
+    links = ", ".join(f"[arXiv {one}](https://arxiv.org/abs/{one})" for one in papers)
+    by = ", ".join(f"{name} {number}" for name, number in versions().items() if name in ("trl_opsd", "torch"))
+    return [f"- Made with: {by}, seed {trainer.args.seed}", *[f"- Objective and methods follow: {links}"] * bool(links)]
 
 
 def _served(trainer: DistillationTrainer) -> list[str]:

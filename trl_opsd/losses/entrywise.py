@@ -30,7 +30,8 @@ def _check_share(name: str, share: float, zero: str, one: str = "") -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class ForwardKL(Entrywise):
-    """`KL(p_teacher || p_student)`, mode-covering: penalises tokens that the student underrates (TRL's `beta=0`).
+    """`KL(p_teacher || p_student)`, mode-covering: penalises tokens that the student underrates (TRL's `beta=0`; arXiv
+    1503.02531).
 
     The gradient with respect to the student's logits is `p_s - p_t`.
     """
@@ -52,7 +53,8 @@ class ForwardKL(Entrywise):
 @final
 @dataclass(frozen=True, slots=True)
 class ReverseKL(Entrywise):
-    """`KL(p_student || p_teacher)`, mode-seeking: penalises tokens that the teacher finds unlikely (TRL's `beta=1`).
+    """`KL(p_student || p_teacher)`, mode-seeking: penalises tokens that the teacher finds unlikely (TRL's `beta=1`;
+    MiniLLM, arXiv 2306.08543).
 
     The gradient with respect to the student's logits is `p_s (log p_s - log p_t - KL)`.
     """

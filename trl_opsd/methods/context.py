@@ -24,7 +24,7 @@ class ContextOptions:
         str | None, Option(one_of(None, "group_success"), (REWARDS, NO_PROMPT_FN), resumed=True)
     ] = None
     """What the teacher reads beside the columns: `"group_success"`, another completion of the same prompt whose reward
-    is high enough; a row without one, and without context in the columns, does not count in the loss."""
+    is high enough (SDPO, arXiv 2601.20802); a row without one, and without context in the columns, does not count."""
     success_threshold: Annotated[
         float, Option(NUMBER, (_SUCCESS,), resumed=_SUCCESS, also="success_reward_threshold")
     ] = 1.0

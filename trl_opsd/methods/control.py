@@ -29,7 +29,8 @@ class ControlOptions:
         Option(one_of(None, *CONTROLS), resumed=True, words="control: {} teacher"),
     ] = None
     """A control for studies: `"shuffled"`, the teacher reads what belongs to another prompt; `"unprivileged"`, the
-    student's; `"constant"`, nothing is learned from it, but the least likely fifth of the tokens is pushed down."""
+    student's; `"constant"`, nothing is learned from it, but the least likely fifth of the tokens is pushed down
+    (arXiv 2608.31046)."""
 
 
 @final

@@ -36,7 +36,7 @@ class OriginOptions:
         ),
     ] = 1.0
     """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
-    which the target adds it; above 1 beyond the teacher."""
+    which the target adds it; above 1 beyond the teacher (G-OPD, arXiv 2602.12125)."""
     extrapolation_reference: Annotated[
         str | None,
         Option(NAME | None, (_EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student"),
@@ -52,8 +52,8 @@ class OriginOptions:
             also="ref_kl_coef kl_coef",
         ),
     ] = 0.0
-    """Weight of the reverse KL of the student to itself as it was passed, which is added to the divergence from the
-    teacher."""
+    """Weight of the reverse KL of the student to itself as it was passed (the reference KL of other trainers; SDFT,
+    arXiv 2601.19897), which is added to the divergence from the teacher."""
 
     @property
     def reads_origin(self) -> bool:
