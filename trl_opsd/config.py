@@ -107,8 +107,8 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
             above(0) | None, resumed=True, words="each entry clipped at {:g} nats", also="jsd_token_clip token_clip"
         ),
     ] = None
-    """Upper bound, in nats, of what each vocabulary entry adds to a token's divergence (OPSD, arXiv 2601.18734). Refused
-    with a divergence of your own."""
+    """Upper bound, in nats, of what each vocabulary entry adds to a token's divergence (OPSD, arXiv 2601.18734).
+    Refused with a divergence of your own."""
     vllm_importance_sampling_clip_max: Annotated[
         float | None, Option(above(0) | None, of_divergences("clip_max"), also="distillation_is_clip")
     ] = 3.0

@@ -22,7 +22,7 @@ from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd._compat.versions import versions
 from trl_opsd.methods.quantization import FOLDER
-from trl_opsd.options.table import Situation, is_set, shape_in_words, table, temperatures_in_words
+from trl_opsd.options.table import is_set, shape_in_words, table, temperatures_in_words
 from trl_opsd.report.records import PAGE
 
 SELF_DISTILLATION = {
@@ -96,10 +96,7 @@ def _made(trainer: DistillationTrainer) -> list[str]:
     """What reproduces and explains the run: its seed, the version of this package, and the papers that it follows."""
     objective = getattr(trainer.divergence, "of", trainer.divergence)  # of buckets of a teacher's top tokens
     helps = {one.name: one.metadata.get("help", "") for one in fields(trainer.args)}
-    now = Situation(args=trainer.args)
-    used = [
-        name for name, one in table(type(trainer.args)).items() if is_set(trainer.args, name) and not one.lacks(now)
-    ]
+    used = [name for name in table(type(trainer.args)) if is_set(trainer.args, name)]
     told = " ".join([type(objective).__doc__ or "", *(str(helps[name]) for name in used)])
     papers = dict.fromkeys(re.findall(r"arXiv\s+(\d{4}\.\d{5})", told))
     links = ", ".join(f"[arXiv {one}](https://arxiv.org/abs/{one})" for one in papers)

@@ -32,7 +32,8 @@ class GateOptions:
         float | str | None, Option(_GATE | None, (REWARDS,), resumed=True, words="rows gated by their reward ({})")
     ] = None
     """In training, which completions of the student count in the loss: those with a reward of at least this number, or
-    all, weighted by `"reward"` or by `"advantage"` where these are above 0 (arXiv 2605.06188). When `None`, all alike."""
+    all, weighted by `"reward"` or by `"advantage"` where these are above 0 (arXiv 2605.06188). When `None`, all
+    alike."""
 
 
 @final

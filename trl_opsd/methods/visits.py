@@ -49,9 +49,9 @@ class VisitOptions:
         float | str | None,
         Option(_SKIPPED | None, (_NO_WEIGHT_FN,), resumed=True, words="prompts skipped by their last visit ({})"),
     ] = None
-    """In training, which prompts nothing is generated for when they come again (GRESO, arXiv 2506.02177): `"flat_groups"`, those whose
-    completions all had the same reward; a number, those whose divergence from the teacher was below it, in nats per
-    token. The visit after that is a whole one. When `None`, none."""
+    """In training, which prompts nothing is generated for when they come again (GRESO, arXiv 2506.02177):
+    `"flat_groups"`, those whose completions all had the same reward; a number, those whose divergence from the teacher
+    was below it, in nats per token. The visit after that is a whole one. When `None`, none."""
 
 
 def _comes_once(now: Any) -> bool:
