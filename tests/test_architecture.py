@@ -196,7 +196,7 @@ SLOW = {"benchmarks", "distributed"}
 """Folders of tests too slow for `make quick`: each starts engines or several processes."""
 ACROSS = {"bad_input", "benchmarks", "contract", "device", "distributed", "equivalence", "examples"}
 """Folders of tests that hold for several rooms, or for what lies beside the package."""
-HOUSE = {"architecture", "docs", "package", "readme", "reference", "security"}
+HOUSE = {"architecture", "docs", "package", "readme", "reference", "release", "security", "stability"}
 """Files of tests that hold for the whole house."""
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.losses import DIVERGENCES
 from trl_opsd.methods import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,7 +151,7 @@ def test_options_that_a_page_sets_exist(name):
         "num_shards", "compile", "use_cache", "disable_compile", "dtype", "eos_token",
         "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "metric_key_prefix", "device_map", "split_batches", "even_batches",
         "dispatch_batches", "OMP_NUM_THREADS", "spans", "r", "rollout", "target_modules", "enable_thinking",
-        "init_lora_weights", "pass_bytes", "bias",
+        "init_lora_weights", "pass_bytes", "bias", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
     }  # fmt: skip
     found = set(re.findall(r"`([A-Za-z_]\w*)=[^`]*`", text))
     assert found - known - of_others == set()
@@ -163,15 +166,40 @@ def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path):
     assert broken(page) == ["gone.md", "other.md#gone"]
 
 
+@cache
+def constants() -> list[str]:
+    """All texts in the package's code."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_opsd").rglob("*.py")]
+    found = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [one for one in found if isinstance(one, str)]
+
+
 def test_every_error_quoted_in_the_limitations_exists():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     rows = re.search(r"^## Refused$(.*?)^## ", page, re.DOTALL | re.MULTILINE)
     cells = [line.split(" | ")[1] for line in rows[1].splitlines() if line.startswith("| ")][1:]
     assert all('"' in cell for cell in cells), "a refusal without its message"
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_opsd").rglob("*.py")]
-    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    said = "\n".join(constant for constant in constants if isinstance(constant, str))
+    said = "\n".join(constants())
     quoted = [words for cell in cells for words in re.findall(r'"([^"]+)"', cell)]
+    assert [words for words in quoted if words not in said] == []
+
+
+def test_names_numbers_and_refusals_of_the_changelog_are_true():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    surface = json.loads((ROOT / "tests" / "surface.json").read_text(encoding="utf-8"))
+    public = {part for names in surface.values() for name in names for part in (name, name.rpartition(".")[2])}
+    known = public | OF_TRAIN | {"dry_run"} | set(inspect.signature(OPSDTrainer).parameters) | set(dir(OPSDTrainer))
+    of_others = {"FutureWarning", "privileged_context", "teacher_images", "__version__", "get_feedback"}
+    of_others |= {"get_privileged_context", "model-impl", "contrast", "bytes"}  # of environments, vLLM and `plan`
+    spans = [span for span in re.findall(r"`([^`]+)`", text) if not re.search(r"\.\w+$|\.py|^\"|^make ", span)]
+    named = [re.match(r"(?:--|trl-opsd )?([\w/-]+)", span)[1] for span in spans]
+    assert len(named) > 50
+    assert [name for name in named if name not in known | of_others] == []
+    numbers = dict(enumerate(("nine", "ten", "eleven", "twelve", "thirteen", "fourteen"), 9))
+    assert f"{numbers[len(DIVERGENCES)].capitalize()} objectives (`divergence`)" in text
+    said = "\n".join(constants())
+    quoted = re.findall(r'"([^"`]{12,})"', re.sub(r"`[^`]*`", "", text))
+    assert len(quoted) == 5
     assert [words for words in quoted if words not in said] == []
 
 

@@ -121,7 +121,7 @@ def test_the_sigterm_snippet_lets_an_uninterrupted_run_finish(hub):
     resumed, snippet = snippets("docs/distributed.md")
     assert "resume_from_checkpoint=True" in resumed
     names: dict[str, Any] = {
-        **{"OPSDConfig": trl_opsd.OPSDConfig, "OPSDTrainer": trl_opsd.OPSDTrainer, "Path": Path, "sys": sys},
+        **{"OPSDConfig": trl_opsd.OPSDConfig, "OPSDTrainer": trl_opsd.OPSDTrainer, "sys": sys},
         **{"student": "Qwen/Qwen2.5-0.5B-Instruct", "teacher": "Qwen/Qwen2.5-1.5B-Instruct", "dataset": tiny.rows(16)},
     }
     exec(snippet, names)

@@ -68,12 +68,13 @@ are those of `OPSDConfig`: to assign one, or a misspelt one, to the trainer is a
 otherwise (`tools`, `processing_class`, the end tokens of the model) is read when the trainer is built."""
 
 _METRICS = """\
-Added to what TRL logs (`loss`, `entropy`, `num_tokens`, `step_time`, `completions/…`). An evaluation logs its metrics
-as `eval_<metric>`; where `eval_dataset` is a dict there is one log for each dataset, with all metrics, TRL's too, as
-`eval_<dataset>_<metric>`. `evaluate(metric_key_prefix="held_out")` puts `held_out` in place of `eval`. `predict(rows)`
-logs nothing and returns the token ids of the completions, in the order of the rows and padded with -100, the same
-completions as `texts`, and the same metrics as `test_<metric>`. `eval_loss` differs from TRL's: it is the mean over the
-tokens of the whole evaluation, which is also `eval_divergence/mean`.
+Units are nats where the objective is a KL or the JSD; a total variation, an α-divergence and one of your own have
+theirs. Added to what TRL logs (`loss`, `entropy`, `num_tokens`, `step_time`, `completions/…`). An evaluation logs
+its metrics as `eval_<metric>`; where `eval_dataset` is a dict there is one log for each dataset, with all metrics,
+TRL's too, as `eval_<dataset>_<metric>`. `evaluate(metric_key_prefix="held_out")` puts `held_out` in place of
+`eval`. `predict(rows)` logs nothing and returns the token ids of the completions, in the order of the rows and
+padded with -100, the same completions as `texts`, and the same metrics as `test_<metric>`. `eval_loss` differs from
+TRL's: it is the mean over the tokens of the whole evaluation, which is also `eval_divergence/mean`.
 
 *Main process*: each process has a value of its own, and loggers get that of the main process. Means cover what happened
 since the last log; what a log without a token in the loss leaves out is in the next. *Always* is in every other log.

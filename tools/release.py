@@ -15,7 +15,6 @@ import re
 import subprocess
 import tarfile
 import tempfile
-from datetime import date
 from pathlib import Path
 
 from check_wheel import REPOSITORY, build, check_contents, check_extras, check_installed, check_page
@@ -48,7 +47,7 @@ def main() -> None:
             check_installed(one, Path(folder))
             (DIST / one.name).write_bytes(one.read_bytes())
             print(f"dist/{one.name}: installed in an empty environment, where README's code has trained")
-    if not rehearse:
+    if not rehearse and not tags():
         git("tag", "--annotate", f"v{version}", "--message", f"trl_opsd {version}")
         print(f"Tagged v{version}. To publish it: git push origin v{version}")
 
@@ -59,19 +58,29 @@ def refusals(version: str) -> list[str]:
     if (parsed := Version(version)).is_prerelease or parsed.is_devrelease:
         found.append(f"trl_opsd/__init__.py: version {version} is no release")
     heading = next(line for line in read("CHANGELOG.md").splitlines() if line.startswith("## "))
-    if not re.fullmatch(rf"## {re.escape(version)} \({date.today():%Y-%m-%d}\)", heading):
-        found.append(f"CHANGELOG.md: begins with {heading!r}, expected '## {version} ({date.today():%Y-%m-%d})'")
+    if not re.fullmatch(rf"## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading):
+        found.append(f"CHANGELOG.md: begins with {heading!r}, expected '## {version} (<date>)'")
     if "pip install trl_opsd" not in read("README.md"):
         found.append("README.md: does not say `pip install trl_opsd`")
     if changed := git("status", "--porcelain").decode().splitlines():
         found.append(f"not committed: {', '.join(line[3:] for line in changed[:5])}")
-    if git("tag", "--list", f"v{version}"):
-        found.append(f"the tag v{version} exists")
-    from surface import FILE, recorded, surface  # which trains
-
-    if FILE.read_text(encoding="utf-8") != recorded(surface()):
+    if (named := tags()) and f"v{version}" not in named:
+        found.append(f"this commit has the tag {named[0]}, expected v{version}")
+    if not is_recorded():
         found.append("tests/surface.json: not that of this package; `python tools/surface.py` writes it")
     return found
+
+
+def tags() -> list[str]:
+    """The tags of the commit: one, where a workflow builds it again."""
+    return git("tag", "--points-at", "HEAD").decode().split()
+
+
+def is_recorded() -> bool:
+    """Whether the public names of the package are those on record."""
+    from surface import FILE, recorded, surface  # which trains
+
+    return FILE.read_text(encoding="utf-8") == recorded(surface())
 
 
 def placeholders() -> list[str]:

@@ -13,7 +13,14 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "", "SECURITY.md": "", "CONTRIBUTING.md": ""}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "",
+    "SECURITY.md": "",
+    "CONTRIBUTING.md": "",
+    "RELEASE.md": "",
+    "AGENTS.md": "",
+}
 """Files beside `docs` that are pages, and their other names there."""
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 

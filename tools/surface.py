@@ -47,6 +47,7 @@ ALSO = (
     "trl_opsd.host.Host",
     "trl_opsd.losses.objective.Objective",
     "trl_opsd.methods.base.MethodHost",
+    "trl_opsd.models.backbone.logits_of",
     "trl_opsd.types.loss.columns",
 )
 """Public names of other modules, which pages of the documentation use."""

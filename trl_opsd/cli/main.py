@@ -19,6 +19,8 @@ def train(context: typer.Context) -> None:
     """Trains a student with the options of `OPSDConfig`, from flags or YAML, in one or more processes.
 
     `--accelerate_config zero3` launches it as `accelerate launch` would. `trl-opsd train --help` lists the options.
+
+    Exit status: 0, 1 if the run failed, 2 for a wrong option, model or row, 143 if SIGTERM stopped it.
     """
     from trl_opsd.cli.train.launch import run  # imports torch
 
@@ -93,7 +95,7 @@ def audit(
     better completions itself, and whether it recovers from the student's mistakes. Takes the options of `trl-opsd
     train` too; runs in one process, and changes nothing.
 
-    Exit status: 0, or 1 if no candidate helps.
+    Exit status: 0, 1 if no candidate helps, 2 for a wrong option, model or row.
     """
     import sys
     from contextlib import redirect_stdout
