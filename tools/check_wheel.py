@@ -138,18 +138,20 @@ def check_page(*archives: Path) -> None:
 
 def check_extras(wheel: Path) -> None:
     """Resolves all extras together as `pip` would today, and the lower bounds of all but vLLM, which has its own."""
-    lowest = ("3.11", "deepspeed,server,images,report", "--resolution=lowest-direct")
+    from check_versions import EXTRAS, lower_bounds  # which imports this file
+
+    newest = [(python, "all", []) for python in PYTHONS]
     index = {"UV_DEFAULT_INDEX": "PIP_INDEX_URL", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
     env = os.environ | {ours: os.environ[of_pip] for ours, of_pip in index.items() if os.environ.get(of_pip)}
-    for python, extras, *how in (*((python, "all") for python in PYTHONS), lowest):
-        command = (PACKAGING / "bin" / "uv", "pip", "compile", "-q", "--no-header", "--no-annotate", *how)
+    for python, extras, pins in (*newest, (PYTHONS[0], ",".join(EXTRAS), lower_bounds())):
+        command = (PACKAGING / "bin" / "uv", "pip", "compile", "-q", "--no-header", "--no-annotate")
         command = (*map(str, command), f"--python-version={python}", "-")
-        wanted = f"trl_opsd[{extras}] @ {wheel.as_uri()}"
+        wanted = "\n".join([f"trl_opsd[{extras}] @ {wheel.as_uri()}", *pins])
         done = subprocess.run(command, input=wanted, env=env, text=True, capture_output=True, cwd=wheel.parent)
         assert not done.returncode, f"[{extras}] cannot be installed together:\n{done.stderr}"
         found = dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
         shown = (f"{name} {found[name]}" for name in RESOLVED if name in found)
-        print(f"Python {python} [{extras}]{'; '.join(('', *how))}:", *shown)
+        print(f"Python {python} [{extras}]{', lower bounds' if pins else ''}:", *shown)
 
 
 def build(folder: Path, repository: Path = REPOSITORY) -> Path:

@@ -180,7 +180,10 @@ def test_transformers_checkpoint_is_accepted_only_by_path(tmp_path):
     (folder / "trainer_state.json").write_text("{}")
     found, [remark] = checkpoint_to_resume(str(folder), tmp_path)
     assert found == folder
-    assert "it cannot be checked for completeness" in remark
+    assert "has no opsd_manifest.json, and no optimizer, which begins anew, so it cannot be checked for" in remark
+    (folder / "optimizer.pt").touch()
+    _, [remark] = checkpoint_to_resume(str(folder), tmp_path)
+    assert "has no opsd_manifest.json, so it cannot be checked for completeness" in remark
     how = re.escape(f"pass its path, `resume_from_checkpoint={str(folder)!r}`.")
     with pytest.raises(ValueError, match=f"There is no complete checkpoint in .* has no {MANIFEST}.* {how}"):
         checkpoint_to_resume(True, tmp_path)

@@ -633,3 +633,11 @@ def test_no_config_is_bad_usage(tmp_path):
     done = CliRunner().invoke(app, ["plan", str(tmp_path), str(tmp_path)])
     assert done.exit_code == 2
     assert "Should have a `model_type` key in its config.json" in " ".join(done.stderr.split())
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{broken")
+    for source in (tmp_path, tmp_path / "gone"):
+        done = CliRunner().invoke(app, ["plan", str(source)])
+        assert done.exit_code == 2
+        assert f"'{source}': its config cannot be read (" in " ".join(done.stderr.split())

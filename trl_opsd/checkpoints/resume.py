@@ -40,7 +40,11 @@ def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[s
     if not (folder / _STATE).is_file() and newest_complete(folder)[0] is not None:
         raise ValueError(f"{folder} is not a checkpoint, but contains checkpoints.{_alternative(folder)} {_REMEDY}")
     if _is_foreign(folder):
-        return folder, [f"Resuming from {folder}, which has no {MANIFEST}, so it cannot be checked for completeness."]
+        states = [*folder.glob("optimizer*"), *folder.glob("global_step*")]
+        lacking = "" if states else ", and no optimizer, which begins anew"
+        return folder, [
+            f"Resuming from {folder}, which has no {MANIFEST}{lacking}, so it cannot be checked for completeness."
+        ]
     if wrong := problems(folder):
         raise ValueError(f"{_listed({folder: wrong}).strip()}{_alternative(folder.parent)} {_REMEDY}")
     return folder, _versions(folder)

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import trl_opsd
+import trl_opsd._compat  # which drops what libraries say when they are imported
 from trl_opsd.errors import explained
 
 
@@ -172,7 +173,8 @@ def doctor(
                 " Both models are loaded in float32, 4 bytes per parameter; --tiny needs those of their heads."
                 * is_out_of_memory(error)
             )
-            raise ValueError(f"{error}{more}") from error
+            which = "" if any(str(one) in str(error) for one in models) else f"{' and '.join(map(repr, models))}: "
+            raise ValueError(f"{which}{error}{more}") from error
         with collected():  # what a trainer says of prompts that are not the user's
             findings = examine(pair, settings or wrong, vllm)
     print(document(pair, findings)) if as_json else show(pair, findings)

@@ -199,7 +199,16 @@ def warn_of_ended_text(
             return
 
 
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+"""Those that templates know; another is dropped, or written as it is."""
+
+
 def _warn_of_template(where: str, prompts: Sequence[Any], render: Callable[..., str]) -> None:
+    if other := {str(one["role"]) for messages in prompts for one in messages} - _ROLES:
+        logger.warning(
+            f"Messages in {where} have roles that chat templates seldom know: {', '.join(sorted(other))}. Name them "
+            "'user', 'assistant' or 'system', unless the template has them."
+        )
     for number, messages in enumerate(prompts):
         check_parts(messages, render(messages), f"The prompt in row {number} of {where}")
     before, _ = _around_answer(prompts[0], render)

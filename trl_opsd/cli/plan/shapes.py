@@ -97,7 +97,11 @@ def shape_of(source: str, sizes: Sequence[tuple[int, int]] = ()) -> Shape:
 
     `sizes` are height and width of each image of a row; a model that sees none leaves them out.
     """
-    config = AutoConfig.from_pretrained(Path(source) if Path(source).exists() else source)
+    try:
+        config = AutoConfig.from_pretrained(Path(source) if Path(source).exists() else source)
+    except (OSError, ValueError) as error:
+        [why, *_] = str(error).splitlines()
+        raise ValueError(f"{source!r}: its config cannot be read ({why}).") from error
     with torch.device("meta"):
         model = without_weights(config, torch.bfloat16)
     if model.get_output_embeddings() is None:
