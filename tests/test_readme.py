@@ -127,7 +127,9 @@ def test_the_sigterm_snippet_lets_an_uninterrupted_run_finish(hub):
     exec(snippet, names)
     assert names["trainer"].state.global_step == 2
     assert [path.name for path in (hub / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert (names["trainer"].interrupted, names["trainer"].loads) == (False, 0)
     exec(snippet, names)  # started again, it finds the checkpoint and has nothing left to do
+    assert (names["trainer"].state.global_step, names["trainer"].loads) == (2, 1)
 
 
 @pytest.mark.usefixtures("hub")

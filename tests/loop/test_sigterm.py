@@ -73,10 +73,12 @@ def test_run_stopped_by_sigterm_is_saved_and_resumes_exactly(whole, tmp_path, ph
     evaluated = any("eval_loss" in entry for entry in run.state.log_history)
     assert evaluated == (phase == "save"), "an evaluation would delay the exit"
     assert signal.getsignal(signal.SIGTERM) == before
+    assert run.interrupted
 
     resumed = trainer(tmp_path, "full")
     resumed.train(resume_from_checkpoint=True)
     assert resumed.witness.weights == whole.weights[AT:]
+    assert not resumed.interrupted
 
 
 def test_signal_handler_is_restored_after_failure(make_trainer):
