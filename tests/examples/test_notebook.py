@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import venv
 from pathlib import Path
@@ -13,7 +14,7 @@ from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STORED = nbformat.read(EXAMPLES / "opsd_quickstart.ipynb", as_version=4)
-SOURCE = "https://github.com/OWNER-PLACEHOLDER/trl_opsd"
+[SOURCE] = {found for cell in STORED.cells for found in re.findall(r'SOURCE = "([^"]+)"', cell.source)}
 """What the notebook clones."""
 
 
