@@ -14,10 +14,14 @@ def for_an_index(text: str, repository: str, tag: str) -> str:
 
     def absolute(found: re.Match[str]) -> str:
         path = found[2].partition("#")[0]
-        kind = "raw" if found[1].startswith("!") else "blob" if Path(path).suffix or path == "LICENSE" else "tree"
+        kind = "raw" if found[1][0] == "!" else "blob" if Path(path).suffix or path == "LICENSE" else "tree"
         return f"{found[1]}({repository}/{kind}/{tag}/{found[2]})"
 
-    return re.sub(r"(!?\[[^\]]*\])\((?!\w+:|#)([^)\s]+)\)", absolute, text)
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
+    picture, link = r"(!\[[^\]]*\])", r"((?<!!)\[(?:!\[[^\]]*\]\([^)]*\)|[^\]])*\])"
+    for kind in (picture, link):  # a picture may be the text of a link
+        parts[::2] = [re.sub(kind + r"\((?!\w+:|#)([^)\s]+)\)", absolute, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 config = configparser.ConfigParser()

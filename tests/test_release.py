@@ -61,6 +61,10 @@ def test_readme_on_an_index_links_to_the_release(tools):
     source = (ROOT / "setup.py").read_text()
     names: dict = {}
     exec(source.partition("\nconfig = ")[0].replace("Path(__file__)", "Path('.')"), names)
+    nested = "[![a](docs/a.svg)](docs/b.md) [`x`](docs/b.md)\n```\n[0](docs)\n```\n"
+    assert names["for_an_index"](nested, "r", "v1") == (
+        "[![a](r/raw/v1/docs/a.svg)](r/blob/v1/docs/b.md) [`x`](r/blob/v1/docs/b.md)\n```\n[0](docs)\n```\n"
+    )
     text = "![a](docs/a.svg) [b](docs/b.md#c) [d](examples/recipes) [e](https://x.org/y) [f](#g) [LICENSE](LICENSE)"
     at = "https://h/o/r"
     assert names["for_an_index"](text, at, "v1") == (

@@ -33,10 +33,11 @@ def main() -> None:
         print(f"{version} cannot be released:", *found, sep="\n  ")
         if not rehearse:
             raise SystemExit(1)
+    commit = git("rev-parse", "HEAD").decode().strip()
     DIST.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         export = Path(folder, "commit")
-        with tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as archive:
+        with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
             archive.extractall(export, filter="data")
         wheel = build(Path(folder), export)
         source = next(wheel.parent.glob("*.tar.gz"))
@@ -47,8 +48,8 @@ def main() -> None:
             check_installed(one, Path(folder))
             (DIST / one.name).write_bytes(one.read_bytes())
             print(f"dist/{one.name}: installed in an empty environment, where README's code has trained")
-    if not rehearse and not tags():
-        git("tag", "--annotate", f"v{version}", "--message", f"trl_opsd {version}")
+    if not rehearse and not tags(commit):
+        git("tag", "--annotate", f"v{version}", "--message", f"trl_opsd {version}", commit)
         print(f"Tagged v{version}. To publish it: git push origin v{version}")
 
 
@@ -64,16 +65,18 @@ def refusals(version: str) -> list[str]:
         found.append("README.md: does not say `pip install trl_opsd`")
     if changed := git("status", "--porcelain").decode().splitlines():
         found.append(f"not committed: {', '.join(line[3:] for line in changed[:5])}")
-    if (named := tags()) and f"v{version}" not in named:
+    if (named := tags("HEAD")) and f"v{version}" not in named:
         found.append(f"this commit has the tag {named[0]}, expected v{version}")
+    if not named and git("tag", "--list", f"v{version}"):
+        found.append(f"another commit has the tag v{version}")
     if not is_recorded():
         found.append("tests/surface.json: not that of this package; `python tools/surface.py` writes it")
     return found
 
 
-def tags() -> list[str]:
-    """The tags of the commit: one, where a workflow builds it again."""
-    return git("tag", "--points-at", "HEAD").decode().split()
+def tags(commit: str) -> list[str]:
+    """The tags of a commit: one, where a workflow builds it again."""
+    return git("tag", "--points-at", commit).decode().split()
 
 
 def is_recorded() -> bool:

@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,7 @@ MODULES = ("trl_opsd", "trl_opsd.losses", "trl_opsd.rollout", "trl_opsd.teacher"
 ALSO = (
     "trl_opsd.banner.Banner",
     "trl_opsd.cli.audit.measure.audit",
+    "trl_opsd.cli.targets.write_targets",
     "trl_opsd.host.Host",
     "trl_opsd.losses.objective.Objective",
     "trl_opsd.methods.base.MethodHost",
@@ -53,7 +54,9 @@ ALSO = (
 """Public names of other modules, which pages of the documentation use."""
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("extending", "generation", "objectives", "start", "teachers")))
 """Their code and code spans have what is public below the first module: names, members and constructors."""
-OF_TRAINER = {"train", "evaluate", "predict", "save_model"}
+OF_TRAINER = {"train", "evaluate", "predict", "save_model", "interrupted"}
+GOING: dict[str, str] = {}
+"""Versions in which names go that cannot say so themselves, as `"commands: plan --bytes"`; options and classes can."""
 
 Surface = dict[str, dict[str, str]]
 
@@ -61,6 +64,7 @@ Surface = dict[str, dict[str, str]]
 def surface() -> Surface:
     """What is public, by kind and name, each with what a caller may rely on."""
     found = {
+        "version": {"trl_opsd": trl_opsd.__version__},
         "python": dict(_names()),
         "options": {one.name: _option(one) for one in [*new_fields(), *(ours for _, ours in changed_fields())]},
         "divergences": {name: repr(make(Settings())) for name, make in DIVERGENCES.items()},
@@ -70,27 +74,51 @@ def surface() -> Surface:
         "files": dict.fromkeys(_files(), ""),
         "environment": dict.fromkeys(_variables(), ""),
     }
-    return {kind: dict(sorted(names.items())) for kind, names in found.items()}
+    return {kind: {name: _going(kind, name, names[name]) for name in sorted(names)} for kind, names in found.items()}
 
 
-def differences(then: Surface, now: Surface) -> dict[tuple[str, str], tuple[str | None, str | None]]:
-    """What is new, gone or different, by kind and name: what it was and is, `None` where it was or is not there."""
-    each = {(kind, name) for side in (then, now) for kind, names in side.items() for name in names}
-    sides = {one: (then.get(one[0], {}).get(one[1]), now.get(one[0], {}).get(one[1])) for one in sorted(each)}
+def _going(kind: str, name: str, detail: str) -> str:
+    version = GOING.get(f"{kind}: {name}")
+    return f"{detail}; goes in {version}" if version else detail
+
+
+Difference = dict[tuple[str, str], tuple[str | None, str | None]]
+"""By kind and name what something was and is, `None` where it was or is not there."""
+
+
+def differences(then: Surface, now: Surface) -> Difference:
+    """What is new, gone or different."""
+    kinds = [kind for kind in now if kind != "version"]
+    sides = {
+        (kind, name): (then.get(kind, {}).get(name), now[kind].get(name))
+        for kind in kinds
+        for name in sorted({**then.get(kind, {}), **now[kind]})
+    }
     return {one: (was, is_now) for one, (was, is_now) in sides.items() if was != is_now}
 
 
-def undocumented(found: Mapping[tuple[str, str], Any], changes: str) -> list[str]:
-    """The names of differences that no code span of a section of the changelog has, in whole or from its last dot."""
-    told = set(re.findall(r"[\w/.-]+", " ".join(re.findall(r"`([^`]+)`", changes))))
-    return [f"{kind}: {name}" for kind, name in found if not {name, name.rpartition(".")[2]} & told]
+def undocumented(found: Difference, changes: str) -> list[str]:
+    """The names of differences that are no code span of a section of the changelog, whole or by their last part.
+
+    A span may go on after the name, as in `name=1` and `name(...)`.
+    """
+    told = set()
+    for span in re.findall(r"`([^`]+)`", changes):
+        heads = [re.split(r"[=(]", word)[0] for word in (span, *span.split())]
+        told |= {span, *heads, *(head.lstrip("-") for head in heads), *(head.rpartition(".")[2] for head in heads)}
+    return [f"{kind}: {name}" for kind, name in found if not {name, re.findall(r"[\w/<>]+", name)[-1]} & told]
 
 
-def undeprecated(found: Mapping[tuple[str, str], tuple[str | None, str | None]], version: str) -> list[str]:
-    """The names that are gone, and were not deprecated until this version."""
-    gone = {f"{kind}: {name}": was or "" for (kind, name), (was, is_now) in found.items() if is_now is None}
-    goes = {name: re.search(r"goes in (?:trl_opsd )?([\d.]+\d)", was) for name, was in gone.items()}
-    return [name for name, match in goes.items() if not match or Version(match[1]) > Version(version)]
+def unstable(found: Difference, released: str, version: str) -> list[str]:
+    """The names that are gone and were not deprecated until this version, or that a patch of a release changes."""
+    then, now = Version(released), Version(Version(version).base_version)
+    is_patch = not then.is_prerelease and then.release[:2] == now.release[:2]
+    wrong = []
+    for (kind, name), (was, is_now) in found.items():
+        goes = re.search(r"goes in (?:trl_opsd )?([\d.]+\d)", was or "")
+        if (is_now is None and not (goes and Version(goes[1]) <= now)) or (is_patch and was is not None):
+            wrong.append(f"{kind}: {name}")
+    return wrong
 
 
 def _names() -> Iterator[tuple[str, str]]:
@@ -106,11 +134,15 @@ def _names() -> Iterator[tuple[str, str]]:
         if thing in seen:
             continue
         is_built = not inspect.isclass(thing) or re.search(rf"\b{name}\(", code)
-        yield path, _called(thing) if is_built else "a class"
+        yield path, "a class" if inspect.isclass(thing) else "a function" if callable(thing) else "a value"
+        yield from _parameters(path, thing) if is_built and callable(thing) and thing is not OPSDConfig else ()
         if inspect.isclass(thing) and thing is not OPSDConfig:  # whose fields are the options
             own = [base for base in thing.__mro__ if base.__module__.startswith("trl_opsd") and base not in seen]
             members = {member for base in own for member in vars(base) if member[0] != "_"} & told
-            yield from ((f"{path}.{one}", _called(inspect.getattr_static(thing, one))) for one in sorted(members))
+            for one in sorted(members):
+                member = inspect.getattr_static(thing, one)
+                yield f"{path}.{one}", "a method" if callable(getattr(thing, one, None)) else "an attribute"
+                yield from _parameters(f"{path}.{one}", member) if callable(getattr(thing, one, None)) else ()
         seen.add(thing)
 
 
@@ -120,17 +152,15 @@ def _code(text: str) -> list[str]:
     return [*blocks, *re.findall(r"`([^`\n]+)`", text)]
 
 
-def _called(thing: Any) -> str:
-    """How something is called: its parameters with their defaults, without types."""
-    goes = f" deprecated: {said}" if (said := getattr(thing, "__deprecated__", "")) else ""
+def _parameters(path: str, thing: Any) -> Iterator[tuple[str, str]]:
+    """The parameters of what is called, each with its default, and when it goes, if it is deprecated."""
+    goes = f"; deprecated: {said}" if (said := getattr(thing, "__deprecated__", "")) else ""
     thing = thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing
-    if not callable(thing) or thing is OPSDConfig:
-        return f"an attribute{goes}" if thing is not OPSDConfig else "see options"
-    if inspect.isclass(thing) and issubclass(thing, Exception):
-        return f"an error, {', '.join(base.__name__ for base in thing.__bases__)}"
-    bare = inspect.signature(thing)
-    kept = [one.replace(annotation=one.empty) for one in bare.parameters.values() if one.name != "self"]
-    return f"{bare.replace(parameters=kept, return_annotation=bare.empty)}{goes}"
+    for number, one in enumerate(inspect.signature(thing).parameters.values()):
+        if one.name not in ("self", "cls") and one.name[0] != "_":
+            place = "by name" if one.kind is one.KEYWORD_ONLY else f"at {number}"
+            default = "required" if one.default is one.empty else repr(one.default)
+            yield f"{path}({one.name})", f"{place}, {default}{goes}"
 
 
 def _option(field: dataclasses.Field) -> str:
@@ -140,12 +170,16 @@ def _option(field: dataclasses.Field) -> str:
 
 
 def _commands() -> Iterator[tuple[str, str]]:
-    """Each command with its parameters and what its exit status says."""
+    """Each command with what its exit status says, and its parameters with their defaults."""
     for name, one in get_command(app).commands.items():  # type: ignore[attr-defined]
-        given = [*(max(each.opts, key=len) for each in one.params if each.name != "help")]
         status = re.search(r"Exit status: (.*?)\.(\n|$)", inspect.cleandoc(one.help or "") + "\n", re.DOTALL)
-        yield name, f"{' '.join(given)}; exit status {' '.join(status[1].split()) if status else 'as train'}"
-    yield "train's options besides", " ".join(f"--{one.name}" for one in dataclasses.fields(ExtraArguments))
+        yield name, f"exit status {' '.join(status[1].split()) if status else 'as train'}"
+        for number, each in enumerate(one.params):
+            if each.name != "help":
+                is_argument = each.param_type_name == "argument"
+                options = [f"at {number}"] if is_argument else [*each.opts, *each.secondary_opts]
+                yield f"{name} {max(each.opts, key=len)}", f"{' '.join(options)}, {each.default!r}"
+    yield from ((f"train --{one.name}", repr(one.default)) for one in dataclasses.fields(ExtraArguments))
 
 
 def _documents() -> Iterator[tuple[str, str]]:

@@ -249,6 +249,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         share_tracebacks()
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or self.deepspeed:
             check_builds()
+        convert_text(self)
         move_deprecated(self)
         self.check_as_given()
         self._choose_for_cpu()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -188,7 +188,7 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
         raise ValueError(
             f"{path} cannot be read ({error}): the checkpoint is corrupted; resume from another."
         ) from error
-    differing = _differing(then, now)
+    differing = _differing({_names().get(name, name): value for name, value in then.items()}, now)
     if refused := {name: line for name, line in differing.items() if name not in accepted}:
         raise ValueError(
             f"This run differs from the one that saved {folder}:\n"
@@ -197,6 +197,14 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
         )
     if differing:
         logger.warning("Resuming with changes:\n" + "\n".join(differing.values()))
+
+
+@cache
+def _names() -> dict[str, str]:
+    """The present names of options that had others, deprecated or gone."""
+    known = table(OPSDConfig)
+    former = {other: name for name, one in known.items() for other in one.also.split() if other not in known}
+    return former | {name: one.became for name, one in known.items() if one.became}
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

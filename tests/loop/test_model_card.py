@@ -110,7 +110,7 @@ def test_card_names_version_seed_and_papers_of_what_was_used(make_trainer):
     assert ", seed 7\n" in text
     [line] = [line for line in text.splitlines() if line.startswith("- Objective and methods follow: ")]
     named = re.findall(r"\[arXiv ([\d.]+)\]\(https://arxiv.org/abs/\1\)", line)
-    assert sorted(named) == ["2402.03898", "2601.20802", "2604.14084"]  # DistiLLM, SDPO, TIP
+    assert sorted(named) == ["2402.03898", "2601.20802"]  # DistiLLM, SDPO
 
 
 def test_papers_of_divergences_are_those_of_their_page():

@@ -107,7 +107,9 @@ def has_manifest(checkpoint: Path) -> bool:
 
 def written_otherwise(checkpoint: Path) -> str:
     """The versions that wrote a complete checkpoint, where they differ from those installed; else empty."""
-    then, now = json.loads((checkpoint / MANIFEST).read_bytes()).get("versions", {}), versions()
+    then, now = json.loads((checkpoint / MANIFEST).read_bytes()).get("versions"), versions()
+    if not isinstance(then, dict):
+        return ""  # of an older version of this package
     return ", ".join(f"{name} {was} (now {now.get(name)})" for name, was in then.items() if was != now.get(name))
 
 
@@ -117,7 +119,7 @@ def problems(checkpoint: Path) -> list[str]:
         return [f"{MANIFEST} is missing: it is incomplete or was written by another program"]
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-        if (newer := manifest.get("format", FORMAT)) > FORMAT:
+        if (newer := int(manifest.get("format", FORMAT))) > FORMAT:
             return [f"{MANIFEST} has the format {newer!r} of a newer version of trl_opsd: resume with that version"]
         expected = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

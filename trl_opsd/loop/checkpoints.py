@@ -20,12 +20,11 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, publish, recover, rotate, sync_files
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, numbered, publish, recover, rotate, sync_files
 from trl_opsd.checkpoints.resume import (
     Settings,
     check_launch,
     checkpoint_to_resume,
-    newest_complete,
     not_taken,
     remedy,
     set_rates,
@@ -49,6 +48,8 @@ class Checkpoints:
             trainer.add_callback(self._sigterm)
         self._settings: Settings = []
         """Optimizer settings from the options of the latest training."""
+        self.interrupted = False
+        """Whether a SIGTERM ended the last training."""
         self.is_staging = False
         """Whether one is being written, and not yet published."""
 
@@ -62,20 +63,19 @@ class Checkpoints:
             if advice := remedy(Path(self._trainer.args.output_dir), self._trainer.state.global_step):
                 error.add_note(advice)
             raise
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether a SIGTERM ended the last training."""
-        return self._sigterm is not None and self._sigterm.stopping
+        self.interrupted = self._sigterm is not None and self._sigterm.stopping
 
     # ---- Reading ------------------------------------------------------------------------------------------------
 
     def are_there(self) -> bool:
-        """Whether any machine's disk has a complete checkpoint. Collective."""
+        """Whether any machine's disk has a checkpoint, complete or not; one that cannot be used is an error later.
+
+        Collective.
+        """
         run_dir = Path(self._trainer.args.output_dir)
         if self._trainer.args.should_save:
             recover(run_dir)
-        return any(gather_object([newest_complete(run_dir)[0] is not None]))
+        return any(gather_object([bool(numbered(run_dir))]))
 
     def whole(self, asked: str | bool) -> str:
         """The requested checkpoint, `True` for the newest complete on every machine with its own disk. Collective."""

@@ -207,6 +207,7 @@ class TrainerHooks(TrainerMembers):
 
         `resume_from_checkpoint="auto"` resumes from the newest checkpoint if there is one.
         """
+        self._checkpoints.interrupted = False
         if self.train_dataset is None:
             raise ValueError(
                 "`train` without a `train_dataset`: this trainer was built only to evaluate; pass a `train_dataset`."

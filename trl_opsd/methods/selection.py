@@ -36,7 +36,7 @@ _FRACTION = Need("`token_fraction` is 1", lambda now: now.token_fraction != 1)
 class SelectionOptions:
     token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), (_FRACTION,), resumed=True)] = None
     """In training, which tokens of each row count in the loss, a share of `token_fraction`: the first, random ones, or
-    those with the highest entropy, divergence or surprise (TIP, arXiv 2604.14084); see `docs/objectives.md`. When
+    those with the highest entropy, divergence or surprise; see `docs/objectives.md`. When
     `None`, all."""
     token_fraction: Annotated[float, Option(share(), (_SELECTION,), resumed=True)] = 1.0
     """Share of the tokens of a row that `token_selection` keeps, rounded up to whole tokens."""

@@ -12,11 +12,13 @@ from itertools import chain
 from logging import getLogger
 from pathlib import Path
 from subprocess import CalledProcessError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.commands import launch as launching
 from accelerate.commands.config import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.utils import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -56,6 +58,7 @@ def run(
     command = [*launcher, "--module", "trl_opsd", *["--traceback"] * traceback, *words, *script]
     agent = getLogger("torch.distributed.elastic.multiprocessing.api")
     agent.disabled = True  # it would report a failure that the process has printed already
+    alone, launching.simple_launcher = launching.simple_launcher, _replace_process
     try:
         launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
@@ -67,9 +70,18 @@ def run(
     except SignalException as error:  # the launcher's own, when its processes have ended
         sys.exit(128 + error.sigval)
     except CalledProcessError as error:
-        sys.exit(max(1, error.returncode))
+        sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
     finally:
+        launching.simple_launcher = alone
         agent.disabled = False
+
+
+def _replace_process(args: Any) -> None:
+    """Runs one process in place of this one, which gets its signals: accelerate's own would die of a SIGTERM alone."""
+    command, environment = prepare_simple_launcher_cmd_env(args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], command, environment)
 
 
 def launch_options() -> set[str]:
