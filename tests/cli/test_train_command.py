@@ -229,10 +229,13 @@ def test_status_of_a_launch_is_that_of_its_cause(ends, status, told, capsys, mon
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [1, 2])
-def test_run_stopped_by_sigterm_has_its_status_and_goes_on(processes, disk, tmp_path):
+@pytest.mark.parametrize(
+    "launcher",
+    [[], ["--num_machines", "1"], ["--accelerate_config", "ddp", "--num_processes", "2"]],
+    ids=["no launcher", "one process", "two processes"],
+)
+def test_run_stopped_by_sigterm_has_its_status_and_goes_on(launcher, disk, tmp_path):
     """Started twice by one command, as a scheduler does: the second goes on from the checkpoint of the first."""
-    launcher = ["--accelerate_config", "ddp", "--num_processes", "2"] if processes == 2 else []
     given = options(tmp_path / "out", max_steps=4000, save_strategy="no", enable_jit_checkpoint=True, logging_steps=1)
     arguments = ["train", *launcher, *disk, *given, "--resume_from_checkpoint", "auto"]
     path = os.pathsep.join([str(ROOT.parent), os.environ.get("PYTHONPATH", "")])
