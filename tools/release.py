@@ -61,6 +61,8 @@ def refusals(version: str) -> list[str]:
     heading = next(line for line in read("CHANGELOG.md").splitlines() if line.startswith("## "))
     if not re.fullmatch(rf"## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading):
         found.append(f"CHANGELOG.md: begins with {heading!r}, expected '## {version} (<date>)'")
+    if "Nothing was released yet" in read("CHANGELOG.md"):
+        found.append("CHANGELOG.md: says that nothing was released yet")
     if "pip install trl_opsd" not in read("README.md"):
         found.append("README.md: does not say `pip install trl_opsd`")
     if changed := git("status", "--porcelain").decode().splitlines():
