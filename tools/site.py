@@ -19,7 +19,7 @@ PAGES = {
     "SECURITY.md": "",
     "CONTRIBUTING.md": "",
     "RELEASE.md": "",
-    "AGENTS.md": "",
+    "AGENTS.md": "for_tools.md",  # where file names have no case, `agents.md` is the same
 }
 """Files beside `docs` that are pages, and their other names there."""
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
