@@ -96,7 +96,7 @@ def audit(
     better completions itself, and whether it recovers from the student's mistakes. Takes the options of `trl-opsd
     train` too; runs in one process, and changes nothing.
 
-    Exit status: 0, 1 if no candidate helps, 2 for a wrong option, model or row.
+    Exit status: 0, 1 if no verdict is helps or unknown, 2 for a wrong option, model or row.
     """
     import sys
     from contextlib import redirect_stdout
