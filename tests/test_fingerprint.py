@@ -18,7 +18,7 @@ from support import tiny
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.checkpoints.atomic_save import MANIFEST
 from trl_opsd.data.datasets import describe_rows
-from trl_opsd.fingerprint import FILE, OPTIONS, OTHERS, _differing, check_accepted, describe_function
+from trl_opsd.fingerprint import FILE, OPTIONS, OTHERS, _differing, check, check_accepted, describe_function
 from trl_opsd.losses import Divergence, ReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.weights import digest, sampled
@@ -294,3 +294,10 @@ def test_functions_are_described_by_name_and_version():
         {"functions": {"weigh": describe_function(telling("!"))}},
         {"functions": {"weigh": describe_function(versioned)}},
     )
+
+
+def test_option_with_a_former_name_is_compared_by_its_present(tmp_path):
+    (tmp_path / FILE).write_text(json.dumps({"rollout_n": 2, "optimizer": "adamw"}))
+    check(tmp_path, {"num_generations": 2, "optimizer": "adamw"})
+    with pytest.raises(ValueError, match="num_generations: 2 in the checkpoint, 1 now"):
+        check(tmp_path, {"num_generations": 1, "optimizer": "adamw"})

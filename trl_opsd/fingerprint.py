@@ -188,7 +188,8 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
         raise ValueError(
             f"{path} cannot be read ({error}): the checkpoint is corrupted; resume from another."
         ) from error
-    differing = _differing({_names().get(name, name): value for name, value in then.items()}, now)
+    names: Mapping[str, str] = _names()
+    differing = _differing({names.get(name, name): value for name, value in then.items()}, now)
     if refused := {name: line for name, line in differing.items() if name not in accepted}:
         raise ValueError(
             f"This run differs from the one that saved {folder}:\n"
@@ -203,7 +204,9 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
 def _names() -> dict[str, str]:
     """The present names of options that had others, deprecated or gone."""
     known = table(OPSDConfig)
-    former = {other: name for name, one in known.items() for other in one.also.split() if other not in known}
+    former = {
+        other: name for name, one in known.items() for other in one.also.split() if other not in (*known, *OTHERS)
+    }
     return former | {name: one.became for name, one in known.items() if one.became}
 
 

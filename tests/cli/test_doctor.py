@@ -315,6 +315,7 @@ def test_tiny_says_its_needs_and_refuses_more_than_free(folders, monkeypatch):
     assert (done.exit_code, "1.0 GB are free: free some" in " ".join(done.stderr.split())) == (2, True)
 
 
+@pytest.mark.long
 def test_reference_holds_no_head_copy_and_gradients_once():
     made = pair(tiny.qwen2(512, vocab_size=8192), tiny.qwen2(2048, seed=1, vocab_size=8192))
     mine, yours = (checks._logits_after(made, role) for role in ("student", "teacher"))

@@ -180,6 +180,7 @@ def test_the_teacher_reads_again_only_what_has_changed(make_trainer):
     assert taught == [4, 4, 4, 2], "the micro-batch with the changed row"
 
 
+@pytest.mark.long
 def test_loss_of_a_shortened_mask_keeps_its_denominator_unless_recounted(tmp_path):
     """In TRL and here; `weigh` needs no counting (docs/extending.md)."""
 

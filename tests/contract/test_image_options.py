@@ -60,7 +60,12 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
+MOST_TELLING = ("a budget of tokens", "rows as they end", "two teachers alike")
+
+
+@pytest.mark.parametrize(
+    "case", [one if one in MOST_TELLING else pytest.param(one, marks=pytest.mark.long) for one in SAME]
+)
 def test_images_stay_with_their_rows(trained, case):
     options = {name: value() if callable(value) else value for name, value in SAME[case].items()}
     if case.startswith("two"):

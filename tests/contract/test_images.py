@@ -23,7 +23,7 @@ from trl import DistillationConfig, DistillationTrainer
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.data.completions import cut_after_end
 
-SHORT = ("gemma3", "idefics3", "qwen2_5_vl")
+SHORT = ("gemma3", "qwen2_5_vl")
 SEEING = [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in vision_language.SEEING]
 LAYERS = r".*(language|text)_model.*(q_proj|in_proj_qkv|up_proj)"
 

@@ -166,6 +166,7 @@ def test_two_processes_act_out_the_tasks_of_one(tmp_path):
     assert [len(set(batch)) for batch in odd["train"]] == [1] * 3, "a group in both has one task"
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_metrics_are_those_of_all_rows(tmp_path):
     """Of five rows, with a row that only fills the last batch."""

@@ -216,6 +216,7 @@ def test_an_environment_may_bring_all_prompts(trained):
     assert "how many<|im_end|>" in trainer.processing_class.decode(trainer.rollout.asked[0][0])
 
 
+@pytest.mark.long
 def test_one_seed_gives_one_order_of_tasks(tmp_path):
     first, again, other, wide = (
         tasks(tmp_path / name, **options)

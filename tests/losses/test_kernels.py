@@ -39,7 +39,7 @@ sys.exit(code)
 """
 
 
-@pytest.fixture(scope="module", params=["short", pytest.param("all", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[pytest.param(one, marks=pytest.mark.long) for one in ("short", "all")])
 def measured(request):
     """The benchmark, on rows that end within the second block; or also on rows shorter than one, for every target."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -174,6 +174,7 @@ def test_a_context_shorter_than_the_students_limits_prompts_and_completions(make
     assert all(len(ids) <= 16 for ids in short.complete([[5] * 8]))
 
 
+@pytest.mark.long
 def test_closed_or_collected_engine_leaves_nothing_in_the_process(make):
     """Process groups and other engines live on, as in a notebook, where one trainer follows another.
 
