@@ -99,6 +99,7 @@ def test_checks_beyond_the_budget_are_skipped_not_failed(run):
     assert "the budget of 3 s ran out after 3 s" in cut["measured"]
 
 
+@pytest.mark.long
 def test_script_writes_results_and_skips_checks_beyond_its_budget(gpu, tmp_path):
     script = [sys.executable, str(FOLDER / "gpu.py"), "--toy", "--json", str(tmp_path / "gpu.json")]
     done = subprocess.run([*script, "--only", "ceilings"], capture_output=True, text=True, timeout=280)

@@ -106,6 +106,7 @@ def test_peak_of_each_phase_is_predicted_within_15_percent(case, monkeypatch):
         assert measured > 400e6
 
 
+@pytest.mark.long
 def test_memory_grows_with_the_load_and_shrinks_with_devices():
     student, teacher = (shape_of(str(SHAPES / f"measured-{role}.json")) for role in ("student", "teacher"))
 

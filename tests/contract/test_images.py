@@ -210,6 +210,7 @@ def test_rows_leave_batches_larger_than_their_images_pixels(make_trainer):
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_weights_of_its_checkpoint(tmp_path):
     """Which has other names than the model: transformers' trainer loads none of those, and only warns."""
     options = tiny.options(tmp_path, learning_rate=1e-2, max_steps=4, save_strategy="steps", save_steps=2)

@@ -156,6 +156,7 @@ def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
     assert learned.sum() == 4 * sum(len(words()(text)["input_ids"]) for text in written)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_processes_act_out_the_tasks_of_one(tmp_path):
     two = forks.results("ddp", tasks, tmp_path / "two", Drawn, None, 2, 4)[0]

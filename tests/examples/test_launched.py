@@ -11,7 +11,7 @@ from peft import AutoPeftModelForCausalLM
 from support import forks
 from support.one_traceback import DEADLINE
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]
+pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(forks.SECONDS + 60)]
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,7 @@ SOME = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("chosen", "least", "targets"),
     [pytest.param(SOME, 15, 4, id="some"), pytest.param(ALL, 60, 40, id="all", marks=pytest.mark.long)],

@@ -78,6 +78,7 @@ def test_stale_weights_show_in_the_distance_of_the_sampler(make, monkeypatch):
     distances_of_stale_weights(make, monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "tied"), KINDS)
 def test_an_engine_has_the_weights_of_each_step(make, tmp_path, kind, tied):
     watch = Watch()
