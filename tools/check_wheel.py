@@ -143,15 +143,19 @@ def check_extras(wheel: Path) -> None:
     newest = [(python, "all", []) for python in PYTHONS]
     index = {"UV_DEFAULT_INDEX": "PIP_INDEX_URL", "UV_INDEX": "PIP_EXTRA_INDEX_URL"}
     env = os.environ | {ours: os.environ[of_pip] for ours, of_pip in index.items() if os.environ.get(of_pip)}
+    asked = []
     for python, extras, pins in (*newest, (PYTHONS[0], ",".join(EXTRAS), lower_bounds())):
+        wanted = wheel.parent / f"{python}-{len(pins)}.in"
+        wanted.write_text("\n".join([f"trl_opsd[{extras}] @ {wheel.as_uri()}", *pins]))
         command = (PACKAGING / "bin" / "uv", "pip", "compile", "-q", "--no-header", "--no-annotate")
-        command = (*map(str, command), f"--python-version={python}", "-")
-        wanted = "\n".join([f"trl_opsd[{extras}] @ {wheel.as_uri()}", *pins])
-        done = subprocess.run(command, input=wanted, env=env, text=True, capture_output=True, cwd=wheel.parent)
-        assert not done.returncode, f"[{extras}] cannot be installed together:\n{done.stderr}"
-        found = dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
-        shown = (f"{name} {found[name]}" for name in RESOLVED if name in found)
-        print(f"Python {python} [{extras}]{', lower bounds' if pins else ''}:", *shown)
+        command = (*map(str, command), f"--python-version={python}", str(wanted))
+        began = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        asked.append((f"Python {python} [{extras}]{', lower bounds' if pins else ''}", began))
+    for name, began in asked:  # which wait for the index, all at once
+        out, errors = began.communicate()
+        assert not began.returncode, f"{name} cannot be installed together:\n{errors}"
+        found = dict(line.split("==") for line in out.splitlines() if "==" in line)
+        print(f"{name}:", *(f"{one} {found[one]}" for one in RESOLVED if one in found))
 
 
 def build(folder: Path, repository: Path = REPOSITORY) -> Path:

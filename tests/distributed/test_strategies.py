@@ -58,7 +58,10 @@ def alone(models):
 @pytest.mark.parametrize(
     ("strategy", "every"),
     [
-        *((strategy, False) for strategy in variants.SHORT),
+        *(
+            pytest.param(strategy, False, marks=[pytest.mark.long] * (strategy == "fsdp2"))
+            for strategy in variants.SHORT
+        ),
         *(pytest.param(strategy, True, marks=pytest.mark.long) for strategy in WRAPPERS),
     ],
     ids=lambda value: {True: "every variant", False: "some variants"}.get(value, value),
