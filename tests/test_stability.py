@@ -11,6 +11,7 @@ from typing import Annotated
 
 import pytest
 from packaging.version import Version
+from trl import TrlParser
 
 import trl_opsd
 from trl_opsd import OPSDConfig
@@ -118,13 +119,28 @@ class Later(OPSDConfig):
 
 @pytest.mark.quick
 def test_old_name_of_an_option_warns_and_sets_the_new():
-    with pytest.warns(FutureWarning, match=r"`clip` is deprecated and goes in trl_opsd 0\.3\.0: use `kl_clip`"):
+    with pytest.warns(FutureWarning, match=r"`clip` is deprecated and goes in trl_opsd 0\.3\.0: use `kl_clip`") as told:
         args = Later("out", use_cpu=True, clip="0.5", divergence="forward_kl")
-    assert (args.kl_clip, args.clip) == (0.5, None)
+    assert (args.kl_clip, args.clip, told[0].filename) == (0.5, None, __file__)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         assert Later("out", use_cpu=True, kl_clip=0.5, divergence="forward_kl").kl_clip == 0.5
         args.check_again()  # nothing of it is left
+
+
+def test_both_names_with_one_value_as_text_are_no_contradiction():
+    with pytest.warns(FutureWarning, match="`clip` is deprecated"):
+        assert Later("out", use_cpu=True, clip="0.5", kl_clip="5e-1", divergence="forward_kl").kl_clip == 0.5
+
+
+def test_old_name_in_yaml_and_on_a_command_line_sets_the_new(tmp_path):
+    (tmp_path / "run.yaml").write_text("clip: 0.5\n")
+    for given in (["--clip", "0.5"], ["--config", str(tmp_path / "run.yaml")]):
+        with pytest.warns(FutureWarning, match="`clip` is deprecated"):
+            [args] = TrlParser([Later]).parse_args_and_config(
+                [*given, "--output_dir", "out", "--use_cpu", "--divergence", "forward_kl"]
+            )
+        assert args.kl_clip == 0.5
 
 
 def test_old_and_new_name_with_two_values_are_refused():

@@ -171,7 +171,7 @@ def _option(field: dataclasses.Field) -> str:
 
 def _commands() -> Iterator[tuple[str, str]]:
     """Each command with what its exit status says, and its parameters with their defaults."""
-    for name, one in get_command(app).commands.items():  # type: ignore[attr-defined]
+    for name, one in get_command(app).commands.items():
         status = re.search(r"Exit status: (.*?)\.(\n|$)", inspect.cleandoc(one.help or "") + "\n", re.DOTALL)
         yield name, f"exit status {' '.join(status[1].split()) if status else 'as train'}"
         for number, each in enumerate(one.params):

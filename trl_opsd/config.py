@@ -249,8 +249,6 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         share_tracebacks()
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or self.deepspeed:
             check_builds()
-        convert_text(self)
-        move_deprecated(self)
         self.check_as_given()
         self._choose_for_cpu()
         refuse((*LAUNCH, *rules(Stage.LAUNCH)), Launch.of(self))
@@ -271,6 +269,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     def check_as_given(self) -> None:
         """Converts text, and checks what transformers and TRL would read before they do."""
         convert_text(self)
+        move_deprecated(self)
         check_json(self)
         check_values(self, DistillationConfig.__dataclass_fields__)
 

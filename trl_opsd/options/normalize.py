@@ -45,7 +45,7 @@ def move_deprecated(args: DistillationConfig) -> None:
                 setattr(args, new, value)
                 setattr(args, name, getattr(type(args), name))
             said = f"`{name}` is deprecated and goes in trl_opsd {option.goes}: {instead}."
-            warnings.warn(said, FutureWarning, stacklevel=4)  # where the config is made
+            warnings.warn(said, FutureWarning, stacklevel=5)  # where the config is made
 
 
 # ---- Text and JSON --------------------------------------------------------------------------------------------------
