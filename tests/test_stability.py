@@ -128,12 +128,12 @@ def test_old_name_of_an_option_warns_and_sets_the_new():
         args.check_again()  # nothing of it is left
 
 
-def test_both_names_with_one_value_as_text_are_no_contradiction():
+def test_both_names_with_one_value_as_text_agree():
     with pytest.warns(FutureWarning, match="`clip` is deprecated"):
         assert Later("out", use_cpu=True, clip="0.5", kl_clip="5e-1", divergence="forward_kl").kl_clip == 0.5
 
 
-def test_old_name_in_yaml_and_on_a_command_line_sets_the_new(tmp_path):
+def test_old_name_in_yaml_or_a_flag_sets_the_new(tmp_path):
     (tmp_path / "run.yaml").write_text("clip: 0.5\n")
     for given in (["--clip", "0.5"], ["--config", str(tmp_path / "run.yaml")]):
         with pytest.warns(FutureWarning, match="`clip` is deprecated"):
