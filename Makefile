@@ -112,7 +112,7 @@ workflows: .packaging/.made ## check workflows, issue forms, dependabot's file a
 wheel: .packaging/.made ## build the wheel, check its page and extras, and train with it in an environment of what pip installs alone
 	$(BIN)/python tools/check_wheel.py
 
-house: venv ## the size of the package as a reader meets it, beside its goals
+house: venv ## the size of the package as a reader meets it; fails above a limit of tools/limits.json
 	OMP_NUM_THREADS=1 $(BIN)/python tools/house.py
 
 docs: .docs/.made ## build the documentation as a site in build/site, strictly
