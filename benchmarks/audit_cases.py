@@ -296,13 +296,8 @@ def rule(folder: str, seed: int, *, told: str, wanted: str | None = None, steps:
     asked = argparse.Namespace(
         model=".real/smollm2", divergence="forward_kl", learning_rate=2e-3, steps=steps, use_vllm=False
     )
-    trainer = distil.build(asked, told, seed, Path(folder))
+    trainer = distil.build(asked, told, seed, Path(folder), wanted)
     trainer.args.eval_strategy = "no"
-    if wanted is not None:
-        trainer.train_dataset, trainer.eval_dataset = (
-            rows.remove_columns("rule").add_column("rule", [wanted] * len(rows))
-            for rows in (trainer.train_dataset, trainer.eval_dataset)
-        )
     return trainer
 
 

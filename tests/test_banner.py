@@ -257,12 +257,6 @@ def test_attention_of_each_model_is_named_sdpa_by_default(make_trainer, tmp_path
     assert found["attention"] == "student sdpa, teacher eager"
 
 
-def test_options_without_effect_are_listed(make_trainer):
-    found = parts(make_trainer(rollout=None, vllm_server_port=9000, teacher_update_rate=0.5))
-    assert found["no effect"] == "teacher_update_rate=0.5, vllm_server_port=9000"
-    assert "no effect" not in parts(make_trainer())
-
-
 def test_epochs_become_steps_once_a_training_has_begun(make_trainer, capsys):
     trainer = make_trainer(max_steps=-1, num_train_epochs=2)
     assert parts(trainer)["steps"].startswith("2 epochs of 2 prompts each")

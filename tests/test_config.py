@@ -10,8 +10,7 @@ import math
 import pickle
 import re
 import warnings
-from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,11 +22,10 @@ from support import tiny
 from transformers import HfArgumentParser, Qwen2ForCausalLM, TrainingArguments
 from trl import DistillationConfig
 
-from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd import OPSDConfig
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.options.foreign_names import TRAINER_ARGUMENTS, advice, instead
 from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
-from trl_opsd.options.table import TRANSFORMERS, TRLS, Situation, Values, table
+from trl_opsd.options.table import TRANSFORMERS, TRLS, Values, table
 
 TABLE = table(OPSDConfig)
 
@@ -159,52 +157,6 @@ def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
     wrong = next(value for value in (-7, -7.5, math.nan) if not TABLE[name].takes.fits(value))
     with pytest.raises(ValueError, match=f"^`{name}={wrong}`: expected "):
         tiny.config(tmp_path, **{name: wrong})
-
-
-WITHOUT_EFFECT = """
-    certificate contrast_clip cross_tokenizer_missed extrapolation_reference feedback_template environment_timeout
-    teacher_weights reward_gate teacher_context success_threshold
-    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-    skew alpha token_selection token_fraction sft_weight reward_weights scale_rewards
-    multi_objective_aggregation deterministic overlap_max_divergence teacher_update_rate teacher_sync_steps
-    teacher_model_revision teacher_trust_remote_code teacher_server_timeout teacher_server_targets teacher_server_top_k
-    nonfinite_skip_limit eval_delay eval_steps metric_for_best_model save_steps save_total_limit save_only_model
-    log_unique_prompts num_completions_to_print
-    max_tool_calling_iterations sglang_server_timeout vllm_mode vllm_enable_sleep_mode vllm_structured_outputs_regex
-    vllm_gpu_memory_utilization vllm_max_model_length vllm_model_impl vllm_tensor_parallel_size vllm_server_base_url
-    vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_sync_check vllm_weight_sync
-"""
-"""Options that nothing reads unless another is set."""
-
-
-@pytest.mark.quick
-def test_needs_of_each_option(tmp_path):
-    def unread(rest, **options):
-        now = Situation(args=tiny.config(tmp_path, **options), **rest)
-        return {name for name, one in TABLE.items() if one.lacks(now) is not None}
-
-    alone = {*WITHOUT_EFFECT.split()}
-    of_engines = {name for name in alone if name.startswith(("vllm_", "sglang_")) and "importance" not in name}
-    assert unread({}) == alone
-    assert unread({"own_rollout": True}) == alone - of_engines
-    given = {"rewards": ["r"], "tools": [len], "teachers": ["a"], "optimizers": (1, 1), "has_context": False}
-    given |= {"environments": ["e"], "eval_dataset": ["e"]}
-    optimizer = "learning_rate optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon"
-    scheduler = "lr_scheduler_type lr_scheduler_kwargs warmup_steps"
-    server = "vllm_gpu_memory_utilization vllm_model_impl vllm_tensor_parallel_size vllm_server_host vllm_server_port"
-    others = "teacher_prompt_template cache_implementation collapse_guard sglang_server_timeout"
-    still = "skew vllm_importance_sampling_clip_max deterministic overlap_max_divergence teacher_update_rate "
-    still += "vllm_importance_sampling_clip_min "
-    still += "teacher_sync_steps token_selection eval_delay eval_steps metric_for_best_model contrast_clip "
-    still += "success_threshold extrapolation_reference teacher_weights cross_tokenizer_missed"
-    url = "http://localhost:9"
-    assert unread(
-        given,
-        **{"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "teacher_server_url": url},
-        **{"divergence": "alpha_divergence", "token_selection": "prefix", "seq_kd": False, "lmbda": 0.5},
-        **{"reward_weight": 0.1, "num_generations": 2, "nonfinite": "skip", "collapse_guard": "stop"},
-        **{"save_strategy": "steps", "save_steps": 1, "log_completions": True},
-    ) == {*f"{optimizer} {scheduler} {server} {others} {still}".split()}
 
 
 @pytest.mark.parametrize("option", [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}])
@@ -395,42 +347,6 @@ def test_bf16_is_on_by_default_with_accelerator(tmp_path, monkeypatch):
     config = OPSDConfig(str(tmp_path))
     assert (config.bf16, config.mixed_precision, config.dataloader_pin_memory) == (True, "bf16", True)
     assert OPSDConfig(str(tmp_path), bf16=False).bf16 is False
-
-
-def test_parameters_of_the_trainer_are_told_from_options():
-    arguments = set(inspect.signature(OPSDTrainer.__init__).parameters) - {"self"}
-    assert set(TRAINER_ARGUMENTS) == arguments - {one.name for one in fields(OPSDConfig)} - {"teacher_model"}
-
-
-def test_advice_about_foreign_names_recommends_existing_options():
-    """No option has that name, and each option or argument that is recommended exists."""
-    options = {one.name for one in fields(OPSDConfig) if "eprecated" not in one.metadata.get("help", "")}
-    known = {*options, *inspect.signature(OPSDTrainer.__init__).parameters, *vars(OPSDTrainer)}
-    assert not advice(OPSDConfig).keys() & options
-    for text in advice(OPSDConfig).values():
-        for name in re.findall(r"(?:called|argument|set) `(\w+)`", text):
-            assert name in known, text
-
-
-@pytest.mark.filterwarnings("ignore:You are importing from .trl.experimental")
-def test_no_trl_option_is_taken_for_another_misspelt():
-    (found,) = find_spec("trl").submodule_search_locations
-    known = [name for name in inspect.signature(OPSDConfig.__init__).parameters if name != "self"]
-    unrelated = ("dpo_config", "kto_config", "cpo_config", "orpo_config", "tpo_config", "a2po_config", "reward_config")
-    seen = set()
-    for path in (*Path(found).glob("trainer/*_config.py"), *Path(found).glob("experimental/*/*_config.py")):
-        module = importlib.import_module(".".join(path.relative_to(Path(found).parent).with_suffix("").parts))
-        for config in vars(module).values():
-            if not (is_dataclass(config) and config.__module__ == module.__name__):
-                continue
-            seen.add(config.__name__)
-            for one in fields(config):
-                said = instead(one.name, known, OPSDConfig)
-                if one.name in ("beta1", "beta2"):  # A2PO's; of anybody else they are Adam's
-                    continue
-                assert one.name in known or not said.startswith("did you mean"), (config, one.name, said)
-                assert one.name in known or one.name in TRAINER_ARGUMENTS or said or path.stem in unrelated, one.name
-    assert {"GKDConfig", "GOLDConfig", "GRPOConfig", "IWOPDConfig", "SDFTConfig", "SDPOConfig"} <= seen
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-import warnings
 from pathlib import Path
-from typing import Annotated
 
 import pytest
-from packaging.version import Version
-from trl import TrlParser
-
-import trl_opsd
-from trl_opsd import OPSDConfig
-from trl_opsd.options.table import Option, table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,60 +93,3 @@ def test_a_change_is_seen_and_its_line_is_found(tool, released, kind, name, told
     fresh = {one: what for one, what in released[kind].items() if one != name}
     found = tool.differences({**released, kind: fresh}, released)
     assert (tool.unstable(found, "0.1.0", "0.1.1"), tool.undocumented(found, told)) == ([], [])
-
-
-def test_no_deprecated_option_outlives_its_version():
-    late = {name: one.goes for name, one in table(OPSDConfig).items() if one.goes}
-    assert [name for name, goes in late.items() if Version(goes) <= Version(trl_opsd.__version__)] == []
-
-
-@dataclasses.dataclass
-class Later(OPSDConfig):
-    """A version in which one option has got another name, and one has none."""
-
-    clip: Annotated[float | None, Option(goes="0.3.0", became="kl_clip")] = None
-    sparkle: Annotated[bool, Option(goes="0.4.0")] = False
-
-
-@pytest.mark.quick
-def test_old_name_of_an_option_warns_and_sets_the_new():
-    with pytest.warns(FutureWarning, match=r"`clip` is deprecated and goes in trl_opsd 0\.3\.0: use `kl_clip`") as told:
-        args = Later("out", use_cpu=True, clip="0.5", divergence="forward_kl")
-    assert (args.kl_clip, args.clip, told[0].filename) == (0.5, None, __file__)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        assert Later("out", use_cpu=True, kl_clip=0.5, divergence="forward_kl").kl_clip == 0.5
-        args.check_again()  # nothing of it is left
-
-
-def test_both_names_with_one_value_as_text_agree():
-    with pytest.warns(FutureWarning, match="`clip` is deprecated"):
-        assert Later("out", use_cpu=True, clip="0.5", kl_clip="5e-1", divergence="forward_kl").kl_clip == 0.5
-
-
-def test_old_name_in_yaml_or_a_flag_sets_the_new(tmp_path):
-    (tmp_path / "run.yaml").write_text("clip: 0.5\n")
-    for given in (["--clip", "0.5"], ["--config", str(tmp_path / "run.yaml")]):
-        with pytest.warns(FutureWarning, match="`clip` is deprecated"):
-            [args] = TrlParser([Later]).parse_args_and_config(
-                [*given, "--output_dir", "out", "--use_cpu", "--divergence", "forward_kl"]
-            )
-        assert args.kl_clip == 0.5
-
-
-def test_old_and_new_name_with_two_values_are_refused():
-    with pytest.raises(ValueError, match=r"`clip=0\.5` and `kl_clip=0\.7` set one option"):
-        Later("out", use_cpu=True, clip=0.5, kl_clip=0.7, divergence="forward_kl")
-
-
-def test_an_option_that_goes_without_a_new_name_warns():
-    with pytest.warns(FutureWarning, match=r"`sparkle` is deprecated and goes in trl_opsd 0\.4\.0: remove it"):
-        assert Later("out", use_cpu=True, sparkle=True).sparkle
-
-
-def test_a_deprecated_option_assigned_later_is_moved_too():
-    args = Later("out", use_cpu=True, divergence="forward_kl")
-    args.clip = 0.25
-    with pytest.warns(FutureWarning, match="`clip` is deprecated"):
-        args.check_again()
-    assert args.kl_clip == 0.25

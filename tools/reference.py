@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -22,7 +21,7 @@ from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 from trl_opsd.methods import METRICS
-from trl_opsd.options.table import Option, Read, Values, table
+from trl_opsd.options.table import Option, Values, table
 from trl_opsd.rollout import chosen_rollout
 from trl_opsd.teacher.checks import check_teachers
 
@@ -35,8 +34,8 @@ Written by `python tools/reference.py` from the code; a test fails when the two 
 _OPTIONS = """\
 `OPSDConfig` is [`trl.DistillationConfig`](https://huggingface.co/docs/trl/distillation_trainer) with the fields below.
 All others keep TRL's names, defaults and meanings, but for [these](#different-from-trl). `examples/train.py` takes
-every field on its command line. An option is read when the trainer is built, and may differ when a run resumes, unless
-it says otherwise."""
+every field on its command line. Options are read when the trainer is built; an option may differ when a run resumes,
+unless it says otherwise."""
 
 _DIVERGENCES = """\
 Values of `divergence` by name, and the objects they stand for. [extending.md](extending.md) has one of your own."""
@@ -46,8 +45,8 @@ _NARROWER = """\
 `bf16` is off unless it is set, and memory is not pinned; TRL's default is refused there.
 
 Options may be given as text, as a YAML file or a shell gives them (`"1e-5"`, `"False"`), and those that take a dict as
-JSON. A name that does not exist is refused with what it is called here, if it comes from another trainer, or with the
-closest name."""
+JSON. A name that does not exist is refused with the closest one; [migration.md](migration.md) has the names of other
+trainers."""
 
 _CHECKED = """\
 These come from TRL and mean what they mean there. `OPSDConfig` checks their values, which TRL mostly does not;
@@ -61,11 +60,9 @@ Of `OPSDTrainer`; from `rollout` on they are given by name. Those up to `tools` 
 [TRL's](https://huggingface.co/docs/trl/distillation_trainer)."""
 
 _ATTRIBUTES = """\
-Once a trainer is built, assigning to `divergence`, `beta`, `temperature` (of the loss, as in TRL), `teacher_model` (a
-model or a path, with all checks, between two steps) and to the attributes of `generation_config` (where `transformers`
-generates) takes effect with the next batch. TRL's other attributes that it reads for each batch work as there. Options
-are those of `OPSDConfig`: to assign one, or a misspelt one, to the trainer is an error. What was passed
-otherwise (`tools`, `processing_class`, the end tokens of the model) is read when the trainer is built."""
+A trainer is final once it is built: build another one for other options, teachers, datasets or tools. Assigning to
+`divergence`, `beta`, `temperature` (of the loss, as in TRL), `rollout`, and to the attributes of `generation_config`
+(where `transformers` generates) takes effect with the next batch."""
 
 _METRICS = """\
 Units are nats where the objective is a KL or the JSD; a total variation, an α-divergence and one of your own have
@@ -242,14 +239,7 @@ def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
 
 
 def _when(option: Option) -> Iterator[str]:
-    """When an option goes, is read, if not at first, and has an effect, and whether a resume compares it."""
-    if option.goes:
-        yield f"Deprecated, goes in {option.goes}{option.became and f': use `{option.became}`'}."
-    if option.read is not Read.BUILD:
-        yield f"Read {option.read.value}."
-    if option.needs:
-        lacking = (need.lacking.format(SimpleNamespace(chosen_in_words="another")) for need in option.needs)
-        yield f"Without effect where {' or '.join(lacking)}."
+    """Whether a resume compares an option."""
     if option.resumed:
         yield "Resumed only with the same value."
 

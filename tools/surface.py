@@ -35,7 +35,6 @@ from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
 from trl_opsd.methods import METRICS
 from trl_opsd.models.probes import Finding
-from trl_opsd.options.table import table
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "surface.json"
@@ -164,9 +163,7 @@ def _parameters(path: str, thing: Any) -> Iterator[tuple[str, str]]:
 
 
 def _option(field: dataclasses.Field) -> str:
-    option = table(OPSDConfig).get(field.name)
-    goes = f"; deprecated, goes in {option.goes}" if option and option.goes else ""
-    return f"{field.default!r}{goes}"
+    return repr(field.default)
 
 
 def _commands() -> Iterator[tuple[str, str]]:

@@ -66,8 +66,6 @@ class Described:
     trainer: TrainerHooks
     rewards: Collection[str]
     """Names of its reward functions."""
-    without_effect: Collection[str]
-    """Options that are set but have no effect."""
 
     def text(self, reads_stream: bool = False) -> str:
         """The description, an entry for each part; `reads_stream` shows the first row of a stream, which reads it."""
@@ -109,8 +107,6 @@ class Described:
             logged = ", logged only" if self.trainer.teaching.logs_rewards else f", in evaluations only{lacking}"
             yield "rewards", ", ".join(self.rewards) + ("" if self.trainer.teaching.learned_rewards else logged)
         yield "optimizer", self._optimizer()
-        if self.without_effect:
-            yield "no effect", ", ".join(f"{name}={getattr(args, name)!r}" for name in self.without_effect)
 
     def _student(self) -> str:
         model, precision = self.trainer.model, self.trainer.accelerator.mixed_precision

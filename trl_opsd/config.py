@@ -21,35 +21,19 @@ from trl_opsd.losses.entrywise import NoDivergence
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.validation import check_clip
 from trl_opsd.methods import MethodOptions, rules
-from trl_opsd.options.foreign_names import StrictNames, check_attribute
+from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import (
     check_json,
     check_sampled,
     convert_text,
-    move_deprecated,
     settle_loading,
     settle_sampling,
     with_help,
 )
 from trl_opsd.options.rules import AFTER, LAUNCH, Launch, Stage, refuse
 from trl_opsd.options.table import (
-    ASSIGN,
-    BYTES,
-    CONTEXT,
-    EMA,
-    ENGINE,
-    ENVIRONMENTS,
     FOLDER,
-    LIVE,
-    LOADED,
     NAMES,
-    NO_PROMPT_FN,
-    OVERLAP_AHEAD,
-    OVERLAP_STEP,
-    SGLANG,
-    SKIPS,
-    STATIC,
-    TEACHER_SERVER,
     Option,
     a_divergence,
     above,
@@ -58,7 +42,6 @@ from trl_opsd.options.table import (
     check_values,
     from_to,
     integer,
-    of_divergences,
     one_of,
     option_values,
     share,
@@ -90,70 +73,62 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     bf16: bool | None = None
     """Whether to compute in bfloat16, with float32 weights. If not set, where there is an accelerator and no `fp16`."""
     # the objective
-    divergence: Annotated[
-        Divergence | str | None, Option(a_divergence, instead=ASSIGN, also="f_divergence_type kl_type")
-    ] = None
+    divergence: Annotated[Divergence | str | None, Option(a_divergence)] = None
     """The objective: a name from `docs/objectives.md`, or a `Divergence`. When `None`, `beta` decides, as in TRL: 0 is
     the forward KL, 1 the reverse KL, between them is the JSD."""
-    skew: Annotated[float, Option(between(0, 1), of_divergences("skew"), also="skew_alpha")] = 0.1
+    skew: Annotated[float, Option(between(0, 1))] = 0.1
     """Of the skewed KLs, the share of the first distribution in the mixture that it is compared with."""
-    alpha: Annotated[float, Option(between(0, 1), of_divergences("alpha"), also="f_alpha_divergence_coef")] = 0.5
+    alpha: Annotated[float, Option(between(0, 1))] = 0.5
     """Of the α-divergence: towards the reverse KL near 0, towards the forward KL near 1."""
-    top_k_teacher: Annotated[int | None, Option(integer(1) | None, also="gkd_logits_topk")] = None
+    top_k_teacher: Annotated[int | None, Option(integer(1) | None)] = None
     """Number of the teacher's likeliest tokens that are compared one by one; all others share one bucket."""
     kl_clip: Annotated[
         float | None,
-        Option(
-            above(0) | None, resumed=True, words="each entry clipped at {:g} nats", also="jsd_token_clip token_clip"
-        ),
+        Option(above(0) | None, resumed=True, words="each entry clipped at {:g} nats"),
     ] = None
     """Upper bound, in nats, of what each vocabulary entry adds to a token's divergence (OPSD, arXiv 2601.18734).
     Refused with a divergence of your own."""
-    vllm_importance_sampling_clip_max: Annotated[
-        float | None, Option(above(0) | None, of_divergences("clip_max"), also="distillation_is_clip")
-    ] = 3.0
+    vllm_importance_sampling_clip_max: Annotated[float | None, Option(above(0) | None)] = 3.0
     """Largest importance weight of a token of `"sampled_reverse_kl"` with an engine; `None` for no bound."""
-    vllm_importance_sampling_clip_min: Annotated[float | None, Option(above(0) | None, of_divergences("clip_min"))] = (
-        None
-    )
+    vllm_importance_sampling_clip_min: Annotated[float | None, Option(above(0) | None)] = None
     """Smallest importance weight of a token of `"sampled_reverse_kl"` with an engine: one below it weighs nothing, as
     in TRL's mode `"token_mask"`."""
     student_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
     """Softmax temperature of the student in the loss. When `None`, `temperature`."""
     teacher_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
     """Softmax temperature of the teacher in the loss. When `None`, `temperature`."""
-    eval_temperature: Annotated[float | None, Option(at_least(0) | None, read=LIVE)] = None
+    eval_temperature: Annotated[float | None, Option(at_least(0) | None)] = None
     """Sampling temperature in evaluations and predictions; 0 is greedy decoding. When `None`, `temperature`."""
     # who generates completions, and how many
-    num_generations: Annotated[int, Option(integer(1), resumed=True, also="rollout_n num_return_sequences")] = 1
+    num_generations: Annotated[int, Option(integer(1), resumed=True)] = 1
     """Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion."""
     num_generations_eval: Annotated[int | None, Option(integer(1) | None)] = None
     """Completions of each prompt in evaluations and in `predict`. When `None`, `num_generations`."""
     lmbda: Annotated[float, Option(from_to(0, 1), resumed=True)] = 1.0
     """Share of rows that the student completes, as in TRL's `GKDConfig` (GKD, arXiv 2306.13649); the others have a
     column `completion`, or with `seq_kd` the teacher completes them."""
-    seq_kd: Annotated[bool, Option(resumed=True, also="generate_from_teacher")] = False
+    seq_kd: Annotated[bool, Option(resumed=True)] = False
     """Whether the teacher generates the completions of these other rows, as in TRL's `GKDConfig` (GKD, arXiv
     2306.13649)."""
     # rows and memory
     overlong_prompts: Annotated[str, Option(one_of("error", "drop"))] = "error"
     """Whether a prompt that leaves no room for a completion is an error, or is dropped and counted."""
-    loss_chunk_tokens: Annotated[int | None, Option(integer(1) | None, read=LIVE)] = None
+    loss_chunk_tokens: Annotated[int | None, Option(integer(1) | None)] = None
     """Number of tokens whose logits exist at once in the loss; the result does not depend on it. When `None`, as many
     as take 0.6 GB, or 0.015 of the accelerator's memory if that is more."""
-    padding_free: Annotated[bool, Option(also="use_remove_padding packing_samples")] = False
+    padding_free: Annotated[bool, Option()] = False
     """Whether the rows of a micro-batch are read as one sequence without padding, in a variable-length call of
     FlashAttention; with SDPA, whose time grows with the square of the sequence, as several of about 1,024 tokens."""
-    max_tokens_per_microbatch: Annotated[int | None, Option(integer(1) | None, also="token_budget", read=LIVE)] = None
+    max_tokens_per_microbatch: Annotated[int | None, Option(integer(1) | None)] = None
     """Most tokens of a micro-batch in training, padding included; a longer row gets one of its own. The gradient does
     not depend on it. When `None`, a micro-batch has `per_device_train_batch_size` rows."""
     overlap: Annotated[str | None, Option(one_of(None, "step", "ahead"))] = None
     """Which phases run concurrently: `"step"`, rows are trained on as they end; `"ahead"`, the rows of the next step
     are generated during this one. See `docs/generation.md`."""
-    overlap_max_divergence: Annotated[float, Option(above(0), (OVERLAP_AHEAD,))] = 0.1
+    overlap_max_divergence: Annotated[float, Option(above(0))] = 0.1
     """The most that a step may move the student, in nats per token, for rows generated ahead to be used after it;
     others are generated again."""
-    deterministic: Annotated[bool, Option(needs=(OVERLAP_STEP,))] = False
+    deterministic: Annotated[bool, Option()] = False
     """Whether `overlap` trains on rows in their order, so that sums are rounded alike in each run."""
     # the teacher
     cross_tokenizer: Annotated[
@@ -161,24 +136,22 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     ] = None
     """How a teacher is compared whose tokenizer is not the student's: `"bytes"`, by distributions over the next byte
     (arXiv 2506.14123, `docs/tokenizers.md`). When `None`, such a teacher is refused."""
-    cross_tokenizer_missed: Annotated[float, Option(share(), (BYTES,), resumed=BYTES)] = 0.01
+    cross_tokenizer_missed: Annotated[float, Option(share(), resumed=True)] = 0.01
     """The share of a distribution over the next byte that may be missing where models are compared. Below it, tokens
     that branch off a text are read with it; at 1, none."""
-    teacher_trust_remote_code: Annotated[bool, Option(needs=(LOADED,))] = False
+    teacher_trust_remote_code: Annotated[bool, Option()] = False
     """Whether the teacher may be loaded from a repository that ships its own Python code."""
     teacher_model_kind: Annotated[str | None, Option(one_of(None, "base", "ema", "live"), resumed=True)] = None
     """Makes the student its own teacher, which then needs context of its own: `"base"` is the student as it was passed,
     `"ema"` its exponential moving average, `"live"` the current student."""
-    teacher_update_rate: Annotated[
-        float, Option(share(), (EMA,), resumed=EMA, also="ref_model_mixup_alpha ema_rate")
-    ] = 0.05
+    teacher_update_rate: Annotated[float, Option(share(), resumed=True)] = 0.05
     """Weight of the student in each update of the `"ema"` teacher."""
-    teacher_sync_steps: Annotated[int, Option(integer(1), (EMA,), resumed=EMA, also="ref_model_sync_steps")] = 1
+    teacher_sync_steps: Annotated[int, Option(integer(1), resumed=True)] = 1
     """Optimizer steps between updates of the `"ema"` teacher."""
-    environment_timeout: Annotated[float | None, Option(above(0) | None, (ENVIRONMENTS,))] = None
+    environment_timeout: Annotated[float | None, Option(above(0) | None)] = None
     """Seconds that `reset` of an environment, its calls in one turn, `get_reward` and `get_feedback` may take each.
     After that the episode ends, without a reward; a `reset` ends the run. When `None`, as long as they need."""
-    teacher_prompt_template: Annotated[str | None, Option(check_template, (NO_PROMPT_FN, CONTEXT), resumed=True)] = None
+    teacher_prompt_template: Annotated[str | None, Option(check_template, resumed=True)] = None
     """Joins the prompt and the column `privileged_context` into the teacher's prompt; see `docs/teachers.md`."""
     teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None
     """Chat template arguments that differ for the teacher, for instance `{"enable_thinking": True}`."""
@@ -188,49 +161,49 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     teacher_cache_device: Annotated[str, Option(one_of("auto", "cpu", "accelerator"))] = "auto"
     """Device that holds the teacher's targets until each micro-batch needs them; `"auto"` is the accelerator up to 1 GB
     and the host beyond."""
-    teacher_prefix_cache_gb: Annotated[float, Option(at_least(0), (STATIC,))] = 0.0
+    teacher_prefix_cache_gb: Annotated[float, Option(at_least(0))] = 0.0
     """GB (1e9 bytes) of keys and values that are kept of prefixes that rows of a static teacher share, such as a
     document, which are then read once; of all teachers together, least recently used first out. 0 is off."""
     teacher_server_url: Annotated[
         list | str | dict | None,
-        Option(server_urls, may_differ=True, also="teacher_model_server_url teacher_server_urls use_teacher_server"),
+        Option(server_urls, may_differ=True),
     ] = None
     """URL of a server that has the teacher's layers. Several are tried in turn; a dict has those of several teachers.
     `teacher_model` is then the checkpoint of its output head; see `docs/teachers.md`."""
     teacher_server_targets: Annotated[
-        str | None, Option(one_of(None, "states", "student_top_k", "teacher_top_k", "both_top_k"), (TEACHER_SERVER,))
+        str | None, Option(one_of(None, "states", "student_top_k", "teacher_top_k", "both_top_k"))
     ] = None
     """What the teacher's servers are asked for: hidden states of a pooling server; or of one that generates, the
     log-probabilities of the student's likeliest tokens, of its own, or of both. When `None`, what they offer."""
-    teacher_server_top_k: Annotated[int | None, Option(integer(1) | None, (TEACHER_SERVER,))] = None
+    teacher_server_top_k: Annotated[int | None, Option(integer(1) | None)] = None
     """How many likeliest tokens of each kind a server that generates is asked for; all others are one token to the
     loss. When `None`, 64, or the most that it tells."""
     teacher_targets: Annotated[str | None, Option(FOLDER | None, may_differ=True)] = None
     """Folder that `trl-opsd targets` has written. Without a teacher, the targets there are all that is learned from
     (`lmbda=0`); with one, it reads only rows that are not there."""
-    teacher_server_timeout: Annotated[float, Option(at_least(0), (TEACHER_SERVER,))] = 240.0
+    teacher_server_timeout: Annotated[float, Option(at_least(0))] = 240.0
     """Seconds to wait for the teacher's servers to be up, and then for their first rows, for these at least 30."""
     # failures and monitoring
-    nonfinite: Annotated[str, Option(one_of("raise", "skip"), read=LIVE)] = "raise"
+    nonfinite: Annotated[str, Option(one_of("raise", "skip"))] = "raise"
     """Whether an optimizer step whose loss or gradient is NaN or infinite is an error, or is skipped and counted. The
     weights are unchanged either way."""
-    nonfinite_skip_limit: Annotated[int, Option(integer(1), (SKIPS,), read=LIVE)] = 10
+    nonfinite_skip_limit: Annotated[int, Option(integer(1))] = 10
     """Maximum consecutive skipped steps, including those while a float16 loss scale is found; one more is an error."""
     phase_timeout: Annotated[float | None, Option(above(0) | None)] = None
     """Seconds after which a phase of training is reported, with the stacks of all threads; the run continues."""
     report: Annotated[bool, Option()] = False
     """Whether to record samples of completions, and to write `report.html` at the end; see `docs/tools.md`."""
     # engines
-    vllm_weight_sync: Annotated[str, Option(one_of("auto", "adapter", "full"), (ENGINE,))] = "auto"
+    vllm_weight_sync: Annotated[str, Option(one_of("auto", "adapter", "full"))] = "auto"
     """What is sent to an engine, vLLM or SGLang, after an update of a student with a LoRA adapter: the adapter, all
     weights, or the adapter where the engine takes it."""
-    vllm_sync_check: Annotated[str, Option(one_of("every", "first", "never"), (ENGINE,), read=LIVE)] = "every"
+    vllm_sync_check: Annotated[str, Option(one_of("every", "first", "never"))] = "every"
     """Which weight syncs, with vLLM or SGLang, are verified by comparing its log-probabilities with the student's."""
     sglang_server_url: Annotated[list | str | None, Option(some_urls)] = None
     """URL of a separately started SGLang server, which then generates the completions; of several, a list."""
-    sglang_server_timeout: Annotated[float, Option(at_least(0), (SGLANG,))] = 240.0
+    sglang_server_timeout: Annotated[float, Option(at_least(0))] = 240.0
     """Seconds to wait for the SGLang server to be up."""
-    resume_with_changes: Annotated[list[str] | None, Option(NAMES | None, read=LIVE)] = None
+    resume_with_changes: Annotated[list[str] | None, Option(NAMES | None)] = None
     """Options that a resume may change, for instance `["temperature"]`; see `docs/distributed.md`."""
     vllm_server_base_url: list | str | None = None
     """URL of the student vLLM server, in place of host and port; of several, which share the rows, a list."""
@@ -269,7 +242,6 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     def check_as_given(self) -> None:
         """Converts text, and checks what transformers and TRL would read before they do."""
         convert_text(self)
-        move_deprecated(self)
         check_json(self)
         check_values(self, DistillationConfig.__dataclass_fields__)
 
@@ -283,13 +255,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         if option_values(self) != self._checked:
             OPSDConfig.__post_init__(self)  # a subclass has extended what the user asked for already
 
-    def accept_changes(self) -> None:
-        """Marks the present values as checked: TRL adapts some of them when it builds a trainer."""
-        self._checked = option_values(self)
-
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_checked" in vars(self):
-            check_attribute(self, self, name, value)
         super().__setattr__(name, value)
         if (
             "_checked" in vars(self) and name in ALIASES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +15,6 @@ from transformers.training_args import OptimizerNames
 from trl_opsd._compat.peft import CausalLM, without_peft
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.datasets import DIGEST
 from trl_opsd.http.urls import server_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
@@ -54,16 +53,6 @@ OTHERS = (
 NESTED = ("adapter", "teacher_weights")
 """Entries that are compared key by key, over the keys both sides have: a newer version of a library may add some, and
 of a teacher behind a server only the head is known."""
-
-_OLDER = (", sha256 ", ", whose source is not known")
-"""What followed the name of a function in checkpoints of an older version of this package."""
-_GONE = {
-    "anchor_divergence": "ReverseKL()",
-    "completion_length_start": None,
-    "position_discount": 1.0,
-    "position_weights": None,
-}
-"""Options that checkpoints of an older version of this package recorded, and the values that had no effect."""
 
 Fingerprint: TypeAlias = dict[str, Any]
 """JSON-serialisable values by their names in messages; an option has its own name."""
@@ -170,8 +159,8 @@ def write(folder: str | Path, now: Fingerprint) -> None:
 def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) -> None:
     """Refuses a checkpoint whose fingerprint differs from that of this run, before anything is loaded.
 
-    One that TRL wrote has no fingerprint and is accepted with a warning; entries that an older version of this package
-    did not record are not compared. A difference in an accepted name is only a warning.
+    One that TRL wrote has no fingerprint and is accepted with a warning. A difference in an accepted name is only a
+    warning.
     """
     path = Path(folder) / FILE
     if not path.parent.is_dir():
@@ -188,8 +177,7 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
         raise ValueError(
             f"{path} cannot be read ({error}): the checkpoint is corrupted; resume from another."
         ) from error
-    names: Mapping[str, str] = _names()
-    differing = _differing({names.get(name, name): value for name, value in then.items()}, now)
+    differing = _differing(then, now)
     if refused := {name: line for name, line in differing.items() if name not in accepted}:
         raise ValueError(
             f"This run differs from the one that saved {folder}:\n"
@@ -200,22 +188,9 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
         logger.warning("Resuming with changes:\n" + "\n".join(differing.values()))
 
 
-@cache
-def _names() -> dict[str, str]:
-    """The present names of options that had others, deprecated or gone."""
-    known = table(OPSDConfig)
-    former = {
-        other: name for name, one in known.items() for other in one.also.split() if other not in (*known, *OTHERS)
-    }
-    return former | {name: one.became for name, one in known.items() if one.became}
-
-
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """A line with both values for each entry of the checkpoint that differs."""
-    pairs = {
-        name: _compared(name, value, now.get(name, _GONE.get(name, "not recorded")))
-        for name, value in sorted(then.items())
-    }
+    pairs = {name: _compared(name, value, now.get(name, "not recorded")) for name, value in sorted(then.items())}
     if then.get("teachers") != now.get("teachers"):
         pairs.pop("teacher_weights", None)  # other teachers have other weights
     return {
@@ -226,21 +201,11 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str
 
 
 def _compared(name: str, then: Any, now: Any) -> tuple[Any, Any]:
-    """Both values; of nested ones, only the shared keys that differ; of rows digested in another way, their number."""
-    if name == "train_dataset" and DIGEST not in str(then) and DIGEST in str(now):
-        logger.warning("The checkpoint has an older digest of the rows, so only their number was compared.")
-        return str(then).partition(",")[0], str(now).partition(",")[0]
+    """Both values; of nested ones, only the keys that differ, and where a version may add some, that both have."""
     if name == "functions" and isinstance(then, dict) and isinstance(now, dict):
-        parts = [part for part in sorted({*then, *now}) if not _is_same(then.get(part), now.get(part))]
+        parts = [part for part in sorted({*then, *now}) if then.get(part) != now.get(part)]
         return {part: then.get(part) for part in parts}, {part: now.get(part) for part in parts}
     if not (name in NESTED and isinstance(then, dict) and isinstance(now, dict) and then.keys() & now.keys()):
         return then, now
     parts = [part for part in then if part in now and then[part] != now[part]]
     return {part: then[part] for part in parts}, {part: now[part] for part in parts}
-
-
-def _is_same(then: str | None, now: str | None) -> bool:
-    """Whether two functions are the same, by name if an older version of this package recorded a digest of the code."""
-    if then is None or now is None or not any(mark in then for mark in _OLDER):
-        return then == now
-    return then.partition(", ")[0] == now.partition(", ")[0]

@@ -17,9 +17,7 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
-from trl_opsd.arguments.checks import check_train_size
 from trl_opsd.arguments.prepared import prepared
-from trl_opsd.arguments.rules import LEARNING
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
@@ -27,7 +25,6 @@ from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods
-from trl_opsd.loop.stored import check_rows
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.loop.turns import Turns
 from trl_opsd.losses import Divergence, SampledReverseKL
@@ -40,10 +37,9 @@ from trl_opsd.models.backbone import completion_hidden, context_of, gathered_hea
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import Reading
-from trl_opsd.options.foreign_names import StrictNames
+from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
-from trl_opsd.options.rules import refuse
-from trl_opsd.options.table import Situation, a_divergence
+from trl_opsd.options.table import a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
@@ -127,8 +123,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         rollout ([`RolloutBackend`]): the backend that `complete` calls.
         teachers (`dict[str, Teacher]`): the teachers that `teach` calls, by name.
         teacher ([`Teacher`]): the only teacher; `None` if there are several.
-        teacher_model ([`~transformers.PreTrainedModel`]): its model. Another model or path can be assigned, with all
-            checks, between two optimizer steps.
+        teacher_model ([`~transformers.PreTrainedModel`]): its model.
         divergence ([`~losses.Divergence`]): what `compare` minimises. Assign another, or its name, to change the
             objective, or a number to TRL's attribute `beta`. `temperature` is that of the loss.
         limits ([`~data.readers.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
@@ -205,7 +200,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             row_columns=self.row_columns,
             pick=chosen_rollout,
         )
-        check_methods(type(self), given.args)
+        check_methods(type(self))
         self.row_columns = given.row_columns
         super().__init__(
             model=model,
@@ -226,10 +221,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 self.add_callback(one)
         self.turns = Turns(self, self._generation, self._get_tool_suffix_ids, tools or (), given.environments)
         check_student(self.model, self.args)
-        self._rate_tried: float | None = None
         if train_dataset is not None:
             check_trainable(self.model, optimizers)
-            self._try_rate()
+            warn_of_lost_updates(self.model, self.accelerator, self.args.learning_rate, self.optimizer)
         self._use_special_tokens()
         self.divergence = self.args.build_divergence() if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
@@ -241,7 +235,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.reads_images is None and (is_split or self.is_deepspeed_enabled):
             self.reads_images = True
         self._reward_names = [one.name for one in given.rewards]
-        self._described = Described(self, self._reward_names, given.without_effect)
+        self._described = Described(self, self._reward_names)
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not is_split:
@@ -254,9 +248,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self._generation.bind(given.rollout)
         if self._overlap is not None:
             self._overlap.warn()
-        self.is_built = True  # from here on assignments of a user are checked
+        self.is_built = True
         self.remember_launch()
-        self.args.accept_changes()
         self._recording: Recording | None = None
         if self.args.report:
             from trl_opsd.report.recording import Recording
@@ -492,35 +485,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """Which rows share a pass outside of generation, where the padding options of the config apply."""
         return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
 
-    def replace_teacher(self, teacher_model: Any) -> None:
-        """Builds the teacher anew from another model or path; the implementation of assigning to `teacher_model`."""
-        self.restore_launch()
-        if self._dealer.is_dealt:
-            raise ValueError("`trainer.teacher_model` was assigned within an optimizer step: assign it between steps.")
-        self.teaching.replace_teacher(teacher_model)
-
-    def replace_dataset(self, name: str, dataset: Any) -> None:
-        """Checks other rows as the first were, and takes them; the implementation of assigning to a dataset."""
-        self.restore_launch()
-        if self.is_in_train and name == "train_dataset":
-            raise ValueError("`trainer.train_dataset` was assigned during training: assign it before or after.")
-        given = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-        self.teaching.replace_datasets(**{**given, name: self.as_read(dataset, name)})
-
-    # ---- Checks, memory and checkpoints -----------------------------------------------------------------------------
-
-    def check_effect(self) -> None:
-        """Rejects a training that would change nothing, before it begins; options may have been changed."""
-        refuse(LEARNING, Situation(args=self.args, optimizers=(self.optimizer, self.lr_scheduler)))
-        check_train_size(self.train_dataset, self.args)
-        check_rows(self)
-        self._try_rate()
-
-    def _try_rate(self) -> None:
-        """Warns if the dtype of the weights would lose updates at the learning rate; once for each rate."""
-        if self.args.learning_rate != self._rate_tried:
-            self._rate_tried = self.args.learning_rate
-            warn_of_lost_updates(self.model, self.accelerator, self._rate_tried, self.optimizer)
+    # ---- What is said of it -------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         if not self.is_built:

@@ -61,12 +61,15 @@ MODULES = (argparse, inspect, json, math, string, time)
 """Modules of Python whose documentation is the ordinary text."""
 
 
-def rows(rule: str, asked: Sequence[str]) -> Dataset:
-    """The question for the student, and the same after examples of a rule for the teacher."""
+def rows(rule: str, asked: Sequence[str], wanted: str | None = None) -> Dataset:
+    """The question for the student, and the same after examples of a rule for the teacher.
+
+    Rewards are those of the rule, or of the one that is `wanted`.
+    """
     given = {
         "prompt": [[{"role": "user", "content": one}] for one in asked],
         "teacher_prompt": [RULES[rule].teacher_prompt(one) for one in asked],
-        "rule": [rule] * len(asked),
+        "rule": [wanted or rule] * len(asked),
         "known": [FACTS.get(one) for one in asked],
     }
     return Dataset.from_dict(given, features=FEATURES)
@@ -126,7 +129,9 @@ def fast_dtype() -> str:
     return "bfloat16" if is_fast else "float32"
 
 
-def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path, **options: Any) -> OPSDTrainer:
+def build(
+    asked: argparse.Namespace, rule: str, seed: int, folder: Path, wanted: str | None = None, **options: Any
+) -> OPSDTrainer:
     """The trainer of an adapter, with further options; its evaluations save completions in the folder."""
     cpu = {} if torch.cuda.is_available() else {"bf16": False}
     return OPSDTrainer(
@@ -155,8 +160,8 @@ def build(asked: argparse.Namespace, rule: str, seed: int, folder: Path, **optio
             seed=seed,
             **{**cpu, "teacher_model_kind": "base", "divergence": asked.divergence, **options},
         ),
-        train_dataset=rows(rule, questions()),
-        eval_dataset=rows(rule, questions(held_out=True)[::10]),
+        train_dataset=rows(rule, questions(), wanted),
+        eval_dataset=rows(rule, questions(held_out=True)[::10], wanted),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         reward_funcs=[follows, knows],
     )

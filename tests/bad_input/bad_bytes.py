@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import Case, Lab, option, untouched
+from cases import Case, option, untouched
 from support import tiny
 from support.byte_languages import byte_pairs
 from tokenizers import normalizers
@@ -16,11 +16,6 @@ def lowercasing() -> Any:
     words = byte_pairs(40)
     words.backend_tokenizer.normalizer = normalizers.Lowercase()
     return words
-
-
-def _reassigned(lab: Lab) -> None:
-    trainer = lab.make(teacher_processing_class=tiny.tokenizer(), **BYTES)
-    trainer.teacher_model = tiny.qwen2(48, 2)
 
 
 CASES: list[Case] = [
@@ -70,11 +65,5 @@ CASES: list[Case] = [
         tools=[tiny.add],
         teacher_processing_class=byte_pairs(40),
         **BYTES,
-    ),
-    Case(
-        "tokenizers",
-        "another teacher by bytes",
-        "the tokenizer of another teacher has to be proved first: build another trainer with it",
-        _reassigned,
     ),
 ]

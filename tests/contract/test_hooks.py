@@ -142,18 +142,6 @@ def test_batch_of_empty_completions_gives_no_loss_or_gradient(make_trainer):
     assert all(torch.equal(was, now) for was, now in zip(before, trainer.model.parameters(), strict=True))
 
 
-def test_rows_a_subclass_puts_into_scored_batches_are_trained(make_trainer):
-    class Noting(OPSDTrainer):
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            return {**batch, "rows": [{**row, "note": 1} for row in batch["rows"]]}
-
-    trainer, plain = (make_trainer(one, max_steps=2, num_generations=2) for one in (Noting, OPSDTrainer))
-    for one in (trainer, plain):
-        one.train()
-    assert tiny.logged(trainer, "loss") == tiny.logged(plain, "loss")
-
-
 def test_a_tensor_count_leaves_a_metric_that_is_saved(make_trainer, tmp_path):
     class Recording(OPSDTrainer):
         def weigh(self, rollout, rows, targets):

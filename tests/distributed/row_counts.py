@@ -96,13 +96,6 @@ class Counting(OPSDTrainer):
         return super().teach(rollout, rows)
 
 
-class Adding(Counting):
-    """Overrides a method that a batch passes, as one that adds values for the rows that this process wrote."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        return super()._generate_and_score_completions(inputs)
-
-
 def build(
     folder: Path, variant: Variant, processes: int, rows: Any = None, of: type[Counting] = Counting, **options: Any
 ) -> Counting:
@@ -253,7 +246,6 @@ def short_run(folder: Path) -> dict[str, Any]:
         "refused": refusals(folder),
         "resumed": resumed(folder),
         "short": short(folder),
-        "kept": trained(build(folder, Variant("map"), 2, of=Adding)),
     }
 
 

@@ -53,12 +53,6 @@ def test_two_processes_read_each_row_of_one_process_once(read, folder, variant):
     assert alone["loss"] == pytest.approx(read[1]["map"]["loss"], rel=1e-6)
 
 
-def test_rows_a_subclass_may_extend_stay_in_their_process(read):
-    found = read[0]["kept"]
-    assert found["moved"] == 0
-    assert found["train"] == read[1]["map"]["train"]
-
-
 @pytest.mark.parametrize("strategy", ["zero3_cpu", pytest.param("fsdp2_cpu", marks=pytest.mark.long)])
 def test_sharded_student_counts_each_row_once(read, folder, strategy):
     found = counted(folder, strategy, Variant("uneven", 2))

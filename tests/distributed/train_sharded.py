@@ -87,16 +87,15 @@ def train(folder: Path, strategy: str, every: bool) -> dict[str, Any]:
 def used_before(folder: Path, processes: int) -> dict[str, Any]:
     """Results of a trainer that evaluates, trains, and does both again; and its weights after the first training."""
     trainer = variants.build(folder, FULL, processes, ddp_timeout=variants.TIMEOUT)
-    trainer.eval_dataset = trainer.train_dataset
     evaluated, learned, trained, summed = [], [], [], []
     for _ in range(2):
-        evaluated.append(trainer.evaluate()["eval_loss"])
+        evaluated.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
         trainer.train()
         learned.append(tiny.logged(trainer, "loss"))
         trained.append(variants.arrays(trainer))
         summed.append(gather_object([float(sum(array.astype(float).sum() for array in trained[-1].values()))]))
     return {
-        "evaluated": [*evaluated, trainer.evaluate()["eval_loss"]],
+        "evaluated": [*evaluated, trainer.evaluate(trainer.train_dataset)["eval_loss"]],
         "losses": learned[0],
         "summed": summed,
         "trained": trained[0],

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 
 import pytest
 import torch
 import train
 import yaml
-from accelerate import PartialState
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from small_methods import Discounted
@@ -19,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
 from trl.rewards import accuracy_reward
 
-from trl_opsd.cli.train.options import _HERE, GROUPS, OptionParser, loaded_methods, loaded_rewards
+from trl_opsd.cli.train.options import OptionParser, loaded_methods, loaded_rewards
 from trl_opsd.cli.train.script import loaded, warn_of_options
 
 
@@ -194,14 +192,6 @@ def test_command_line_mistake_is_refused_with_the_nearest_name(models, disk, ref
     assert message in refused(*models, "--dataset_name", disk.data, *arguments)
 
 
-def test_hints_about_options_of_other_scripts_are_true():
-    options = {name for group in GROUPS for name in (one.name for one in fields(group))}
-    assert not _HERE.keys() & options
-    named = {name for advice in _HERE.values() for name in re.findall(r"`(\w+)`", advice)}
-    assert named
-    assert named <= options
-
-
 FILE = {
     "misspelt": ({"learning_rat": 1}, "unknown key 'learning_rat': did you mean 'learning_rate'?"),
     "with dashes": ({"dataset-config": "x"}, "unknown key 'dataset-config': did you mean 'dataset_config'?"),
@@ -303,16 +293,6 @@ VOID = {
         "`dataset_config='main'`, because the task comes with its own dataset; `test_split_size=0.1`, because the task",
     ),
 }
-
-
-@pytest.mark.parametrize("case", VOID)
-def test_options_without_effect_are_named(case, caplog):
-    PartialState()  # which the config makes; the logger asks it for the process
-    given, message = VOID[case]
-    teacher = [] if "--teacher_model_kind" in given else ["--teacher_model_name_or_path", "teacher"]
-    warn_of_options(OptionParser(train.TASKS).given(["--model_name_or_path", "student", *teacher, *given]))
-    (said,) = (record.getMessage() for record in caplog.records if "without effect" in record.getMessage())
-    assert f"Options without effect: {message}" in said
 
 
 @pytest.mark.parametrize(

@@ -237,27 +237,6 @@ def test_contradictory_batching_options_are_refused(tmp_path, options, message):
         tiny.config(tmp_path, **options)
 
 
-class Replaced(OPSDTrainer):
-    """Trains on one row of its own, whatever is read."""
-
-    def _prepare_inputs(self, rows):
-        return super()._prepare_inputs([{"prompt": "why?"} for _ in rows])
-
-
-def test_rows_replaced_by_a_subclass_are_taught(make_trainer):
-    taught = []
-
-    class Watched(Replaced):
-        def teach(self, rollout, rows):
-            taught.extend(row["prompt"] for row in rows)
-            return super().teach(rollout, rows)
-
-    make_trainer(Watched, gradient_accumulation_steps=2, max_steps=2).train()
-    assert taught == ["why?"] * 8
-    with pytest.raises(ValueError, match=r"`max_tokens_per_microbatch` with `Replaced\._prepare_inputs`"):
-        make_trainer(Replaced, max_tokens_per_microbatch=20).train()
-
-
 class Alone(OPSDTrainer):
     """Learns in a step of its own."""
 

@@ -512,20 +512,9 @@ def test_stop_by_callback_added_in_training_waits_for_step(make_trainer):
 # ---- What cannot overlap ---------------------------------------------------------------------------------------------
 
 
-class Passed(OPSDTrainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
 class Completes(OPSDTrainer):
     def complete(self, prompt_ids):
         return super().complete(prompt_ids)
-
-
-@pytest.mark.before_loading
-def test_overlap_refuses_overridden_whole_batch_methods(make_trainer):
-    with pytest.raises(TypeError, match=r"`overlap='step'` with `Passed\.compute_loss`.*`weigh` or `compare` instead"):
-        fast(make_trainer, Passed)
 
 
 @pytest.mark.parametrize(

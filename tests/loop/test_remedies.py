@@ -261,7 +261,7 @@ def test_completions_grow_to_their_limit(make_trainer, tmp_path, resumes):
 # ---- The student as it was passed ------------------------------------------------------------------------------------
 
 
-def test_it_stays_when_a_run_resumes_or_another_teacher_comes(make_trainer, tmp_path):
+def test_it_stays_when_a_run_resumes(make_trainer, tmp_path):
     options = {
         "train_dataset": rows(), "rollout": Answering(answer), "learning_rate": 1e-2, "max_steps": 4,
         "anchor_weight": 0.2, "extrapolation": 1.2, "contrast_weight": 0.5, "save_strategy": "steps", "save_steps": 2,
@@ -270,7 +270,6 @@ def test_it_stays_when_a_run_resumes_or_another_teacher_comes(make_trainer, tmp_
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
-    resumed.teacher_model = tiny.qwen2(48, seed=3)
     for mine, first in zip(resumed.teachers.origin.model.parameters(), tiny.qwen2(32).parameters(), strict=True):
         assert torch.equal(mine, first)
 

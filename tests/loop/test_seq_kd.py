@@ -111,14 +111,6 @@ def test_a_resumed_run_has_the_same_samples(make_trainer, trained, tmp_path):
         ).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_assigned_teacher_writes_next(trained):
-    trainer = trained(**GREEDY, lmbda=0.0)
-    trainer.taught.clear()
-    trainer.teacher_model = tiny.qwen2(24, seed=5)
-    trainer.train()
-    assert all(ids == greedy(trainer.teacher_model, prompt) for _, prompt, ids in trainer.taught)
-
-
 def test_generation_config_of_the_teacher_is_followed_with_a_warning(make_trainer, caplog):
     teacher = tiny.qwen2(48, seed=1)
     first = {tuple(prompt): greedy(teacher, prompt)[0] for prompt in WORDS(tiny.PROMPTS)["input_ids"]}

@@ -9,7 +9,6 @@ import transformers
 from packaging.version import Version
 from peft import LoraConfig
 from support import tiny
-from transformers import get_constant_schedule
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from trl_opsd import HFRollout
@@ -17,15 +16,12 @@ from trl_opsd import HFRollout
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("use", ["train", "evaluate", "predict", "repr", "teacher_model"])
+@pytest.mark.parametrize("use", ["train", "evaluate", "predict", "repr"])
 def test_another_config_leaves_a_trainer_usable(make_trainer, tmp_path, use):
     trainer = make_trainer(eval_dataset=tiny.rows(2), max_steps=1)
     tiny.config(tmp_path / "other")  # which resets the state that all trainers of a process share
     if use == "repr":
         assert "  1, on cpu\n" in repr(trainer)
-    elif use == "teacher_model":
-        trainer.teacher_model = tiny.qwen2(64, seed=3)
-        assert trainer.teacher.model.config.hidden_size == 64
     elif use == "predict":
         assert len(trainer.predict(tiny.rows(2)).predictions) == 2
     elif use == "evaluate":
@@ -45,65 +41,6 @@ def test_each_trainer_keeps_its_own_precision(make_trainer, trained):
     second.train()
     assert second.accelerator.mixed_precision == "bf16"
     assert tiny.logged(second, "loss") != pytest.approx(tiny.logged(alone, "loss"), abs=1e-6)
-
-
-def test_another_model_cannot_be_assigned(make_trainer):
-    trainer = make_trainer()
-    trainer.model = tiny.qwen2(seed=5)
-    with pytest.raises(ValueError, match=r"`trainer.model` was assigned .*: build a new trainer"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("option", ["learning_rate", "weight_decay", "adam_beta1"])
-def test_changed_optimizer_options_are_refused_until_the_optimizer_is_dropped(make_trainer, option):
-    trainer = make_trainer(max_steps=1)
-    trainer.args.learning_rate = 1e-3  # no optimizer was made yet
-    trainer.train()
-    trainer.train()
-    setattr(trainer.args, option, 0.05)
-    with pytest.raises(ValueError, match=f"`args.{option}` was changed, but the optimizer of the earlier training"):
-        trainer.train()
-    trainer.optimizer = trainer.lr_scheduler = None
-    before = [one.detach().clone() for one in trainer.model.parameters()]
-    trainer.train()
-    assert not all(map(torch.equal, before, trainer.model.parameters()))
-    key = {"learning_rate": "lr", "weight_decay": "weight_decay"}.get(option)
-    if key:
-        assert (
-            max(group.get("initial_lr", 0) if key == "lr" else group[key] for group in trainer.optimizer.param_groups)
-            == 0.05
-        )
-
-
-def test_assigned_optimizer_is_checked_like_an_argument(make_trainer, caplog):
-    def sgd(parameters, rate):
-        return torch.optim.SGD(parameters, lr=rate)
-
-    trainer = make_trainer(max_steps=1)
-    trainer.create_optimizer()
-    trainer.train()
-    trainer.optimizer = sgd(tiny.qwen2().parameters(), 1.0)
-    with pytest.raises(ValueError, match="has no trainable parameter of the student"):
-        trainer.train()
-    trainer.optimizer = sgd(trainer.model.parameters(), 0.0)
-    with pytest.raises(ValueError, match="The learning rate is 0 in all 1 steps"):
-        trainer.train()
-    trainer.optimizer = sgd(trainer.model.lm_head.parameters(), 1.0)
-    trainer.args.learning_rate = 0.5  # not read by an optimizer that was assigned
-    before = {name: one.clone() for name, one in trainer.model.named_parameters()}
-    trainer.train()
-    assert "The optimizer updates 1 of the" in caplog.text
-    moved = {name for name, one in trainer.model.named_parameters() if not torch.equal(one, before[name])}
-    assert moved == {"lm_head.weight"}
-
-
-def test_scheduler_of_another_optimizer_is_refused(make_trainer):
-    student = tiny.qwen2()
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    trainer = make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)))
-    trainer.optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="The scheduler belongs to another optimizer"):
-        trainer.train()
 
 
 def test_a_student_that_can_no_longer_learn_is_refused(make_trainer):
@@ -147,13 +84,10 @@ def test_student_with_a_leftover_adapter_is_refused_until_unloaded(make_trainer,
 def test_teacher_with_a_leftover_adapter_warns(make_trainer, caplog):
     model = tiny.qwen2(48, seed=1)
     first = make_trainer(model=model, peft_config=lora())
-    trainer = make_trainer(teacher_model=model)
+    make_trainer(teacher_model=model)
     assert caplog.text.count("still contains the adapter of an earlier trainer and teaches with it") == 1
-    trainer.teacher_model = tiny.qwen2(48, seed=2)
-    trainer.teacher_model = model
-    assert caplog.text.count("and teaches with it") == 2
     make_trainer(teacher_model=first.model)
-    assert caplog.text.count("and teaches with it") == 2, "a PeftModel is what it looks like"
+    assert caplog.text.count("and teaches with it") == 1, "a PeftModel is what it looks like"
 
 
 def test_student_with_its_own_adapter_is_accepted(make_trainer):
@@ -182,26 +116,6 @@ def test_trainers_repeat_each_other_unless_random_numbers_are_drawn_between(make
     second = made()
     torch.rand(1)
     assert run(second) != expected
-
-
-def test_parameters_missing_from_the_optimizer_warn_at_each_training(make_trainer, caplog):
-    trainer = make_trainer(max_steps=1)
-    trainer.model.requires_grad_(False)
-    trainer.model.lm_head.requires_grad_(True)
-    trainer.train()
-    trainer.model.requires_grad_(True)
-    trainer.train()
-    assert "The optimizer updates 27 of the 27" not in caplog.text
-    assert "The optimizer updates 1 of the student's 27 trainable parameters" in caplog.text
-
-
-def test_ended_schedule_is_refused(trained):
-    student = tiny.qwen2(32, seed=0)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 2))
-    trainer = trained(model=student, optimizers=(optimizer, schedule), max_steps=2)
-    with pytest.raises(ValueError, match="The scheduler has ended at a learning rate of 0"):
-        trainer.train()
 
 
 def test_new_run_beside_checkpoints_of_another_warns(make_trainer, tmp_path, caplog):

@@ -80,14 +80,6 @@ def expected(name: str, is_selected: bool) -> tuple[float, Tensor, dict[str, flo
     return float(loss.detach()), gradient, {name: one / sum(of.values()) for name, one in of.items()}
 
 
-class Changing(OPSDTrainer):
-    """Its micro-batches are scored and weighed anew, as if a token had changed."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        batch = super()._generate_and_score_completions(inputs)
-        return {**batch, "scored": batch["scored"] + 1}
-
-
 def trainer_of(folder: Any, name: str, cls: type = OPSDTrainer, of: Any = None, ids: Any = IDS, **given: Any) -> Any:
     student, teachers = of or models()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
@@ -112,7 +104,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "budget": {"max_tokens_per_microbatch": 30},
     "packed": {"padding_free": True, "max_tokens_per_microbatch": 30},
     "selected": LATE,
-    "changed": {"cls": Changing},
     "step": {"overlap": "step"},
     "ahead": {"overlap": "ahead", "overlap_max_divergence": 1e9},
 }

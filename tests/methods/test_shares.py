@@ -187,22 +187,6 @@ def test_used_up_rows_are_named_once_per_pass(make_trainer, caplog):
     assert drawn[:MATH] != drawn[MATH : 2 * MATH], "shuffled anew"
 
 
-@pytest.mark.long
-def test_another_dataset_is_drawn_from_and_evaluations_are_as_without(make_trainer):
-    trainer = trained(make_trainer, eval_dataset=rows(3, 1))
-    trainer.rollout.prompts.clear()
-    trainer.train_dataset = rows(7, 9)
-    trainer.train()
-    steps = steps_of(trainer)
-    assert [counts(prompts) for prompts in steps] == [{"math": 4, "code": 2}] * 6
-    check_passes(steps, {"math": 7, "code": 9})
-    trainer.rollout.prompts.clear()
-    trainer.evaluate()
-    assert counts([one for prompts in trainer.rollout.prompts for one in prompts]) == {"math": 3, "code": 1}
-    with pytest.raises(ValueError, match="the teacher 'code', but none of the 8 rows"):
-        trainer.train_dataset = rows(8, 0)
-
-
 def in_two(folder: Path, resume: str | None) -> Any:
     """Prompts by step over both processes, and the weights."""
     args = tiny.config(folder, **options(per_device_train_batch_size=3, gradient_accumulation_steps=1,

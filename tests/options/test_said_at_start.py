@@ -7,12 +7,10 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support import tiny, vision_language
-from transformers import get_constant_schedule
 
 from trl_opsd import HFRollout
 from trl_opsd.models.checks import same_weights
 from trl_opsd.options.rules import AFTER, refuse
-from trl_opsd.options.table import Situation, without_effect
 
 SAME = "are the same model"
 NOTHING = "The first divergence is 0"
@@ -26,44 +24,6 @@ def saved(folder, seed=0):
 
 
 # ---- Options without effect -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"vllm_server_port": 9000}, "`vllm_server_port=9000`, because `use_vllm` is False"),
-        ({"vllm_gpu_memory_utilization": 0.5}, "`vllm_gpu_memory_utilization=0.5`, because `use_vllm` is False"),
-        ({"vllm_mode": "server"}, "`vllm_mode='server'`, because `use_vllm` is False"),
-        ({"vllm_sync_check": "first"}, "`vllm_sync_check='first'`, because `use_vllm` is False"),
-        ({"sglang_server_timeout": 9.0}, "`sglang_server_timeout=9.0`, because `sglang_server_url` is not set"),
-        ({"teacher_update_rate": 0.1}, "`teacher_update_rate=0.1`, because `teacher_model_kind` is not 'ema'"),
-        ({"teacher_sync_steps": 4}, "`teacher_sync_steps=4`"),
-        (
-            {"teacher_model_revision": "main"},
-            "`teacher_model_revision='main'`, because no teacher is loaded from a path",
-        ),
-        ({"teacher_trust_remote_code": True}, "`teacher_trust_remote_code=True`, because no teacher is loaded"),
-        ({"log_unique_prompts": True}, "`log_unique_prompts=True`, because `log_completions` is False"),
-        ({"max_tool_calling_iterations": 2}, "because there are no tools"),
-        ({"nonfinite_skip_limit": 3}, "`nonfinite_skip_limit=3`, because `nonfinite` is 'raise'"),
-        (
-            {"collapse_guard": "stop", "max_steps": 19},
-            "`collapse_guard='stop'`, because `max_steps` is below 20, and",
-        ),
-        ({"skew": 0.2}, "`skew=0.2`, because `divergence` is None"),
-        ({"alpha": 0.2, "divergence": "jsd"}, "`alpha=0.2`, because `divergence` is 'jsd'"),
-        ({"teacher_update_rate": "0.1"}, "`teacher_update_rate=0.1`"),
-        ({"eval_steps": 5}, "`eval_steps=5`, because `eval_strategy` is not 'steps'"),
-        ({"save_steps": 5}, "`save_steps=5`, because `save_strategy` is not 'steps'"),
-        ({"save_total_limit": 2}, "`save_total_limit=2`, because `save_strategy` is 'no'"),
-        ({"metric_for_best_model": "loss"}, "`metric_for_best_model='loss'`, because `eval_strategy` is 'no'"),
-        ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "no dataset has a column 'privileged_context'"),
-    ],
-)
-def test_option_without_effect_warns(make_trainer, caplog, options, said):
-    make_trainer(rollout=None, **options)
-    assert caplog.text.count(" effect") == 1
-    assert said in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -149,14 +109,6 @@ def test_unlogged_metric_for_best_model_warns(make_trainer, caplog, metric, seve
         assert trainer.state.best_global_step == 1
 
 
-def test_optimizer_options_beside_a_passed_optimizer_warn(make_trainer, caplog):
-    student = tiny.qwen2()
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
-    make_trainer(model=student, optimizers=(optimizer, get_constant_schedule(optimizer)), weight_decay=0.1)
-    assert "`weight_decay=0.1`, because an optimizer was passed" in caplog.text
-    assert "`lr_scheduler_type='constant'`, because a scheduler was passed" in caplog.text
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -172,40 +124,6 @@ def test_options_with_an_effect_do_not_warn(make_trainer, caplog, given):
         given = {**given, "train_dataset": tiny.rows().add_column("privileged_context", ["a hint"] * 8)}
     make_trainer(**given)
     assert "effect" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("options", "unused", "used"),
-    [
-        (
-            {"vllm_mode": "colocate", "vllm_server_timeout": 9.0, "vllm_gpu_memory_utilization": 0.5},
-            {"vllm_server_timeout"},
-            {"vllm_gpu_memory_utilization"},
-        ),
-        (
-            {"vllm_mode": "server", "vllm_server_timeout": 9.0, "vllm_gpu_memory_utilization": 0.5},
-            {"vllm_gpu_memory_utilization"},
-            {"vllm_server_timeout"},
-        ),
-        (
-            {"vllm_mode": "server", "vllm_server_base_url": "http://localhost:9", "vllm_server_port": 9},
-            {"vllm_server_port"},
-            {"vllm_server_base_url"},
-        ),
-        ({"vllm_max_model_length": 64, "cache_implementation": "static"}, {"cache_implementation"}, set()),
-        (
-            {"use_vllm": False, "sglang_server_url": "http://localhost:9", "sglang_server_timeout": 9.0,
-             "vllm_max_model_length": 64, "vllm_sync_check": "first", "vllm_weight_sync": "full"},
-            set(),
-            {"vllm_weight_sync", "sglang_server_timeout", "vllm_max_model_length", "vllm_sync_check"},
-        ),
-    ],
-)  # fmt: skip
-def test_options_of_another_engine_are_without_effect(tmp_path, options, unused, used):
-    args = tiny.config(tmp_path, **{"use_vllm": True, **options})
-    found = without_effect(Situation(args=args, teachers=["a"]))
-    assert found.keys() == unused
-    assert not found.keys() & used
 
 
 # ---- A teacher that is the student ----------------------------------------------------------------------------------

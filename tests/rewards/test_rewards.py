@@ -258,8 +258,6 @@ def test_rewards_without_training_columns_are_logged_in_evaluations_only(trained
     named = {name for row in trainer.state.log_history for name in row if "reward" in name}
     assert "eval_reward" in named
     assert not [name for name in named if not name.startswith("eval_")]
-    trainer.train_dataset = rows().add_column("label", [1] * 8)
-    assert "needs_label, logged only" in repr(trainer)
 
 
 def test_dataset_completions_get_no_reward_and_are_no_baseline(trained):
@@ -658,12 +656,6 @@ def test_reward_model_without_its_head_is_refused(make_trainer, reward_model, tm
     WORDS.save_pretrained(tmp_path / "headless")
     with pytest.raises(ValueError, match=r"`reward_funcs\[0\]='.*'`: the checkpoint lacks .*: score\.weight\. They"):
         make_trainer(reward_funcs=str(tmp_path / "headless"))
-
-
-def test_assigned_datasets_are_checked_against_reward_functions(make_trainer):
-    trainer = make_trainer(reward_funcs=needs_label)
-    with pytest.raises(ValueError, match="'needs_label' cannot be called for the rows of eval_dataset"):
-        trainer.eval_dataset = rows(2)
 
 
 def test_best_model_may_be_chosen_by_rewards_that_exist(make_trainer, caplog):

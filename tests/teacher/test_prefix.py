@@ -345,12 +345,6 @@ class TestOptions:
         saved = tiny.logged(trainer, "teacher/prefix_saved")
         assert saved[1] > saved[0] > 0, "adapters that are trained are no change"
 
-    def test_another_teacher_begins_anew(self, make_trainer):
-        trainer = make_trainer(teacher_model=qwen2(), teacher_prefix_cache_gb=0.1, max_steps=1, **document())
-        trainer.train()
-        trainer.teacher_model = tiny.qwen2(48, 2)
-        assert trainer.teacher.prefixes.kept == []
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [

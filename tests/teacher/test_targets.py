@@ -176,9 +176,9 @@ def test_each_row_keeps_the_width_and_dtype_of_its_teacher(make_trainer):
 @pytest.mark.parametrize("cls", [EveryOther, EveryOtherPadded])
 def test_later_weights_of_tokens_without_targets_are_refused(make_trainer, cls):
     class Late(cls):
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            return {**batch, "loss_weights": self.change(batch["completion_mask"])}
+        def compare(self, student, rollout, targets, num_items):
+            weights = self.change(rollout.completion_mask)
+            return super().compare(student, replace(rollout, weights=weights), targets, num_items)
 
     trainer = make_trainer(Late, max_steps=1)
     trainer.change = torch.Tensor.float

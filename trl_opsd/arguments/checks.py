@@ -42,7 +42,7 @@ from trl_opsd.options.rules import batch_in_words, prompts_of_step
 from trl_opsd.options.table import shown
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
-from trl_opsd.teacher.checks import check_teachers, check_tokenizers, location, servers, teacher_loading
+from trl_opsd.teacher.checks import location, servers, teacher_loading
 
 logger = get_logger(__name__)
 
@@ -108,24 +108,6 @@ def _check_teacher_models(teachers: Mapping[str, Any], args: OPSDConfig) -> None
                 f"`{option}` with an adapter, `{called}={teacher!r}`: it is not supported. Pass a merged model, or set "
                 "`teacher_offload='stream'` without a server."
             )
-
-
-def check_other_teacher(
-    teacher_model: Any, student: CausalLM, args: OPSDConfig, tokenizer: PreTrainedTokenizerBase, names: Collection[str]
-) -> None:
-    """Checks a teacher that is to replace the one the trainer was built with, before it is loaded."""
-    if len(names) > 1 or isinstance(teacher_model, Mapping):
-        raise ValueError(
-            f"`trainer.teacher_model` holds a single teacher, but there are {len(names)} ({', '.join(names)}): pass "
-            "several teachers to the constructor, as a dict."
-        )
-    if teacher_model is None:
-        raise ValueError("`trainer.teacher_model = None`: a trainer needs a teacher; assign another model or path.")
-    check_teachers(teacher_model, student, args)
-    models = {"teacher": teacher_model}
-    _check_no_foreign_adapter(student, models)
-    _check_teacher_models(models, args)
-    check_tokenizers(tokenizer, models, None, args)
 
 
 def student_limits(student: CausalLM, args: OPSDConfig) -> PromptLimits:

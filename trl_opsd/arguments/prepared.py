@@ -27,7 +27,6 @@ from trl_opsd.arguments.checks import (
     check_rows_of_rewards,
     check_template,
     looked_through,
-    may_have,
     needs_privilege,
     warn_of_same_model,
 )
@@ -58,8 +57,6 @@ from trl_opsd.options.table import (
     a_divergence,
     check_same_options,
     shared_options,
-    without_effect,
-    without_effect_in_words,
 )
 from trl_opsd.rewards.given import Given, given_rewards
 from trl_opsd.teacher.checks import (
@@ -112,8 +109,6 @@ class Prepared:
     environments: Environments | None
     tools: Sequence[Callable[..., Any]] | None
     """As templates describe them, those of the environments too."""
-    without_effect: tuple[str, ...]
-    """Options that are set and have no effect."""
     is_same_model: bool
     """Whether it was said that a teacher is the student, and reads nothing more."""
 
@@ -164,7 +159,6 @@ def prepared(
     now = Situation(
         args=args,
         teacher_names=tuple(teacher_model) if isinstance(teacher_model, Mapping) else (),
-        own_rollout=rollout is not None,
         optimizers=optimizers,
         tools=_described(tools) if environments is None else environments.tools,
         environments=environments,
@@ -262,12 +256,6 @@ def prepared(
         if one.student_sees:
             refuse(GENERATING_SEEN, replace(now, rollout=picked))
             check_sees(model, args.model_init_kwargs or {})
-    # 8. Options without effect, by all that is known now.
-    unread = without_effect(
-        replace(now, teachers=list(models.values()), has_context=may_have(datasets, ("privileged_context",)))
-    )
-    if unread:
-        logger.warning(without_effect_in_words(args, unread))
     found = Prepared(
         args=args,
         models=models,
@@ -291,10 +279,9 @@ def prepared(
         prompt_weight_fn=prompt_weight_fn,
         environments=environments,
         tools=now.tools,
-        without_effect=tuple(unread),
         is_same_model=is_same_model,
     )
-    # 9. Templates, end tokens, vocabularies, and servers that have to be up.
+    # 8. Templates, end tokens, vocabularies, and servers that have to be up.
     check_template(found.tokenizer, rows, args, now.tools, intake)
     ensure_special_tokens(found.tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     if not found.vocabularies:

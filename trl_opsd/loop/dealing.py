@@ -20,7 +20,6 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.loop.overrides import may_change_batches
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import check_no_holes
@@ -103,9 +102,6 @@ class Dealer:
 
     def _deal(self, batch: dict[str, Any]) -> list[list[dict[str, Any]]]:
         """The rows of an optimizer step as micro-batches for each call."""
-        if may_change_batches(self._host):
-            # The override may have changed masks.
-            batch = {**batch, "lengths": list(lengths_of(batch["prompt_mask"], batch["completion_mask"]))}
         order = torch.randperm(len(batch["lengths"])).tolist()  # TRL draws it, and later draws are to be the same
         batch = chosen(batch, order)
         calls = self._host.args.gradient_accumulation_steps
@@ -125,8 +121,7 @@ class Dealer:
         """Exchanges rows, unless they have to `stay`, so that processes have about as many tokens. Collective."""
         accelerator = self._host.accelerator
         number = accelerator.num_processes
-        if number == 1 or not self._host.model.training or stay or may_change_batches(self._host):
-            # A user's override may have added values to the batch for exactly the rows that it was given.
+        if number == 1 or not self._host.model.training or stay:
             return dict(batch), list(rows)
         tokens = [one.total for one in lengths_of(batch["prompt_mask"], batch["completion_mask"])]
         has_images = [int(row.images is not None) for row in rows]

@@ -37,17 +37,15 @@ from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.next_rows import Drawn, NextRows
 from trl_opsd.loop.nonfinite import NonfiniteGuard
-from trl_opsd.loop.overrides import prepares_batches
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_processes
+from trl_opsd.loop.stored import check_rows
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, load_renamed, sampled
 from trl_opsd.monitor.progress import replace_default
-from trl_opsd.options.rules import TRAINING, refuse
-from trl_opsd.options.table import BUILD, START, ReadOnce
 from trl_opsd.parallel.failure import Watchdog, set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
@@ -171,8 +169,6 @@ class TrainerHooks(TrainerMembers):
             self._ahead = Ahead(self, self._generation, self._next)
         if (overlapping := self._overlap or self._ahead) is not None:
             self._generation.overlapping = overlapping.complete
-        self._read_once = ReadOnce(self.args, BUILD)
-        self._read_at_start = ReadOnce(self.args, START)
 
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
@@ -203,7 +199,7 @@ class TrainerHooks(TrainerMembers):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """As TRL's, but discards leftovers of an interrupted run, and rejects options changed too late.
+        """As TRL's, but discards leftovers of an interrupted run.
 
         `resume_from_checkpoint="auto"` resumes from the newest checkpoint if there is one.
         """
@@ -223,20 +219,13 @@ class TrainerHooks(TrainerMembers):
             logger.warning(
                 f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
             )
-        self._read_once.check(self.args)
-        if self.args.deepspeed_plugin is None:  # its config is complete by now, and would be read anew
-            self.args.check_again()
         self.restore_launch()
-        self.args.check_as_given()
-        refuse(TRAINING, self.args)
-        self.check_effect()
-        self._read_at_start = ReadOnce(self.args, START)
+        check_rows(self)
         self._dealer.forget()
         set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._stats.clear()
         self.methods.begin()
-        self.check_earlier()
         # Where such a loss is an error there is none to leave out of the log, for which the host would wait.
         filters = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = filters and self.args.nonfinite == "skip"
@@ -314,7 +303,6 @@ class TrainerHooks(TrainerMembers):
 
     # By transformers, for each micro-step; the optimizer step follows the last of `gradient_accumulation_steps`.
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        self._read_at_start.check(self.args)
         with self._stats.phase("compare", "train"):
             loss = self._learn(model, inputs, num_items_in_batch)
         if self._call == 0:
@@ -337,8 +325,6 @@ class TrainerHooks(TrainerMembers):
                 return self._overlap.step(model, inputs, learn)
             self._step += 1  # the step is taken after a later call
             return torch.zeros((), device=self.args.device)
-        if prepares_batches(self):
-            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
         parts = self._dealer.parts(inputs, self._call)
         return torch.stack(self._dealer.losses(parts, model, learn)).sum()
 
@@ -366,7 +352,6 @@ class TrainerHooks(TrainerMembers):
 
     def begin_batch(self, inputs: list[dict[str, Any]]) -> list[BatchRow]:
         """Reads and checks the rows of a generation batch, and counts it. Collective."""
-        self._read_once.check(self.args)
         if self.accelerator.num_processes > 1:
             set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
         self.check_same_rows("train" if self.model.training else "eval")
@@ -392,7 +377,6 @@ class TrainerHooks(TrainerMembers):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As TRL's, without two numbers of its log that would each wait for the device."""
-        inputs = self._scorer.scored(inputs)
         if self.model.training and (total := inputs.get("num_items_in_batch")) is not None:
             # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
             num_items_in_batch = total.where(total > 0, 1.0) / self.accelerator.num_processes

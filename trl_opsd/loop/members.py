@@ -1,7 +1,4 @@
-"""What users, rollouts and teachers see of a trainer: attributes that may be assigned, and the members of `Host`.
-
-An option that is assigned to the trainer, or misspelt, would change nothing, silently: here it is an error.
-"""
+"""What users, rollouts and teachers see of a trainer: its attributes, and the members of `Host`."""
 
 from __future__ import annotations
 
@@ -31,9 +28,8 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.monitor.metrics import Mean, is_taken
-from trl_opsd.options.foreign_names import check_attribute
 from trl_opsd.options.normalize import end_tokens
-from trl_opsd.options.table import ReadOnce, above, from_to
+from trl_opsd.options.table import above, from_to
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types.rollout import PromptIds
 
@@ -44,9 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerMembers"]
 
+_FINAL = ("teacher_model", "train_dataset", "eval_dataset")
+
 
 class TrainerMembers(UpstreamFixes):
-    """TRL's trainer with its attributes checked when they are assigned, and with the members of `Host`."""
+    """TRL's trainer with attributes of ours, and with the members of `Host`."""
 
     eos_token_ids: list[int]
     processors: Mapping[str, ProcessorMixin | None]
@@ -60,23 +58,21 @@ class TrainerMembers(UpstreamFixes):
     row_group: RowGroup | None = None
     """The processes that share rows with this one; `None` without sequence parallelism."""
     is_built: bool = False
-    """Whether construction has ended; until then TRL assigns attributes, and afterwards a user."""
+    """Whether construction has ended."""
     turns: Turns
     """What tools and environments answer, and how completions go on after that."""
     _generation: Generation
-    _read_once: ReadOnce
 
     # ---- Attributes -------------------------------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not self.is_built or name.startswith("_"):
-            super().__setattr__(name, value)
-        elif name in ("train_dataset", "eval_dataset"):
-            if value is not getattr(self, name):
-                self.replace_dataset(name, value)
-        else:
-            check_attribute(self, self.args, name, value)
-            super().__setattr__(name, value)
+        if self.is_built and name in _FINAL and value is not getattr(self, name):
+            raise AttributeError(
+                f"`trainer.{name}` is read when the trainer is built, and is final: build another trainer with it.",
+                name=name,
+                obj=self,
+            )
+        super().__setattr__(name, value)
 
     @property
     def beta(self) -> float | None:
@@ -138,14 +134,12 @@ class TrainerMembers(UpstreamFixes):
 
     @property
     def teacher_model(self) -> Any:
-        """The model of the only teacher. Another model or path can be assigned, between two optimizer steps."""
+        """The model of the only teacher."""
         return getattr(self.teacher, "model", None)
 
     @teacher_model.setter
     def teacher_model(self, teacher_model: Any) -> None:
-        # While it builds the student, TRL assigns None.
-        if self.is_built and teacher_model is not self.teacher_model:
-            self.replace_teacher(teacher_model)
+        """Ignores the `None` that TRL assigns while it builds the student."""
 
     # ---- Host: numbers and words ------------------------------------------------------------------------------------
 

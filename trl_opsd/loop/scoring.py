@@ -1,6 +1,4 @@
-"""Has the teacher score exactly the tokens that are trained on, also in a batch built or changed elsewhere.
-
-TRL's teacher scores each micro-batch in its loss; ours scores a generation batch once, before it is shuffled and split.
+"""Has the teacher score a generation batch once, before it is shuffled and split, and weighs its tokens.
 
 B rows · C completion tokens
 """
@@ -15,7 +13,6 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from trl_opsd.loop.overrides import may_change_batches
 from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.order import checked_weights
 from trl_opsd.methods.rows import BatchRow
@@ -29,16 +26,16 @@ logger = get_logger(__name__)
 
 
 class Scorer:
-    """Has the teacher score a generation batch, weighs its tokens, and scores changed ones anew before their loss."""
+    """Adds to a generation batch what the loss needs besides tokens: targets and weights."""
 
     def __init__(self, host: TrainerHost) -> None:
         self._host, self._has_warned = host, False
 
     def score(self, batch: Mapping[str, Any], rows: Sequence[BatchRow]) -> dict[str, Any]:
-        """What the loss needs besides TRL's keys: targets, weights, and a digest of the tokens they belong to."""
+        """What the loss needs besides TRL's keys."""
         host, name = self._host, type(self._host).__name__
-        digest = _digest(batch)
-        rollout = _generated(batch)
+        versions = {name: one._version for name, one in batch.items() if isinstance(one, Tensor)}
+        rollout = Rollout.unpack(dict(batch))
         images = images_of(rows)
         rollout = replace(rollout, lengths=rollout.measured(), images=images)
         rollout = replace(rollout, weights=host.methods.select(rollout.weights, rollout, rows))
@@ -55,7 +52,7 @@ class Scorer:
             weights = host.weigh(rollout, rows, targets)
         # A `Rollout` is frozen, but not what its tensors hold: with a mask that is changed in place the student would
         # attend to other tokens than the teacher did.
-        if not torch.equal(_digest(batch), digest):
+        if versions != {name: batch[name]._version for name in versions}:
             raise ValueError(
                 f"`{name}.teach`, `{name}.weigh`, or the teacher changed the tokens or masks of the rollout in place: "
                 "change a copy. To exclude a token from the loss, return a weight of 0 for it from `weigh`."
@@ -67,21 +64,11 @@ class Scorer:
             "loss_weights": weights,
             "rows": list(rows),
             **({} if images is None else {"row_images": list(images)}),
-            "scored": digest,
             "lengths": list(replace(rollout, weights=weights).ended().lengths or ()),
         }
         if host.reads_logprobs:
             found.update(self._logprobs(rollout, rows))
         return found
-
-    def scored(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch, with targets and weights for its current tokens. Collective."""
-        if not self._needs_scoring(batch):
-            rows = batch.get("rows")  # which a subclass may have put there
-            return batch if rows is None else {**batch, "rows": self._host.teaching.as_rows(rows)}
-        # What other tokens were sampled with says nothing of these.
-        batch = {name: value for name, value in batch.items() if name != "logprobs"}
-        return {**batch, **self.score(batch, self._host.teaching.rows_of(batch, _generated(batch)))}
 
     def warn_if_unscored(self, scored: Tensor | None) -> None:
         """Warns once if `compare` did not return the `scored` of a late selection."""
@@ -95,15 +82,6 @@ class Scorer:
                 f"but `{type(self._host).__name__}.compare` did not return its result (change that with "
                 "`dataclasses.replace`)."
             )
-
-    def _needs_scoring(self, batch: Mapping[str, Any]) -> bool:
-        if "scored" not in batch:
-            return True
-        if not may_change_batches(self._host):
-            return False
-        changed = torch.tensor([not torch.equal(batch["scored"], _digest(batch))], device=self._host.accelerator.device)
-        # A teacher may be sharded over the processes, so all of them let it score, or none.
-        return bool(self._host.accelerator.gather(changed).any())
 
     def _logprobs(self, rollout: Rollout, rows: Sequence[BatchRow]) -> dict[str, Tensor]:
         """What tokens were sampled with, [B, C], NaN in rows where it is not known; empty without any. Collective.
@@ -122,17 +100,3 @@ class Scorer:
         enough = torch.tensor([known == len(rows) if weighs else known > 0], device=device)
         of_all = self._host.accelerator.gather(enough)
         return {"logprobs": logprobs_BC.to(device)} if (of_all.all() if weighs else of_all.any()) else {}
-
-
-def _generated(batch: Mapping[str, Any]) -> Rollout:
-    """The tokens of a batch, with TRL's weights: 1 where the student generated one."""
-    return Rollout.unpack({name: value for name, value in batch.items() if name not in ("loss_weights", "lengths")})
-
-
-def _digest(batch: Mapping[str, Any]) -> Tensor:
-    """[B], int64: changes for a row if one of its tokens or masks does."""
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
-    values_BN = torch.cat([batch[name].long() for name in names if batch.get(name) is not None], dim=1) + 1
-    # Fixed random factors, so that a swap of two tokens changes the sum.
-    factors_N = torch.randint(-(2**63), 2**63 - 1, (values_BN.size(1),), generator=torch.Generator().manual_seed(0))
-    return (values_BN * factors_N.to(values_BN.device, non_blocking=True)).sum(1)  # wraps around

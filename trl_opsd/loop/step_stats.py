@@ -28,8 +28,6 @@ from trl_opsd.methods.collapse import is_repetition
 from trl_opsd.methods.groups import BY_PROMPT, spread
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.monitor.metrics import evaluated_names
-from trl_opsd.options.rules import EVALUATION, refuse
-from trl_opsd.options.table import check_values
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts
 from trl_opsd.types.loss import columns
@@ -306,8 +304,6 @@ class StepStats:
         `recorded` are TRL's numbers of the evaluation, and those of `record`.
         """
         args, accounts, metrics = self._trainer.args, self._accounts["eval"], dict[str, float]()
-        check_values(args, ["eval_temperature"])  # which may be changed between two evaluations
-        refuse(EVALUATION, args)
         recorded.clear()  # left by an interrupted evaluation, as are the accounts
         accounts.clear()
         rows = self._evaluated = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,19 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
 from trl_opsd.arguments.checks import (
-    check_acted,
-    check_completions,
-    check_datasets,
-    check_other_teacher,
-    check_rows_of_rewards,
     check_train_size,
     look_at,
-    looked_through,
     student_limits,
     surveyed,
 )
 from trl_opsd.arguments.prepared import Prepared
-from trl_opsd.arguments.rules import EVALUATING
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead
 from trl_opsd.data.images import begin_reading, places, settings_of
@@ -42,15 +35,11 @@ from trl_opsd.losses.divergence import describe
 from trl_opsd.methods import METHODS
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import shape_of
-from trl_opsd.options.rules import refuse
-from trl_opsd.options.table import Situation
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rewards.given import Given
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.bytewise import ByteTeacher
-from trl_opsd.teacher.checks import teachers_processors
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.stored import MissingTargetsError, live
 from trl_opsd.teacher.teachers import Teachers
@@ -118,14 +107,16 @@ class Teaching:
     def build(self) -> None:
         """Builds the teachers from the checked arguments, and checks every row with student and teachers."""
         rows = self._admit(self._given.rows, self.readers.student)
-        self._student_readers = self.readers  # without the limits of teachers, for when another is assigned
-        self._build_teachers(self._given.models)
+        self._student_readers = self.readers
+        self.build_teachers(self._given.models)
         self._admit_for_teachers(rows)
         self._of_engine = self._limits_of_engine(rows)
         self.readers = self.readers if self._of_engine is None else self.readers.within(self._of_engine)
 
-    def _build_teachers(self, models: Mapping[str, Any]) -> None:
+    def build_teachers(self, models: Mapping[str, Any]) -> None:
+        """Builds teachers from models or paths, in place of those that were there before."""
         host, spelling = self._host, self.spelling
+        self.readers = self._student_readers
         by_bytes: dict[str, Callable[[Teacher], Teacher]] = {}
         if spelling is not None:
             given = partial(
@@ -147,7 +138,6 @@ class Teaching:
                 host.base_samples,
                 host.divergence,
                 host.processing_class,
-                origin=self.teachers.origin if hasattr(self, "teachers") else None,
                 by_bytes=by_bytes,
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
@@ -167,7 +157,6 @@ class Teaching:
         else:
             self.vocabulary = shared_vocabulary(self.readers.student_limits.vocabulary, ids, host.processing_class)
         self.readers = self.readers.with_teachers(self.vocabulary, contexts, ids if by_bytes else {})
-        self._readers_of_any_rows = self.readers
         if host.args.seq_kd:
             self._use_teachers(self.teachers)
         if host.reads_images:
@@ -189,70 +178,11 @@ class Teaching:
                 with autocast(self._host.accelerator):
                     teacher.prove_images(self._host.probe_prompts(processor))
 
-    # ---- Other teachers and datasets --------------------------------------------------------------------------------
-
-    def replace_teacher(self, teacher_model: Any) -> None:
-        """Builds the teacher anew from another model or path."""
-        host = self._host
-        if self._given.vocabularies:
-            raise ValueError(
-                "`trainer.teacher_model` with `cross_tokenizer='bytes'`: the tokenizer of another teacher has to be "
-                "proved first: build another trainer with it."
-            )
-        check_other_teacher(teacher_model, host.model, host.args, host.processing_class, tuple(self.teachers))
-        processor = host.processors[""]
-        if host.reads_images and teachers_processors(processor, {"teacher": teacher_model}, None, host.args):
-            raise ValueError(
-                "`trainer.teacher_model`: prompts have images, which the new teacher does not read with the student's "
-                "processor: pass it when the trainer is built."
-            )
-        with self._rebuilding():
-            self.readers = self._student_readers
-            self._build_teachers({"teacher": teacher_model})
-            datasets = {"train_dataset": host.train_dataset, **by_name(host.eval_dataset)}
-            self._admit_for_teachers(surveyed(datasets, host.args))
-
-    def replace_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Checks other rows as the first were, and takes them."""
-        args = self._host.args
-        refuse(EVALUATING, Situation(args=args, eval_dataset=eval_dataset))
-        datasets = {"train_dataset": train_dataset, **by_name(eval_dataset)}
-        intake, given = self.readers.intake, self._given
-        check_datasets(datasets, args, intake, given.reads_solutions)
-        more = check_acted(datasets, given.environments)
-        if args.lmbda < 1:
-            check_completions(train_dataset, self._host.tools, not args.seq_kd)
-        columns, solutions, learned = given.row_columns, given.reads_solutions, bool(given.learned_rewards)
-        logs_rewards = check_rows_of_rewards(given.rewards, datasets, args, columns, solutions, learned, more)
-        with self._rebuilding():
-            self.logs_rewards = logs_rewards
-            self.readers, self._described_rows = self._readers_of_any_rows, None
-            self._take_datasets(train_dataset, eval_dataset)
-            rows = looked_through(datasets, args, intake, given.row_columns)
-            self._admit_for_teachers(self._admit(rows, self.readers.student))
-            self.check_room({"train_dataset": self._host.train_dataset, **by_name(self._host.eval_dataset)})
-
-    @contextmanager
-    def _rebuilding(self) -> Iterator[None]:
-        """Restores teachers, readers and datasets if the body raises: nothing half-built must remain."""
-        before, datasets = dict(vars(self)), (self._host.train_dataset, self._host.eval_dataset)
-        try:
-            with preserved_rng(self._host.accelerator.device):
-                yield
-        except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
-            self._take_datasets(*datasets)
-            if self._host.args.seq_kd:
-                self._use_teachers(self.teachers)
-            raise
-
     def _admit_for_teachers(self, rows: dict[str, Rows]) -> None:
         self._admit(rows, self.readers.teacher)
         if self.readers.contrast is not None:
             self._admit(rows, self.readers.contrast)
-        readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
-        self.readers = readers if self._of_engine is None else readers.within(self._of_engine)
+        self.readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
 
     def _limits_of_engine(self, rows: Mapping[str, Rows]) -> PromptLimits | None:
         """Those of an engine in this process: room for the longest row, where it is known, as its cache holds one."""
@@ -289,14 +219,10 @@ class Teaching:
         if isinstance(host.eval_dataset, dict):
             names = zip(host.eval_dataset, by_name(host.eval_dataset), strict=True)
             eval_dataset = {name: datasets.get(where) for name, where in names}
-        self._take_datasets(datasets.get("train_dataset"), eval_dataset)
+        host.train_dataset, host.eval_dataset = datasets.get("train_dataset"), eval_dataset
         if host.train_dataset is not None:
             check_train_size(host.train_dataset, host.args)
         return rows
-
-    def _take_datasets(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Assigns datasets that were checked, past the checks of assignments."""
-        vars(self._host).update(train_dataset=train_dataset, eval_dataset=eval_dataset)
 
     # ---- A batch ----------------------------------------------------------------------------------------------------
 
@@ -331,22 +257,6 @@ class Teaching:
                         images = [part["image"] for part in places(prompt.value)]
                         found.append(partial(begin_reading, processor, images, host.pictures, ahead))
         return found
-
-    def rows_of(self, batch: Mapping[str, Any], rollout: Rollout) -> list[BatchRow]:
-        """The rows of a batch that was built elsewhere; raises where a prompt alone does not make one."""
-        if (rows := batch.get("rows")) is not None:
-            return self.as_rows(rows)
-        has_images = set(self._host.placeholders) & {one for ids in rollout.prompt_lists() for one in ids}
-        columns = columns_of(self._host.train_dataset) or ()
-        if len(self.teachers) > 1 or has_images or not self.readers.are_alike(columns):
-            raise ValueError(
-                "`compute_loss` got a batch without teacher targets and without its dataset rows, from which the "
-                "teacher's prompts are made: pass the result of `trainer._generate_and_score_completions(rows)`, or "
-                "add the rows, in the same order, as `batch['rows']`."
-            )
-        return self.as_rows(
-            [{"prompt": text} for text in self._host.processing_class.batch_decode(rollout.prompt_lists())]
-        )
 
     def as_rows(self, rows: Sequence[Row]) -> list[BatchRow]:
         """Rows of a batch; those that come from elsewhere are parsed, and nothing is known of them."""

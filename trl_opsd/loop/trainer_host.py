@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,7 +44,6 @@ class TeachingHost(Protocol):
     def as_writer(self, teacher: Any, limits: PromptLimits) -> tuple[Any, PromptLimits, Any]: ...
     def read_rows(self, rows: Sequence[Row]) -> list[BatchRow]: ...
     def as_rows(self, rows: Sequence[Row]) -> list[BatchRow]: ...
-    def rows_of(self, batch: Mapping[str, Any], rollout: Rollout) -> list[BatchRow]: ...
     def expect(self, rollout: Rollout, rows: Sequence[BatchRow]) -> None: ...
 
 

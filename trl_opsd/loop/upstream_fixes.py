@@ -31,9 +31,8 @@ from trl_opsd.checkpoints.resume import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import Decoded, WholeStream, has_encoded_images
 from trl_opsd.loop.overrides import of_package
-from trl_opsd.models.checks import check_optimizer, check_trainable
+from trl_opsd.models.checks import check_optimizer
 from trl_opsd.options.rules import batch_in_words
-from trl_opsd.options.table import OF_THE_OPTIMIZER
 
 __all__ = ["UpstreamFixes"]
 
@@ -152,15 +151,12 @@ class UpstreamFixes(DistillationTrainer):
     """Whether the latest training resumed from a checkpoint that has all of its steps."""
     _launch: dict[str, Any] | None = None
     """The launch's state when the trainer was complete."""
-    _made_for: tuple[Any, ...] | None = None
-    """Values of `OF_THE_OPTIMIZER` when a training made the optimizer; `None` for an optimizer of the user's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._epoch_order, self._whole_steps = _EpochOrder(), _WholeSteps()
         self.add_callback(self._epoch_order)
         self.add_callback(self._whole_steps)
-        self._trained = self.model, self.optimizer  # by construction, or by the last training
 
     # By the user; the last of our `train`s before transformers'.
     def train(
@@ -176,10 +172,7 @@ class UpstreamFixes(DistillationTrainer):
                 # transformers would train on in the engine of an earlier training or evaluation (trainer.py:1679).
                 set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the engine
             reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
-            try:
-                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-            finally:
-                self._trained = self.model, self.optimizer
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     # Once a training.
     def get_train_dataloader(self) -> DataLoader:
@@ -346,43 +339,6 @@ class UpstreamFixes(DistillationTrainer):
             # Cleared, not replaced: every instance has this dict as its `__dict__`.
             AcceleratorState._shared_state.clear()
             AcceleratorState._shared_state.update(self._launch)
-
-    def check_earlier(self) -> None:
-        """Rejects another model, and options that a kept optimizer lacks.
-
-        transformers keeps the optimizer whatever the options are by then (trainer.py:1241), and trains `model_wrapped`,
-        not a `model` that was assigned (trainer.py:1679).
-        """
-        optimizer, is_deepspeed = self.optimizer, self.is_deepspeed_enabled
-        if self.model is not self._trained[0]:
-            raise ValueError(
-                "`trainer.model` was assigned after the trainer was built, but optimizer, rollout and checks use the "
-                "original model: build a new trainer."
-            )
-        scheduler = None if self._created_lr_scheduler else self.lr_scheduler  # else it is made anew
-        if optimizer is not None and not (is_deepspeed or self.is_fsdp_enabled):
-            # Those two step other tensors than the model's. What is trained may have changed since the last training.
-            check_trainable(self.model, (optimizer, scheduler))
-        if scheduler is not None and not any(scheduler.get_last_lr()) and scheduler.state_dict().get("last_epoch"):
-            raise ValueError(
-                "The scheduler has ended at a learning rate of 0, so no weight would change: set `trainer.optimizer = "
-                "trainer.lr_scheduler = None` for new ones, or assign a new scheduler."
-            )
-        if optimizer is not None and optimizer is not self._trained[1]:
-            self._made_for = None
-        # Options of a passed optimizer are its own: the config's are not compared with them.
-        own = optimizer is None or self._made_for is not None
-        options = tuple(getattr(self.args, name) for name in OF_THE_OPTIMIZER)
-        if optimizer is None or is_deepspeed:  # one is made now
-            self._made_for = options if own else None
-        elif self._made_for is not None and options != self._made_for:
-            changed = [
-                name for name, then, now in zip(OF_THE_OPTIMIZER, self._made_for, options, strict=True) if then != now
-            ]
-            raise ValueError(
-                f"`args.{changed[0]}` was changed, but the optimizer of the earlier training is kept and ignores it: "
-                "set `trainer.optimizer = trainer.lr_scheduler = None` for a new one."
-            )
 
     # ---- Streams ------------------------------------------------------------------------------------------------
 

@@ -17,16 +17,8 @@ from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import Rule, Stage, together
-from trl_opsd.options.table import Need, Option, Values, is_number, one_of
+from trl_opsd.options.table import Option, Values, is_number, one_of
 
-# without names of teachers, they are not known yet
-_SEVERAL = Need(
-    "`loss_aggregation` is 'teachers' and there is one teacher",
-    lambda now: (
-        now.loss_aggregation != "teachers" or len(now.teachers) - (now.extrapolation_reference is not None) != 1
-    ),
-)
-_BY_TEACHER = Need("`loss_aggregation` is not 'teachers'", lambda now: now.loss_aggregation == "teachers")
 _WEIGHTS = Values(
     "a dict of the names of teachers, each with a finite number above 0",
     lambda value: (
@@ -41,20 +33,14 @@ _WEIGHTS = Values(
 class AggregationOptions:
     loss_aggregation: Annotated[
         str,
-        Option(
-            one_of("tokens", "rows", "teachers"),
-            (_SEVERAL,),
-            resumed=True,
-            words="all {} alike",
-            also="loss_agg_mode",
-        ),
+        Option(one_of("tokens", "rows", "teachers"), resumed=True, words="all {} alike"),
     ] = "tokens"
     """What counts alike in the loss. `"tokens"`: each token of a step, so long completions count more. `"rows"`: each
     row, however long. `"teachers"`: each teacher with a token in the step, whatever the number and length of its rows;
     in an evaluation, each of the dataset, in its loss, `divergence/mean` and entropies."""
-    teacher_weights: Annotated[
-        dict | str | None, Option(_WEIGHTS | None, (_BY_TEACHER, _SEVERAL), words="but weighted {}")
-    ] = None  # a resume compares it in the fingerprint's entry of this name, which is of the teachers
+    teacher_weights: Annotated[dict | str | None, Option(_WEIGHTS | None, words="but weighted {}")] = (
+        None  # a resume compares it in the fingerprint's entry of this name, which is of the teachers
+    )
     """Weights of the teachers by name with `loss_aggregation="teachers"`, of which only ratios matter; for instance
     `{"math": 2, "code": 1}`. When `None`, all are 1."""
 

@@ -18,17 +18,16 @@ from trl_opsd.methods.base import Method
 from trl_opsd.monitor.metrics import Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import not_by_bytes
-from trl_opsd.options.table import Need, Option, one_of
+from trl_opsd.options.table import Option, one_of
 from trl_opsd.types import LazyLogits
 
-_EVALUATED = Need("there is no `eval_dataset`", lambda now: now.eval_dataset is not None)
 _LOGS = Logs("weighted mean over the tokens of an evaluation, of all processes", "`certificate`", trained=False)
 
 
 @with_help
 @dataclass
 class CertificateOptions:
-    certificate: Annotated[bool | None, Option(one_of(None, True, False), (_EVALUATED,))] = None
+    certificate: Annotated[bool | None, Option(one_of(None, True, False))] = None
     """Whether evaluations measure KL(teacher‖student) and the share of tokens with the same likeliest token, one before
     the first step and one after the last. When `None`, with `student_quantization` and an `eval_dataset`."""
 

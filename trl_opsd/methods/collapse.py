@@ -17,14 +17,10 @@ from trl_opsd.checkpoints.resume import best_evaluated
 from trl_opsd.methods.base import Generated, Method
 from trl_opsd.monitor.metrics import ALWAYS, STEPS, Logs, Metric
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.table import Need, Option, one_of
+from trl_opsd.options.table import Option, one_of
 
 COMPARED_STEPS = 10
 """Optimizer steps at the start, and at the end, that `collapse_guard` compares; both have to be complete."""
-_LONG = Need(
-    f"`max_steps` is below {2 * COMPARED_STEPS}, and comparisons start after {2 * COMPARED_STEPS} steps",
-    lambda now: now.collapse_guard != "stop" or not 0 < now.max_steps < 2 * COMPARED_STEPS,
-)
 
 logger = get_logger(__name__)
 
@@ -32,7 +28,7 @@ logger = get_logger(__name__)
 @with_help
 @dataclass
 class CollapseOptions:
-    collapse_guard: Annotated[str | None, Option(one_of(None, "warn", "stop"), (_LONG,))] = "warn"
+    collapse_guard: Annotated[str | None, Option(one_of(None, "warn", "stop"))] = "warn"
     """Whether to warn, or to save a checkpoint and end the training, when the last 10 optimizer steps leave the bounds
     in `docs/distributed.md`. When `None`, nothing."""
 

@@ -12,26 +12,20 @@ from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import Rule, Stage, compared_in_groups, of_student, whole_batch, with_functions
-from trl_opsd.options.table import ENVIRONMENTS, NO_PROMPT_FN, NUMBER, REWARDS, SET, Need, Option, one_of
-
-_SUCCESS = Need("`teacher_context` is not 'group_success'", lambda now: now.teacher_context is not None)
+from trl_opsd.options.table import NUMBER, SET, Option, one_of
 
 
 @with_help
 @dataclass
 class ContextOptions:
-    teacher_context: Annotated[
-        str | None, Option(one_of(None, "group_success"), (REWARDS, NO_PROMPT_FN), resumed=True)
-    ] = None
+    teacher_context: Annotated[str | None, Option(one_of(None, "group_success"), resumed=True)] = None
     """What the teacher reads beside the columns: `"group_success"`, another completion of the same prompt whose reward
     is high enough (SDPO, arXiv 2601.20802); a row without one, and without context in the columns, does not count."""
-    success_threshold: Annotated[
-        float, Option(NUMBER, (_SUCCESS,), resumed=_SUCCESS, also="success_reward_threshold")
-    ] = 1.0
+    success_threshold: Annotated[float, Option(NUMBER, resumed=True)] = 1.0
     """Least reward of a completion that the teacher is shown as a success."""
-    feedback_template: Annotated[
-        str, Option(partial(check_template, names=("feedback",)), (ENVIRONMENTS,), resumed=ENVIRONMENTS)
-    ] = "Feedback on an earlier attempt:\n\n{feedback}"
+    feedback_template: Annotated[str, Option(partial(check_template, names=("feedback",)), resumed=True)] = (
+        "Feedback on an earlier attempt:\n\n{feedback}"
+    )
     """How the teacher is told what an environment's `get_feedback` returns."""
 
 

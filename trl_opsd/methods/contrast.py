@@ -14,10 +14,8 @@ from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import not_by_bytes, undivided
-from trl_opsd.options.table import Need, Option, above, at_least, shown
+from trl_opsd.options.table import Option, above, at_least, shown
 from trl_opsd.types import Rollout
-
-_CONTRASTS = Need("`contrast_weight` is 0", lambda now: now.contrast_weight)
 
 
 @with_help
@@ -25,12 +23,12 @@ _CONTRASTS = Need("`contrast_weight` is 0", lambda now: now.contrast_weight)
 class ContrastOptions:
     contrast_weight: Annotated[
         float,
-        Option(at_least(0), resumed=True, words="moved {:g} times away from a contrast", also="contrast_alpha"),
+        Option(at_least(0), resumed=True, words="moved {:g} times away from a contrast"),
     ] = 0.0
     """How far the target moves from the teacher's distribution away from the one in the context of the column
     `contrast_context` or `contrast_prompt`: log-probabilities plus so many times their difference (arXiv 2606.11709,
     arXiv 2607.02234)."""
-    contrast_clip: Annotated[float | None, Option(above(0) | None, (_CONTRASTS,), resumed=_CONTRASTS)] = None
+    contrast_clip: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
     """Soft bound, in nats, of the difference that `contrast_weight` multiplies: `c * tanh(difference / c)`."""
 
 

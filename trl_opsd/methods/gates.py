@@ -18,7 +18,7 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import BATCHES, Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import compared_in_groups, of_student, whole_batch, with_functions
-from trl_opsd.options.table import NUMBER, REWARDS, SET, Option, Values, one_of
+from trl_opsd.options.table import NUMBER, SET, Option, Values, one_of
 
 _GATE = Values(
     "a finite number, 'reward' or 'advantage'", lambda value: value in ("reward", "advantage") or NUMBER.fits(value)
@@ -29,7 +29,7 @@ _GATE = Values(
 @dataclass
 class GateOptions:
     reward_gate: Annotated[
-        float | str | None, Option(_GATE | None, (REWARDS,), resumed=True, words="rows gated by their reward ({})")
+        float | str | None, Option(_GATE | None, resumed=True, words="rows gated by their reward ({})")
     ] = None
     """In training, which completions of the student count in the loss: those with a reward of at least this number, or
     all, weighted by `"reward"` or by `"advantage"` where these are above 0 (arXiv 2605.06188). When `None`, all

@@ -14,7 +14,7 @@ from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import STEPS, Logs, Metric
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.table import OFF_POLICY, Option, at_least
+from trl_opsd.options.table import Option, at_least
 from trl_opsd.types.loss import columns
 
 _MIXED = Logs(STEPS, "`lmbda` below 1; not where processes share rows", evaluated=False)
@@ -26,13 +26,7 @@ _MIXED_SOME = Logs(f"{STEPS} that had some", _MIXED.appears, evaluated=False)
 class OffPolicyOptions:
     sft_weight: Annotated[
         float,
-        Option(
-            at_least(0),
-            (OFF_POLICY,),
-            resumed=True,
-            words="plus {:g} times -log p of completions of others",
-            also="sft_alpha sft_coef",
-        ),
+        Option(at_least(0), resumed=True, words="plus {:g} times -log p of completions of others"),
     ] = 0.0
     """Weight of `-log p` of the student beside the divergence, for completions that it has not generated."""
 

@@ -16,10 +16,9 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import WEIGHTED, Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import not_by_bytes, together, undivided, unless
-from trl_opsd.options.table import NAME, SET, Need, Option, above, at_least, shown
+from trl_opsd.options.table import NAME, SET, Option, above, at_least, shown
 from trl_opsd.types import Rollout
 
-_EXTRAPOLATES = Need("`extrapolation` is 1", lambda now: now.extrapolation != 1)
 _A_THIRD = "but only two models are compared by bytes, and the initial one is a third"
 
 
@@ -28,29 +27,19 @@ _A_THIRD = "but only two models are compared by bytes, and the initial one is a 
 class OriginOptions:
     extrapolation: Annotated[
         float,
-        Option(
-            at_least(0),
-            resumed=True,
-            words="extrapolated {:g} times from the student as it was passed",
-            also="lambda_vals",
-        ),
+        Option(at_least(0), resumed=True, words="extrapolated {:g} times from the student as it was passed"),
     ] = 1.0
     """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
     which the target adds it; above 1 beyond the teacher (G-OPD, arXiv 2602.12125)."""
     extrapolation_reference: Annotated[
         str | None,
-        Option(NAME | None, (_EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student"),
+        Option(NAME | None, resumed=True, words="with the teacher {!r} in place of that student"),
     ] = None
     """The name of one of several teachers that stands in place of the student as it was passed: in G-OPD, the model
     that the teacher was trained from. Rows name another as their teacher."""
     anchor_weight: Annotated[
         float,
-        Option(
-            at_least(0),
-            resumed=True,
-            words="plus {:g} times the divergence from the student as it was passed",
-            also="ref_kl_coef kl_coef",
-        ),
+        Option(at_least(0), resumed=True, words="plus {:g} times the divergence from the student as it was passed"),
     ] = 0.0
     """Weight of the reverse KL of the student to itself as it was passed (the reference KL of other trainers; SDFT,
     arXiv 2601.19897), which is added to the divergence from the teacher."""

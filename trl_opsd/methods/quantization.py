@@ -45,7 +45,7 @@ def _a_format(option: str, value: Any) -> None:
 class QuantizationOptions:
     student_quantization: Annotated[
         object | str | None,
-        Option(_a_format, resumed=True, words="with the linear layers quantised as {!s:.40}", also="qat quantization"),
+        Option(_a_format, resumed=True, words="with the linear layers quantised as {!s:.40}"),
     ] = None
     """The format that the student is trained for: `"int4"` (groups of 32), `"int8"`, `"fp8"` or `"nvfp4"`, of the
     weights alone, or a config of torchao. Linear layers compute with quantised weights, and each save has a folder

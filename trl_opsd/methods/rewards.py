@@ -27,7 +27,7 @@ from trl_opsd.models.checks import whole_checkpoint
 from trl_opsd.monitor.metrics import STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import compared_in_groups, of_student, whole_batch, with_functions
-from trl_opsd.options.table import NUMBERS, REWARDS, Need, Option, above, at_least, one_of
+from trl_opsd.options.table import NUMBERS, Option, above, at_least, one_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import NOT_PASSED, Given
@@ -35,7 +35,6 @@ from trl_opsd.types import Rollout
 
 _EPSILON = 1e-4
 """Added to each standard deviation before a division, as in TRL."""
-_WEIGHT = Need("`reward_weight` is 0", lambda now: now.reward_weight)
 _REWARDS = Logs(
     "all processes; over all rows of an evaluation, or over those of a step and then the mean over steps",
     f"{WITH_REWARDS}; where a function gave one",
@@ -47,16 +46,16 @@ _REWARDS = Logs(
 class RewardOptions:
     reward_weight: Annotated[
         float,
-        Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards", also="reward_coef"),
+        Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards"),
     ] = 0.0
     """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0 they are only logged."""
-    reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, (REWARDS,), resumed=_WEIGHT)] = None
+    reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, resumed=True)] = None
     """Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1."""
-    scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), (_WEIGHT,), resumed=_WEIGHT)] = "group"
+    scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), resumed=True)] = "group"
     """Standard deviation that rewards are divided by, as in TRL's `GRPOConfig`: `"group"` or `True`, of those of a
     prompt; `"batch"`, of the step; `"none"` or `False`, none."""
     multi_objective_aggregation: Annotated[
-        str, Option(one_of("sum_then_normalize", "normalize_then_sum"), (_WEIGHT,), resumed=_WEIGHT)
+        str, Option(one_of("sum_then_normalize", "normalize_then_sum"), resumed=True)
     ] = "sum_then_normalize"
     """Whether several rewards are scaled after they are added, or each before, as in TRL's `GRPOConfig`."""
 

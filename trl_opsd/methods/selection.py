@@ -20,25 +20,23 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import STEPS, Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import not_by_bytes, undivided
-from trl_opsd.options.table import Need, Option, one_of, share
+from trl_opsd.options.table import Option, one_of, share
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
 from trl_opsd.types.loss import columns
 
 _SALT = 1
 """Separates the seeds of token selection from those of `lmbda`."""
-_SELECTION = Need("`token_selection` is not set", lambda now: now.token_selection is not None)
-_FRACTION = Need("`token_fraction` is 1", lambda now: now.token_fraction != 1)
 
 
 @with_help
 @dataclass
 class SelectionOptions:
-    token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), (_FRACTION,), resumed=True)] = None
+    token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), resumed=True)] = None
     """In training, which tokens of each row count in the loss, a share of `token_fraction`: the first, random ones, or
     those with the highest entropy, divergence or surprise; see `docs/objectives.md`. When
     `None`, all."""
-    token_fraction: Annotated[float, Option(share(), (_SELECTION,), resumed=True)] = 1.0
+    token_fraction: Annotated[float, Option(share(), resumed=True)] = 1.0
     """Share of the tokens of a row that `token_selection` keeps, rounded up to whole tokens."""
 
     def build_selection(self) -> Selection | None:

@@ -33,12 +33,11 @@ from trl_opsd.options.rules import (
     undivided,
     with_functions,
 )
-from trl_opsd.options.table import LARGEST_WEIGHT, SET, Need, Option, Values, above, one_of, shown
+from trl_opsd.options.table import LARGEST_WEIGHT, SET, Option, Values, above, one_of, shown
 
 _SKIPPED = Values(
     "'flat_groups', or a finite number above 0", lambda value: value == "flat_groups" or above(0).fits(value)
 )
-_NO_WEIGHT_FN = Need("`prompt_weight_fn` decides", lambda now: now.prompt_weight_fn is None)
 _VISITS = "`skip_prompts`, or a `prompt_weight_fn`"
 
 
@@ -47,7 +46,7 @@ _VISITS = "`skip_prompts`, or a `prompt_weight_fn`"
 class VisitOptions:
     skip_prompts: Annotated[
         float | str | None,
-        Option(_SKIPPED | None, (_NO_WEIGHT_FN,), resumed=True, words="prompts skipped by their last visit ({})"),
+        Option(_SKIPPED | None, resumed=True, words="prompts skipped by their last visit ({})"),
     ] = None
     """In training, which prompts nothing is generated for when they come again (GRESO, arXiv 2506.02177):
     `"flat_groups"`, those whose completions all had the same reward; a number, those whose divergence from the teacher

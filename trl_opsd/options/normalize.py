@@ -20,33 +20,8 @@ from transformers import GenerationConfig, TrainingArguments
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import SampledReverseKL
-from trl_opsd.options.foreign_names import did_you_mean
-from trl_opsd.options.table import above, integer, is_set, table
-
-# ---- Deprecated options ---------------------------------------------------------------------------------------------
-
-
-def move_deprecated(args: DistillationConfig) -> None:
-    """Warns of options that are set and deprecated, and moves the value of a renamed one to its new name.
-
-    Raises:
-        ValueError: Both names are set, to two values.
-    """
-    for name, option in table(type(args)).items():
-        if option.goes and is_set(args, name):
-            value, new, instead = getattr(args, name), option.became, "remove it"
-            if new:
-                if is_set(args, new) and getattr(args, new) != value:
-                    raise ValueError(
-                        f"`{name}={value!r}` and `{new}={getattr(args, new)!r}` set one option, whose old name is "
-                        f"`{name}`, to two values: remove `{name}`."
-                    )
-                instead = f"use `{new}`, which has its value now"
-                setattr(args, new, value)
-                setattr(args, name, getattr(type(args), name))
-            said = f"`{name}` is deprecated and goes in trl_opsd {option.goes}: {instead}."
-            warnings.warn(said, FutureWarning, stacklevel=5)  # where the config is made
-
+from trl_opsd.options.names import did_you_mean
+from trl_opsd.options.table import above, integer
 
 # ---- Text and JSON --------------------------------------------------------------------------------------------------
 

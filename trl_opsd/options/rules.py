@@ -351,7 +351,7 @@ TRAINING = (
         "in `OPSDConfig`: remove it from the file.",
     ),
 )
-"""Of options that may be changed between two trainings."""
+"""Of accumulation, which a file of the launch may set too."""
 
 EVALUATION = (
     Rule(
@@ -364,7 +364,7 @@ EVALUATION = (
         "`num_generations_eval=1`, or a temperature above 0.",
     ),
 )
-"""Of options that may be changed between two evaluations."""
+"""Of evaluations."""
 
 AFTER = (
     # the loss

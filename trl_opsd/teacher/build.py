@@ -112,13 +112,12 @@ def build_teachers(
     handed_in: Samples | None,
     divergence: Divergence,
     tokenizer: PreTrainedTokenizerBase,
-    origin: Teacher | None = None,
     by_bytes: Mapping[str, Callable[[Teacher], Teacher]] = MappingProxyType({}),
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself.
 
-    `divergence` and `tokenizer` say what a server is asked for; `origin` is the student as it was passed, if it is
-    known from teachers that these replace; `by_bytes` wraps those that have a tokenizer of their own.
+    `divergence` and `tokenizer` say what a server is asked for; `by_bytes` wraps those that have a tokenizer of their
+    own.
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
@@ -145,9 +144,10 @@ def build_teachers(
     teachers = before(teachers, args)
     for name, spell in by_bytes.items():
         teachers[name] = spell(teachers[name])
+    origin: Teacher | None = None
     if args.reads_origin and not reads_student:
         origin = teachers[str(args.extrapolation_reference)]
-    elif args.reads_origin and origin is None:
+    elif args.reads_origin:
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args, memory)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]

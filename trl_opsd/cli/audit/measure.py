@@ -25,6 +25,7 @@ from trl_opsd.models.backbone import gathered_head, preserved_mode, shape_of, wh
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.samples import Sample, samples_of
+from trl_opsd.teacher.checks import check_tokenizers, teachers_processors
 from trl_opsd.teacher.self_teacher import OwnTeacher
 from trl_opsd.teacher.teachers import scored
 from trl_opsd.trainer import OPSDTrainer
@@ -140,7 +141,7 @@ def audit(
         samples = student.samples(trainer, written.rollout, said)
         found = [measured]
         for path in candidates:
-            trainer.replace_teacher(path)
+            _take(trainer, path)
             found.append(_measured(trainer, inputs, written, student, path, None)[0])
     args = trainer.args
     epoch = len(trainer.train_dataset) * args.num_generations if isinstance(trainer.train_dataset, Dataset) else 0
@@ -178,6 +179,15 @@ def _check(trainer: OPSDTrainer, rows: int, candidates: Sequence[str]) -> None:
         raise ValueError("Candidates take the place of the only teacher, but there are several, or it is the student.")
 
 
+def _take(trainer: OPSDTrainer, path: str) -> None:
+    """Puts a candidate in the place of the only teacher."""
+    models = {"teacher": path}
+    check_tokenizers(trainer.processing_class, models, None, trainer.args)
+    if trainer.reads_images and teachers_processors(trainer.processor, models, None, trainer.args):
+        raise ValueError(f"The candidate {path!r} reads images with another processor: audit it in a run of its own.")
+    trainer.teaching.build_teachers(models)
+
+
 def _chosen(trainer: OPSDTrainer, rows: int) -> list[dict[str, Any]]:
     """Rows of the dataset, the same in each audit of a run."""
     dataset = trainer.train_dataset
@@ -198,8 +208,6 @@ def _left_as_it_was(trainer: OPSDTrainer) -> Iterator[None]:
     args, teaching, numbers = trainer.args, dict(vars(trainer.teaching)), trainer._metrics["eval"]
     given, log = args.eval_temperature, {name: list(each) for name, each in numbers.items()}
     seen, batches = trainer.state.num_input_tokens_seen, trainer._stats.now.batches
-    datasets = {"train_dataset": trainer.train_dataset, "eval_dataset": trainer.eval_dataset}
-    dropped = trainer.dropped_prompts.copy()
     texts = {name: list(trainer._logs[name]) for name in ("prompt", "completion")}
     args.eval_temperature = None
     with preserved_rng(trainer.accelerator.device), preserved_mode(trainer.model), trainer.rollout.session():
@@ -210,10 +218,6 @@ def _left_as_it_was(trainer: OPSDTrainer) -> Iterator[None]:
             args.eval_temperature = given
             vars(trainer.teaching).clear()
             vars(trainer.teaching).update(teaching)
-            # A candidate with a shorter context drops rows. Past the checks of assignments.
-            trainer.__dict__.update(datasets)
-            trainer.dropped_prompts.clear()
-            trainer.dropped_prompts.update(dropped)
             for name, before in texts.items():
                 trainer._logs[name].clear()
                 trainer._logs[name].extend(before)

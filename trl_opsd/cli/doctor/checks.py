@@ -32,7 +32,6 @@ from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL, de
 from trl_opsd.models.backbone import completion_hidden, logits_of
 from trl_opsd.models.probes import GRADIENTS, HEAD, IMAGES, PADDING, Doubt, Finding, Probe, Probed, findings
 from trl_opsd.models.tokenizers import ensure_special_tokens
-from trl_opsd.options.table import Situation, without_effect, without_effect_in_words
 from trl_opsd.rollout import FixedRollout, RolloutBackend
 from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
@@ -360,14 +359,10 @@ def _shortfall(pair: Pair, prompt: list[int], completion: list[int]) -> float:
 
 
 def check_settings(settings: Settings | ValueError, student: str, teacher: str) -> str:
-    """Settings are known, consistent and have an effect; `student` and `teacher` are those examined."""
+    """Settings are known and consistent; `student` and `teacher` are those examined."""
     if isinstance(settings, ValueError):
         raise settings
     config, warnings = settings.given.config, [*settings.warnings]
-    several: Any = settings.given.extra.teacher_models
-    teachers = [*several.values()] if several else [settings.models[1] or teacher]
-    if unread := without_effect(Situation(args=config, teachers=teachers)):
-        warnings.append(without_effect_in_words(config, unread))
     for option, (module, package) in {"report": ("vl_convert", "vl-convert-python"), "use_vllm": ("vllm",) * 2}.items():
         if getattr(config, option) and not find_spec(module):
             warnings.append(f"`{option}=True` needs {package}, which is not installed here, where training refuses it.")

@@ -18,7 +18,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_opsd._compat.trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_opsd.config import OPSDConfig
-from trl_opsd.options.foreign_names import instead
+from trl_opsd.options.names import did_you_mean
 from trl_opsd.options.normalize import with_help
 from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
@@ -255,5 +255,5 @@ class OptionParser(TrlParser):
         """Lists unknown names, each with what to do instead."""
         known = [action.dest for action in self._actions]
         plain = {name: name.removeprefix("--").replace("-", "_") for name in names}
-        hints = {name: _HERE.get(one) or instead(one, known, OPSDConfig) for name, one in plain.items()}
+        hints = {name: did_you_mean(one, known) for name, one in plain.items()}
         return "; ".join(f"unknown {what} {name!r}{hint and ': '}{hint}" for name, hint in hints.items())
