@@ -1,4 +1,4 @@
-"""Trains the students of the two built-in tasks, healthy and into a collapse, each with `collapse_guard="stop"`.
+"""Trains the students of the two built-in tasks, healthy and into a collapse, each with the guard that warns.
 
     python benchmarks/collapse.py --steps 40 --seeds 0 1 2
 
@@ -62,7 +62,6 @@ def runs(task: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def trainer_of(task: str, seed: int, steps: int, folder: str, options: dict[str, Any]) -> OPSDTrainer:
     common = {
         "output_dir": folder,
-        "collapse_guard": "stop",
         "max_steps": steps,
         "per_device_train_batch_size": ROWS,
         "max_completion_length": 40,

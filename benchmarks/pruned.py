@@ -28,9 +28,9 @@ from arithmetic import task
 from arithmetic.make_models import SIZES, make_model, supervise
 from arithmetic.tokenizer import make_tokenizer
 from datasets import Dataset, concatenate_datasets
+from methods.small_methods import OffPolicyFirst
 from real_model import distil
 from real_model.questions import questions
-from small_methods import OffPolicyFirst
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 

@@ -24,10 +24,11 @@ import compare_agents
 from arithmetic import READER
 from arithmetic.evaluate import accuracy
 from arithmetic.task import draw, prompts_with_solutions, right
+from methods.controls import Constant, Shuffled, Unprivileged
+from methods.small_methods import AlongCompletion, ShortAtFirst
 from objectives import LONGEST, PROBLEMS, Budget, read, studied
 from peft import LoraConfig
 from real_model import distil
-from small_methods import AlongCompletion, ShortAtFirst
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -58,9 +59,9 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "live teacher": {"teacher_model_kind": "live"},
     "live teacher, anchor 1": {"teacher_model_kind": "live", "anchor_weight": 1.0},
     "short at first": {"methods": [ShortAtFirst(12, 100)]},
-    "control: shuffled": {"teacher_control": "shuffled"},
-    "control: unprivileged": {"teacher_control": "unprivileged"},
-    "control: constant": {"teacher_control": "constant", "divergence": None},
+    "control: shuffled": {"methods": [Shuffled()]},
+    "control: unprivileged": {"methods": [Unprivileged()]},
+    "control: constant": {"methods": [Constant()], "divergence": None},
 }
 """The options that each adds to plain OPSD: forward KL from the student as it was, which reads the solution."""
 

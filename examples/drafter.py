@@ -23,17 +23,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from two_tokenizers.task import Language, batches, tokenizer
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.losses.entrywise import NoDivergence
+from trl_opsd.losses import Divergence
 
 SHAPES = {"target": (96, 2, 500), "drafter": (16, 1, 600)}
 """Width, layers, and steps of supervised training."""
 DRAFTED = 4
 """Tokens that the drafter proposes before the target reads them."""
 LONGEST = 48
+
+
+class Nothing(Divergence):
+    """0, with a gradient of 0: what is left is `sft_weight`."""
+
+    def value(self, log_student, log_teacher):
+        return 0.0 * log_student.sum(-1)
+
+
 OF_TARGET = {"lmbda": 0.0, "seq_kd": True}
 """The target writes the rows, as token ids: a column of text would be cut into other tokens."""
 METHODS: dict[str, dict[str, Any]] = {
-    "supervised": {"divergence": NoDivergence(), "sft_weight": 1.0, **OF_TARGET},
+    "supervised": {"divergence": Nothing(), "sft_weight": 1.0, **OF_TARGET},
     "forward KL": {"divergence": "forward_kl", **OF_TARGET},
     "reverse KL": {"divergence": "reverse_kl", **OF_TARGET},
     "total variation": {"divergence": "total_variation", **OF_TARGET},

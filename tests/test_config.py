@@ -229,7 +229,6 @@ def test_kinds_of_parallelism_that_do_not_go_together_are_refused(tmp_path, monk
         ({}, {"token_selection": "student_entropy"}, "with `token_selection='student_entropy'`: the tokens of a row"),
         ({}, {"contrast_weight": 0.5}, "with `contrast_weight=0.5` is not supported"),
         ({}, {"anchor_weight": 0.5}, "with `anchor_weight=0.5` is not supported"),
-        ({}, {"teacher_control": "constant"}, "with `teacher_control='constant'` is not supported"),
     ],
 )
 def test_shared_rows_that_cannot_work_are_refused(tmp_path, monkeypatch, launch, options, said):

@@ -220,7 +220,6 @@ def _files() -> list[str]:
             report=True,
             report_to="none",
             disable_tqdm=True,
-            skip_prompts="flat_groups",
             num_generations=2,
         )
         rows = Dataset.from_list([{"prompt": "1+1="}] * 8)

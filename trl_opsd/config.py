@@ -17,7 +17,6 @@ from trl_opsd.data.prompts import check_template
 from trl_opsd.http.urls import server_urls, some_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
-from trl_opsd.losses.entrywise import NoDivergence
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.validation import check_clip
 from trl_opsd.methods import MethodOptions, rules
@@ -214,7 +213,6 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         *DistillationConfig._VALID_DICT_FIELDS,
         "teacher_chat_template_kwargs",
         "teacher_server_url",
-        "teacher_shares",
         "teacher_weights",
     ]
 
@@ -301,13 +299,12 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     @property
     def pulls(self) -> bool:
         """Whether the loss has terms beside the divergence: a policy gradient of rewards, or `sft_weight`."""
-        return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1) or self.teacher_control == "constant")
+        return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1))
 
     @property
     def calls_rewards(self) -> bool:
         """Whether training depends on rewards."""
-        named = self.reward_gate is not None or self.teacher_context is not None or self.skip_prompts == "flat_groups"
-        return self.reward_weight > 0 or named
+        return self.reward_weight > 0 or self.reward_gate is not None or self.teacher_context is not None
 
     @property
     def differs_from_itself(self) -> bool:
@@ -317,8 +314,6 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
 
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
-        if self.teacher_control == "constant":
-            return NoDivergence()
         return divergence_of(self.divergence, self.settings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -113,9 +113,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teacher_prompt_fn (`Callable`, *optional*):
             Takes a row and the text of the student's completion, and returns what the teacher reads before that
             completion: text or messages. Overrides the columns.
-        prompt_weight_fn (`Callable`, *optional*):
-            Takes a row and its last visit ([`~data.outcomes.Visit`], `None` at first), before anything is generated
-            for it, and returns the weight of its tokens in the loss; at 0 the prompt is skipped. In training only.
         methods (list of [`Method`], *optional*):
             Methods of your own, which weigh tokens, change what teachers read, or keep a state: `docs/extending.md`.
 
@@ -171,7 +168,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         divergence: Divergence | str | None = None,
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
-        prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None = None,
         reward_funcs: Any = None,
         reward_processing_classes: Any = None,
         methods: Sequence[Method] = (),
@@ -193,7 +189,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             divergence=divergence,
             teacher_processing_class=teacher_processing_class,
             teacher_prompt_fn=teacher_prompt_fn,
-            prompt_weight_fn=prompt_weight_fn,
             reward_funcs=reward_funcs,
             reward_processing_classes=reward_processing_classes,
             methods=methods,

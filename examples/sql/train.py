@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from methods.turns import EqualTurns
 from peft import LoraConfig
 
 from sql.world import MOST_CALLS, Database, rows
@@ -38,7 +39,6 @@ def main(arguments: Sequence[str] | None = None, **more: Any) -> OPSDTrainer:
             output_dir=str(options.output),
             teacher_model_kind="base",
             divergence="forward_kl",
-            equal_turns=True,  # a long query counts as much as a short answer
             environment_timeout=10.0,
             max_completion_length=768,
             max_tool_calling_iterations=MOST_CALLS,
@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None, **more: Any) -> OPSDTrainer:
         train_dataset=rows(options.steps * options.rows),
         eval_dataset=rows(options.held_out, held_out=True),
         environment_factory=Database,
+        methods=[EqualTurns()],  # a long query counts as much as a short answer
         peft_config=LoraConfig(r=16, target_modules="all-linear"),
         **more,
     )

@@ -32,8 +32,6 @@ CASES: list[Case] = [
             "only two models are compared": {"anchor_weight": 0.1},
             "without the head and the vocabulary": {"teacher_server_url": "http://127.0.0.1:8000"},
             "teaches itself": {"teacher_model_kind": "base"},
-            "by the student's probability": {"teacher_control": "constant"},
-            "the token ids of the student": {"teacher_control": "unprivileged"},
         }.items()
     ),
     Case(

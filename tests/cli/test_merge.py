@@ -252,10 +252,9 @@ def test_what_a_metric_reads_is_checked_before_loading(disk, tmp_path):
             main(["--config", file(disk, tmp_path, experts={**experts, "two": {**experts["two"], **broken}})])
 
 
-def test_a_share_of_one_expert_leaves_one_to_each_other():
-    experts = experts_of({"a": {**WHOLE, "share": 2}, "b": {**WHOLE, "weight": 3, "server": "http://127.0.0.1:9"}})
+def test_a_weight_of_one_expert_leaves_one_to_each_other():
+    experts = experts_of({"a": WHOLE, "b": {**WHOLE, "weight": 3, "server": "http://127.0.0.1:9"}})
     assert Experts(experts, dict, [len, len], 0).settings() == {
-        "teacher_shares": {"a": 2, "b": 1},
         "teacher_weights": {"a": 1, "b": 3},
         "teacher_server_url": {"b": "http://127.0.0.1:9"},
         "loss_aggregation": "teachers",

@@ -1,8 +1,8 @@
 """`teacher_context="group_success"` gives the losses and gradients of TRL's SDPO trainer on the same completions.
 
 TRL divides by the tokens of each row and then by all rows, also by those without a teacher's prompt. So its own loss is
-ours where every row has a teacher, and all have one length or `equal_turns` is set. Elsewhere each of its rows is
-weighted so that every token that has a teacher counts the same.
+ours where every row has a teacher, and all have one length or `loss_aggregation` is "rows". Elsewhere each of its rows
+is weighted so that every token that has a teacher counts the same.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class Replaying(RolloutBackend):
         ({"divergence": "jsd", "beta": 0.3}, {"distillation_alpha": 0.3}, FOUR),
         ({"divergence": "reverse_kl", "teacher_model_kind": "ema"}, {"teacher_model_kind": "ema"}, FOUR),
         ({"divergence": "reverse_kl"}, {}, EVEN),
-        ({"divergence": "reverse_kl", "equal_turns": True}, {}, RAGGED),
+        ({"divergence": "reverse_kl", "loss_aggregation": "rows"}, {}, RAGGED),
     ],
-    ids=["reverse KL", "forward KL", "JSD", "EMA", "TRL's own mean, one length", "TRL's own mean, each turn alike"],
+    ids=["reverse KL", "forward KL", "JSD", "EMA", "TRL's own mean, one length", "TRL's own mean, rows alike"],
 )
 def test_a_group_that_succeeds_teaches_as_in_trl(trained, tmp_path, mine, theirs, texts):
     tiny.save_pair(tmp_path)

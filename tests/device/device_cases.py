@@ -23,6 +23,7 @@ from small_methods import Discounted
 from support import simulated_device, tiny, vision_language
 from support.byte_languages import byte_pairs
 from support.rollouts import Answering
+from visits import SkipNear
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.losses.registry import DIVERGENCES
@@ -84,7 +85,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sequences of the teacher": lambda: {"seq_kd": True, "lmbda": 0.5},
     "rewards": lambda: {**GROUPS, "reward_weight": 0.5},
     "prompt weights": lambda: {
-        "prompt_weight_fn": lambda row, last: float(last is None), "max_steps": 5, "remove_unused_columns": False
+        "methods": [SkipNear(1e9)], "max_steps": 5, "remove_unused_columns": False
     },
     "two teachers": lambda: {
         "teacher_model": {"a": tiny.qwen2(48, 1), "b": tiny.qwen2(32, 2)},
@@ -94,10 +95,6 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "two teachers, streamed": lambda: several(teacher_offload="stream", token_selection="teacher_confidence",
                                               token_fraction=0.5, report=True),
     "two teachers, contrast, cpu": lambda: several(hint=True, teacher_offload="cpu", contrast_weight=0.5),
-    "a reference, streamed": lambda: several(
-        teacher_offload="stream", extrapolation=1.3, extrapolation_reference="b",
-        train_dataset=columns(teacher=["a"] * 8),
-    ),
     "bytes, two teachers, streamed": lambda: by_bytes(**{
         **several(teacher_offload="stream", report=True),
         "teacher_model": {name: tiny.qwen2(48, seed, vocab_size=len(YOURS) + 5) for seed, name in enumerate("ab")},

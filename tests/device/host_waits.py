@@ -17,6 +17,7 @@ from device_cases import GROUPS, build, by_bytes, contrast, images
 from support import simulated_device, tiny
 from support.simulated_device import waits
 from transformers import TrainerCallback
+from visits import SkipNear
 
 from trl_opsd import OPSDTrainer, trainer
 
@@ -28,7 +29,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "groups": lambda: {
         **GROUPS,
         "reward_weight": 0.5,
-        "skip_prompts": 100.0,
+        "methods": [SkipNear(100.0)],
         "token_selection": "student_entropy",
         "token_fraction": 0.5,
     },

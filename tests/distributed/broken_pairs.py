@@ -33,7 +33,7 @@ def every_nan(folder: Path, variants: tuple[str, ...]) -> dict[str, Any]:
 
 def collapses(folder: Path) -> dict[str, Any]:
     """A training at a rate that is far too high, of which each process has other rows."""
-    options = {"learning_rate": 1.0, "max_steps": 24, "collapse_guard": "stop", "num_train_epochs": 99}
+    options = {"learning_rate": 1.0, "max_steps": 24, "num_train_epochs": 99}
     trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), **options)
     trainer.train()
     return {"steps": trainer.state.global_step, "course": trainer.methods.get(CollapseGuard).course.state()}

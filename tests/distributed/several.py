@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 from itertools import chain
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any
 
 import pandas
 from accelerate.utils import gather_object
+from controls import Shuffled
 from datasets import Dataset, IterableDataset
+from groups import GroupSpread
 from support import fsdp_on_cpu, tiny
 from transformers import PrinterCallback
+from visits import Visit, Visits
 
-from trl_opsd import OPSDTrainer, RolloutBackend
-from trl_opsd.data.outcomes import Visit
-from trl_opsd.methods.visits import Visits
+from trl_opsd import Method, OPSDTrainer, RolloutBackend
 
 PROMPTS = 10
 ROWS = 8
@@ -91,12 +92,16 @@ def value_of(text: str) -> float:
     return float(len(text) * 7 % 5 + int(number_of(text)))
 
 
-def by_last_visit(row: dict[str, Any], last: Visit | None) -> float:
+class ByLastVisit(Visits):
     """Skips some of the prompts at their second visit, and weighs others by what is known of the first."""
-    if last is None or last.skipped:
-        return 1.0
-    number = int(number_of(row["prompt"]))
-    return 0.0 if number in (0, 1, 2, 5, 7) else last.gap + sum(filter(None, last.rewards))
+
+    needs_rewards = True
+
+    def weight(self, row: Any, last: Visit | None) -> float:
+        if last is None or last.skipped:
+            return 1.0
+        number = int(number_of(row["prompt"]))
+        return 0.0 if number in (0, 1, 2, 5, 7) else last.gap + sum(filter(None, last.rewards))
 
 
 class Pairing(OPSDTrainer):
@@ -111,7 +116,7 @@ class Pairing(OPSDTrainer):
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
         texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
         self.taught += [(row["prompt"], text) for row, text in zip(rows, texts, strict=True)]
-        self.controls += [(row["prompt"], row.control and row.control.value) for row in rows]
+        self.controls += [(row["prompt"], other and other.value) for row in rows for other in [row.notes.get("other")]]
         return super().teach(rollout, rows)
 
     def weigh(self, rollout: Any, rows: list[dict[str, Any]], targets: Any) -> Any:
@@ -139,7 +144,7 @@ def build(
     rows: Any = None,
     apart: bool = False,
     rewarded: bool = False,
-    weighs: bool = False,
+    methods: Iterable[type[Method]] = (),
     **options: Any,
 ) -> Pairing:
     processes = int(options.pop("processes"))
@@ -162,7 +167,7 @@ def build(
         processing_class=tiny.tokenizer(),
         rollout=Numbered(apart),
         reward_funcs=[worth, second] if rewarded else None,
-        prompt_weight_fn=by_last_visit if weighs else None,
+        methods=[GroupSpread(), *(method() for method in methods)],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.read, trainer.taught, trainer.learned, trainer.pulled, trainer.controls = [], [], [], [], []
@@ -187,7 +192,7 @@ def found(trainer: Pairing, logs: list[dict[str, Any]]) -> dict[str, Any]:
         "weights": weights(trainer),
         "visits": None
         if (visits := trainer.methods.get(Visits)) is None
-        else sorted(map(astuple, visits._last.values())),
+        else sorted(map(astuple, visits.last.values()), key=str),
     }
 
 
@@ -250,9 +255,9 @@ WEIGHED: dict[str, dict[str, Any]] = {
 TWICE = Dataset.from_list([{"prompt": f"{number // 2}="} for number in range(2 * PROMPTS)])
 """Each prompt in two rows, one after the other."""
 SHUFFLED: dict[str, dict[str, Any]] = {
-    f"{number} of each": {"teacher_control": "shuffled", "num_generations": number, "rows": TWICE} for number in (1, 2)
+    f"{number} of each": {"methods": [Shuffled], "num_generations": number, "rows": TWICE} for number in (1, 2)
 }
-SHUFFLED["4 of each"] = {"teacher_control": "shuffled"}
+SHUFFLED["4 of each"] = {"methods": [Shuffled]}
 OFF_POLICY: dict[str, Any] = {"num_generations": 1, "lmbda": 0.5}
 BY_TEACHER: dict[str, Any] = {**OFF_POLICY, "seq_kd": True, "top_k": 1}
 EVALUATIONS: dict[str, dict[str, Any]] = {
@@ -273,7 +278,8 @@ def all_of(folder: Path, processes: int) -> dict[str, Any]:
         },
         "gated": trained(folder, processes=processes, **GATED),
         "weighed": {
-            name: trained(folder, processes=processes, weighs=True, **given) for name, given in WEIGHED.items()
+            name: trained(folder, processes=processes, methods=[ByLastVisit], **given)
+            for name, given in WEIGHED.items()
         },
         "shuffled": {
             name: trained(folder, processes=processes, shuffle_dataset=False, **given)

@@ -137,11 +137,9 @@ def test_evaluation_counts_each_completion_once(results, name, processes):
     assert all(number_of(prompt) == number_of(text) for prompt, text in found["taught"])
     alone = results[1]["eval"][name]
     values = torch.tensor([row[3:] for row in alone["learned"][: PROMPTS * number]])  # then comes the prediction
-    if number > 1:
-        deviations = values.view(PROMPTS, number, 2).std(1).mean(0)
-        assert deviations.min() > 0
-        spread = [logs["eval_group/divergence_std"], logs["eval_group/length_std"]]
-        assert spread == pytest.approx(deviations.tolist(), rel=1e-3)
+    assert logs["eval_divergence/mean"] == pytest.approx(
+        float((values[:, 0] * values[:, 1]).sum() / values[:, 1].sum()), rel=1e-5
+    )
     assert logs["eval_loss"] == pytest.approx(alone["logs"][0]["eval_loss"], rel=1e-5)
 
 
@@ -254,9 +252,8 @@ def test_two_processes_skip_and_weigh_the_prompts_that_one_does(results, name):
     assert len(shares) > 1
     assert 1 in shares or name != "a group in two processes"
     for visit, other in zip(one["visits"], two["visits"], strict=True):
-        assert visit[0] == other[0]
-        assert visit[2:] == other[2:]
-        assert visit[1] is other[1] is None or close(visit[1], other[1])
+        assert visit[1:] == other[1:]
+        assert visit[0] is other[0] is None or close(visit[0], other[0])
     assert close(one["weights"], two["weights"])
 
 

@@ -17,6 +17,7 @@ from support.rollouts import Apart
 from support.vision_language import answer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrOCRConfig
+from visits import SkipNear
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd._compat.deepspeed import loading
@@ -31,7 +32,7 @@ IMAGES = (1, 0, 1, 2, 0, 1, 0, 1)
 """Images of each row: of two processes, one may have some in a pass and the other none; each step of four rows has
 some, as AdamW leaves weights without a gradient alone, but moves on where it is zero."""
 REMEDIES = {"contrast_weight": 0.5, "contrast_clip": 10.0, "extrapolation": 1.25, "anchor_weight": 0.3}
-SKIPPED = {"skip_prompts": 2.3, "max_steps": 6}
+SKIPPED = {"methods": [partial(SkipNear, 2.3)], "max_steps": 6}
 """Of eight prompts, some; two steps are an epoch."""
 EXPERTS = ("math", "code")
 """Names of several teachers."""
@@ -294,6 +295,7 @@ def build(
     if options.pop("several", False):  # of which a process may have no row
         rows = rows.add_column("teacher", ["a", "a", "a", "b"] * 2)
         teacher = {"a": teacher, "b": str(folder / "gemma2" / "teacher")}
+    methods = [method() for method in options.pop("methods", ())]
     args = tiny.config(
         folder / "out",
         per_device_train_batch_size=together // processes,
@@ -306,6 +308,7 @@ def build(
         model=str(models / "student"),
         teacher_model=None if own else teacher,
         args=args,
+        methods=methods,
         train_dataset=rows,
         processing_class=vision_language.processor(family) if sees else tiny.tokenizer(),
         peft_config=None if lora is None else LoraConfig(**lora),

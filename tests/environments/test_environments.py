@@ -16,6 +16,8 @@ import torch
 from environments.worlds import END, Adder, Drawn, Told, call, flat, given, once, rows, tasks
 from small_methods import Discounted
 from support import tiny
+from turns import EqualTurns
+from visits import SkipNear
 
 from trl_opsd.types import Rollout
 
@@ -289,7 +291,7 @@ def test_run_ends_with_the_first_reset_that_fails(make_trainer):
 
 
 def test_each_turn_weighs_the_same(make_trainer):
-    trainer = make_trainer(**given(once(call(number=1)), equal_turns=True, methods=[Discounted(0.9)]))
+    trainer = make_trainer(**given(once(call(number=1)), methods=[Discounted(0.9), EqualTurns()]))
     batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
     assert batch["loss_weights"].sum(1).tolist() == pytest.approx([2.0] * 4)
     assert batch["num_items_in_batch"] == pytest.approx(8)
@@ -345,7 +347,7 @@ REFUSED = {
     "both tell": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}, "tell what only the teacher reads"),
     "off-policy": (Adder, {"lmbda": 0.5}, "`environment_factory` with `lmbda=0.5`"),
     "ahead": (Adder, {"overlap": "ahead"}, "`environment_factory` with `overlap='ahead'`"),
-    "skipped": (Adder, {"skip_prompts": 0.1}, "with prompts that are skipped"),
+    "skipped": (Adder, {"methods": [SkipNear(0.1)]}, "`environment_factory` with `SkipNear`, which skips prompts"),
     "two weights": (Adder, {"reward_weights": [1.0, 2.0]}, "has 2 numbers, but there are 0"),
     "no steps": (Adder, {"train_dataset": None, "max_steps": -1}, "`max_steps`"),
     "text": (Adder, {"train_dataset": tiny.rows()}, "is text, in which no tool can be called"),

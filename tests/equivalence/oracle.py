@@ -124,7 +124,6 @@ class Oracle:
 
     A row is its columns and `ids`, `skipped`, `off_policy`, `kept`: the completion, whether nothing was generated,
     whether it is the dataset's, and the places of the tokens that `token_selection="random"` has drawn.
-    `base` is the teacher that stands in the place of the student as it was, with `extrapolation_reference`.
     """
 
     def __init__(
@@ -135,18 +134,15 @@ class Oracle:
         options: Mapping[str, Any],
         rate: float,
         theirs: Any = None,
-        base: Any = None,
     ) -> None:
         self.student, self.origin = student.double(), copy.deepcopy(student).double().eval()
         self.teachers = {name: one.double().eval() for name, one in teachers.items()}
         self.words, self.options, self.rate = words, options, rate
-        self.method = options.get("methods", "")
-        if "extrapolation_reference" in options:
-            self.origin = base.double().eval()
+        self.methods = options.get("methods", ())
         self.theirs = words if theirs is None else theirs
         self.spellings = None if theirs is None else (Spelling(words), Spelling(theirs))
         self.temperatures = options.get("student_temperature", 1.0), options.get("teacher_temperature", 1.0)
-        self.control, self.number = options.get("teacher_control"), options.get("num_generations", 1)
+        self.number = options.get("num_generations", 1)
         self.reads_origin = "extrapolation" in options or "anchor_weight" in options
         self.compared = DIVERGENCES[options.get("divergence", "reverse_kl")]
         self.last: dict[str, tuple[float | None, list[float | None], int]] = {}
@@ -165,10 +161,10 @@ class Oracle:
         self._set_advantages(groups)
         for group in groups:
             self._prepare(group)
-        if self.control == "shuffled":
-            read = [{name: row[name] for name in ("told", "less")} for row in rows]
+        if "shuffled" in self.methods:
+            read = [row["told"] for row in rows]
             for place, row in enumerate(rows):
-                row.update(read[(place + self.number) % len(rows)])
+                row["told"] = read[(place + self.number) % len(rows)]
         zero = torch.zeros((), dtype=torch.float64)
         found = self._aggregated(rows, [self._of_row(row) for row in rows])
         weights = sum(float(one.sum()) for one, _, _ in found)
@@ -192,7 +188,7 @@ class Oracle:
     def _limit(self) -> int:
         """Most tokens of a completion that is generated in this step."""
         most = self.options["max_completion_length"]
-        return most - int((most - 3) * max(0.0, 1 - self.steps / 2)) if self.method == "growing" else most
+        return most - int((most - 3) * max(0.0, 1 - self.steps / 2)) if "growing" in self.methods else most
 
     def _judge(self, group: Sequence[Row]) -> None:
         """The weight of a prompt, and the rewards of its completions."""
@@ -248,10 +244,10 @@ class Oracle:
                 row["gate"] = by_kind[kind] if isinstance(kind, str) else float(reward is not None and reward >= kind)
             row["pull"] = options.get("reward_weight", 0.0) * row["advantage"]
             row["pull"] += options.get("sft_weight", 0.0) * row["off_policy"]
-            row["pull"] += PULL * (self.method == "one") - 0.5 * (self.control == "constant")
+            row["pull"] += PULL * ("one" in self.methods) - 0.5 * ("constant" in self.methods)
             told = self._told(row, group)
             row["gate"] *= told is not None
-            is_told = told is not None and self.control != "unprivileged"
+            is_told = told is not None and "unprivileged" not in self.methods
             row["told"] = told if is_told else row["prompt"]
             row["less"] = self._joined(row, row.get("contrast_context", ""))
 
@@ -277,14 +273,14 @@ class Oracle:
         return TEMPLATE.format(prompt=row["prompt"], privileged_context=context)
 
     def _weight_of(self, prompt: str) -> float:
-        options, last, weight = self.options, self.last.get(prompt), 1.0
-        if "prompt_weight_fn" in options:
+        last, weight = self.last.get(prompt), 1.0
+        if "by visits" in self.methods:
             weight = prompt_weight(prompt, None if last is None else (last[0], last[2]))
-        elif (kind := options.get("skip_prompts")) is not None and last is not None and not last[2]:
+        elif last is not None and not last[2]:
             known = [one for one in last[1] if one is not None]
-            is_flat = len(known) > 1 and len(set(known)) == 1
-            weight = float(not (is_flat if kind == "flat_groups" else last[0] is not None and abs(last[0]) < kind))
-        return weight * (method_weight(prompt, self.steps) if self.method == "one" else 1.0)
+            is_flat, is_near = len(known) > 1 and len(set(known)) == 1, last[0] is not None and abs(last[0]) < 2.0
+            weight = float(not (("flat groups" in self.methods and is_flat) or ("near" in self.methods and is_near)))
+        return weight * (method_weight(prompt, self.steps) if "one" in self.methods else 1.0)
 
     def _remember(self, group: Sequence[Row], found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         prompt = group[0]["prompt"]
@@ -344,7 +340,7 @@ class Oracle:
         told = None
         with torch.no_grad():
             first = self._logits(self.origin, row["prompt"], ids) if self.reads_origin else torch.zeros(())
-            if self.spellings is None and self.control != "constant":
+            if self.spellings is None and "constant" not in self.methods:
                 told = self._logits(self.teachers[self._teacher(row)], row["told"], ids)
         alone, confidence = torch.zeros(len(ids), dtype=torch.float64), -chosen.detach()
         if self.spellings:
@@ -360,7 +356,7 @@ class Oracle:
                 alone = self.compared(student, target)
         value = alone - row["pull"] * chosen
         if weight := options.get("anchor_weight"):
-            anchored = DIVERGENCES["forward_kl" if self.method == "anchored" else "reverse_kl"]
+            anchored = DIVERGENCES["forward_kl" if "anchored" in self.methods else "reverse_kl"]
             value = value + weight * anchored(student, (first / own).log_softmax(-1))
         scores = {
             "student_entropy": entropy(student.detach()),
@@ -397,7 +393,7 @@ class Oracle:
     def _weights(self, row: Row, scores: Mapping[str, Tensor]) -> Tensor:
         count, kind = len(row["ids"]), self.options.get("token_selection")
         fraction = self.options.get("token_fraction", 1.0)
-        if self.control == "constant":
+        if "constant" in self.methods:
             kind, fraction = "student_surprise", 0.2
         places = torch.arange(count, dtype=torch.float64)
         weights = torch.ones(count, dtype=torch.float64)
@@ -407,13 +403,13 @@ class Oracle:
         elif kind == "random":
             assert len(set(row["kept"])) == kept, f"{row['kept']} are not {kept} of {count} tokens"
             weights = torch.zeros_like(weights).index_fill(0, torch.tensor(row["kept"]), 1.0)
-        if (table := TABLES.get(self.method)) is not None:
+        for table in (TABLES[name] for name in self.methods if name in TABLES):
             at = places / max(1, count - 1) * (len(table) - 1)
             low = at.long().clamp(max=len(table) - 2)
             knots = torch.tensor(table, dtype=torch.float64)
             weights = weights * (knots[low] + (at - low) * (knots[low + 1] - knots[low]))
-        weights = weights * FACTORS.get(self.method, 1.0) ** places
-        if self.options.get("equal_turns"):
+        weights = weights * math.prod(FACTORS.get(name, 1.0) for name in self.methods) ** places
+        if "equal turns" in self.methods:
             weights = weights / (float(weights.sum()) or 1.0)  # a completion is one turn
         weights = weights * row["gate"] * row["weight"]
         if kind not in scores or not weights.any():

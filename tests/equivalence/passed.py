@@ -8,8 +8,11 @@ from typing import Any
 
 import oracle
 import torch
+from controls import Constant, Shuffled, Unprivileged
 from oracle import FACTORS, PULL, REWARDS, TABLES
 from small_methods import AlongCompletion, AnchoredBy, Discounted, ShortAtFirst
+from turns import EqualTurns
+from visits import SkipFlatGroups, SkipNear, Visits
 
 from trl_opsd import Method
 
@@ -54,21 +57,32 @@ def rewarding(function: Any) -> Any:
     return rewarded
 
 
+class ByVisits(Visits):
+    """Weighs a prompt by the gap of its last visit."""
+
+    def weight(self, row: Any, last: Any) -> float:
+        return oracle.prompt_weight(row["prompt"], last and (last.gap, last.skipped))
+
+
 METHODS: dict[str, Callable[[], Method]] = {
     "one": Mine,
+    "equal turns": EqualTurns,
+    "shuffled": Shuffled,
+    "unprivileged": Unprivileged,
+    "constant": Constant,
+    "flat groups": SkipFlatGroups,
+    "near": partial(SkipNear, 2.0),
+    "by visits": ByVisits,
     "discounted": lambda: Discounted(FACTORS["discounted"]),
     "growing": lambda: ShortAtFirst(3, 2),
     "anchored": AnchoredBy,
     **{name: partial(AlongCompletion, table) for name, table in TABLES.items()},
 }
-"""Those of `examples/small_methods.py`, too."""
+"""Those of `examples/methods`, too."""
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "teacher_prompt_fn": {
         "hint": lambda row, text: oracle.hint(row["prompt"], text),
         "judgement": lambda row, text, of: oracle.judgement(row["prompt"], text, [reward for _, reward in of.group]),
-    },
-    "prompt_weight_fn": {
-        "by visits": lambda row, last: oracle.prompt_weight(row["prompt"], last and (last.gap, last.skipped)),
     },
     "reward_funcs": {name: [*map(rewarding, functions)] for name, functions in REWARDS.items()},
     "environment_factory": {"silent": Silent},
@@ -77,5 +91,5 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 
 def functions_of(options: dict[str, Any]) -> dict[str, Any]:
     """What of the options is none: the trainer's arguments, which have names there; taken out of the options."""
-    methods = [METHODS[options.pop("methods")]()] if "methods" in options else []
+    methods = [METHODS[name]() for name in options.pop("methods", ())]
     return {"methods": methods} | {key: named[options.pop(key)] for key, named in FUNCTIONS.items() if key in options}

@@ -43,20 +43,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "contrast, bounded": {"contrast_weight": 1.0, "contrast_clip": 3.0},
     "extrapolation": {"extrapolation": 1.25},
     "extrapolation below 1": {"extrapolation": 0.5},
-    "extrapolation, a teacher": {"extrapolation": 1.25, "extrapolation_reference": "base"},
     "anchor": {"anchor_weight": 0.3},
-    "anchor, forward": {"anchor_weight": 0.3, "methods": "anchored"},
+    "anchor, forward": {"anchor_weight": 0.3, "methods": ["anchored"]},
     "gate, number": {"reward_gate": GATE},
     "gate, reward": {"reward_gate": "reward"},
     "gate, advantage": {"reward_gate": "advantage"},
     "success": {"teacher_context": "group_success"},
     "success alone": {"teacher_context": "group_success", "success_threshold": 0.5, "columns": False},
     **{name: {"token_selection": name, "token_fraction": 0.5} for name in ("prefix", "random", *LATE)},
-    "rising weights": {"methods": "rising"},
-    "weights from 0": {"methods": "from 0"},
-    "discount": {"methods": "discounted"},
-    "equal turns": {"equal_turns": True},
-    "growing": {"methods": "growing"},
+    "rising weights": {"methods": ["rising"]},
+    "weights from 0": {"methods": ["from 0"]},
+    "discount": {"methods": ["discounted"]},
+    "equal turns": {"methods": ["equal turns"]},
+    "growing": {"methods": ["growing"]},
     "rows alike": {"loss_aggregation": "rows"},
     "teachers weighted": {"loss_aggregation": "teachers", "teacher_weights": {"told": 1.0, "other": 3.0}},
     "no student": {"lmbda": 0.0},
@@ -74,18 +73,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "four completions": {"num_generations": 4},
     "temperatures": {"student_temperature": 0.7, "teacher_temperature": 1.3},
-    "shuffled": {"teacher_control": "shuffled"},
-    "unprivileged": {"teacher_control": "unprivileged"},
-    "constant": {"teacher_control": "constant"},
-    "skip, flat groups": {"skip_prompts": "flat_groups"},
-    "skip, near": {"skip_prompts": 2.0},
+    "shuffled": {"methods": ["shuffled"]},
+    "unprivileged": {"methods": ["unprivileged"]},
+    "constant": {"methods": ["constant"]},
+    "skip, flat groups": {"methods": ["flat groups"]},
+    "skip, near": {"methods": ["near"]},
     "bytes": {"cross_tokenizer": "bytes", "cross_tokenizer_missed": 1e-6},
     "a prompt of the completion": {"teacher_prompt_fn": "hint"},
     "a prompt of rewards": {"teacher_prompt_fn": "judgement"},
-    "weights of prompts": {"prompt_weight_fn": "by visits"},
+    "weights of prompts": {"methods": ["by visits"]},
     "feedback": {"environment_factory": "silent", "feedback_template": "({feedback})", "columns": False},
-    "a user's method": {"methods": "one"},
-    "shares": {"teacher_shares": {"told": 1, "other": 1}},
+    "a user's method": {"methods": ["one"]},
     "no guard": {"collapse_guard": None},
     "quantised": {"student_quantization": "fp8"},
     "certified": {"certificate": True},
@@ -110,25 +108,19 @@ MIXING = {
     "shuffled",
     "a user's method",
     "teachers weighted",
-    "shares",
 }
 """What reads several rows, so that two processes have to agree."""
 THIRD_MODELS = {
-    "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "extrapolation, a teacher", "anchor",
-    "anchor, forward",
+    "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "anchor", "anchor, forward",
 }  # fmt: skip
 WHOLE = {*THIRD_MODELS, "temperatures", "bytes"} - {"anchor", "anchor, forward"}
 OTHER_PROMPTS = {"unprivileged", "a prompt of the completion", "a prompt of rewards"}
 """Those of a teacher have no beginning in common."""
 KNOWN = {name for name, given in VARIANTS.items() if "known" in given}
 REFUSED: list[tuple[str, set[str], str]] = [
-    ("bytes", {*LATE, *THIRD_MODELS, "unprivileged", "constant", "certified"}, "with `cross_tokenizer='bytes'`, "),
-    ("constant", {*LATE, "prefix", "random", "skip, near"}, "the control replaces the objective"),
-    ("shuffled", {"skip, flat groups", "skip, near"}, "a step that skips prompts may have one alone"),
-    ("shuffled", {"weights of prompts"}, "which needs to know of all prompts that they are generated for"),
-    ("unprivileged", SUCCESS, "the teacher's context is not read"),
-    ("no student", OF_REWARDS, "`lmbda=0"),
-    ("extrapolation, a teacher", {"anchor", "anchor, forward"}, "there is one reference alone"),
+    ("bytes", {*LATE, *THIRD_MODELS, "certified"}, "with `cross_tokenizer='bytes'`, "),
+    ("bytes", {"constant"}, "`cross_tokenizer='bytes'` with `Constant`"),
+    ("no student", OF_REWARDS - {"skip, flat groups"}, "`lmbda=0"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
     *((name, WHOLE, "needs the whole distribution of each teacher") for name in KNOWN),
     ("stored", {"bytes"}, "of which none are kept"),
@@ -137,6 +129,17 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
 ]
 """What is refused with each of these, and what the error says."""
+
+
+CONTROLS = {"shuffled", "unprivileged", "constant"}
+APART: list[tuple[str, set[str]]] = [
+    *((name, CONTROLS - {name}) for name in CONTROLS),
+    *((name, SKIPPING - {name}) for name in SKIPPING),
+    # the teacher of another row would read what its columns say, not what was made of them
+    ("shuffled", {"a prompt of the completion", "a prompt of rewards", "feedback", *SUCCESS}),
+    ("constant", {*LATE, "prefix", "random"}),
+]
+"""Methods of `examples/methods` that replace what another one does."""
 
 
 def cases() -> list[tuple[str, ...]]:
@@ -151,8 +154,9 @@ def cases() -> list[tuple[str, ...]]:
 def combinations(count: int) -> Iterator[tuple[str, ...]]:
     """Of as many different options, none of which refuses another."""
     for names in itertools.combinations(VARIANTS, count):
-        keys = [key for name in names for key in VARIANTS[name]]
-        if len(keys) == len({*keys}) and (count < 3 or refusal(names) is None):
+        keys = [key for name in names for key in VARIANTS[name] if key != "methods"]
+        is_apart = any(one in names and others & {*names} for one, others in APART)
+        if len(keys) == len({*keys}) and not is_apart and (count < 3 or refusal(names) is None):
             yield names
 
 
@@ -196,11 +200,6 @@ def models(by_bytes: bool) -> tuple[Any, Any]:
     return tiny.qwen2(32, 0, vocab_size=sizes[0]), tiny.qwen2(48, 1, vocab_size=sizes[1])
 
 
-def base() -> Any:
-    """What a teacher was trained from."""
-    return tiny.qwen2(48, 2)
-
-
 def other(by_bytes: bool) -> Any:
     """Another teacher."""
     return tiny.qwen2(48, 3, vocab_size=len(YOURS) if by_bytes else tiny.VOCABULARY)
@@ -209,6 +208,8 @@ def other(by_bytes: bool) -> Any:
 def options_of(names: tuple[str, ...]) -> dict[str, Any]:
     """The options of a run; `columns` says whether the dataset has contexts."""
     given = {key: value for name in names for key, value in VARIANTS[name].items()}
+    if methods := [one for name in names for one in VARIANTS[name].get("methods", ())]:
+        given["methods"] = methods
     given["max_completion_length"] = 60
     given.setdefault("num_generations", 2 if {*names} & OF_GROUPS else 1)
     if "constant" not in names:  # which has no divergence
@@ -243,14 +244,14 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words = MINE if by_bytes else WORDS
-    several = {"base": base()} if "extrapolation_reference" in options else {}
+    several = {}
     if known := options.pop("known", None):
         teacher = known_teacher(teacher, known, TOP_K)
-    several |= {"other": other(by_bytes)} if {"teacher_weights", "teacher_shares"} & options.keys() else {}
+    several |= {"other": other(by_bytes)} if "teacher_weights" in options else {}
     if several:
         teacher, named = {"told": teacher, **several}, ["told", "other" if "other" in several else "told"]
         columns["teacher"] = [named[number % 2] for number in range(len(prompts))]
-    is_long = "skip_prompts" in options or "prompt_weight_fn" in arguments
+    is_long = bool({*names} & SKIPPING)
     is_told = len(columns) > 1 or "teacher_context" in options or is_acted
     # Prompts of a few tokens would not be worth it.
     short = mock.patch.object(prefix_choice, "LEAST", 2), mock.patch.dict(prefix.PASS_TOKENS, cpu=1)
@@ -300,9 +301,8 @@ def expected(options: dict[str, Any], steps: list[list[Any]]) -> tuple[list[floa
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words, theirs = (MINE, YOURS) if by_bytes else (WORDS, None)
-    reference = base() if "extrapolation_reference" in options else None
     teachers = {"told": teacher, "other": other(by_bytes)}
-    oracle = Oracle(student, teachers, words, options, RATE, theirs, reference)
+    oracle = Oracle(student, teachers, words, options, RATE, theirs)
     return [oracle.step(rows) for rows in steps], flat(student)
 
 
@@ -371,7 +371,7 @@ EFFECTS = [
     (name, key) for name, given in VARIANTS.items() for key in given if key not in ("columns", "cross_tokenizer")
 ]
 UNSEEN = {
-    "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "teacher_shares", "certificate",
+    "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "certificate",
     "teacher_prefix_cache_gb",
 }  # fmt: skip
 """What has no effect on the loss of given completions by itself."""

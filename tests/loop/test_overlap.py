@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from controls import Constant
 from datasets import Dataset
 from peft import LoraConfig
 from support import tiny
@@ -622,8 +623,9 @@ def test_budget_reads_arrived_rows_at_once_unless_in_order():
 
 def test_a_control_by_a_constant_trains_rows_as_they_come(make_trainer):
     """What is not the teacher's reaches a row on every path."""
-    given = {"teacher_control": "constant", "divergence": None}
-    waits, comes = (fast(make_trainer, overlap=overlap, **given) for overlap in (None, "step"))
+    waits, comes = (
+        fast(make_trainer, overlap=overlap, methods=[Constant()], divergence=None) for overlap in (None, "step")
+    )
     for one in (waits, comes):
         one.train()
     assert tiny.logged(comes, "loss") == pytest.approx(tiny.logged(waits, "loss"), rel=1e-5)

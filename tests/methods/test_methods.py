@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support import faults, tiny
+from visits import Visits
 
 from trl_opsd import Method, OPSDTrainer
 from trl_opsd.data.prompts import Prompt
@@ -58,7 +59,7 @@ def test_weights_of_a_method_are_those_of_an_override(make_trainer):
 
 
 HOOKS = [
-    "before", "generated", "select", "teacher_prompt", "teacher_reads", "references", "weigh", "weighed", "objective",
+    "before", "generated", "select", "teacher_prompt", "references", "weigh", "weighed", "objective",
     "tally", "stepped",
 ]  # fmt: skip
 
@@ -86,7 +87,7 @@ def test_hooks_are_asked_in_order_in_steps_and_evaluations(make_trainer):
     method.hooks.clear()
     trainer.evaluate(tiny.rows(2))
     assert list(dict.fromkeys(method.hooks)) == [
-        "generated", "teacher_prompt", "teacher_reads", "references", "weighed", "objective",
+        "generated", "teacher_prompt", "references", "weighed", "objective",
     ]  # fmt: skip
 
 
@@ -158,28 +159,14 @@ class Skipping(Method):
 
 
 def test_nothing_is_generated_or_counted_for_prompts_of_weight_0(make_trainer):
-    def weight(row: Mapping[str, Any], last: Any) -> float:
-        return 0.0 if row["prompt"] == tiny.PROMPTS[1] else 2.0
+    class ByVisits(Visits):
+        def weight(self, row, last):
+            return 0.0 if row["prompt"] == tiny.PROMPTS[1] else 2.0
 
-    ours, theirs = trained(make_trainer, Skipping()), trained(make_trainer, prompt_weight_fn=weight)
+    ours, theirs = trained(make_trainer, Skipping()), trained(make_trainer, ByVisits())
     assert_same(ours, theirs)
     for name in ("num_tokens", "completions/mean_length", "divergence/mean"):
         assert tiny.logged(ours, name) == tiny.logged(theirs, name)
-
-
-def test_a_prompt_that_another_method_skips_is_no_visit(make_trainer):
-    seen = {}
-
-    def weight(row: Mapping[str, Any], last: Any) -> float:
-        seen[row["prompt"]] = last
-        return 1.0
-
-    trainer = trained(make_trainer, Skipping(), prompt_weight_fn=weight, max_steps=3)
-    assert [seen[one] and seen[one].tokens for one in tiny.PROMPTS[:4]] == [
-        None if number == 1 else len(tiny.tokenizer()(one)["input_ids"])
-        for number, one in enumerate(tiny.ANSWERS[:4])
-    ]  # fmt: skip
-    assert tiny.logged(trainer, "prompts/skipped") == [0.25, 0, 0.25]
 
 
 class Pulling(Method):
@@ -323,19 +310,6 @@ def test_a_method_that_changes_weights_in_place_cannot_add_tokens(make_trainer):
 
     with pytest.raises(ValueError, match=r"`Filling.select` returned 1 for token .*, which is padding"):
         trained(make_trainer, Filling())
-
-
-def test_equal_turns_are_equal_after_a_subclass_has_weighed(make_trainer):
-    """Also one that does not ask for the weights of methods."""
-
-    class Apart(OPSDTrainer):
-        def weigh(self, rollout, rows, targets):
-            return rollout.weights * 0.5 ** torch.arange(rollout.weights.size(1))
-
-    for cls in (Apart, Overriding):
-        trainer = make_trainer(cls, **OPTIONS, equal_turns=True)
-        batch = trainer._generate_and_score_completions(list(trainer.train_dataset)[:2])
-        assert batch["loss_weights"].sum(1).tolist() == pytest.approx([1, 1])
 
 
 @pytest.mark.quick

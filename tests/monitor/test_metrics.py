@@ -104,7 +104,6 @@ def configurations(tmp_path):
             "teacher_model": {"math": tiny.qwen2(48, seed=1), "prose": tiny.llama(64, seed=2)},
             "train_dataset": routed_rows(),
             "eval_dataset": routed_rows(),
-            "teacher_shares": {"math": 2, "prose": 1},
         },
         "several completions of a prompt": {"num_generations": 2},
         "completions of the dataset": {
@@ -122,7 +121,6 @@ def configurations(tmp_path):
         "remedies": {
             **{"reward_funcs": Named("math"), "teacher_context": "group_success", "success_threshold": -99.0},
             **{"num_generations": 2, "anchor_weight": 0.1},
-            "prompt_weight_fn": lambda row, last: 1,
         },
         "a certificate": {"certificate": True},
         "prefixes": {"teacher_prefix_cache_gb": 0.1},
@@ -322,7 +320,7 @@ def test_every_metric_in_source_has_a_table_row():
     recorded |= set(re.findall(r'found\["(\w+/\w+)"', source))
     recorded -= {"entropy", "tools/call_frequency", "tools/failure_frequency"}  # TRL's
     # are logged otherwise
-    others = ("time/", "group/", "epochs/", "tokens_per_second", "rewards/", "completions/mean_length/")
+    others = ("time/", "tokens_per_second", "rewards/", "completions/mean_length/")
     assert recorded == {name for name, one in METRICS.items() if not (one.mean_of or name.startswith(others))}
 
 

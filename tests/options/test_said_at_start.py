@@ -109,23 +109,6 @@ def test_unlogged_metric_for_best_model_warns(make_trainer, caplog, metric, seve
         assert trainer.state.best_global_step == 1
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"rollout": HFRollout(), "vllm_server_port": 9000},  # a rollout of one's own may read it
-        {"teacher_model": None, "teacher_model_kind": "ema", "teacher_update_rate": 0.1, "context": True},
-        {"teacher_prompt_template": "{privileged_context} {prompt}", "context": True},
-        {"nonfinite": "skip", "nonfinite_skip_limit": 3, "collapse_guard": "stop", "max_steps": 20},
-        {},
-    ],
-)
-def test_options_with_an_effect_do_not_warn(make_trainer, caplog, given):
-    if given.pop("context", False):
-        given = {**given, "train_dataset": tiny.rows().add_column("privileged_context", ["a hint"] * 8)}
-    make_trainer(**given)
-    assert "effect" not in caplog.text
-
-
 # ---- A teacher that is the student ----------------------------------------------------------------------------------
 
 

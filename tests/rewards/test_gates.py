@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from controls import Constant, Shuffled, Unprivileged
 from datasets import Dataset
 from support import tiny
 from support.rollouts import Numbered
@@ -195,7 +196,7 @@ def test_function_reads_group_rewards_and_may_mask_a_row(trained, caplog):
 def test_controls_take_the_teachers_part_away(trained):
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
     prompts = {}
-    for control in (None, "shuffled", "unprivileged"):
+    for control in (None, Shuffled, Unprivileged):
 
         class Reading(OPSDTrainer):
             def teach(self, rollout, rows):
@@ -203,36 +204,15 @@ def test_controls_take_the_teachers_part_away(trained):
                 prompts[control] = WORDS.batch_decode(for_teachers.prompt_lists())  # noqa: B023
                 return super().teach(rollout, rows)
 
-        given = {"num_generations": 2, "per_device_train_batch_size": 6, "teacher_control": control}
+        given = {"num_generations": 2, "per_device_train_batch_size": 6}
+        given["methods"] = [control()] if control else []
         trained(Reading, train_dataset=data, reward_funcs=None, **given)
     own = [f"hint {row}\n\n{tiny.PROMPTS[row]}" for row in (0, 0, 1, 1, 2, 2)]
     assert prompts == {
         None: own,
-        "shuffled": [*own[2:], *own[:2]],
-        "unprivileged": [tiny.PROMPTS[row] for row in (0, 0, 1, 1, 2, 2)],
+        Shuffled: [*own[2:], *own[:2]],
+        Unprivileged: [tiny.PROMPTS[row] for row in (0, 0, 1, 1, 2, 2)],
     }
-
-
-@pytest.mark.parametrize("options", [{"contrast_weight": 0.5}, {"teacher_context": "group_success"}], ids=str)
-def test_a_shuffled_teacher_reads_nothing_of_its_own_row(trained, options):
-    names = ["prompt", "contrast_context"] if "contrast_weight" in options else ["prompt"]
-    data = Dataset.from_dict({name: [f"{name} {row}" for row in range(6)] for name in names})
-    read = []
-
-    class Reading(OPSDTrainer):
-        def teach(self, rollout, rows):
-            read.extend((row, row.control.value, row.contrast and row.contrast.value) for row in rows)
-            return super().teach(rollout, rows)
-
-    given = {"teacher_control": "shuffled", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    trained(Reading, train_dataset=data, **{**given, **options})
-    own, other = read[0][0], "prompt 1"
-    assert own["prompt"] == "prompt 0"
-    if "contrast_weight" in options:
-        assert read[0][1:] == (other, f"contrast_context 1\n\n{other}")
-    else:
-        assert [text.partition("\n")[0] for _, text, _ in read] == [other] * 4 + ["prompt 0"] * 4
-        assert [row.gate for row, *_ in read] == [1, 1, 1, 1] * 2, "by its own group"
 
 
 def test_an_evaluation_has_the_teacher_that_a_control_replaces(trained):
@@ -240,15 +220,15 @@ def test_an_evaluation_has_the_teacher_that_a_control_replaces(trained):
     data = Dataset.from_dict({"prompt": tiny.PROMPTS, "privileged_context": [f"hint {row}" for row in range(8)]})
     given = {"train_dataset": data, "eval_dataset": data.select([0]), "reward_funcs": None, "num_generations": 1}
     found = [
-        trained(learning_rate=1e-12, teacher_control=control, **given).evaluate()["eval_divergence/mean"]
-        for control in (None, "shuffled", "unprivileged")
+        trained(learning_rate=1e-12, methods=methods, **given).evaluate()["eval_divergence/mean"]
+        for methods in ([], [Shuffled()], [Unprivileged()])
     ]
     assert found == pytest.approx([found[0]] * 3, abs=1e-6)
 
 
 def test_constant_control_only_pushes_the_least_likely_fifth_down(trained):
     student = tiny.qwen2(32, seed=0).double()
-    given = {"teacher_control": "constant", "divergence": None, "reward_funcs": None, "num_generations": 1}
+    given = {"methods": [Constant()], "divergence": None, "reward_funcs": None, "num_generations": 1}
     found = trained(**given)
     losses, kept = [], 0
     for prompt in tiny.PROMPTS:

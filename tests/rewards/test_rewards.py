@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
@@ -22,6 +23,7 @@ from support.rollouts import Numbered
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, Qwen2Config
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
+from visits import SkipNear
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.methods.rewards import advantages
@@ -210,12 +212,18 @@ def drawn(completions, **_):
 UNTRAINED = {"reward_weight": 0.0, "num_generations": 1}
 
 
-@pytest.mark.parametrize("given", [{}, {"skip_prompts": 1e-9}], ids=["all", "skipping"])
-def test_rewards_not_trained_on_are_logged_and_change_nothing(trained, given):
+@pytest.mark.parametrize("methods", [[], [SkipNear(1e-9)]], ids=["all", "skipping"])
+def test_rewards_not_trained_on_are_logged_and_change_nothing(trained, methods):
     dataset = rows().add_column("completion", ["given"] * 8)
-    options = {**UNTRAINED, "train_dataset": dataset, "lmbda": 0.6, **given}
+    options = {**UNTRAINED, "train_dataset": dataset, "lmbda": 0.6}
     plain, found = (
-        trained(reward_funcs=rewards, model=tiny.qwen2(attention_dropout=0.1), **options) for rewards in (None, drawn)
+        trained(
+            reward_funcs=rewards,
+            model=tiny.qwen2(attention_dropout=0.1),
+            methods=[copy.copy(one) for one in methods],
+            **options,
+        )
+        for rewards in (None, drawn)
     )
     for log, step in zip(found.state.log_history[:-1], range(2), strict=True):
         lengths = [float(len(text)) for *_, text, _ in found.taught[8 * step :][:8] if text != "given"]

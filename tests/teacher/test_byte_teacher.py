@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from controls import Shuffled
 from peft import LoraConfig
 from small_methods import AlongCompletion, Discounted
 from support import tiny
@@ -18,7 +19,7 @@ from tokenizers.models import BPE
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast
 
-from trl_opsd import FixedRollout, OPSDTrainer
+from trl_opsd import FixedRollout, Method, OPSDTrainer
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.losses.byte_ranges import _FLOOR
 from trl_opsd.losses.dense import dense_byte_logarithms
@@ -172,13 +173,21 @@ class EveryThird(OPSDTrainer):
         return super().weigh(rollout, rows, targets) * (torch.arange(rollout.weights.size(1)) % 3 == 2)
 
 
+class SkipFirst(Method):
+    skips = True
+
+    def before(self, rows):
+        for row in rows:
+            row.prompt_weight = float(row["prompt"] != PROMPTS[0])
+
+
 WITH_ZEROS = {
     "all": {},
     "random": {"token_selection": "random", "token_fraction": 0.5},
     "prefix": {"token_selection": "prefix", "token_fraction": 0.5},
     "places": {"methods": [AlongCompletion((0, 1))]},
     "weigh": {"cls": EveryThird},
-    "skipped": {"prompt_weight_fn": lambda row, last: float(row["prompt"] != PROMPTS[0])},
+    "skipped": {"methods": [SkipFirst()]},
     "gated": {"reward_funcs": lambda completions, **_: [float(len(one) < 20) for one in completions], "reward_gate": 1},
 }
 """Options with which tokens or rows have no weight."""
@@ -262,7 +271,7 @@ def test_a_shuffled_teacher_reads_another_prompt_in_its_own_tokens(make):
         columns={"teacher": ["a", "b", "a", "b"]},
         teacher_model={"a": models()[1], "b": tiny.qwen2(40, 2)},
         teacher_processing_class={"a": YOURS, "b": theirs},
-        teacher_control="shuffled",
+        methods=[Shuffled()],
         shuffle_dataset=False,
         max_completion_length=60,
         max_steps=1,
@@ -364,12 +373,10 @@ def test_ids_without_bytes_are_never_generated(make):
 
 def test_a_prompt_that_is_skipped_has_no_bytes(make):
     trainer = make(
-        prompt_weight_fn=lambda row, last: float(row["prompt"] != PROMPTS[0]),
-        remove_unused_columns=False,
+        methods=[SkipFirst()],
         max_completion_length=60,
     )
     trainer.train()
-    assert tiny.logged(trainer, "prompts/skipped")[0] == 0.25
     alone = make(train_dataset=tiny.Dataset.from_dict({"prompt": PROMPTS[1:]}), per_device_train_batch_size=3,
                  max_completion_length=60)  # fmt: skip
     alone.train()

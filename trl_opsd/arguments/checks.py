@@ -29,7 +29,6 @@ from trl_opsd.data.tokenization import (
 )
 from trl_opsd.environments import Environments
 from trl_opsd.http.urls import ONLY
-from trl_opsd.methods.shares import check_shares
 from trl_opsd.models.adapters import adapter_at
 from trl_opsd.models.backbone import context_of, model_shape
 from trl_opsd.models.checks import (
@@ -52,11 +51,6 @@ logger = get_logger(__name__)
 
 def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig, quantization_config: Any = None) -> None:
     """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
-    if (reference := args.extrapolation_reference) not in (None, *(teachers if len(teachers) > 1 else ())):
-        raise ValueError(
-            f"`extrapolation_reference={reference!r}`: expected the name of one of several teachers, but there are "
-            f"{sorted(teachers)}: pass a dict of models as `teacher_model`, this one among them."
-        )
     loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     config = {"quantization_config": quantization_config, **language_config(student, "model", loading), **loading}
     check_own_loss(config)
@@ -273,7 +267,6 @@ def check_datasets(
             )
         if where == "train_dataset":
             check_train_size(dataset, args)
-            check_shares(args.teacher_shares, {*intake.teachers} - {intake.reference}, dataset)
         elif isinstance(dataset, Dataset) and len(dataset) == 0:
             raise ValueError(f"`{where}` is empty: add rows, or remove it.")
 

@@ -36,7 +36,7 @@ from trl_opsd.config import OPSDConfig
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, TOKENS, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
-from trl_opsd.data.outcomes import check_prompt_fn, check_weight_fn
+from trl_opsd.data.outcomes import check_prompt_fn
 from trl_opsd.data.prompts import Intake
 from trl_opsd.environments import Environments, check_factory
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
@@ -105,7 +105,6 @@ class Prepared:
     """Those that training depends on: all or none."""
     logs_rewards: bool
     """Whether they are called in training even if it does not depend on them."""
-    prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None
     environments: Environments | None
     tools: Sequence[Callable[..., Any]] | None
     """As templates describe them, those of the environments too."""
@@ -127,7 +126,6 @@ def prepared(
     processing_class: Any,
     teacher_processing_class: Any,
     teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
-    prompt_weight_fn: Callable[[dict[str, Any], Any], float] | None,
     divergence: Any,
     rollout: Any,
     reward_funcs: Any,
@@ -169,7 +167,6 @@ def prepared(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         teacher_prompt_fn=teacher_prompt_fn,
-        prompt_weight_fn=prompt_weight_fn,
         row_columns=tuple(row_columns),
     )
     refuse((*(() if train_dataset is None else LEARNING), *BUILDING, *rules(Stage.ARGUMENTS)), now)
@@ -189,8 +186,6 @@ def prepared(
         check_processing_class(processing_class)
     if teacher_prompt_fn is not None:
         check_prompt_fn(teacher_prompt_fn)
-    if prompt_weight_fn is not None:
-        check_weight_fn(prompt_weight_fn)
     # 4. Columns: what rows have, and who reads it.
     by_default = None if environments is None else EMPTY_PROMPT
     train_dataset = with_prompts(train_dataset, "train_dataset", by_default)
@@ -204,7 +199,6 @@ def prepared(
         teachers=tuple(models),
         template=args.teacher_prompt_template,
         prompt_fn=teacher_prompt_fn,
-        reference=args.extrapolation_reference,
         rewrites=any(one.has("teacher_prompt") for one in methods),
         contrasts=args.contrast_weight > 0,
         environments=frozenset() if environments is None else environments.names,
@@ -243,11 +237,6 @@ def prepared(
     reads_images = True if any(seen) else None if processor is not None and None in seen else False
     if reads_images is not False:
         processors.update(teachers_processors(processor, models, teacher_processing_class, args))
-        if args.extrapolation_reference in processors:
-            raise ValueError(
-                f"`extrapolation_reference={args.extrapolation_reference!r}` reads the student's prompts, which have "
-                "images, but not with the student's processor: pass a model that does, or remove the option."
-            )
         intake = replace(intake, processors={name: one and name for name, one in processors.items()})
     for one in rows.values():
         if one.has_images:
@@ -276,7 +265,6 @@ def prepared(
         rewards=rewards,
         learned_rewards=rewards if are_learned else (),
         logs_rewards=logs_rewards,
-        prompt_weight_fn=prompt_weight_fn,
         environments=environments,
         tools=now.tools,
         is_same_model=is_same_model,

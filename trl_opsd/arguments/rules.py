@@ -35,7 +35,7 @@ def _unusable_optimizer(now: Situation) -> str:
     return ""
 
 
-_OF_ROWS = ("teacher_prompt_fn", "prompt_weight_fn", "environments")
+_OF_ROWS = ("teacher_prompt_fn", "environments")
 """Arguments that are functions of a row."""
 
 LEARNING = (
@@ -100,7 +100,6 @@ BUILDING = (
             and (
                 (now.overlap == "ahead" and shown("overlap", now.overlap))
                 or (now.lmbda < 1 and shown("lmbda", now.lmbda))
-                or ((now.skip_prompts is not None or now.prompt_weight_fn is not None) and "prompts that are skipped")
                 or (now.teacher_prompt_fn is not None and now.environments.tells and "`teacher_prompt_fn`")
                 or (now.teacher_context and now.environments.tells and shown("teacher_context", now.teacher_context))
             )

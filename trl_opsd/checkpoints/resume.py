@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -93,17 +91,6 @@ def remedy(run_dir: Path, step: int) -> str:
         f"To resume from {saved[-1]}, the newest checkpoint, pass `resume_from_checkpoint=True`, or on the command "
         "line `--resume_from_checkpoint true`."
     )
-
-
-def best_evaluated(run_dir: Path, history: Sequence[Mapping[str, Any]]) -> Path | None:
-    """The complete checkpoint whose evaluation had the smallest loss, as a mean over datasets; `None` without one."""
-    losses: dict[int, list[float]] = {}
-    for row in history:
-        found = [value for name, value in row.items() if name.startswith("eval_") and name.endswith("loss")]
-        losses.setdefault(row["step"], []).extend(found)
-    folders = {run_dir / f"checkpoint-{step}": sum(each) / len(each) for step, each in losses.items() if each}
-    whole = [folder for folder, loss in folders.items() if not math.isnan(loss) and has_manifest(folder)]
-    return min(whole, key=lambda folder: folders[folder], default=None)
 
 
 def _listed(torn: dict[Path, list[str]]) -> str:

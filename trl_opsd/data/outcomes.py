@@ -1,4 +1,4 @@
-"""What rewards and visits tell: the weight of a completion or a prompt, and what a teacher may read of a group."""
+"""What the rewards of a group tell: what a teacher may read of other completions of its prompt."""
 
 from __future__ import annotations
 
@@ -58,22 +58,6 @@ def texts_of(tokenizer: Any, completions: Sequence[list[int]]) -> list[str]:
     return [re.sub("|".join(map(re.escape, special - kept)), "", text) for text in texts] if kept else texts
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """What is known of a prompt since it was last generated for."""
-
-    step: int
-    """The optimizer step, counted from 1."""
-    gap: float | None
-    """Mean divergence from the teacher over the tokens that counted, in nats; `None` where none did."""
-    rewards: tuple[float | None, ...]
-    """Of each completion, as [`Outcome.reward`]; empty without `reward_funcs`."""
-    tokens: int
-    """Tokens that were generated for all of its completions."""
-    skipped: int = 0
-    """How often it was skipped since."""
-
-
 def reads_outcome(function: Any) -> bool:
     """Whether a checked `teacher_prompt_fn` takes an [`Outcome`] too."""
     try:
@@ -87,12 +71,6 @@ def check_prompt_fn(function: Any) -> None:
     """Refuses a `teacher_prompt_fn` that cannot be called with a row and the text of a completion (`TypeError`)."""
     expected = "two arguments, the row as a dict and the text of the completion, or of three, with an `Outcome`"
     _check_function("teacher_prompt_fn", function, expected, {}, "", *([None] if reads_outcome(function) else ()))
-
-
-def check_weight_fn(function: Any) -> None:
-    """Refuses a `prompt_weight_fn` that cannot be called with a row and its last [`Visit`] (`TypeError`)."""
-    expected = "two arguments, the row as a dict, and a `Visit` or `None`"
-    _check_function("prompt_weight_fn", function, expected, {}, None)
 
 
 def _check_function(name: str, function: Any, arguments: str, *given: Any) -> None:

@@ -233,8 +233,6 @@ class Intake:
     """Joins `prompt` and `privileged_context`; when `None`, [`TEMPLATE`] in messages and [`TEXT_TEMPLATE`] in text."""
     prompt_fn: Callable[..., Any] | None
     """Builds a teacher's prompt from a row and the completion's text; takes precedence over the columns."""
-    reference: str | None = None
-    """The teacher that is read beside that of a row, with `extrapolation_reference`."""
     rewrites: bool = False
     """Whether teachers' prompts depend on completions."""
     contrasts: bool = False
@@ -315,11 +313,6 @@ class Intake:
                 else "has no teacher name in the column 'teacher'"
             )
             raise ValueError(f"{where} {found}: expected one of {sorted(self.teachers)}.")
-        if name == self.reference:
-            raise ValueError(
-                f"{where} names the teacher {name!r}, which is the `extrapolation_reference`, so nothing would be "
-                "extrapolated: name the teacher that was trained from it."
-            )
         return name
 
     def _of_teacher(self, row: Row, where: str, teacher: str, student: Prompt, images: list[Any] | None) -> Prompt:
@@ -373,18 +366,6 @@ class Intake:
                 "`teacher_processing_class`, or describe the images in a column 'teacher_prompt'."
             )
         return prompt
-
-    def as_control(self, request: Request, other: Prompt) -> Prompt:
-        """What the teacher of another row reads, for the teacher of this one."""
-        if not other.has_images:
-            return other
-        processor = self.processors.get(request.teacher, self.processors.get("", ""))
-        if processor is None:
-            raise ValueError(
-                f"{other.where} has images, but the teacher of {request.where}, for which `teacher_control='shuffled'` "
-                "has chosen it, reads text only: give all teachers a processor, or remove the images."
-            )
-        return replace(other, processor=processor)
 
     def with_context(self, prompt: Any, context: Any, where: str, template: str | None = None) -> Any:
         """A prompt, text or messages, with context that only the teacher reads; `template` where no option is set."""

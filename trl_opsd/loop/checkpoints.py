@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
@@ -113,8 +113,8 @@ class Checkpoints:
 
     # ---- Writing ------------------------------------------------------------------------------------------------
 
-    def save(self, run_dir: Path, write: Callable[[], None], kept: Callable[[Path], Collection[Path]]) -> Path:
-        """Has `write` write a checkpoint, and renames it when every process has; all but `kept` may be deleted."""
+    def save(self, run_dir: Path, write: Callable[[], None]) -> Path:
+        """Has `write` write a checkpoint, and renames it when every process has; older ones but the best may go."""
         args, state, accelerator = self._trainer.args, self._trainer.state, self._trainer.accelerator
         name = f"checkpoint-{state.global_step}"
         written = run_dir / UNFINISHED / name
@@ -139,7 +139,8 @@ class Checkpoints:
         finally:
             self.is_staging = False
         if args.should_save:
-            for remark in rotate(run_dir, args.save_total_limit, [run_dir / name, *kept(run_dir)]):
+            best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
+            for remark in rotate(run_dir, args.save_total_limit, [run_dir / name, *best]):
                 logger.warning(remark)
         accelerator.wait_for_everyone()
         return run_dir / name

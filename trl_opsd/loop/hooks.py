@@ -16,7 +16,7 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import ProcessorMixin, Trainer
 
 from trl_opsd._compat.deepspeed import recompute_buffers
@@ -35,7 +35,7 @@ from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
-from trl_opsd.loop.next_rows import Drawn, NextRows
+from trl_opsd.loop.next_rows import NextRows
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_processes
@@ -208,11 +208,6 @@ class TrainerHooks(TrainerMembers):
             raise ValueError(
                 "`train` without a `train_dataset`: this trainer was built only to evaluate; pass a `train_dataset`."
             )
-        if self.methods.drawing and isinstance(self.train_dataset, IterableDataset):
-            raise ValueError(
-                f"`train_dataset` is a stream, whose rows come in its own order, with `{self.methods.drawing[0]}`, "
-                "which draws rows: pass a `datasets.Dataset`, or remove the method."
-            )
         self._generation.check_is_own("train")
         check_can_learn(self.model)
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
@@ -257,12 +252,6 @@ class TrainerHooks(TrainerMembers):
     def _drop_images(self) -> None:
         self.pictures.clear()
         self._generation.rows = ()
-
-    # By `get_train_dataloader`, where the dataset is no stream.
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        sampler = super()._get_train_sampler(dataset)
-        order = self._epoch_order
-        return Drawn(sampler, self.methods.draw, lambda: order.first) if self.methods.drawing else sampler
 
     # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
@@ -606,7 +595,7 @@ class TrainerHooks(TrainerMembers):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self._stats.phase("save", "train"):
             run_dir, write = Path(self._get_output_dir(trial)), partial(super()._save_checkpoint, model, trial)
-            saved = self._checkpoints.save(run_dir, write, self.methods.kept)
+            saved = self._checkpoints.save(run_dir, write)
             if self.args.push_to_hub:
                 self._push_from_checkpoint(str(saved))
 

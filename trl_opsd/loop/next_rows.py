@@ -1,36 +1,13 @@
-"""Which rows the data loader reads for a step, and those of the next step, which it reads while this one trains."""
+"""Reads the rows of the next step while this one trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
 
 from trl_opsd.loop.trainer_host import TrainerHost
-
-
-class Drawn(Sampler[int]):
-    """TRL's sampler, with other prompts: `draw` is given those of a step, and the step's number.
-
-    An epoch has as many steps, and begins with the step that `first` says.
-    """
-
-    def __init__(self, sampler: Any, draw: Callable[[list[int], int], list[int]], first: Callable[[], int]) -> None:
-        self.sampler, self._draw, self._first = sampler, draw, first
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        each, calls = self.sampler.mini_repeat_count, self.sampler.repeat_count
-        theirs, rows, step = iter(self.sampler), self.sampler.batch_size * each, self._first()
-        while of_step := list(islice(theirs, rows * calls)):
-            prompts = self._draw(of_step[:rows:each], step)
-            yield from [row for row in prompts for _ in range(each)] * calls
-            step += 1
 
 
 class NextRows:

@@ -25,7 +25,6 @@ from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
-from trl_opsd.methods.groups import BY_PROMPT, spread
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.parallel.rng import preserved_rng
@@ -146,8 +145,6 @@ class StepStats:
         """Micro-batches that are not reduced yet, with `LossParts.scored`."""
         self._step: tuple[Counter[str], list[np.ndarray | None]] = Counter(), []
         """Sums over the step, and what methods have tallied of it."""
-        self._evaluated: list[Tensor] | None = None
-        """[*, 3] each, rows of the evaluation in progress, in their order."""
         self._completed: list[dict[str, Tensor]] | None = None
         """What is counted of the completions of each batch of the evaluation in progress."""
         self.latest: Any = None
@@ -218,8 +215,6 @@ class StepStats:
     def evaluated(self, batch: Mapping[str, Any], rows: Tensor, distinct: Tensor) -> Counted:
         """A batch of an evaluation, by its `distinct` rows of all processes. Waits for the device."""
         self.completions = batch["completion_ids"].masked_fill(batch["completion_mask"] == 0, NO_TOKEN)
-        if self._evaluated is not None and self._generations > 1 and self._trainer.row_group is None:
-            self._evaluated.append(columns(distinct, *BY_PROMPT))
         return self._named(batch, distinct.sum(0).tolist()), rows
 
     def _named(self, batch: Mapping[str, Any], sums: Sequence[float]) -> dict[str, float]:
@@ -293,10 +288,6 @@ class StepStats:
 
     # ---- Evaluations --------------------------------------------------------------------------------------------
 
-    @property
-    def _generations(self) -> int:
-        return self._trainer.args.num_generations_eval or self._trainer.args.num_generations
-
     @contextmanager
     def evaluation(self, prefix: str, recorded: dict[str, list[float]]) -> Iterator[dict[str, float]]:
         """Evaluates with a fixed seed, and leaves training's random state untouched; fills the metrics at its end.
@@ -306,7 +297,6 @@ class StepStats:
         args, accounts, metrics = self._trainer.args, self._accounts["eval"], dict[str, float]()
         recorded.clear()  # left by an interrupted evaluation, as are the accounts
         accounts.clear()
-        rows = self._evaluated = []
         batches = self._completed = []
         with preserved_rng(self._trainer.accelerator.device):
             # The same samples in each evaluation, other ones per process.
@@ -314,10 +304,7 @@ class StepStats:
             try:
                 yield metrics
             finally:
-                self._evaluated = self._completed = None
-        if rows:
-            for name, value in spread(torch.cat(rows), self._generations).items():
-                self._trainer.record(name, value)
+                self._completed = None
         of = {name: torch.cat([one[name] for one in batches]) for name in (batches or [{}])[0]}
         self._trainer.methods.evaluated(accounts.totals)
         weight = accounts.totals["weight"]

@@ -65,8 +65,7 @@ def check_made_for(host: TrainerHost, teachers: Teachers, said: Fingerprint) -> 
 
 def can_look_up(host: TrainerHost) -> bool:
     """Whether it is known before a training what teachers will read: of a stream, or a batch's outcome, it is not."""
-    is_known = host.args.teacher_control is None and not host.teaching.readers.intake.rewrites
-    return is_known and isinstance(host.train_dataset, Dataset)
+    return not host.teaching.readers.intake.rewrites and isinstance(host.train_dataset, Dataset)
 
 
 def missing_rows(host: TrainerHost, dataset: Dataset) -> list[int]:

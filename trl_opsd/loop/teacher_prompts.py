@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 class TeacherPrompts:
-    """The prompts of teachers: from the columns, a function or a success, or those that a control puts in their place.
+    """The prompts of teachers: from the columns, or those that methods put in their place.
 
     A row whose teacher has no prompt gets a gate of 0, and its teacher reads that of the columns.
     """
@@ -31,11 +31,11 @@ class TeacherPrompts:
         return self._host.teaching.readers
 
     def own(self, rows: Sequence[BatchRow], completions: Sequence[list[int]]) -> list[Prompt]:
-        """The prompts of the rows' teachers after these completions, but for those of a control."""
+        """The prompts of the rows' teachers after these completions."""
         if not self._readers.intake.rewrites:
-            return [row.control or row.request.of_teacher for row in rows]
+            return [row.request.of_teacher for row in rows]
         texts = self._host.processing_class.batch_decode(completions, skip_special_tokens=True)
-        return [row.control or self._after(row, text) for row, text in zip(rows, texts, strict=True)]
+        return [self._after(row, text) for row, text in zip(rows, texts, strict=True)]
 
     def _after(self, row: BatchRow, completion_text: str) -> Prompt:
         request = row.request
@@ -50,8 +50,7 @@ class TeacherPrompts:
     def read(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
         """The same completions, token by token, after the prompts of their teachers."""
         prompts = self._token_ids(rollout, rows)
-        read = rollout if prompts is None else rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
-        return self._host.methods.teacher_reads(read, rollout, rows)
+        return rollout if prompts is None else rollout.after(self._host.pad_prompts(prompts), images_of(prompts))
 
     def contrasts(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
         """The same completions after the prompts of their contrasts."""
@@ -61,12 +60,10 @@ class TeacherPrompts:
         self.check_fit(rows, prompt_ids, rollout)
         return rollout.after(self._host.pad_prompts(prompt_ids), images_of(prompt_ids))
 
-    def check_fit(
-        self, rows: Sequence[BatchRow], prompt_ids: Sequence[list[int]], rollout: Rollout, teacher: str | None = None
-    ) -> None:
-        """Raises `ValueError` where a prompt and its completion exceed the context of the row's teacher, or of this."""
+    def check_fit(self, rows: Sequence[BatchRow], prompt_ids: Sequence[list[int]], rollout: Rollout) -> None:
+        """Raises `ValueError` where a prompt and its completion exceed the context of the row's teacher."""
         lengths = list(map(len, rollout.completion_lists()))
-        self._readers.check_fits_teacher([row.request for row in rows], prompt_ids, lengths, teacher)
+        self._readers.check_fits_teacher([row.request for row in rows], prompt_ids, lengths)
 
     def _token_ids(self, rollout: Rollout, rows: Sequence[BatchRow]) -> list[list[int]] | None:
         """The teachers' prompts as token ids; `None` if they are the student's prompts."""
@@ -74,7 +71,7 @@ class TeacherPrompts:
         prompt_ids = rollout.prompt_lists()
         # Where no row differs, the student's token ids are reused and nothing is tokenized again.
         alike = not (readers.template or intake.rewrites or readers.tokenizers)
-        alike = alike and all((row.control or row.request.of_teacher) is row.request.student for row in rows)
+        alike = alike and all(row.request.of_teacher is row.request.student for row in rows)
         if not alike:
             completions = rollout.completion_lists() if intake.rewrites else ()  # these wait for the device
             prompts, reader = self.own(rows, completions), readers.teacher
@@ -105,9 +102,6 @@ class TeacherPrompts:
     def _shortened(self, row: BatchRow) -> Prompt:
         """The teacher's prompt where what it is told beside the columns leaves no room."""
         request, intake = row.request, self._readers.intake
-        if row.control is not None:
-            row.gate = 0.0
-            return request.student
         if not intake.is_told:
             return self._or_none(row, request.of_teacher if request.tells_more else None)
         logger.warning_once(f"What the environment of {request.where} tells its teacher leaves no room in its context.")

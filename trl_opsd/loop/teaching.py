@@ -376,10 +376,9 @@ class Teaching:
 
     def _functions(self) -> dict[str, Any]:
         """Functions of the user that are called, by name in messages."""
-        prompt_fn, weight_fn = self._given.intake.prompt_fn, self._given.prompt_weight_fn
+        prompt_fn = self._given.intake.prompt_fn
         return {
             **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
-            **({} if weight_fn is None else {"prompt_weight_fn": weight_fn}),
             **{f"reward_funcs: {one.name}": one.source for one in self.learned_rewards if not one.is_model},
             **{f"tools: {one.__name__}": one for one in self._host.tools or ()},
             **({} if self._given.environments is None else self._given.environments.sources),

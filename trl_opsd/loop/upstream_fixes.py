@@ -78,10 +78,6 @@ class _EpochOrder(TrainerCallback):
 
     def __init__(self) -> None:
         self.sampler: Any = None
-        self.skipped = 0
-        """Steps whose rows the next epoch skips, as a run resumes after them."""
-        self.first = 0
-        """The step whose rows an epoch begins with, before it skips some."""
         self._next = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -89,7 +85,6 @@ class _EpochOrder(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         number, self._next = self._next, self._next + 1
-        self.first, self.skipped = state.global_step - self.skipped, 0
         sampler = self.sampler
         if sampler is not None and sampler.shuffle:
             sampler.generator.manual_seed(sampler.seed)
@@ -258,7 +253,6 @@ class UpstreamFixes(DistillationTrainer):
         begin: tuple[int, int] = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        self._epoch_order.skipped = begin[1] // self.args.gradient_accumulation_steps
         if resume_from_checkpoint is None:
             self._was_finished = False
             left, _ = newest_complete(Path(self.args.output_dir))

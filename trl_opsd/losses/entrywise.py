@@ -286,18 +286,6 @@ class EntropyAwareKL(_BothKL):
 
 @final
 @dataclass(frozen=True, slots=True)
-class NoDivergence(Entrywise):
-    """0, with a gradient of 0: for a control that learns nothing from a teacher."""
-
-    def entries(self, log_student_RV: Tensor, log_teacher_RV: Tensor) -> Tensor:
-        return 0.0 * log_student_RV
-
-    def terms(self, log_student_RV: Tensor, log_teacher_RV: Tensor, student_RV: Tensor, teacher_RV: Tensor) -> Terms:
-        return Terms(log_student_RV.zero_(), log_teacher_RV.zero_())
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class TotalVariation(Entrywise):
     """`1/2 sum |p_s - p_t|`, from 0 to 1: the largest difference in the probability of any set of tokens (f-distill,
     arXiv 2307.15190).

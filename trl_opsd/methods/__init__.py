@@ -18,17 +18,12 @@ from trl_opsd.methods.certificate import Certificate, CertificateOptions
 from trl_opsd.methods.collapse import CollapseGuard, CollapseOptions
 from trl_opsd.methods.context import ContextOptions, GroupSuccess, PromptFunction
 from trl_opsd.methods.contrast import Contrast, ContrastOptions
-from trl_opsd.methods.control import ControlOptions, TeacherControl
 from trl_opsd.methods.gates import GateOptions, Gates
-from trl_opsd.methods.groups import Groups
 from trl_opsd.methods.off_policy import OffPolicy, OffPolicyOptions
 from trl_opsd.methods.origin import Origin, OriginOptions
 from trl_opsd.methods.quantization import QuantizationOptions, StudentQuantization
 from trl_opsd.methods.rewards import BatchRewards, RewardOptions
 from trl_opsd.methods.selection import SelectionOptions, TokenSelection
-from trl_opsd.methods.shares import ShareOptions, Shares
-from trl_opsd.methods.turns import EqualTurns, TurnOptions
-from trl_opsd.methods.visits import VisitOptions, Visits
 from trl_opsd.monitor.metrics import OF_TRAINER, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.rules import Rule, Stage
@@ -39,17 +34,13 @@ from trl_opsd.options.table import shown
 @dataclass
 class MethodOptions(
     QuantizationOptions,
-    ShareOptions,
-    VisitOptions,
     OffPolicyOptions,
     RewardOptions,
     GateOptions,
     ContextOptions,
-    ControlOptions,
     ContrastOptions,
     OriginOptions,
     SelectionOptions,
-    TurnOptions,
     AggregationOptions,
     CollapseOptions,
     CertificateOptions,
@@ -59,20 +50,15 @@ class MethodOptions(
 
 METHODS: tuple[type[Method], ...] = (
     StudentQuantization,
-    Shares,
     OffPolicy,
     BatchRewards,
     Gates,
-    Visits,
     PromptFunction,
     GroupSuccess,
-    TeacherControl,
     Contrast,
     Origin,
     TokenSelection,
-    EqualTurns,
     Aggregation,
-    Groups,
     CollapseGuard,
     Certificate,
 )
@@ -108,6 +94,13 @@ def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
             raise ValueError(
                 f"{other} with `{name}`, which skips prompts: all of them have to be generated for: remove one of them."
             )
+        if one.by_token and now.cross_tokenizer is not None:
+            raise ValueError(
+                f"{shown('cross_tokenizer', now.cross_tokenizer)} with `{name}`, which reads distributions over "
+                "tokens: remove one of them."
+            )
+        if one.needs_rewards and not now.rewards and now.train_dataset is not None:
+            raise ValueError(f"`{name}` without rewards: pass `reward_funcs` to `OPSDTrainer`.")
         if one.has("state") and not one.has("restore"):
             raise TypeError(f"`{name}.state` without `restore`: a resume would begin without it: define both.")
         if launched(now.args).sp_enabled:

@@ -47,8 +47,7 @@ class AggregationOptions:
 
 def _misnamed(now: Any) -> tuple[list[str], list[str]] | None:
     """Names that have a weight, and the teachers of rows, if these are others."""
-    rows = [name for name in now.teacher_names if name != now.extrapolation_reference]
-    given = now.teacher_weights
+    rows, given = now.teacher_names, now.teacher_weights
     if given is None or now.loss_aggregation != "teachers" or not rows or {*given} == {*rows}:
         return None
     return sorted(given), sorted(rows)
@@ -97,10 +96,7 @@ class Aggregation(Method):
             sums[row.request.teacher] += one
         of_all = self.host.accelerator.reduce(weights.new_tensor([*sums.values()]), "sum").tolist()
         factors = self._factors(dict(zip(sums, of_all, strict=True)))
-        for row in rows:
-            if row.share is None:  # rows of a micro-batch that a subclass has changed have that of their step
-                row.share = factors[row.request.teacher]
-        return weights * weights.new_tensor([row.share for row in rows]).unsqueeze(1)
+        return weights * weights.new_tensor([factors[row.request.teacher] for row in rows]).unsqueeze(1)
 
     def evaluated(self, sums: MutableMapping[str, Any]) -> None:
         if self._teachers is None:

@@ -8,7 +8,7 @@ B rows of this process · R rows of all processes · C completion tokens
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,9 +92,9 @@ class Method:
     """A part of a training that can be left out: its options, rules, metrics, state and code stand in it alone.
 
     Subclass it, override the hooks that are needed, and pass an instance: `OPSDTrainer(methods=[Mine()])`. A step asks
-    all methods for a hook before it goes on to the next hook; those of the package first. `draw`, `before`, `select`,
-    `weigh`, `normalise`, `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A
-    hook may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
+    all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`, `weigh`,
+    `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A hook may be collective
+    unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
 
     Attributes:
         host ([`MethodHost`]): the trainer, before the first hook is asked.
@@ -106,6 +106,7 @@ class Method:
         reads (`Sequence[str]`): keys of what `references` returns.
         pulls (`bool`): whether it sets `BatchRow.pull`.
         skips (`bool`): whether it sets `BatchRow.prompt_weight` to 0.
+        by_token (`bool`): whether it reads distributions over tokens, which there are none of with `cross_tokenizer`.
         falls_back (`bool`): whether a teacher for whose context its prompt is too long reads the columns instead; when
             `False` that is an error.
     """
@@ -119,6 +120,7 @@ class Method:
     pulls: bool = False
     skips: bool = False
     falls_back: bool = False
+    by_token: bool = False
 
     @property
     def host(self) -> Any:
@@ -147,21 +149,13 @@ class Method:
         A checkpoint is restored after this.
         """
 
-    def draw(self, rows: Sequence[int], step: int) -> Sequence[int]:
-        """Numbers of the rows of the training dataset that a step generates for, counted from 0, in place of `rows`.
-
-        As many, and the same in all processes and whenever they are asked for. Rows are drawn before their step, for
-        training alone. No collectives in it.
-        """
-        return rows
-
     # ---- A generation batch -----------------------------------------------------------------------------------------
 
     def before(self, rows: Sequence[BatchRow]) -> None:
         """Before anything is generated: may set `prompt_weight` (at 0 it is skipped) and add to the `pull` of rows."""
 
     def generated(self, batch: Generated) -> None:
-        """All completions of a batch are known: may set `gate` or `control` of rows, and add to their `pull`."""
+        """All completions of a batch are known: may set the `gate` of rows, and add to their `pull`."""
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
         """What the teacher reads before a completion, text or messages, in place of `prompt`, which is parsed.
@@ -170,10 +164,6 @@ class Method:
         collectives in it.
         """
         return prompt
-
-    def teacher_reads(self, read: Rollout, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
-        """What teachers read in place of `read`; the student has read `rollout`, with the same completions."""
-        return read
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
         """What else is read of the completions, by what it is for: `"contrast"`, `"origin"`."""
@@ -187,10 +177,6 @@ class Method:
 
     def weigh(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
         """[B, C], the weights of tokens in the loss; a weight of 0 has to stay. A subclass's `weigh` comes after it."""
-        return weights
-
-    def normalise(self, weights: Tensor, rollout: Rollout) -> Tensor:
-        """[B, C], the weights after those of a subclass, before gates and weights of prompts are multiplied in."""
         return weights
 
     def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
@@ -246,7 +232,3 @@ class Method:
 
         Asked in the process that writes, so no collectives in it.
         """
-
-    def kept(self, run_dir: Path) -> Collection[Path]:
-        """Checkpoints that `save_total_limit` does not delete."""
-        return ()

@@ -1,11 +1,10 @@
-"""Compares a training's last steps with its first ones, and warns of a collapse or stops."""
+"""Compares a training's last steps with its first ones, and warns of a collapse."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, ClassVar, final
 
@@ -13,7 +12,6 @@ from accelerate.logging import get_logger
 from numpy import ndarray
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_opsd.checkpoints.resume import best_evaluated
 from trl_opsd.methods.base import Generated, Method
 from trl_opsd.monitor.metrics import ALWAYS, STEPS, Logs, Metric
 from trl_opsd.options.normalize import with_help
@@ -28,17 +26,13 @@ logger = get_logger(__name__)
 @with_help
 @dataclass
 class CollapseOptions:
-    collapse_guard: Annotated[str | None, Option(one_of(None, "warn", "stop"))] = "warn"
-    """Whether to warn, or to save a checkpoint and end the training, when the last 10 optimizer steps leave the bounds
-    in `docs/distributed.md`. When `None`, nothing."""
+    collapse_guard: Annotated[str | None, Option(one_of(None, "warn"))] = "warn"
+    """Whether to warn when the last 10 optimizer steps leave the bounds in `docs/distributed.md`. When `None`, not."""
 
 
 @final
 class CollapseGuard(Method, TrainerCallback):
-    """Warns once of each sign of a collapse, or stops and saves; a resumed training goes on with its course.
-
-    Every process has the same figures, so all stop at the same step.
-    """
+    """Warns once of each sign of a collapse; a resumed training goes on with its course."""
 
     name = "course"
     metrics: ClassVar = {
@@ -50,7 +44,7 @@ class CollapseGuard(Method, TrainerCallback):
     }
 
     def __init__(self, kind: str | None) -> None:
-        self._watches, self._stops = kind is not None, kind == "stop"
+        self._watches = kind is not None
         self.begin()
 
     @classmethod
@@ -64,7 +58,6 @@ class CollapseGuard(Method, TrainerCallback):
         self._texts: tuple[float, float] | None = None
         """Mean length and share of repetitions of the step's completions."""
         self._warned: set[str] = set()
-        self._has_stopped = False
 
     # ---- A step -----------------------------------------------------------------------------------------------------
 
@@ -84,19 +77,6 @@ class CollapseGuard(Method, TrainerCallback):
         for name in (one for one in signs if one not in self._warned):
             logger.warning(f"Sign of a collapse at step {state.global_step}: {signs[name]}.")
             self._warned.add(name)
-        if signs and self._stops:
-            saves, best = args.save_strategy != "no", self._best()
-            logger.warning(
-                f"`collapse_guard='stop'`: training stops at step {state.global_step}"
-                f"{', which is saved; no older checkpoint is deleted' if saves else ''}."
-                f"{'' if best is None else f' The best checkpoint by evaluation is {best}.'}"
-            )
-            control.should_training_stop = self._has_stopped = True
-            control.should_save, control.should_evaluate = saves, False
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._has_stopped:  # saved already
-            control.should_save = control.should_evaluate = False
 
     def _end_step(self) -> dict[str, str]:
         """The signs of a collapse by name, after the step was added to the course."""
@@ -116,19 +96,6 @@ class CollapseGuard(Method, TrainerCallback):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.course = Course.of(state)
-
-    def kept(self, run_dir: Path) -> Collection[Path]:
-        if self._has_stopped:
-            return list(run_dir.glob("checkpoint-*"))  # which of them is still sound is not known
-        best = self._best() if self._watches else None
-        return [] if best is None else [best]
-
-    def _best(self) -> Path | None:
-        """The best checkpoint by `metric_for_best_model`, or else by the mean loss of the evaluations."""
-        state = self.host.state
-        if state.best_model_checkpoint:
-            return Path(state.best_model_checkpoint)
-        return best_evaluated(Path(self.host.args.output_dir), state.log_history)
 
 
 # ---- The course of a run --------------------------------------------------------------------------------------------

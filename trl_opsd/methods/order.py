@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,22 +99,6 @@ class Methods:
         for one in self._of("begin"):
             one.begin()
 
-    @property
-    def drawing(self) -> list[str]:
-        """The names of those that draw rows."""
-        return [type(one).__name__ for one in self._of("draw")]
-
-    def draw(self, rows: Sequence[int], step: int) -> list[int]:
-        for one in self._of("draw"):
-            found, number = list(one.draw(list(rows), step)), len(self._host.train_dataset)
-            if len(found) != len(rows) or not all(isinstance(row, Integral) and 0 <= row < number for row in found):
-                raise ValueError(
-                    f"`{type(one).__name__}.draw` returned {found}: expected {len(rows)} integers, numbers of the "
-                    f"{number} rows of `train_dataset`."
-                )
-            rows = list(map(int, found))
-        return list(rows)
-
     def before(self, rows: Sequence[BatchRow]) -> None:
         for one in self._of("before", in_training=True):
             one.before(rows)
@@ -158,11 +141,6 @@ class Methods:
                 found = self._host.teaching.readers.intake.prompt_of(row.request, found, where)
         return found
 
-    def teacher_reads(self, read: Rollout, rollout: Rollout, rows: Sequence[BatchRow]) -> Rollout:
-        for one in self._of("teacher_reads"):
-            read = one.teacher_reads(read, rollout, rows)
-        return read
-
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> dict[str, Rollout]:
         return {name: found for one in self._of("references") for name, found in one.references(rollout, rows).items()}
 
@@ -178,8 +156,6 @@ class Methods:
         return weights_BC
 
     def weighed(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
-        for one in self._of("normalise", in_training=True):
-            weights_BC = _checked(one.normalise(_given(weights_BC, one), rollout), weights_BC, one, "normalise")
         for column in ("prompt_weight", "gate"):
             values_B = [getattr(row, column) for row in rows]
             if any(one != 1 for one in values_B):
@@ -256,11 +232,6 @@ class Methods:
         for one in self:
             if (path := _file(folder, one)).exists():
                 one.restore(json.loads(path.read_text(encoding="utf-8")))
-
-    def kept(self, run_dir: Path) -> Collection[Path]:
-        """Checkpoints that `save_total_limit` does not delete: the best, and those that a method needs."""
-        best = self._host.state.best_model_checkpoint
-        return {*([] if best is None else [Path(best)]), *(path for one in self for path in one.kept(run_dir))}
 
 
 def _file(folder: str, method: Method) -> Path:

@@ -15,8 +15,8 @@ from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import WEIGHTED, Logs, Metric
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import not_by_bytes, together, undivided, unless
-from trl_opsd.options.table import NAME, SET, Option, above, at_least, shown
+from trl_opsd.options.rules import not_by_bytes, undivided, unless
+from trl_opsd.options.table import Option, above, at_least, shown
 from trl_opsd.types import Rollout
 
 _A_THIRD = "but only two models are compared by bytes, and the initial one is a third"
@@ -31,12 +31,6 @@ class OriginOptions:
     ] = 1.0
     """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
     which the target adds it; above 1 beyond the teacher (G-OPD, arXiv 2602.12125)."""
-    extrapolation_reference: Annotated[
-        str | None,
-        Option(NAME | None, resumed=True, words="with the teacher {!r} in place of that student"),
-    ] = None
-    """The name of one of several teachers that stands in place of the student as it was passed: in G-OPD, the model
-    that the teacher was trained from. Rows name another as their teacher."""
     anchor_weight: Annotated[
         float,
         Option(at_least(0), resumed=True, words="plus {:g} times the divergence from the student as it was passed"),
@@ -52,7 +46,7 @@ class OriginOptions:
 
 @final
 class Origin(Method):
-    """Has the student as it was passed, or the teacher that stands in its place, read what the student has read."""
+    """Has the student as it was passed read what the student has read."""
 
     reads = ("origin",)
     rules = (
@@ -60,11 +54,6 @@ class Origin(Method):
         undivided(lambda args: args.anchor_weight and shown("anchor_weight", args.anchor_weight)),
         not_by_bytes("extrapolation", unless(1.0), _A_THIRD),
         not_by_bytes("anchor_weight", above(0), _A_THIRD),
-        together(
-            ": an anchor is the student as it was passed, and there is one reference alone: remove one of them.",
-            extrapolation_reference=SET,
-            anchor_weight=above(0),
-        ),
     )
     metrics: ClassVar = {
         "anchor/mean": Metric(
@@ -80,8 +69,6 @@ class Origin(Method):
         return cls() if now.args.reads_origin else None
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
-        if (name := self.host.args.extrapolation_reference) is not None:
-            self.host.teaching.prompts.check_fit(rows, rollout.prompt_lists(), rollout, name)
         return {"origin": rollout}
 
     def objective(self, objective: Objective) -> Objective:

@@ -52,14 +52,10 @@ class BatchRow(Mapping[str, Any]):
     """Once there are rewards, and a teacher's prompt depends on them."""
     gate: float = 1.0
     """Weight of the row in the loss: by its reward, and 0 where the teacher has no prompt."""
-    share: float | None = None
-    """What its weights were multiplied by for the share of its teacher, where teachers count alike."""
     pull: float = 0.0
     """What is added to the divergence of each token, times its `-log p` under the student."""
-    control: Prompt | None = None
-    """What the teacher reads in place of its own prompt, of another row."""
     contrast: Prompt | None = None
-    """The teacher's prompt that its target moves away from; with a control, of that other row."""
+    """The teacher's prompt that its target moves away from."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What methods of a user keep of the row."""
 

@@ -41,8 +41,6 @@ class SelectionOptions:
 
     def build_selection(self) -> Selection | None:
         """Which tokens of a row count in the loss; `None` if all do."""
-        if self.teacher_control == "constant":  # type: ignore[attr-defined]  # which has tokens of its own
-            return Selection("student_surprise", 0.2)
         if self.token_selection is None or self.token_fraction == 1:
             return None
         return Selection(self.token_selection, self.token_fraction)

@@ -130,7 +130,6 @@ class Situation:
     train_dataset: Any = None
     eval_dataset: Any = None
     teacher_prompt_fn: Any = None
-    prompt_weight_fn: Any = None
     row_columns: Collection[str] = ()
     """Columns that are read."""
     needs_context: bool = False

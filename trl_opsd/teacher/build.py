@@ -121,8 +121,7 @@ def build_teachers(
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
-    reads_student = args.reads_origin and args.extrapolation_reference is None
-    if handed_in is not None and (is_base or reads_student):
+    if handed_in is not None and (is_base or args.reads_origin):
         need = "`teacher_model_kind='base'` is" if is_base else "`anchor_weight` and `extrapolation` need"
         checked = Origin(student, handed_in, need)
     urls = servers(args)
@@ -145,9 +144,7 @@ def build_teachers(
     for name, spell in by_bytes.items():
         teachers[name] = spell(teachers[name])
     origin: Teacher | None = None
-    if args.reads_origin and not reads_student:
-        origin = teachers[str(args.extrapolation_reference)]
-    elif args.reads_origin:
+    if args.reads_origin:
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args, memory)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
@@ -164,7 +161,6 @@ def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig) -> None:
         "cross_tokenizer": args.cross_tokenizer is not None,
         "contrast_weight": args.contrast_weight > 0,
         "extrapolation": args.extrapolation != 1,
-        "extrapolation_reference": args.extrapolation_reference in known,
         "teacher_temperature": (args.teacher_temperature or args.temperature) != 1,
     }
     if known and (name := next((name for name, one in needs.items() if one), None)):

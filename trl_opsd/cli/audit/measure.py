@@ -342,7 +342,11 @@ def _in_context_of(intake: Any, row: BatchRow, other: BatchRow, prompt: Any) -> 
     """The row, whose teacher reads the context of another, or its whole prompt where that is no column."""
     if (column := "privileged_context") in row and column in other:
         return replace(row, request=intake.read({**row, column: other[column]}, row.request.where))
-    return replace(row, control=intake.as_control(row.request, prompt))
+    processor = intake.processors.get(row.request.teacher, intake.processors.get("", ""))
+    if prompt.has_images and processor is None:
+        raise ValueError("The teacher reads text only, and the other row has images.")
+    prompt = replace(prompt, processor=processor) if prompt.has_images else prompt
+    return replace(row, request=replace(row.request, of_teacher=prompt))
 
 
 def _noise(trainer: OPSDTrainer, read: Rollout, names: Sequence[str], targets: TeacherTargets) -> tuple[float, float]:

@@ -112,7 +112,7 @@ class Tokens:
 
     @property
     def control(self) -> np.ndarray:
-        """[N], whether `teacher_control="constant"` would push the token down (arXiv 2608.31046)."""
+        """[N], whether a constant negative advantage of the least likely tokens pushes it down (arXiv 2608.31046)."""
         return self.student <= np.quantile(self.student, _LEAST)
 
     @property

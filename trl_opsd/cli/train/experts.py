@@ -56,8 +56,6 @@ class Expert:
     """Its rows to measure on. If not set, the split `test` of the dataset, or rows that are held out."""
     server: str | None = None
     """Address of a server that has its layers; then it is not measured itself."""
-    share: float | None = None
-    """Its share of each step's rows: `teacher_shares`."""
     weight: float | None = None
     """Its share of the loss: `teacher_weights`."""
 
@@ -146,10 +144,8 @@ class Experts:
     def settings(self) -> dict[str, Any]:
         """The options of the config that the experts set."""
         found: dict[str, Any] = {}
-        for option, key in {"teacher_shares": "share", "teacher_weights": "weight"}.items():
-            given = {name: getattr(one, key) for name, one in self.experts.items()}
-            if any(one is not None for one in given.values()):
-                found[option] = {name: 1 if one is None else one for name, one in given.items()}
+        if any(one.weight is not None for one in self.experts.values()):
+            found["teacher_weights"] = {name: one.weight or 1 for name, one in self.experts.items()}
         if urls := {name: one.server for name, one in self.experts.items() if one.server is not None}:
             found["teacher_server_url"] = urls
         return found | ({"loss_aggregation": "teachers"} if "teacher_weights" in found else {})
