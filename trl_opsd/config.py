@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar
 import torch
 from transformers.utils import is_torch_xla_available
 
-from trl_opsd._compat.deepspeed import check_builds
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
@@ -218,8 +217,6 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
 
     def __post_init__(self) -> None:
         share_tracebacks()
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or self.deepspeed:
-            check_builds()
         self.check_as_given()
         self._choose_for_cpu()
         refuse((*LAUNCH, *rules(Stage.LAUNCH)), Launch.of(self))

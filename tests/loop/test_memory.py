@@ -1,4 +1,4 @@
-"""An out-of-memory error names the phase, what that phase holds, and what to do."""
+"""An out-of-memory error names the phase, and what to do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def break_in(trainer: Any, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("phase", ["complete", "teach", "compare", "step", "save"])
-def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeypatch, phase):
+def test_an_out_of_memory_error_names_the_phase_and_what_reduces_it(make_trainer, monkeypatch, phase):
     trainer = make_trainer(
         save_strategy="steps", save_steps=1, gradient_accumulation_steps=2, max_completion_length=24,
         optim="adamw_torch", loss_chunk_tokens=100,
@@ -52,21 +52,7 @@ def test_an_out_of_memory_error_lists_what_the_phase_holds(make_trainer, monkeyp
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
         trainer.train()
     [note] = [line for line in raised.value.__notes__ if line.startswith("Out of memory")]
-    student = sum(tensor.nbytes for tensor in trainer.model.state_dict().values())
-    teacher = sum(tensor.nbytes for tensor in trainer.teacher.model.state_dict().values())
-    expected = {"the student's weights": student, "weights of teacher 'teacher'": teacher}
-    if phase == "complete":  # 2 layers, keys and values, one head of 16, float32
-        expected["the key-value cache of 4 x 24 completion tokens, without prompts"] = 4 * 24 * 2 * 2 * 16 * 4
-    if phase in ("step", "compare"):
-        expected |= {"gradients": student, "optimizer states of Adam": 2 * student}
-    if phase in ("teach", "compare"):
-        expected["the teacher's hidden states of 4 x 24 tokens, at most"] = 4 * 24 * 48 * 4
-    if phase == "compare":
-        expected["tiles of logits, at most"] = 100 * 259 * 8
-    first, *lines, advice = note.splitlines()
-    assert first == f"Out of memory in phase '{phase}', which needs at least (computed from shapes):"
-    assert [line.strip() for line in lines] == [f"{size / 1e6:.3f} MB  {name}" for name, size in expected.items()]
-    assert advice == f"Options that reduce it: {ADVICE[phase]}."
+    assert note == f"Out of memory in phase '{phase}'. Options that reduce it: {ADVICE[phase]}."
 
 
 @pytest.mark.parametrize(
@@ -119,15 +105,6 @@ def allocate_for_rewards(completions, **_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_failing_note_leaves_the_error_unchanged():
-    def fails():
-        raise RuntimeError("'head_dim' is a per-layer attribute")
-
-    error = MemoryError("the first")
-    explain(error, "complete", fails)
-    assert "Options that reduce it" in error.__notes__[0]
-
-
 @pytest.mark.parametrize("family", ["gemma4", "gemma3"])
 def test_the_cache_of_a_model_whose_layers_differ_is_estimated(family):
     config = vision_language.model(family, 32, 0).config
@@ -139,5 +116,5 @@ def test_the_cache_of_a_model_whose_layers_differ_is_estimated(family):
 
 def test_other_errors_get_no_note_on_memory(make_trainer):
     for error in (RuntimeError("boom"), ValueError("boom"), OSError("boom")):
-        explain(error, "teach", lambda: pytest.fail("asked"))
+        explain(error, "teach")
         assert not hasattr(error, "__notes__")

@@ -1,22 +1,17 @@
-"""DeepSpeed: a second engine, for a frozen model, helpers for the student's own, and locks of killed builds."""
+"""DeepSpeed: a second engine, for a frozen model, and helpers for the student's own."""
 
 from __future__ import annotations
 
-import os
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import patch_environment
 from torch import Tensor, nn
-from torch.utils import cpp_extension
 from transformers.integrations import deepspeed as integration
 
 Config = dict[str, Any]
@@ -221,51 +216,3 @@ class _Stage(nn.Module):
 
     def forward(self) -> Any:
         return self.task()
-
-
-# ---- Locks of builds: torch builds an extension on first use, under a lock that is a file. A process that is killed
-# meanwhile leaves the file, and every later one waits until somebody deletes it (`torch.utils.file_baton`). Since torch
-# 2.14 the file always stays, and its lock is one of the system's, which ends with the process.
-
-LONGEST_BUILD = 600.0
-"""Seconds after which a lock that no process here holds is a killed build's, even if another machine could hold it."""
-
-
-def check_builds() -> None:
-    """Raises `RuntimeError` for a lock that nobody holds; warns of one that another node may hold."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    # On several nodes with a shared folder, another node's build looks like a killed one.
-    several_nodes = os.environ.get("LOCAL_WORLD_SIZE", world) != world
-    for lock, age in unheld_locks():
-        message = (
-            f"{lock}, the lock of a DeepSpeed build, is {age:.0f} seconds old, and no process on this machine holds "
-            "it: the build was killed, or runs on another machine. A run would wait for it forever, without a message: "
-            "delete the file, unless another machine is building."
-        )
-        if age > LONGEST_BUILD or not several_nodes:
-            raise RuntimeError(message)
-        warnings.warn(message, stacklevel=2)
-
-
-def unheld_locks() -> list[tuple[Path, float]]:
-    """Locks of DeepSpeed's extensions that no process of this machine has open, and their ages in seconds."""
-    if not hasattr(cpp_extension, "FileBaton"):  # torch 2.14 and later
-        return []
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS  # the extensions, by the names of their folders
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    locks = [lock for name in ALL_OPS for folder in (name, f"*/{name}") for lock in root.glob(f"{folder}/lock")]
-    held = set(_open_files()) if locks else set()
-    found = []
-    for lock in locks:
-        with suppress(FileNotFoundError):  # the build ended meanwhile
-            if str(lock.resolve()) not in held:
-                found.append((lock, time.time() - lock.stat().st_mtime))
-    return found
-
-
-def _open_files() -> Iterator[str]:
-    """Paths of the files that this user's processes have open; none where the system has no `/proc`."""
-    for entry in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # of another user, or closed meanwhile
-            yield os.readlink(entry)

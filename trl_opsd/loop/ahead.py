@@ -8,6 +8,7 @@ N tokens · V vocabulary size
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -16,12 +17,14 @@ from torch import Tensor
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.next_rows import NextRows
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode, whole_head
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 
@@ -32,7 +35,7 @@ PROBED = 32
 class Ahead:
     """Generates the rows of a step while the trainer trains on those of the step before."""
 
-    def __init__(self, host: TrainerHost, generation: Generation, next_rows: NextRows) -> None:
+    def __init__(self, host: OPSDTrainer, generation: Generation, next_rows: NextRows) -> None:
         self._host, self._generation, self._next = host, generation, next_rows
         self._coming: tuple[list[list[int]], Prefetcher[tuple[int, list[int]]]] | None = None
         """Prompts of the next step, and their completions as they are generated."""

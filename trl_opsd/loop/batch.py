@@ -6,7 +6,7 @@ B rows · P prompt tokens · C completion tokens
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -16,9 +16,11 @@ from trl_opsd.loop.dealing import Dealer
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.scoring import Scorer
 from trl_opsd.loop.step_stats import StepStats
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.base import Generated
 from trl_opsd.methods.rows import BatchRow, Written
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 
 class Batches:
@@ -30,7 +32,7 @@ class Batches:
 
     def __init__(
         self,
-        host: TrainerHost,
+        host: OPSDTrainer,
         generation: Generation,
         dealer: Dealer,
         scorer: Scorer,

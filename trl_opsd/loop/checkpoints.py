@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -30,7 +30,9 @@ from trl_opsd.checkpoints.resume import (
     set_rates,
     settings_of,
 )
-from trl_opsd.loop.trainer_host import TrainerHost
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 __all__ = ["Checkpoints"]
 
@@ -41,7 +43,7 @@ logger = get_logger(__name__)
 class Checkpoints:
     """Checkpoints of a trainer; with `stops_on_sigterm` one is also saved when a cluster ends the run."""
 
-    def __init__(self, trainer: TrainerHost, stops_on_sigterm: bool) -> None:
+    def __init__(self, trainer: OPSDTrainer, stops_on_sigterm: bool) -> None:
         self._trainer = trainer
         self._sigterm = _StopOnSigterm(trainer.accelerator) if stops_on_sigterm else None
         if self._sigterm is not None:

@@ -20,7 +20,6 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.models.grouping import equal_groups, even_groups, fewest_groups
@@ -30,6 +29,7 @@ from trl_opsd.types.targets import kept_by_row
 
 if TYPE_CHECKING:
     from trl_opsd.models.shared_rows import RowGroup
+    from trl_opsd.trainer import OPSDTrainer
 
 EVEN = 1.05
 """Largest tokens per process relative to the mean; up to this no rows are exchanged, which would cost a gather."""
@@ -45,7 +45,7 @@ class Dealer:
     `training_step` is called as often; a call may have several micro-batches.
     """
 
-    def __init__(self, host: TrainerHost, generate: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, host: OPSDTrainer, generate: Callable[[Any], dict[str, Any]]) -> None:
         self._host, self._generate = host, generate
         self.current: Mapping[str, Any] | None = None
         """The micro-batch that is trained on; `None` outside of `training_step`."""

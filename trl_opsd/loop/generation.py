@@ -16,7 +16,6 @@ from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.images import in_parts
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.loop.overrides import of_package, overrides
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.forks import FORKS, warn_without_forks
@@ -29,6 +28,7 @@ from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, c
 if TYPE_CHECKING:
     from trl_opsd.parallel.prefetch import Closable
     from trl_opsd.rollout.teacher_rollout import TeacherRollout
+    from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 
@@ -45,7 +45,7 @@ class Generation:
 
     rollout: RolloutBackend
 
-    def __init__(self, host: TrainerHost) -> None:
+    def __init__(self, host: OPSDTrainer) -> None:
         self._host = host
         self.overlapping: Callable[[list[list[int]]], list[list[int]]] | None = None
         """Completes the prompts of a training in place of the verb `complete`, with `overlap`."""

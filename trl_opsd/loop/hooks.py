@@ -35,6 +35,7 @@ from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
+from trl_opsd.loop.memory import explain
 from trl_opsd.loop.next_rows import NextRows
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.scoring import Scorer
@@ -478,10 +479,8 @@ class TrainerHooks(TrainerMembers):
         return self._stats.phase(name)
 
     def explain_memory(self, error: Exception, phase: str) -> None:
-        """Adds to an out-of-memory error what a phase holds, and the options that reduce it."""
-        from trl_opsd.loop.memory import explain, footprint
-
-        explain(error, phase, partial(footprint, self, phase))
+        """Adds to an out-of-memory error the phase, and the options that reduce what it needs."""
+        explain(error, phase)
 
     # ---- Evaluations ------------------------------------------------------------------------------------------------
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_opsd.loop.trainer_host import TrainerHost
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 
 class NextRows:
     """The rows of the next step. `lost` is called where rows that were read never come: an epoch ended early."""
 
-    def __init__(self, host: TrainerHost, lost: Callable[[], None]) -> None:
+    def __init__(self, host: OPSDTrainer, lost: Callable[[], None]) -> None:
         self._host, self._lost = host, lost
         self._next_batch: tuple[Iterator[Any], Any] | None = None
         """The epoch iterator, and the batch of the next step that it returned."""

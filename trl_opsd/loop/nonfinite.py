@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from accelerate.logging import get_logger
@@ -25,10 +25,12 @@ from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.losses.validation import is_ours
 from trl_opsd.parallel.failure import one_traceback
 from trl_opsd.types import LossParts
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 __all__ = ["RECORD", "NonfiniteGuard"]
 
@@ -46,7 +48,7 @@ class NonfiniteGuard:
     scaler skips such steps under both policies; here they are counted and limited.
     """
 
-    def __init__(self, trainer: TrainerHost) -> None:
+    def __init__(self, trainer: OPSDTrainer) -> None:
         self._trainer = trainer
         self._hook: Any = None
         """On the gradient of the parameter that is watched."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -20,11 +20,13 @@ from trl_opsd._compat.deepspeed import rescaled
 from trl_opsd.loop.batch import Batches
 from trl_opsd.loop.dealing import Dealer, Parts
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 
@@ -35,7 +37,7 @@ class Overlap:
     `training_step` is called as often as without, and does all of an optimizer step in the last of these calls.
     """
 
-    def __init__(self, host: TrainerHost, generation: Generation, dealer: Dealer, batches: Batches) -> None:
+    def __init__(self, host: OPSDTrainer, generation: Generation, dealer: Dealer, batches: Batches) -> None:
         self._host, self._generation, self._dealer, self._batches = host, generation, dealer, batches
         self._weight, self._constant, self._last_weight = 1.0, 1.0, 0.0
         """The denominator of the step: known at its end, provisional until then, and the last that was not 0."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.order import checked_weights
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import preserved_mode
@@ -22,13 +21,16 @@ from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import images_of
 from trl_opsd.types.targets import check_targets, kept_by_row
 
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
+
 logger = get_logger(__name__)
 
 
 class Scorer:
     """Adds to a generation batch what the loss needs besides tokens: targets and weights."""
 
-    def __init__(self, host: TrainerHost) -> None:
+    def __init__(self, host: OPSDTrainer) -> None:
         self._host, self._has_warned = host, False
 
     def score(self, batch: Mapping[str, Any], rows: Sequence[BatchRow]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain, islice
 from time import perf_counter
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
@@ -30,6 +29,9 @@ from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts
 from trl_opsd.types.loss import columns
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 NO_TOKEN = -100
 """Padding of predictions, as everywhere in transformers."""
@@ -138,7 +140,7 @@ class StepStats:
     An evaluation's loss is a mean over tokens, and all of its metrics are named by dataset.
     """
 
-    def __init__(self, trainer: TrainerHost, clock: Callable[[], PhaseClock]) -> None:
+    def __init__(self, trainer: OPSDTrainer, clock: Callable[[], PhaseClock]) -> None:
         self._trainer = trainer
         self._accounts = {mode: _Accounts(clock()) for mode in ("train", "eval")}
         self._waiting: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm import tqdm
 
 from trl_opsd.fingerprint import Fingerprint
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.stored import StoredTeacher
@@ -20,11 +19,14 @@ from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import images_of
 
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
+
 _ROWS = 64
 """Rows that are tokenized at a time."""
 
 
-def made_for(host: TrainerHost) -> dict[str, str]:
+def made_for(host: OPSDTrainer) -> dict[str, str]:
     """What decides the tokens that teachers read, beside the rows."""
     args, tokenizer = host.args, host.processing_class
     values: dict[str, Any] = {
@@ -40,7 +42,7 @@ def made_for(host: TrainerHost) -> dict[str, str]:
     }
 
 
-def check_made_for(host: TrainerHost, teachers: Teachers, said: Fingerprint) -> None:
+def check_made_for(host: OPSDTrainer, teachers: Teachers, said: Fingerprint) -> None:
     """Refuses targets that were made for another tokenizer or template, or by another teacher than one beside them.
 
     `said` are the entries of the fingerprint about the teachers as they are now.
@@ -63,12 +65,12 @@ def check_made_for(host: TrainerHost, teachers: Teachers, said: Fingerprint) -> 
         )
 
 
-def can_look_up(host: TrainerHost) -> bool:
+def can_look_up(host: OPSDTrainer) -> bool:
     """Whether it is known before a training what teachers will read: of a stream, or a batch's outcome, it is not."""
     return not host.teaching.readers.intake.rewrites and isinstance(host.train_dataset, Dataset)
 
 
-def missing_rows(host: TrainerHost, dataset: Dataset) -> list[int]:
+def missing_rows(host: OPSDTrainer, dataset: Dataset) -> list[int]:
     """The numbers of rows whose completion in the dataset has no targets in the store of its teacher. Collective."""
     accelerator = host.accelerator
     mine = range(accelerator.process_index, len(dataset), accelerator.num_processes)
@@ -82,7 +84,7 @@ def missing_rows(host: TrainerHost, dataset: Dataset) -> list[int]:
     return sorted(gather_object(found))
 
 
-def _missing(host: TrainerHost, rows: Sequence[BatchRow]) -> list[int]:
+def _missing(host: OPSDTrainer, rows: Sequence[BatchRow]) -> list[int]:
     prompt_ids = host.prompt_ids_of(rows)
     completions = [host.given_completion(row, ids) for row, ids in zip(rows, prompt_ids, strict=True)]
     rollout = Rollout.unpack({**host.padded(prompt_ids, completions), "row_images": images_of(rows)})
@@ -90,7 +92,7 @@ def _missing(host: TrainerHost, rows: Sequence[BatchRow]) -> list[int]:
     return host.teaching.teachers.missing(read, [row.request.teacher for row in rows])
 
 
-def check_rows(host: TrainerHost) -> None:
+def check_rows(host: OPSDTrainer) -> None:
     """Refuses a dataset with a completion that has no targets, where no teacher could read it. Collective."""
     stored = [one for one in host.teaching.teachers.values() if isinstance(one, StoredTeacher)]
     if not stored or stored[0].teacher is not None or not can_look_up(host):

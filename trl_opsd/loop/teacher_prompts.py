@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
 
 from trl_opsd.data.prompts import Prompt
 from trl_opsd.data.readers import Readers
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import images_of
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 
@@ -23,7 +26,7 @@ class TeacherPrompts:
     A row whose teacher has no prompt gets a gate of 0, and its teacher reads that of the columns.
     """
 
-    def __init__(self, host: TrainerHost) -> None:
+    def __init__(self, host: OPSDTrainer) -> None:
         self._host = host
 
     @property

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,6 @@ from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.losses.divergence import describe
 from trl_opsd.methods import METHODS
 from trl_opsd.methods.rows import BatchRow
@@ -47,6 +46,9 @@ from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.bytewise import ByteTargets
 from trl_opsd.types.targets import kept_by_row
 
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
+
 logger = get_logger(__name__)
 
 _ROOMY = 4096
@@ -61,7 +63,7 @@ class Teaching:
     vocabulary: int | None = None
     """Token ids that student and teachers share, where one of them has more."""
 
-    def __init__(self, host: TrainerHost, given: Prepared, use_teachers: Callable[[Teachers], None]) -> None:
+    def __init__(self, host: OPSDTrainer, given: Prepared, use_teachers: Callable[[Teachers], None]) -> None:
         self._host, self._given, self._use_teachers = host, given, use_teachers
         self.logs_rewards = given.logs_rewards
         self.names: tuple[str, ...] = ()

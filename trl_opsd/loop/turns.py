@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event, RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_opsd._compat.threads import start_thread
 from trl_opsd._compat.trl import parse_response
@@ -15,12 +15,14 @@ from trl_opsd.environments import Called, Environments
 from trl_opsd.environments.environments import Calls, Episode, answers
 from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.trainer_host import TrainerHost
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed, preserved_rng
 from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import checked_completions
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
 
 _SALT = 2
 """Separates these seeds from those of `lmbda` and of token selection."""
@@ -63,7 +65,7 @@ class Turns:
 
     def __init__(
         self,
-        host: TrainerHost,
+        host: OPSDTrainer,
         generation: Generation,
         suffix: Callable[[list[dict[str, Any]]], list[int]],
         tools: Sequence[Callable[..., Any]],

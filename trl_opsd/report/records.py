@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_opsd._compat.strict_json import loads
 from trl_opsd.checkpoints.resume import newest_complete
 from trl_opsd.report.samples import Sample, Token
 
@@ -46,7 +45,7 @@ def tell(run: Path, what: Mapping[str, str]) -> None:
 def about(run: Path) -> dict[str, str]:
     """What [`tell`] wrote; empty where nothing was recorded."""
     file = run / _ABOUT
-    found = loads(file.read_text(encoding="utf-8", errors="replace")) if file.exists() else {}
+    found = json.loads(file.read_text(encoding="utf-8", errors="replace")) if file.exists() else {}
     if not (isinstance(found, dict) and all(isinstance(one, str) for one in found.values())):
         raise ValueError(f"{file} is not a valid recording of a run.")
     return found
@@ -84,7 +83,7 @@ def recorded_in(run: Path) -> list[Recorded]:
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if file.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            value = loads(line)
+            value = json.loads(line)
             if not (isinstance(value["step"], int) and isinstance(value["split"], str)):
                 raise TypeError("its step is no number, or its split no text")
             found.append(Recorded(**{**value, "samples": tuple(map(_sample, value["samples"]))}))
