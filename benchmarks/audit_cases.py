@@ -117,7 +117,7 @@ def self_taught(
     """The student of `examples/self_distillation.py` as in `remedies.py`, whose teacher is told a text for each row."""
     problems, held_out = draw(32 * 160, seed=seed), draw(HELD_OUT, held_out=True)
     of_teacher = {"teacher_model_kind": "base", "teacher_prompt_template": "{prompt}{privileged_context}"}
-    given = {"learning_rate": 3e-3, "top_p": 0.6, "max_steps": 160, "collapse_guard": None, **of_teacher}
+    given = {"learning_rate": 3e-3, "top_p": 0.6, "max_steps": 160, **of_teacher}
     return OPSDTrainer(
         model=student(),
         args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **given, **options}),
@@ -303,7 +303,7 @@ def rule(folder: str, seed: int, *, told: str, wanted: str | None = None, steps:
 
 # ---- The cases -------------------------------------------------------------------------------------------------------
 
-ANCHORED = Method(options={"anchor_weight": 0.1, "learning_rate": 1e-3})
+ANCHORED = Method(options={"methods": {"anchor": {"weight": 0.1}}, "learning_rate": 1e-3})
 NOTES = "benchmarks/notes"
 
 CASES = {

@@ -59,7 +59,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "forward_kl, both at 2": {"divergence": "forward_kl", "teacher_temperature": 2.0, "student_temperature": 2.0},
     "forward_kl, teacher's top 2": {"divergence": "forward_kl", "top_k_teacher": 2},
     **{
-        f"forward_kl, 0.3 by {name}": {"divergence": "forward_kl", "token_selection": name, "token_fraction": 0.3}
+        f"forward_kl, 0.3 by {name}": {
+            "divergence": "forward_kl",
+            "methods": {"token_selection": {"criterion": name, "fraction": 0.3}},
+        }
         for name in ("prefix", "random", "student_entropy", "teacher_divergence")
     },
     "reverse_kl, whole samples": {"divergence": "reverse_kl", "top_p": 1.0},

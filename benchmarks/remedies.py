@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,24 @@ GROUPS = {"num_generations": 4, "learning_rate": 1e-3}
 REMEDIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain, 4 of a prompt": GROUPS,
-    "contrast 0.5": {"contrast_weight": 0.5},
-    "contrast 1, clip 10, on the start (Purified)": {"contrast_weight": 1, "contrast_clip": 10, "extrapolation": 0},
-    "anchor 0.1": {"anchor_weight": 0.1},
-    "anchor 1": {"anchor_weight": 1.0},
-    "extrapolation 1.25": {"extrapolation": 1.25},
+    "contrast 0.5": {"methods": {"contrast": {"weight": 0.5}}},
+    "contrast 1, clip 10, on the start (Purified)": {
+        "methods": {"contrast": {"weight": 1.0, "clip": 10.0}, "extrapolation": {"factor": 0.0}}
+    },
+    "anchor 0.1": {"methods": {"anchor": {"weight": 0.1}}},
+    "anchor 1": {"methods": {"anchor": {"weight": 1.0}}},
+    "extrapolation 1.25": {"methods": {"extrapolation": {"factor": 1.25}}},
     "entropy-aware KL": {"divergence": "entropy_aware_kl"},
     "rising weights": {"methods": [AlongCompletion((0.25, 0.35, 0.6, 0.9, 1, 1, 1, 1, 1, 1, 1))]},
-    "half by teacher_confidence": {"token_selection": "teacher_confidence", "token_fraction": 0.5},
+    "half by teacher_confidence": {
+        "methods": {"token_selection": {"criterion": "teacher_confidence", "fraction": 0.5}}
+    },
     "right ones only": {**GROUPS, "reward_gate": 1.0},
     "weighted by advantage": {**GROUPS, "reward_gate": "advantage"},
     "a group's success (SDPO)": {**GROUPS, "teacher_context": "group_success"},
     "EMA 0.05": {"teacher_model_kind": "ema"},
     "live teacher": {"teacher_model_kind": "live"},
-    "live teacher, anchor 1": {"teacher_model_kind": "live", "anchor_weight": 1.0},
+    "live teacher, anchor 1": {"teacher_model_kind": "live", "methods": {"anchor": {"weight": 1.0}}},
     "short at first": {"methods": [ShortAtFirst(12, 100)]},
     "control: shuffled": {"methods": [Shuffled()]},
     "control: unprivileged": {"methods": [Unprivileged()]},
@@ -93,16 +98,16 @@ def of_arithmetic(options: Mapping[str, Any], seed: int, tokens: int, folder: st
         "divergence": "forward_kl", "max_steps": tokens // (23 * ROWS), "per_device_train_batch_size": ROWS,
         "max_completion_length": LONGEST, "top_p": 0.6, "learning_rate": 3e-3, "warmup_steps": 10,
         "lr_scheduler_type": "linear", "adam_beta2": 0.98, "logging_steps": 1, "seed": seed,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "collapse_guard": None,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
     problems, held_out = draw(tokens // 8, seed=seed), draw(PROBLEMS, held_out=True)
     rows = prompts_with_solutions(problems).add_column("answer", [one.answer for one in problems])
     alone = [[{"role": "user", "content": one.solution}] for one in problems]  # the reference without the question
-    of_config = {name: value for name, value in options.items() if name != "methods"}
+    of_config = {name: value for name, value in options.items() if not isinstance(value, list)}
     trainer = OPSDTrainer(
         model=READER,
         args=OPSDConfig(folder, **{**same, **of_config}),
-        methods=options.get("methods", ()),
+        methods=[copy(one) for one in given] if isinstance(given := options.get("methods"), list) else (),
         train_dataset=rows.add_column("contrast_prompt", alone),
         reward_funcs=right,
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
@@ -127,7 +132,7 @@ def of_doors(options: Mapping[str, Any], seed: int, tokens: int, folder: str) ->
         return {"accuracy": statistics.mean(judge.measure(model, greedy=False).values()), "retention": math.nan}
 
     curve = compare_agents.Curve(measure, {"tokens": tokens, "seconds": 1}, points=5)
-    method = compare_agents.Method(divergence="forward_kl", options={"collapse_guard": None, **options})
+    method = compare_agents.Method(divergence="forward_kl", options=options)
     rows = task.world.rows(compare_agents.ROWS_TO_TRAIN, seed=seed)
     trainer = compare_agents.build(task, method, compare_agents.DOORS, rows, curve, seed, 2e-3, Path(folder))
     return trainer, curve.points
@@ -138,7 +143,7 @@ def of_rule(options: Mapping[str, Any], seed: int, tokens: int, folder: str) -> 
     asked = argparse.Namespace(
         model=".real/smollm2", divergence="forward_kl", learning_rate=2e-3, steps=tokens // 256, use_vllm=False
     )
-    trainer = distil.build(asked, "pirate", seed, Path(folder), **{"collapse_guard": None, **options})
+    trainer = distil.build(asked, "pirate", seed, Path(folder), **options)
     trainer.args.eval_strategy = "no"
 
     def measure(_: Any) -> dict[str, float]:
@@ -228,7 +233,8 @@ def main() -> None:
         {"task": options.task, "remedy": name, "seed": seed, "budget": budget}
         for seed in options.seeds
         for name in options.remedies
-        if options.task == "arithmetic" or "methods" not in REMEDIES[name]  # whose builder alone takes them
+        if options.task == "arithmetic"
+        or not isinstance(REMEDIES[name].get("methods"), list)  # whose builder alone takes them
     )
     studied(options.output, keys, lambda task, name, *rest: trained(task, REMEDIES[name], *rest))
     found = [

@@ -47,11 +47,11 @@ KNOWN = {**FACTS, **{f"What is the capital of {land}?": [city] for land, city in
 COMMON: dict[str, Any] = {
     **{"per_device_train_batch_size": 8, "max_completion_length": TOKENS, "gradient_checkpointing": False},
     **{"bf16": fast_dtype() == "bfloat16", "use_cpu": not torch.cuda.is_available()},
-    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "collapse_guard": None},
+    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True},
 }
 JSD = {"cross_tokenizer": "bytes", "divergence": "jsd"}
 FORWARD = {"cross_tokenizer": "bytes", "divergence": "forward_kl"}
-SAMPLES = {**FORWARD, "seq_kd": True, "lmbda": 0.0, "sft_weight": 1.0}
+SAMPLES = {**FORWARD, "seq_kd": True, "lmbda": 0.0, "methods": {"off_policy": {"nll_weight": 1.0}}}
 """The teacher writes; the student is compared by bytes there, and also told what it wrote."""
 
 METHODS: dict[str, list[dict[str, Any]]] = {

@@ -119,7 +119,7 @@ CONTROLS = {
     "on-policy, told after the walk": Method(
         divergence="forward_kl", tells_afterwards=True, options={"feedback_template": "{feedback}"}
     ),
-    "on-policy, with an anchor": Method(divergence="forward_kl", options={"anchor_weight": 0.1}),
+    "on-policy, with an anchor": Method(divergence="forward_kl", options={"methods": {"anchor": {"weight": 0.1}}}),
     "on-policy, a teacher that saw straight walks only": Method(divergence="forward_kl", teacher="guide"),
     "the student is told too: on-policy, forward KL": Method(divergence="forward_kl", is_told=True),
     "the student is told too: supervised, straight walks": Method(walks="straight", is_told=True),

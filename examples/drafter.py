@@ -33,7 +33,7 @@ LONGEST = 48
 
 
 class Nothing(Divergence):
-    """0, with a gradient of 0: what is left is `sft_weight`."""
+    """0, with a gradient of 0: what is left is the likelihood of the rows."""
 
     def value(self, log_student, log_teacher):
         return 0.0 * log_student.sum(-1)
@@ -42,7 +42,7 @@ class Nothing(Divergence):
 OF_TARGET = {"lmbda": 0.0, "seq_kd": True}
 """The target writes the rows, as token ids: a column of text would be cut into other tokens."""
 METHODS: dict[str, dict[str, Any]] = {
-    "supervised": {"divergence": Nothing(), "sft_weight": 1.0, **OF_TARGET},
+    "supervised": {"divergence": Nothing(), "methods": {"off_policy": {"nll_weight": 1.0}}, **OF_TARGET},
     "forward KL": {"divergence": "forward_kl", **OF_TARGET},
     "reverse KL": {"divergence": "reverse_kl", **OF_TARGET},
     "total variation": {"divergence": "total_variation", **OF_TARGET},
@@ -175,7 +175,6 @@ def run(name: str, seed: int, target: Any, options: argparse.Namespace) -> dict[
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            collapse_guard=None,
             **METHODS.get(name, {}),
         ),
         train_dataset=Dataset.from_dict({"prompt": starts(100 + seed, 64 * options.steps)}),

@@ -26,8 +26,8 @@ from trl_opsd.cli.train.script import main as train
 
 WAYS: dict[str, dict[str, Any]] = {
     "tokens": {},
-    "rows": {"loss_aggregation": "rows"},
-    "teachers": {"loss_aggregation": "teachers"},
+    "rows": {"methods": {"aggregation": {"by": "rows"}}},
+    "teachers": {"methods": {"aggregation": {"by": "teachers"}}},
     "off-policy: the experts' completions": {"lmbda": 0.0, "seq_kd": True},
 }
 """The options of each way to distil."""
@@ -61,7 +61,6 @@ def options(folder: Path, steps: int, seed: int) -> dict[str, Any]:
         "warmup_steps": 10,
         "adam_beta2": 0.98,
         "eval_temperature": 0.0,
-        "collapse_guard": None,
         "logging_steps": 10,
         "save_strategy": "no",
         "report_to": "none",

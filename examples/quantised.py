@@ -31,9 +31,10 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.methods import Certificate, StudentQuantization
 
 FORMATS = {
-    "int4": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),  # the same as `student_quantization="int4"`
+    "int4": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),  # the same as `StudentQuantization("int4")`
     "int4 per row": IntxWeightOnlyConfig(torch.int4, PerAxis(0)),
     "int2": IntxWeightOnlyConfig(torch.int2, PerGroup(32)),
 }
@@ -83,12 +84,13 @@ def shared(asked: argparse.Namespace, seed: int) -> dict[str, Any]:
     }
 
 
-def build(asked: argparse.Namespace, seed: int = 0, student: str | None = None, **given: Any) -> OPSDTrainer:
+def build(
+    asked: argparse.Namespace, seed: int = 0, student: str | None = None, quantised: bool = True, **given: Any
+) -> OPSDTrainer:
     """A student of the original's weights, with the original as its teacher; evaluated before and after a training."""
     config = {
         **shared(asked, seed),
         **SIZES[asked.task],
-        "student_quantization": FORMATS[asked.format],
         "divergence": "forward_kl",
         "per_device_eval_batch_size": 50,
         "eval_temperature": 0.0,  # greedy
@@ -103,6 +105,7 @@ def build(asked: argparse.Namespace, seed: int = 0, student: str | None = None, 
         train_dataset=rows(asked.task, config["per_device_train_batch_size"] * asked.steps),
         eval_dataset=rows(asked.task, asked.held_out, held_out=True),
         reward_funcs=REWARDS[asked.task],
+        methods=[Certificate(), *([StudentQuantization(FORMATS[asked.format])] if quantised else [])],
     )
 
 
@@ -116,7 +119,7 @@ def distilled(asked: argparse.Namespace, way: str, seed: int) -> list[dict[str, 
 
 def supervised(asked: argparse.Namespace, way: str, seed: int) -> list[dict[str, float]]:
     """The evaluation of a model that was trained on samples of the original, and then quantised."""
-    original = build(asked, seed, student_quantization=None, eval_temperature=1.0)
+    original = build(asked, seed, quantised=False, eval_temperature=1.0)
     prompts, words = original.train_dataset, original.processing_class
     written = [[{"role": "assistant", "content": text}] for text in original.predict(prompts).texts]
     samples = prompts.select_columns("prompt").add_column("completion", written)
@@ -164,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
     folder = asked.output / f"{asked.task}-{asked.format}-{asked.steps}-{asked.learning_rate:g}-{asked.held_out}"
     folder.mkdir(parents=True, exist_ok=True)
     asked.model = asked.model or practised(asked.output, steps=800)
-    original = partial(build, asked, student_quantization=None, certificate=True)
+    original = partial(build, asked, quantised=False)
     found = {"original": [saved(folder / "original.json", lambda: [original().evaluate()])]}
     for train, ways in ((distilled, asked.ways), (supervised, CONTROLS if asked.controls else ())):
         for way in ways:

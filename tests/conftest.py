@@ -11,11 +11,13 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(os.path.dirname(__file__), "../build/extensions"))
 
+import copy
 import functools
 import gc
 import inspect
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,14 @@ from support import tiny
 from transformers import PreTrainedModel
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd._compat.deepspeed import unheld_locks
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Removes the locks of builds that a killed suite has left: every later one would wait for them."""
-    # Not those of builds that go on: some tests start a suite of their own.
-    if not hasattr(config, "workerinput") and any(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")):
-        for lock, _ in unheld_locks():
-            lock.unlink()
+    if not hasattr(config, "workerinput"):
+        for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+            if time.time() - lock.stat().st_mtime > 600:  # no build takes as long
+                lock.unlink(missing_ok=True)
     # for each trainer, accelerate looks for thirty packages and reads what their authors wrote about them
     found = functools.cache(accelerate.utils.imports._is_package_available)
     accelerate.utils.imports._is_package_available = found
@@ -109,6 +110,8 @@ def _built(folder: Path, without_weights: bool, cls: type[OPSDTrainer] = OPSDTra
 
     words = tiny.tokenizer()
     of_trainer = {name: value for name, value in given.items() if name in _ARGUMENTS}
+    if not isinstance(of_trainer.get("methods", []), list | tuple):
+        del of_trainer["methods"]  # an option of that name
     arguments: dict[str, Any] = {
         "model": given.get("model") or model(32, seed=0),
         "teacher_model": model(48, seed=1) if "teacher_model" not in given else None,
@@ -119,7 +122,17 @@ def _built(folder: Path, without_weights: bool, cls: type[OPSDTrainer] = OPSDTra
     }
     if "args" not in given:
         arguments["args"] = tiny.config(folder, **{name: given[name] for name in given.keys() - of_trainer.keys()})
+    arguments["methods"] = [_unbound(one) for one in arguments.get("methods", ())]
     return cls(**arguments)
+
+
+def _unbound(method: Any) -> Any:
+    """A method of a table of tests, which may have belonged to a trainer before."""
+    if getattr(method, "_host", None) is None:
+        return method
+    method = copy.copy(method)
+    del method._host
+    return method
 
 
 _ARGUMENTS = set(inspect.signature(OPSDTrainer.__init__).parameters)

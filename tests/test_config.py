@@ -226,9 +226,6 @@ def test_kinds_of_parallelism_that_do_not_go_together_are_refused(tmp_path, monk
         ({}, {"torch_compile": True}, "with `torch_compile=True` is not supported"),
         ({}, {"padding_free": True}, "with `padding_free=True` is not supported"),
         ({}, {"pad_to_multiple_of": 8}, "with `pad_to_multiple_of=8` is not supported"),
-        ({}, {"token_selection": "student_entropy"}, "with `token_selection='student_entropy'`: the tokens of a row"),
-        ({}, {"contrast_weight": 0.5}, "with `contrast_weight=0.5` is not supported"),
-        ({}, {"anchor_weight": 0.5}, "with `anchor_weight=0.5` is not supported"),
     ],
 )
 def test_shared_rows_that_cannot_work_are_refused(tmp_path, monkeypatch, launch, options, said):

@@ -91,7 +91,7 @@ def test_run_yaml_of_the_start_page_is_a_valid_training(tmp_path):
     (tmp_path / "run.yaml").write_text(f"{text}use_cpu: true\n")
     settings = read_settings("run.yaml")
     assert settings.models == ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
-    assert check_settings(settings, *settings.models) == "All settings are known, consistent and in effect."
+    assert check_settings(settings, *settings.models) == "All settings are known and consistent."
     config = settings.given.config
     assert (config.teacher_offload, config.use_vllm, config.learning_rate) == ("stream", True, 1e-5)
     assert settings.given.script.dataset_name == "trl-lib/ultrafeedback-prompt"

@@ -20,7 +20,7 @@ from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
-from trl_opsd.methods import METRICS
+from trl_opsd.methods import METRICS, NAMED
 from trl_opsd.options.table import Option, Values, table
 from trl_opsd.rollout import chosen_rollout
 from trl_opsd.teacher.checks import check_teachers
@@ -36,6 +36,10 @@ _OPTIONS = """\
 All others keep TRL's names, defaults and meanings, but for [these](#different-from-trl). `examples/train.py` takes
 every field on its command line. Options are read when the trainer is built; an option may differ when a run resumes,
 unless it says otherwise."""
+
+_METHODS = """\
+Names in `OPSDConfig(methods={...})`, with the classes of `trl_opsd.methods` that `OPSDTrainer(methods=[...])` takes, and
+their settings."""
 
 _DIVERGENCES = """\
 Values of `divergence` by name, and the objects they stand for. [extending.md](extending.md) has one of your own."""
@@ -138,6 +142,11 @@ def document() -> str:
             _OPTIONS,
             "",
             *_new_options(described),
+            "### Methods",
+            "",
+            _METHODS,
+            "",
+            *_methods(),
             "### Divergences",
             "",
             _DIVERGENCES,
@@ -242,6 +251,16 @@ def _when(option: Option) -> Iterator[str]:
     """Whether a resume compares an option."""
     if option.resumed:
         yield "Resumed only with the same value."
+
+
+def _methods() -> Iterator[str]:
+    """Each method that is passed, with its settings."""
+    for name, kind in NAMED.items():
+        about, _, settings = (inspect.getdoc(kind) or "").partition("\n\nArgs:\n")
+        yield from (f"#### `{name}`", "", f"`{kind.__name__}`. {' '.join(about.split())}", "")
+        for entry in re.split(r"\n(?=    \w)", settings) if settings else ():
+            yield re.sub(r"^(\w+)", r"- `\1`", " ".join(entry.split()))
+        yield from [""] * bool(settings)
 
 
 def _divergences() -> Iterator[list[str]]:

@@ -101,7 +101,10 @@ class Described:
         yield "steps", self._steps()
         yield "completions", self._completions()
         tempered = temperatures_in_words(*self.trainer.temperatures)
-        yield "objective", f"{describe(self.trainer.divergence)}, {tempered}{shape_in_words(args)}"
+        yield (
+            "objective",
+            f"{describe(self.trainer.divergence)}, {tempered}{shape_in_words(args)}{self.trainer.methods.words}",
+        )
         if self.rewards:
             lacking = "" if self.trainer.train_dataset is None else ": training rows lack their columns"
             logged = ", logged only" if self.trainer.teaching.logs_rewards else f", in evaluations only{lacking}"

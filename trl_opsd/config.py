@@ -18,7 +18,7 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.validation import check_clip
-from trl_opsd.methods import MethodOptions, rules
+from trl_opsd.methods import MethodOptions
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import (
     check_json,
@@ -28,7 +28,7 @@ from trl_opsd.options.normalize import (
     settle_sampling,
     with_help,
 )
-from trl_opsd.options.rules import AFTER, LAUNCH, Launch, Stage, refuse
+from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
 from trl_opsd.options.table import (
     FOLDER,
     NAMES,
@@ -108,6 +108,9 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     seq_kd: Annotated[bool, Option(resumed=True)] = False
     """Whether the teacher generates the completions of these other rows, as in TRL's `GKDConfig` (GKD, arXiv
     2306.13649)."""
+    methods: Annotated[dict | str | None, Option()] = None
+    """Methods by name with their settings, for instance `{"contrast": {"weight": 0.5}}`, or `module.Class` of a method
+    of your own; see `docs/extending.md`. In Python also `OPSDTrainer(methods=[...])`."""
     # rows and memory
     overlong_prompts: Annotated[str, Option(one_of("error", "drop"))] = "error"
     """Whether a prompt that leaves no room for a completion is an error, or is dropped and counted."""
@@ -212,14 +215,14 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         *DistillationConfig._VALID_DICT_FIELDS,
         "teacher_chat_template_kwargs",
         "teacher_server_url",
-        "teacher_weights",
+        "methods",
     ]
 
     def __post_init__(self) -> None:
         share_tracebacks()
         self.check_as_given()
         self._choose_for_cpu()
-        refuse((*LAUNCH, *rules(Stage.LAUNCH)), Launch.of(self))
+        refuse(LAUNCH, Launch.of(self))
         for name, alias in ALIASES.items():  # transformers would warn of TRL's own default
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, alias))
@@ -230,7 +233,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         check_values(self)
-        refuse((*AFTER, *rules(Stage.OPTIONS)), self)
+        refuse(AFTER, self)
         self.check_divergence(self.build_divergence())
         self._checked = option_values(self)
 
@@ -294,20 +297,9 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         return (student or self.temperature) != (teacher or self.temperature)
 
     @property
-    def pulls(self) -> bool:
-        """Whether the loss has terms beside the divergence: a policy gradient of rewards, or `sft_weight`."""
-        return bool(self.reward_weight or (self.sft_weight and self.lmbda < 1))
-
-    @property
     def calls_rewards(self) -> bool:
         """Whether training depends on rewards."""
         return self.reward_weight > 0 or self.reward_gate is not None or self.teacher_context is not None
-
-    @property
-    def differs_from_itself(self) -> bool:
-        """Whether a student without a teacher's context has something to learn from itself."""
-        is_quantised = self.student_quantization is not None and self.teacher_model_kind == "base"
-        return self.tempers_apart or self.pulls or self.contrast_weight > 0 or self.extrapolation != 1 or is_quantised
 
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
@@ -316,8 +308,6 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for loggers and files, with a divergence or a config of torchao in words."""
         values: dict[str, Any] = super().to_dict()
-        if not isinstance(given := values["student_quantization"], str | None):
-            values["student_quantization"] = repr(given)
         return {name: describe(value) if isinstance(value, Divergence) else value for name, value in values.items()}
 
     @property

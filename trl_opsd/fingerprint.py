@@ -112,8 +112,8 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig, base: Samples
 
     `teachers` has the last part of the path of each (a folder may have moved) and the shape of its head; of one that
     follows the student the path is left out, as it is restored from the checkpoint. `teacher_weights` has a digest of
-    the weights of each that are its own and frozen, and of its head, and what each weighs in the loss by the option of
-    that name; where servers are is no part of it, as a run may go on with others, or with the teacher in the process.
+    the weights of each that are its own and frozen, and of its head; where servers are is no part of it, as a run may
+    go on with others, or with the teacher in the process.
     """
     kind, served = args.teacher_model_kind, server_urls("teacher_server_url", args.teacher_server_url)
     described = {}
@@ -134,13 +134,11 @@ def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig, base: Samples
     known = {name: one.head for name, one in teachers.items() if name in frozen or name in served}
     heads = {f"head of {name}": digest({"head": sample(head.weight)}) for name, head in known.items()}
     weights = {name: digest(one.placement.samples()) for name, one in frozen.items()}
-    asked: Any = args.teacher_weights or {}
-    in_loss = {f"{name} in the loss": asked.get(name, 1) for name in teachers if args.loss_aggregation == "teachers"}
     if kind == "base" and base is not None:  # of the weights under the student's adapter, which teach
         weights.update({name: digest(base) for name in teachers if name not in frozen})
     for one in teachers.values():
         weights.update(one.said["weights"] if isinstance(one, StoredTeacher) else {})
-    return {"teachers": described, "teacher_weights": {**weights, **heads, **in_loss}}
+    return {"teachers": described, "teacher_weights": {**weights, **heads}}
 
 
 def describe_function(function: Any) -> str:

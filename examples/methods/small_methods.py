@@ -1,7 +1,7 @@
 """Methods to copy and change: each does in a few lines what has no option.
 
 OPSDTrainer(..., methods=[Discounted(0.95)])
-trl-opsd train ... --methods small_methods.Discounted    # in the folder of this file
+trl-opsd train ... --methods '{"small_methods.Discounted": {"factor": 0.95}}'    # in the folder of this file
 """
 
 import random
@@ -12,6 +12,7 @@ import torch
 
 from trl_opsd import Method
 from trl_opsd.losses import Divergence, ForwardKL
+from trl_opsd.methods import OffPolicy
 
 
 @dataclass
@@ -71,12 +72,12 @@ class OffPolicyFirst(Method):
             drawn = random.Random(f"{args.seed} {state.global_step} {row.place}").random()
             if row.is_off_policy and drawn < done:
                 row.is_off_policy = False
-                row.pull -= args.sft_weight
+                row.pull -= self.host.methods.get(OffPolicy).nll_weight
 
 
 @dataclass
 class AnchoredBy(Method):
-    """With `anchor_weight`: another divergence from the student as it was passed than the reverse KL."""
+    """After `Anchor`: another divergence from the student as it was passed than the reverse KL."""
 
     divergence: Divergence = field(default_factory=ForwardKL)
 

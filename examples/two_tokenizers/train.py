@@ -110,7 +110,6 @@ def main(arguments: Sequence[str] | None = None, trainer_class: type[OPSDTrainer
             "save_strategy": "no",
             "report_to": "none",
             "disable_tqdm": True,
-            "collapse_guard": None,
         }
         return cls(
             model=student,
@@ -128,7 +127,9 @@ def main(arguments: Sequence[str] | None = None, trainer_class: type[OPSDTrainer
     to_teacher = [judge.evaluate()["eval_cross/divergence"]]
     if options.samples:
         # The teacher writes, and the student is also told what it wrote.
-        a_trainer(OPSDTrainer, options.samples, seq_kd=True, lmbda=0.0, sft_weight=1.0).train()
+        a_trainer(
+            OPSDTrainer, options.samples, seq_kd=True, lmbda=0.0, methods={"off_policy": {"nll_weight": 1.0}}
+        ).train()
     if options.steps:
         trainer.train()
     to_teacher.append(judge.evaluate()["eval_cross/divergence"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import Case, option, untouched
+from cases import Case, method, option, untouched
 from support import tiny
 from support.byte_languages import byte_pairs
 from tokenizers import normalizers
@@ -26,12 +26,18 @@ CASES: list[Case] = [
             "257 outcomes": {"top_k_teacher": 5},
             "entries of a vocabulary": {"kl_clip": 1.0},
             "the teacher's probability of each token of the student": {"divergence": "sampled_reverse_kl"},
-            "ranks tokens": {"token_selection": "student_entropy", "token_fraction": 0.5},
-            "a contrast is a third": {"contrast_weight": 0.5},
-            "and the initial one is a third": {"extrapolation": 1.5},
-            "only two models are compared": {"anchor_weight": 0.1},
             "without the head and the vocabulary": {"teacher_server_url": "http://127.0.0.1:8000"},
             "teaches itself": {"teacher_model_kind": "base"},
+        }.items()
+    ),
+    *(
+        method("tokenizers", f"`cross_tokenizer='bytes'` with `{name}`, which reads distributions", **BYTES, **more)
+        for name, more in {
+            "TokenSelection": {"token_selection": "student_entropy", "token_fraction": 0.5},
+            "Contrast": {"contrast_weight": 0.5},
+            "Extrapolation": {"extrapolation": 1.5},
+            "Anchor": {"anchor_weight": 0.1},
+            "Certificate": {"certificate": True},
         }.items()
     ),
     Case(

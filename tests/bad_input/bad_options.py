@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cases import Case, option
+from cases import Case, method, option
 
 from trl_opsd import OPSDConfig
 from trl_opsd.losses import Divergence
@@ -90,8 +90,22 @@ RANGES = [
         "divergence", "with TopKTeacher\\(.*, which is not a sum over vocabulary entries", top_k_teacher=4, kl_clip=0.05
     ),
     option("divergence", "with Own\\(\\), which is not a sum over vocabulary entries", kl_clip=0.05, divergence=Own()),
-    option("divergence", "`token_selection='top'`: expected one of None, 'prefix', 'random'", token_selection="top"),
-    option("divergence", r"`token_fraction=0.0`: expected a number in \(0, 1\]", token_fraction=0.0),
+    method(
+        "divergence",
+        "`TokenSelection.criterion='top'.`: expected 'prefix', 'random'",
+        token_selection="top",
+        token_fraction=0.5,
+    ),
+    method("divergence", "`TokenSelection.fraction=0.0.`", token_selection="prefix", token_fraction=0.0),
+    method("at least", "`Extrapolation.factor=-1.0.`: expected greater than or equal to 0", extrapolation=-1.0),
+    method("at least", "`Anchor.weight=inf.`", anchor_weight=float("inf")),
+    method("at least", "`Contrast.weight=nan.`", contrast_weight=float("nan")),
+    method(
+        "at least", "'contrast' has no setting 'wieght'.*Did you mean 'weight'", methods={"contrast": {"wieght": 1}}
+    ),
+    method("at least", "'contrats': expected one of .*Did you mean 'contrast'", methods={"contrats": {}}),
+    method("at least", "'contrast': .*missing 1 required positional argument: 'weight'", methods={"contrast": {}}),
+    method("at least", "`methods=5`: expected settings by name", methods=5),
     option("temperature", "`student_temperature=0.0`: expected a finite number above 0", student_temperature=0.0),
     option("temperature", "`teacher_temperature='hot'`", teacher_temperature="hot"),
     option("chunk size", "`loss_chunk_tokens=0`: expected an integer of at least 1", loss_chunk_tokens=0),
@@ -181,7 +195,6 @@ WITHOUT_EFFECT = [
 ]
 
 OTHERS = [
-    option("at least", "`collapse_guard='halt'`: expected one of None, 'warn', 'stop'", collapse_guard="halt"),
     option("at least", "would reorder batches", dataloader_in_order=False, dataloader_num_workers=2),
     option(
         "at least",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bad_rows import trained_on
-from cases import Case, Lab, option, untouched
+from cases import Case, Lab, method, option, untouched
 from datasets import Dataset
 from peft import LoraConfig
 
@@ -36,22 +36,19 @@ def _trains(lab: Lab, **given: Any) -> None:
 CASES: list[Case] = [
     option("remedies", "`reward_gate='best'`: expected a finite number, 'reward' or 'advantage'", reward_gate="best"),
     option("remedies", "`reward_gate=nan`", reward_gate=float("nan")),
-    option("remedies", "`extrapolation=-1.0`", extrapolation=-1.0),
-    option("remedies", "`num_generations` to 2 or more", teacher_context="group_success"),
-    option("remedies", "`num_generations` to 2 or more", reward_gate="advantage"),
-    option("remedies", "before the other completions of its step", reward_gate=1.0, overlap="step"),
+    method("remedies", "`num_generations=1` with `GroupSuccess`", teacher_context="group_success", reward_funcs=len),
+    method("remedies", "`num_generations=1` with `Gates`", reward_gate="advantage", reward_funcs=len),
+    method("remedies", "`overlap='step'` with `Gates`", reward_gate=1.0, overlap="step", reward_funcs=len),
     *(
-        option(
+        method(
             "remedies",
-            f"`{name}={value!r}` with `lmbda=0.*it generates none",
-            lmbda=0,
-            num_generations=2,
-            **{name: value},
+            f"`lmbda=0` with `{name}`, which needs rewards of the student's completions",
+            **{"lmbda": 0, "num_generations": 2, "reward_funcs": len, **given},
         )
-        for name, value in (
-            ("reward_weight", 0.5),
-            ("reward_gate", 1.0),
-            ("teacher_context", "group_success"),
+        for name, given in (
+            ("BatchRewards", {"reward_weight": 0.5}),
+            ("Gates", {"reward_gate": 1.0}),
+            ("GroupSuccess", {"teacher_context": "group_success"}),
         )
     ),
     Case(
@@ -66,21 +63,21 @@ CASES: list[Case] = [
     Case(
         "remedies",
         "a gate without rewards",
-        "`reward_gate=1.0` without rewards: pass `reward_funcs`",
+        "`Gates` without rewards: pass `reward_funcs`",
         lambda lab: lab.make(reward_gate=1.0),
         before_loading=True,
     ),
     Case(
         "remedies",
         "a success without rewards",
-        "`teacher_context='group_success'` without rewards",
+        "`GroupSuccess` without rewards",
         lambda lab: lab.make(teacher_context="group_success", **EIGHT),
         before_loading=True,
     ),
     Case(
         "remedies",
         "an anchor under which the weights change",
-        "`anchor_weight` and `extrapolation` need the student without its adapter, but .* is trainable and shared",
+        "`Anchor` and `Extrapolation` need the student without its adapter, but .* is trainable and shared",
         lambda lab: lab.make(anchor_weight=0.1, peft_config=LoraConfig(r=4, bias="all", target_modules="all-linear")),
     ),
     untouched(

@@ -83,6 +83,12 @@ def option(phrase: str, message: str, **options: Any) -> Case:
     return Case(phrase, name, message, lambda lab: lab.config(**options), before_loading=True)
 
 
+def method(phrase: str, message: str, **options: Any) -> Case:
+    """Settings of a method that a trainer refuses before it loads anything, in the flat names of `tiny.SETTINGS`."""
+    name = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return Case(phrase, name, message, lambda lab: lab.make(**options), before_loading=True)
+
+
 class MustNotLoad(torch.nn.Module):
     """Fails on any use, which would mean a model was loaded too early."""
 

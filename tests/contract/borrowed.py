@@ -136,7 +136,6 @@ OWNERS = (
         where=(_TRAINER,),
         entries=("predict", "train"),
         names={
-            "_created_lr_scheduler": "whether it will make another scheduler",
             "_train_batch_size": "rows of a process, of a stream that is repeated",
             "_get_dataloader": "streams are shared out by rows",
             "control": "whether a step is logged",

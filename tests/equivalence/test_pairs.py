@@ -361,7 +361,7 @@ def test_options_together_equal_float64(tmp_path, names):
 
 def test_every_option_of_a_method_is_in_the_pairs():
     """With a value other than its default; whether that has an effect is tested below."""
-    options = {one.name: one.default for one in fields(MethodOptions)}
+    options = {one.name: one.default for one in fields(MethodOptions)} | dict.fromkeys(tiny.SETTINGS)
     tried = {key for given in VARIANTS.values() for key, value in given.items() if value != options.get(key)}
     functions = {key for key in signature(OPSDTrainer).parameters if key.endswith(("_fn", "_funcs", "methods"))}
     assert {*options, *functions} - tried == set()

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ScriptArguments
 from trl.rewards import accuracy_reward
 
-from trl_opsd.cli.train.options import OptionParser, loaded_methods, loaded_rewards
+from trl_opsd.cli.train.options import OptionParser, loaded_rewards
 from trl_opsd.cli.train.script import loaded, warn_of_options
+from trl_opsd.methods import Anchor, made
 
 
 @pytest.fixture
@@ -145,12 +146,7 @@ COMMAND_LINE = {
     "misspelt": (["--learning_rat", "1"], "unknown option '--learning_rat': did you mean 'learning_rate'?"),
     "misspelt, with dashes": (["--learning-rat=1"], "unknown option '--learning-rat': did you mean 'learning_rate'?"),
     "parts of several names": (["--vllm_port", "1"], "did you mean 'vllm_group_port' or 'vllm_server_port'?"),
-    "another script's": (["--torch_dtype", "x"], "it is called `dtype`; that of the teacher is `teacher_dtype`"),
     "nothing near": (["--eos_tokens", "x"], "error: unknown option '--eos_tokens'\n"),
-    "another trainer's": (
-        ["--generate_from_teacher", "true"],
-        "unknown option '--generate_from_teacher': it is called `seq_kd`",
-    ),
     "TRL's old name": (["--teacher_revision", "x"], "did you mean 'teacher_model_revision'?"),
     "nothing like it": (["--qqq"], "error: unknown option '--qqq'\n"),
     "two": (["--qqq", "--modle_revision", "x"], "'--qqq'; unknown option '--modle_revision': did you mean 'model_r"),
@@ -227,13 +223,15 @@ def test_one_reward_in_a_file_is_a_list_of_one(config):
     assert loaded_rewards(["accuracy_reward"]) == [accuracy_reward]
 
 
-def test_methods_of_a_file_are_made_with_their_defaults(config):
-    name = "small_methods.Discounted"
-    assert OptionParser().given(config(methods=name)).extra.methods == [name]
-    assert loaded_methods([name]) == [Discounted()]
+def test_methods_of_a_file_and_of_the_command_line_are_made_with_their_settings(config):
+    for given in (
+        config(methods={"small_methods.Discounted": {"factor": 0.5}, "anchor": {"weight": 1}}),
+        [*config(), "--methods", '{"small_methods.Discounted": {"factor": 0.5}, "anchor": {"weight": 1}}'],
+    ):
+        assert made(OptionParser().given(given).config.methods) == [Discounted(0.5), Anchor(1)]
     for name in ("small_methods.Discount", "nowhere.Discounted", "Discounted"):
-        with pytest.raises(ValueError, match=f"^`methods`: '{name}' was not found .*expected `module.Class`"):
-            loaded_methods([name])
+        with pytest.raises(ValueError, match=f"^`methods`: '{name}'"):
+            made({name: {}})
 
 
 @pytest.mark.parametrize("form", ["data", "jsonl", "parquet", "one_saved", "splits_saved"])

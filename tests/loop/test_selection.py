@@ -203,7 +203,7 @@ def test_random_selection_depends_on_seed_step_and_row_only(make_trainer, tmp_pa
     assert whole[0] != whole[1], "another part in each step"
     assert any(sum(kept[: len(kept) // 2]) < len(kept) // 2 for kept in whole[0].values()), "not the first"
     assert trained(str(tmp_path / "checkpoint-1")) == whole[1:]
-    with pytest.raises(ValueError, match=r"token_fraction: 0\.5 in the checkpoint, 0\.4 now"):
+    with pytest.raises(ValueError, match=r"fraction=0\.5.* in the checkpoint, .*fraction=0\.4.* now"):
         trained(str(tmp_path / "checkpoint-1"), token_fraction=0.4)
     assert trained(seed=43)[0] != whole[0]
 
@@ -320,6 +320,3 @@ def test_banner_and_card_name_the_selection(make_trainer, tmp_path):
     assert said in " ".join(repr(trainer).split())
     trainer.create_model_card()
     assert said in (tmp_path / "README.md").read_text()
-    whole = make_trainer(token_selection="random")
-    assert "token_selection='random'" in repr(whole), "without effect"
-    assert said not in repr(whole)

@@ -66,13 +66,3 @@ def test_it_is_measured_once_before_and_after_a_training(tmp_path):
         trainer = trainer_of(tmp_path, **options)
         trainer.train()
         assert [row["step"] for row in trainer.state.log_history if "eval_certificate/kl" in row] == steps
-
-
-def test_without_rows_it_is_said_to_have_no_effect(tmp_path, caplog):
-    trained = {
-        "train_dataset": tiny.rows(2),
-        "processing_class": WORDS,
-        "args": tiny.config(tmp_path, certificate=True),
-    }
-    OPSDTrainer(model=tiny.qwen2(32, seed=0), teacher_model=tiny.qwen2(48, seed=1), **trained)
-    assert "`certificate=True`, because there is no `eval_dataset`" in caplog.text

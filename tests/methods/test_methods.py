@@ -240,7 +240,7 @@ def test_wrong_methods_are_refused_before_loading(make_trainer):
         ({"methods": [Early]}, TypeError, "contains the class Early"),
         ({"methods": [Early(), Early(0.1)]}, ValueError, "two of the name 'Early'"),
         ({"methods": [Keeping()]}, TypeError, "`Keeping.state` without `restore`"),
-        ({"methods": [Looking()], "overlap": "step"}, ValueError, "`Looking.generated`, which needs all completions"),
+        ({"methods": [Looking()], "overlap": "step"}, ValueError, "with `Looking`, which needs all completions"),
     ):
         with pytest.raises(error, match=text):
             make_trainer(model="nowhere", teacher_model="nowhere", **given)
@@ -297,10 +297,15 @@ def test_a_method_has_begun_before_an_evaluation(make_trainer):
     assert method.steps == 0
     first.train()
     assert method.steps == 2
-    # A second trainer of the same method starts anew, and its settings are those of the first.
-    again = make_trainer(methods=[method], **OPTIONS)
-    assert method.steps == 0
-    assert again.teaching._fixed["methods"] == first.teaching._fixed["methods"]
+    with pytest.raises(ValueError, match="`Told` belongs to another trainer: make another instance"):
+        OPSDTrainer(
+            tiny.qwen2(),
+            tiny.qwen2(48),
+            first.args,
+            tiny.rows(),
+            processing_class=tiny.tokenizer(),
+            methods=[method],
+        )
 
 
 def test_a_method_that_changes_weights_in_place_cannot_add_tokens(make_trainer):
@@ -324,7 +329,7 @@ def test_methods_that_need_what_overlap_has_not_are_refused(make_trainer):
         needs_rewards = True
 
     for method, overlap, text in (
-        (Rewarded(), "step", "the rewards that `Rewarded` reads"),
+        (Rewarded(), "step", "`overlap='step'` with `Rewarded`, which needs all completions"),
         (Skipping(), "ahead", "`overlap='ahead'` with `Skipping`, which skips prompts"),
     ):
         with pytest.raises(ValueError, match=text):

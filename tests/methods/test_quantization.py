@@ -69,7 +69,7 @@ def trainer_of(folder: Any, kind: Any, of: Any = None, peft_config: Any = None, 
     student, teacher = of or models()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
     options |= {"divergence": "reverse_kl", "learning_rate": 1.0, "max_grad_norm": 0.0, "shuffle_dataset": False}
-    options |= {"student_quantization": kind, "max_completion_length": 60, **given}
+    options |= {"student_quantization": kind, "certificate": True, "max_completion_length": 60, **given}
     rows = tiny.rows(8)
     fsdp_on_cpu.allow()
     return OPSDTrainer(
@@ -234,10 +234,9 @@ def test_resumed_training_goes_on_bit_for_bit(tmp_path, kind):
     two = trainer_of(tmp_path / "b", kind, **{**given, "max_steps": 2, "lr_scheduler_type": "constant"})
     two.train()
     two = trainer_of(tmp_path / "b", kind, **given)
-    assert "PerGroup" in two.args.to_json_string() or kind == "int4"
     two.train(resume_from_checkpoint=True)
     assert torch.equal(tiny.weights(one), tiny.weights(two))
-    with pytest.raises(ValueError, match="student_quantization: "):
+    with pytest.raises(ValueError, match="methods: "):
         trainer_of(tmp_path / "b", "int8", **{**given, "max_steps": 6}).train(resume_from_checkpoint=True)
 
 
@@ -279,8 +278,11 @@ _CONTEXT = {"teacher_temperature": 0.7}
 """Without a difference a student has nothing to learn from itself."""
 
 REFUSED: list[tuple[Any, str]] = [
-    ("int5", "`student_quantization='int5'`: expected one of 'int4', 'int8', 'fp8', 'nvfp4', a config of torchao"),
-    (4, "`student_quantization=4`: expected one of"),
+    (
+        "int5",
+        "`StudentQuantization.format='int5'`: expected one of 'int4', 'int8', 'fp8', 'nvfp4', a config of torchao",
+    ),
+    (4, "`StudentQuantization.format=4`: expected one of"),
     (QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32)), "a `QATConfig` with such a config as"),
     (
         IntxWeightOnlyConfig(torch.int4, PerGroup(48)),
@@ -317,7 +319,7 @@ def test_students_that_cannot_be_quantised_are_refused(tmp_path):
     student.save_pretrained(tmp_path / "base")
     save_quantized(type(student), tmp_path / "base", tmp_path / "q", BOTH.base_config, ["lm_head"], torch.device("cpu"))
     for one in (str(tmp_path / "q"), AutoModelForCausalLM.from_pretrained(tmp_path / "q")):
-        with pytest.raises(ValueError, match="`student_quantization='int4'` with a student that is quantised already"):
+        with pytest.raises(ValueError, match="`StudentQuantization` with a student that is quantised already"):
             trainer_of(tmp_path, "int4", (one, teacher))
 
 

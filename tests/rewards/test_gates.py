@@ -244,10 +244,8 @@ def test_constant_control_only_pushes_the_least_likely_fifth_down(trained):
             one.sub_(one.grad, alpha=1e-2)
     assert log(found)["loss"] == pytest.approx(float(loss), abs=1e-5)
     assert log(found)["divergence/mean"] == 0
-    assert log(found)["selection/share"] == 0.5
     for mine, other in zip(found.model.parameters(), student.parameters(), strict=True):
         torch.testing.assert_close(mine.double(), other, rtol=0, atol=1e-5)
-    assert "control: constant teacher" in repr(found)
 
 
 @pytest.mark.parametrize("criterion", ["teacher_confidence", "student_surprise"])

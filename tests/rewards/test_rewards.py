@@ -611,10 +611,14 @@ def takes_few(completions, prompts):
 EIGHT = {"per_device_train_batch_size": 8, "num_generations": 4}
 REFUSED = [
     ({"reward_weight": 1.0, **EIGHT}, ValueError, "without rewards: pass `reward_funcs`"),
-    ({"reward_weight": 1.0, "reward_funcs": length}, ValueError, "`num_generations` to 2 or more"),
+    ({"reward_weight": 1.0, "reward_funcs": length}, ValueError, "`num_generations=1` with `BatchRewards`"),
     ({"reward_weight": -1.0}, ValueError, "`reward_weight=-1.0`: expected a finite number of at least 0"),
-    ({"reward_weight": 1.0, "lmbda": 0.0, **EIGHT}, ValueError, "rewards are of completions of the student"),
-    ({"reward_weight": 1.0, "overlap": "step", **EIGHT}, ValueError, "before the other completions of its step"),
+    (
+        {"reward_weight": 1.0, "lmbda": 0.0, **EIGHT},
+        ValueError,
+        "`lmbda=0` with `BatchRewards`, which needs rewards of the student",
+    ),
+    ({"reward_weight": 1.0, "overlap": "step", **EIGHT}, ValueError, "`overlap='step'` with `BatchRewards`"),
     ({"reward_funcs": length, "reward_weights": [1, 2]}, ValueError, "`reward_weights` has 2 numbers"),
     ({"reward_weights": 3}, ValueError, "`reward_weights=3`: expected a list"),
     ({"scale_rewards": "groups"}, ValueError, "Did you mean 'group'"),

@@ -176,6 +176,30 @@ def save_pair(folder: Any) -> None:
         tokenizer().save_pretrained(folder / name)
 
 
+SETTINGS = {
+    "contrast_weight": ("contrast", "weight"), "contrast_clip": ("contrast", "clip"),
+    "extrapolation": ("extrapolation", "factor"), "anchor_weight": ("anchor", "weight"),
+    "token_selection": ("token_selection", "criterion"), "token_fraction": ("token_selection", "fraction"),
+    "loss_aggregation": ("aggregation", "by"), "teacher_weights": ("aggregation", "weights"),
+    "student_quantization": ("student_quantization", "format"), "sft_weight": ("off_policy", "nll_weight"),
+}  # fmt: skip
+"""Settings of methods by the flat names that tests give them, beside options."""
+
+
+def with_methods(options: dict[str, Any]) -> dict[str, Any]:
+    """Options in which such settings stand in `methods`, where methods have them."""
+    found = {name: value for name, value in options.items() if name not in (*SETTINGS, "certificate", "collapse_guard")}
+    methods: dict[str, Any] = dict(found.pop("methods", None) or {})
+    for name, (method, setting) in SETTINGS.items():
+        if options.get(name) is not None:
+            methods.setdefault(method, {})[setting] = options[name]
+    if options.get("collapse_guard", True) is None:
+        methods["collapse_guard"] = {"warns": False}
+    if options.get("certificate"):
+        methods["certificate"] = {}
+    return {**found, **({"methods": methods} if methods else {})}
+
+
 def options(folder: Any, **overrides: Any) -> dict[str, Any]:
     """The options of [`config`], as TRL's own config takes them too."""
     return {
@@ -193,5 +217,5 @@ def options(folder: Any, **overrides: Any) -> dict[str, Any]:
         "bf16": False,
         "use_cpu": True,
         "gradient_checkpointing": False,
-        **overrides,
+        **with_methods(overrides),
     }

@@ -38,7 +38,6 @@ from trl_opsd.models.checks import (
     same_weights,
 )
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
-from trl_opsd.options.table import shown
 from trl_opsd.rewards.given import Given
 from trl_opsd.rewards.given import check_columns as check_reward_columns
 from trl_opsd.teacher.checks import location, servers, teacher_loading
@@ -49,20 +48,22 @@ logger = get_logger(__name__)
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 
-def check_models(student: Any, teachers: Mapping[str, Any], args: OPSDConfig, quantization_config: Any = None) -> None:
+def check_models(
+    student: Any, teachers: Mapping[str, Any], args: OPSDConfig, quantization_config: Any, quantises: bool
+) -> None:
     """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
     loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     config = {"quantization_config": quantization_config, **language_config(student, "model", loading), **loading}
     check_own_loss(config)
-    if args.student_quantization is not None and config["quantization_config"] is not None:
+    if quantises and config["quantization_config"] is not None:
         raise ValueError(
-            f"{shown('student_quantization', args.student_quantization)} with a student that is quantised already "
-            "(`quantization_config`): pass the model that it was made of, or remove one of them."
+            "`StudentQuantization` with a student that is quantised already (`quantization_config`): pass the model "
+            "that it was made of, or remove one of them."
         )
-    if args.student_quantization is None and isinstance(student, nn.Module) and fake_quantized(student):
+    if not quantises and isinstance(student, nn.Module) and fake_quantized(student):
         raise ValueError(
-            "`model` computes with the quantised weights of an earlier training (`student_quantization`): set the "
-            "option again, or load the model anew."
+            "`model` computes with the quantised weights of an earlier training: pass `StudentQuantization` again, or "
+            "load the model anew."
         )
     check_in_memory(student, args.device)
     _check_no_foreign_adapter(student, teachers)
@@ -122,7 +123,7 @@ def warn_of_same_model(
     tells_more: bool,
 ) -> bool:
     """Warns of a teacher that is the student and reads nothing more: the divergence is 0, and stays 0."""
-    if tells_more or args.differs_from_itself or may_have(datasets, (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS)):
+    if tells_more or may_have(datasets, (*PRIVILEGED, *TEACHER_IMAGE_COLUMNS)):
         return False
     loading = args.model_init_kwargs or {}
     theirs = teacher_loading(args)

@@ -41,8 +41,11 @@ from trl_opsd.data.prompts import Intake
 from trl_opsd.environments import Environments, check_factory
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.losses import Divergence
-from trl_opsd.methods import METHODS, built, rules
+from trl_opsd.losses.divergence import describe
+from trl_opsd.methods import built
 from trl_opsd.methods.base import Method
+from trl_opsd.methods.order import check
+from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.models.tokenizers import (
     check_processing_class,
     check_sees,
@@ -51,7 +54,7 @@ from trl_opsd.models.tokenizers import (
     loaded_processing_class,
     text_tokenizer,
 )
-from trl_opsd.options.rules import Stage, prompts_of_step, refuse
+from trl_opsd.options.rules import prompts_of_step, refuse
 from trl_opsd.options.table import (
     Situation,
     a_divergence,
@@ -169,9 +172,9 @@ def prepared(
         teacher_prompt_fn=teacher_prompt_fn,
         row_columns=tuple(row_columns),
     )
-    refuse((*(() if train_dataset is None else LEARNING), *BUILDING, *rules(Stage.ARGUMENTS)), now)
+    refuse((*(() if train_dataset is None else LEARNING), *BUILDING), now)
     methods = built(now, methods)
-    refuse([one for method in methods for one in method.rules if type(method) not in METHODS], now)
+    check(now, methods)
     # 3. The rollout, the teachers, and functions of the user.
     picked = pick(rollout, args)
     check_named_once(teacher_model, args)
@@ -182,6 +185,8 @@ def prepared(
         teacher_model = stored if len(stored) > 1 else next(iter(stored.values()))
     check_teachers(teacher_model, model, args)
     models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
+    for method in methods:
+        method.check(args, tuple(models))
     if processing_class is not None:
         check_processing_class(processing_class)
     if teacher_prompt_fn is not None:
@@ -200,23 +205,25 @@ def prepared(
         template=args.teacher_prompt_template,
         prompt_fn=teacher_prompt_fn,
         rewrites=any(one.has("teacher_prompt") for one in methods),
-        contrasts=args.contrast_weight > 0,
+        contrasts=any("contrast" in one.reads for one in methods),
         environments=frozenset() if environments is None else environments.names,
         is_told=is_told,
         needs_context=needs_context,
     )
     needs_context = needs_context and not is_told
     # a reference beside rewards, or a sharper self, differs from the student without a column
-    check_datasets(datasets, args, intake, needs_context and not args.differs_from_itself)
+    differs = args.tempers_apart or any(one.pulls or one.moves_target for one in methods)
+    check_datasets(datasets, args, intake, needs_context and not differs)
     more = check_acted(datasets, environments)
-    check_models(model, models, args, quantization_config)
-    refuse((*SURPRISES, *rules(Stage.SURPRISES)), now, logger.warning)
+    quantises = any(isinstance(one, StudentQuantization) for one in methods)
+    check_models(model, models, args, quantization_config, quantises)
+    refuse(SURPRISES, now, logger.warning)
     tells_more = intake.rewrites or bool(args.teacher_template_kwargs) or is_told
-    is_quantised = quantization_config is not None or args.student_quantization is not None
-    is_same_model = not is_quantised and warn_of_same_model(model, models, args, datasets, tells_more)
+    is_quantised = quantization_config is not None or quantises
+    is_same_model = not is_quantised and not differs and warn_of_same_model(model, models, args, datasets, tells_more)
     # 5. Processes agree.
     if args.world_size > 1:
-        check_same_options(gather_object([_named(args, models)]))
+        check_same_options(gather_object([{**_named(args, models), "methods": [*map(describe, methods)]}]))
         check_disk(args)
     # 6. Rows, each of them.
     row_columns = tuple(row_columns)

@@ -14,6 +14,7 @@ from transformers import Trainer
 from trl_opsd._compat.sharding import launched
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import by_name
+from trl_opsd.data.outcomes import reads_outcome
 from trl_opsd.losses import SampledReverseKL
 from trl_opsd.methods import METRICS
 from trl_opsd.monitor.metrics import evaluated_names
@@ -84,6 +85,24 @@ EVALUATING = (
 """Of evaluations without rows, and a best model without evaluations."""
 
 BUILDING = (
+    Rule(
+        lambda now: now.teacher_prompt_fn is not None and now.seq_kd,
+        "`teacher_prompt_fn` with `seq_kd=True`: the function needs a completion, but the teacher needs its prompt "
+        "to generate one: add a column 'teacher_prompt' or 'privileged_context' instead.",
+    ),
+    Rule(
+        lambda now: (
+            now.teacher_prompt_fn is not None
+            and reads_outcome(now.teacher_prompt_fn)
+            and (
+                (not now.rewards and "without `reward_funcs`")
+                or (now.overlap == "step" and "with `overlap='step'`")
+                or (now.lmbda == 0 and "with `lmbda=0`")
+            )
+        ),
+        "`teacher_prompt_fn` takes a third argument, the rewards of all completions of a prompt, {1}: take two "
+        "arguments, or change that.",
+    ),
     Rule(
         lambda now: (
             now.rewards

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from torch import distributed
 
-from trl_opsd._compat.server import aiohttp, pydantic
+from trl_opsd._compat.server import aiohttp
+from trl_opsd._compat.values import pydantic
 from trl_opsd.errors import ServerError
 from trl_opsd.http.urls import is_this_machine, token_header
 

@@ -21,7 +21,7 @@ from trl_opsd._compat.peft import is_peft, without_peft
 from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.trl import DistillationTrainer, get_config_model_id
 from trl_opsd._compat.versions import versions
-from trl_opsd.methods.quantization import FOLDER
+from trl_opsd.methods.quantization import FOLDER, StudentQuantization
 from trl_opsd.options.table import is_set, shape_in_words, table, temperatures_in_words
 from trl_opsd.report.records import PAGE
 
@@ -88,8 +88,11 @@ def _taught(trainer: DistillationTrainer) -> dict[str, str]:
     if args.lmbda < 1:
         own = f"{source} for a share of {args.lmbda:g} of the rows, and "
         source = f"{own if args.lmbda else ''}completions of the {'teacher' if args.seq_kd else 'dataset'}"
-    at = temperatures_in_words(*trainer.temperatures)
-    return {**taught, "objective": f"`{trainer.divergence!r}` at {at}{shape_in_words(args)}, over {source}"}
+    at, shape = temperatures_in_words(*trainer.temperatures), shape_in_words(args) + trainer.methods.words
+    return {
+        **taught,
+        "objective": f"`{trainer.divergence!r}` at {at}{shape}, over {source}",
+    }
 
 
 def _made(trainer: DistillationTrainer) -> list[str]:
@@ -97,7 +100,8 @@ def _made(trainer: DistillationTrainer) -> list[str]:
     objective = getattr(trainer.divergence, "of", trainer.divergence)  # of buckets of a teacher's top tokens
     helps = {one.name: one.metadata.get("help", "") for one in fields(trainer.args)}
     used = [name for name in table(type(trainer.args)) if is_set(trainer.args, name)]
-    told = " ".join([type(objective).__doc__ or "", *(str(helps[name]) for name in used)])
+    explained = [type(objective).__doc__ or "", *(type(one).__doc__ or "" for one in trainer.methods if one.words)]
+    told = " ".join([*explained, *(str(helps[name]) for name in used)])
     papers = dict.fromkeys(re.findall(r"arXiv\s+(\d{4}\.\d{5})", told))
     links = ", ".join(f"[arXiv {one}](https://arxiv.org/abs/{one})" for one in papers)
     by = ", ".join(f"{name} {number}" for name, number in versions().items() if name in ("trl_opsd", "torch"))
@@ -106,7 +110,7 @@ def _made(trainer: DistillationTrainer) -> list[str]:
 
 def _served(trainer: DistillationTrainer) -> list[str]:
     """What computes as the student did: the weights beside that folder, or an adapter's base by its name, do not."""
-    if trainer.args.student_quantization is None:
+    if trainer.methods.get(StudentQuantization) is None:
         return []
     return [f"- To serve: {'this adapter on the base' if is_peft(trainer.model) else 'the model'} in `{FOLDER}`"]
 

@@ -169,7 +169,7 @@ class NonfiniteGuard:
                 f"The teacher gives all {vocabulary} tokens the same logit: its head is zeroed or was not loaded; "
                 "reload it. The student's weights are unchanged by this step."
             )
-        if self.may_be_same and not self._trainer.args.pulls and agree(sums):
+        if self.may_be_same and not self._trainer.methods.pulls and agree(sums):
             logger.warning(
                 "The first divergence is 0: teacher and student distributions are identical, so nothing is learned. Is "
                 "it the same model, without context that only the teacher sees?"

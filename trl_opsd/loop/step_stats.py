@@ -24,6 +24,7 @@ from transformers.trainer_utils import PredictionOutput
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
+from trl_opsd.methods.origin import Anchor
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.parallel.rng import preserved_rng
@@ -228,7 +229,7 @@ class StepStats:
         is_on = {
             "clipped": self._trainer.args.kl_clip is not None,
             "pulled": batch.get("pull") is not None,
-            "anchored": self._trainer.args.anchor_weight > 0,
+            "anchored": self._trainer.methods.get(Anchor) is not None,
             "importance": weighs,
             "gated": weighs and getattr(self._trainer.divergence, "clip_min", None) is not None,
             "accepted": named["accepted"] > 0,  # 0 at each token is what a divergence that does not tell leaves

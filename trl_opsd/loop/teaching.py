@@ -31,7 +31,7 @@ from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.losses.divergence import describe
-from trl_opsd.methods import METHODS
+from trl_opsd.methods import UNASKED
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.parallel.precision import autocast
@@ -80,7 +80,7 @@ class Teaching:
         self._fixed: fingerprint.Fingerprint = {
             "student": fingerprint.describe_student(host.model, host.base_samples),
             "optimizer": fingerprint.describe_optimizer(host.optimizer, host.args),
-            "methods": [describe(one) for one in host.methods if type(one) not in METHODS],
+            "methods": [describe(one) for one in host.methods if type(one) not in UNASKED],
             "functions": {name: fingerprint.describe_function(one) for name, one in self._functions().items()},
         }
         """Entries of the fingerprint that describe what was passed."""
@@ -141,6 +141,8 @@ class Teaching:
                 host.divergence,
                 host.processing_class,
                 by_bytes=by_bytes,
+                reads=host.methods.reads,
+                moved_by=next((type(one).__name__ for one in host.methods if one.moves_target and one.reads), ""),
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
         said = fingerprint.of_teachers(self.teachers, host.args, host.base_samples)

@@ -1,51 +1,38 @@
 """Methods: parts of a training that can be left out, each whole in a file, in the order in which a step asks them.
 
-To add one, write its file, and add its class and its options here.
+To add one, write its file, and add its class here.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from trl_opsd._compat.sharding import launched
-from trl_opsd.methods.aggregation import Aggregation, AggregationOptions
+from trl_opsd.methods.aggregation import Aggregation
 from trl_opsd.methods.base import Method
-from trl_opsd.methods.certificate import Certificate, CertificateOptions
-from trl_opsd.methods.collapse import CollapseGuard, CollapseOptions
+from trl_opsd.methods.certificate import Certificate
+from trl_opsd.methods.collapse import CollapseGuard
 from trl_opsd.methods.context import ContextOptions, GroupSuccess, PromptFunction
-from trl_opsd.methods.contrast import Contrast, ContrastOptions
+from trl_opsd.methods.contrast import Contrast
 from trl_opsd.methods.gates import GateOptions, Gates
-from trl_opsd.methods.off_policy import OffPolicy, OffPolicyOptions
-from trl_opsd.methods.origin import Origin, OriginOptions
-from trl_opsd.methods.quantization import QuantizationOptions, StudentQuantization
+from trl_opsd.methods.off_policy import OffPolicy
+from trl_opsd.methods.origin import Anchor, Extrapolation
+from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import BatchRewards, RewardOptions
-from trl_opsd.methods.selection import SelectionOptions, TokenSelection
+from trl_opsd.methods.selection import TokenSelection
 from trl_opsd.monitor.metrics import OF_TRAINER, Metric
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import Rule, Stage
-from trl_opsd.options.table import shown
 
 
 @with_help
 @dataclass
-class MethodOptions(
-    QuantizationOptions,
-    OffPolicyOptions,
-    RewardOptions,
-    GateOptions,
-    ContextOptions,
-    ContrastOptions,
-    OriginOptions,
-    SelectionOptions,
-    AggregationOptions,
-    CollapseOptions,
-    CertificateOptions,
-):
-    """The options of all methods, which are fields of [`OPSDConfig`]."""
+class MethodOptions(RewardOptions, GateOptions, ContextOptions):
+    """The options of methods, which are fields of [`OPSDConfig`]."""
 
 
 METHODS: tuple[type[Method], ...] = (
@@ -56,7 +43,8 @@ METHODS: tuple[type[Method], ...] = (
     PromptFunction,
     GroupSuccess,
     Contrast,
-    Origin,
+    Extrapolation,
+    Anchor,
     TokenSelection,
     Aggregation,
     CollapseGuard,
@@ -64,50 +52,77 @@ METHODS: tuple[type[Method], ...] = (
 )
 """Those of the package: what comes later sees what earlier ones have set."""
 
+NAMED: Mapping[str, type[Method]] = MappingProxyType(
+    {
+        "aggregation": Aggregation,
+        "anchor": Anchor,
+        "certificate": Certificate,
+        "collapse_guard": CollapseGuard,
+        "contrast": Contrast,
+        "extrapolation": Extrapolation,
+        "off_policy": OffPolicy,
+        "student_quantization": StudentQuantization,
+        "token_selection": TokenSelection,
+    }
+)
+"""Those that are passed, by their names in `OPSDConfig(methods=...)`."""
+
+UNASKED = (BatchRewards, Gates, PromptFunction, GroupSuccess, CollapseGuard)
+"""Those whose settings are options or arguments, or change nothing; a fingerprint does not list them."""
+
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {**OF_TRAINER, **{name: metric for one in METHODS for name, metric in one.metrics.items()}}
 )
 """All metrics by their names in the training log."""
 
 
-def rules(stage: Stage) -> list[Rule]:
-    """The rules of all methods that are checked at a stage."""
-    return [one for one in chain.from_iterable(method.rules for method in METHODS) if one.at is stage]
+def made(given: Any) -> list[Method]:
+    """The methods of `OPSDConfig(methods=...)`: settings by name, or one name."""
+    by_name = {given: None} if isinstance(given, str) else given or {}
+    if not isinstance(by_name, Mapping):
+        raise ValueError(f"`methods={given!r}`: expected settings by name, as {{'contrast': {{'weight': 0.5}}}}.")
+    return [_made(str(name), settings or {}) for name, settings in by_name.items()]
+
+
+def _made(name: str, settings: Any) -> Method:
+    kind = NAMED.get(name) or _imported(name)
+    known = [*inspect.signature(kind).parameters]
+    if not isinstance(settings, Mapping) or not {*settings} <= {*known}:
+        unknown = next((one for one in settings if one not in known), settings)
+        close = difflib.get_close_matches(str(unknown), known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"`methods`: {name!r} has no setting {unknown!r}: expected some of {known}.{hint}")
+    try:
+        return kind(**settings)
+    except TypeError as error:  # a setting without a default
+        raise ValueError(f"`methods`: {name!r}: {error}.") from error
+
+
+def _imported(name: str) -> type[Method]:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute) if module else None
+    except (AttributeError, ImportError) as error:
+        raise ValueError(f"`methods`: {name!r} was not found ({error}): expected `module.Class`.") from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        close = difflib.get_close_matches(name, NAMED, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"`methods`: {name!r}: expected one of {[*NAMED]}, or `module.Class` of a method.{hint}")
+    return found
 
 
 def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
-    """The methods of a trainer in a [`Situation`], and then those of the user."""
-    found = [one for method in METHODS if (one := method.of(now)) is not None]
-    for one in given:
+    """The methods of a trainer in a [`Situation`]: those of the package in their order, and then the user's."""
+    passed = [*made(now.methods), *given]
+    for one in passed:
         if not isinstance(one, Method):
             what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
             raise TypeError(f"`methods` contains {what}: expected instances of subclasses of `trl_opsd.Method`.")
-        name = type(one).__name__
-        if now.overlap == "step" and (one.has("generated") or one.needs_rewards or one.reads_outcomes):
-            what = f"`{name}.generated`" if one.has("generated") else f"the rewards that `{name}` reads"
-            raise ValueError(
-                f"`overlap='step'` with {what}, which needs all completions of a step, but rows are trained on before "
-                "the last is generated: remove `overlap`, or set `overlap='ahead'`."
-            )
-        if one.skips and (now.overlap is not None or now.environments is not None):
-            other = shown("overlap", now.overlap) if now.environments is None else "`environment_factory`"
-            raise ValueError(
-                f"{other} with `{name}`, which skips prompts: all of them have to be generated for: remove one of them."
-            )
-        if one.by_token and now.cross_tokenizer is not None:
-            raise ValueError(
-                f"{shown('cross_tokenizer', now.cross_tokenizer)} with `{name}`, which reads distributions over "
-                "tokens: remove one of them."
-            )
-        if one.needs_rewards and not now.rewards and now.train_dataset is not None:
-            raise ValueError(f"`{name}` without rewards: pass `reward_funcs` to `OPSDTrainer`.")
-        if one.has("state") and not one.has("restore"):
-            raise TypeError(f"`{name}.state` without `restore`: a resume would begin without it: define both.")
-        if launched(now.args).sp_enabled:
-            raise ValueError(
-                "`parallelism_config`: `sp_size` with `methods`, which read whole rows: remove one of them."
-            )
-        found.append(one)
+    unasked: list[Method] = [asked for kind in METHODS if (asked := kind.of(now)) is not None]
+    unasked += [CollapseGuard(), *([OffPolicy()] if now.lmbda < 1 else [])]
+    kinds = {type(one) for one in passed}
+    found = [*passed, *(one for one in unasked if type(one) not in kinds)]
+    found.sort(key=lambda one: METHODS.index(type(one)) if type(one) in METHODS else len(METHODS))
     names = [one.name or type(one).__name__ for one in found]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(

@@ -5,91 +5,61 @@ B rows · C completion tokens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.values import Positive
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import Rule, Stage, together
-from trl_opsd.options.table import Option, Values, is_number, one_of
-
-_WEIGHTS = Values(
-    "a dict of the names of teachers, each with a finite number above 0",
-    lambda value: (
-        isinstance(value, dict)
-        and all(isinstance(name, str) and is_number(one) and 0 < one < math.inf for name, one in value.items())
-    ),
-)
-
-
-@with_help
-@dataclass
-class AggregationOptions:
-    loss_aggregation: Annotated[
-        str,
-        Option(one_of("tokens", "rows", "teachers"), resumed=True, words="all {} alike"),
-    ] = "tokens"
-    """What counts alike in the loss. `"tokens"`: each token of a step, so long completions count more. `"rows"`: each
-    row, however long. `"teachers"`: each teacher with a token in the step, whatever the number and length of its rows;
-    in an evaluation, each of the dataset, in its loss, `divergence/mean` and entropies."""
-    teacher_weights: Annotated[dict | str | None, Option(_WEIGHTS | None, words="but weighted {}")] = (
-        None  # a resume compares it in the fingerprint's entry of this name, which is of the teachers
-    )
-    """Weights of the teachers by name with `loss_aggregation="teachers"`, of which only ratios matter; for instance
-    `{"math": 2, "code": 1}`. When `None`, all are 1."""
-
-
-def _misnamed(now: Any) -> tuple[list[str], list[str]] | None:
-    """Names that have a weight, and the teachers of rows, if these are others."""
-    rows, given = now.teacher_names, now.teacher_weights
-    if given is None or now.loss_aggregation != "teachers" or not rows or {*given} == {*rows}:
-        return None
-    return sorted(given), sorted(rows)
 
 
 @final
+@dataclass
 class Aggregation(Method):
-    """Scales the weights of rows, after all that weighs tokens within one: what that decides within a row stays."""
+    """Scales the weights of rows, after all that weighs tokens within one: what that decides within a row stays.
 
-    rules = (
-        together(
-            ": what a row counts depends on all rows of its step, but it is trained on before they are complete: set "
-            "`loss_aggregation='rows'`, or `overlap='ahead'`.",
-            loss_aggregation="teachers",
-            overlap="step",
-        ),
-        Rule(
-            _misnamed,
-            "`teacher_weights` is of {1[0]}, but the teachers of rows are {1[1]}: expected one number for each of "
-            "these; add or rename them.",
-            at=Stage.ARGUMENTS,
-        ),
-    )
+    Args:
+        by (`str`): What counts alike: `"rows"`, each row, however long; `"teachers"`, each teacher with a token in the
+            step, whatever the number and length of its rows, and in an evaluation each of the dataset, in its loss,
+            `divergence/mean` and entropies. Without this method, each token of a step.
+        weights (`dict`, *optional*): Weights of the teachers by name with `"teachers"`, of which only ratios matter;
+            for instance `{"math": 2, "code": 1}`. When `None`, all are 1.
+    """
 
-    def __init__(self, teachers: Mapping[str, float] | None) -> None:
-        self._teachers = teachers
-        """Their weights, where teachers count alike; `None` where rows do."""
+    by: Literal["rows", "teachers"]
+    weights: dict[str, Positive] | None = None
 
-    @classmethod
-    def of(cls, now: Any) -> Aggregation | None:
-        if now.loss_aggregation == "rows":
-            return cls(None)
-        if now.loss_aggregation == "tokens" or len(now.teacher_names) < 2:
-            return None
-        return cls(dict.fromkeys(now.teacher_names, 1.0) | (now.teacher_weights or {}))
+    whole_rows = False
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether what a row counts depends on all rows of its step."""
+        return self.by == "teachers"
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"all {self.by} alike" + ("" if self.weights is None else f", but weighted {self.weights}")
+
+    def check(self, args: Any, teachers: Sequence[str]) -> None:
+        """Raises `ValueError` for weights of others than the teachers of rows."""
+        if self.weights is not None and self.by == "teachers" and {*self.weights} != {*teachers}:
+            raise ValueError(
+                f"`Aggregation(weights={self.weights})`: the teachers are {sorted(teachers)}: expected one number for "
+                "each of these; add or rename them."
+            )
+        several = self.by == "teachers" and len(teachers) > 1
+        self._teachers: dict[str, float] = dict.fromkeys(teachers, 1.0) | (self.weights or {}) if several else {}
 
     def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         sums_B1 = weights.sum(1, keepdim=True)
-        if self._teachers is None:
+        if self.by == "rows":
             worth_B = [row.prompt_weight * row.gate for row in rows]
             return weights / torch.where(sums_B1 > 0, sums_B1, 1.0) * weights.new_tensor(worth_B).unsqueeze(1)
-        if not self.host.model.training:  # `evaluated` has the sums of the whole dataset
+        if not self._teachers or not self.host.model.training:  # `evaluated` has the sums of the whole dataset
             return weights
         sums = dict.fromkeys(self._teachers, 0.0)
         for row, one in zip(rows, sums_B1.flatten().tolist(), strict=True):
@@ -99,7 +69,7 @@ class Aggregation(Method):
         return weights * weights.new_tensor([factors[row.request.teacher] for row in rows]).unsqueeze(1)
 
     def evaluated(self, sums: MutableMapping[str, Any]) -> None:
-        if self._teachers is None:
+        if not self._teachers:
             return
         factors = self._factors({name: sums[f"weight/{name}"] for name in self._teachers})
         for name in {one.partition("/")[0] for one in sums if "/" in one} - {"tokens"}:
@@ -109,6 +79,5 @@ class Aggregation(Method):
 
     def _factors(self, sums: Mapping[str, float]) -> dict[str, float]:
         """What the weights of each teacher are multiplied by: shares become those asked for, and the total stays."""
-        assert self._teachers is not None, "teachers count alike"
         total, asked = sum(sums.values()), sum(self._teachers[name] for name, one in sums.items() if one)
         return {name: total * self._teachers[name] / asked / one if one else 1.0 for name, one in sums.items()}

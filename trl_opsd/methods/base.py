@@ -20,7 +20,6 @@ from torch import Tensor
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.monitor.metrics import Metric
-from trl_opsd.options.rules import Rule
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
 
 if TYPE_CHECKING:
@@ -89,9 +88,10 @@ class Part:
 
 
 class Method:
-    """A part of a training that can be left out: its options, rules, metrics, state and code stand in it alone.
+    """A part of a training that can be left out: its settings, metrics, state and code stand in it alone.
 
-    Subclass it, override the hooks that are needed, and pass an instance: `OPSDTrainer(methods=[Mine()])`. A step asks
+    Subclass it, as a dataclass if it has settings, override the hooks that are needed, and pass an instance:
+    `OPSDTrainer(methods=[Mine(0.5)])`, or `OPSDConfig(methods={"my_module.Mine": {"factor": 0.5}})`. A step asks
     all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`, `weigh`,
     `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A hook may be collective
     unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
@@ -99,7 +99,6 @@ class Method:
     Attributes:
         host ([`MethodHost`]): the trainer, before the first hook is asked.
         name (`str`): names the state in checkpoints, and the method in a fingerprint; by default that of its class.
-        rules (`Sequence[Rule]`): combinations of options that are refused.
         metrics (`Mapping[str, Metric]`): what it logs; read of methods of the package alone.
         needs_rewards (`bool`): whether training depends on the rewards of rows, which are then never only logged.
         reads_outcomes (`bool`): whether it reads `BatchRow.outcome`.
@@ -107,12 +106,16 @@ class Method:
         pulls (`bool`): whether it sets `BatchRow.pull`.
         skips (`bool`): whether it sets `BatchRow.prompt_weight` to 0.
         by_token (`bool`): whether it reads distributions over tokens, which there are none of with `cross_tokenizer`.
+        whole_rows (`bool`): whether it needs whole rows in a process, which `sp_size` divides.
+        whole_batch (`bool`): whether it needs all completions of a step before the first is trained on.
+        in_groups (`bool`): whether it compares the completions of a prompt.
+        moves_target (`bool`): whether a student that teaches itself without context learns something by it.
+        words (`str`): what it does to the loss, for the banner and the model card; empty for none.
         falls_back (`bool`): whether a teacher for whose context its prompt is too long reads the columns instead; when
             `False` that is an error.
     """
 
     name: str = ""
-    rules: ClassVar[Sequence[Rule]] = ()
     metrics: ClassVar[Mapping[str, Metric]] = {}
     needs_rewards: bool = False
     reads_outcomes: bool = False
@@ -121,6 +124,15 @@ class Method:
     skips: bool = False
     falls_back: bool = False
     by_token: bool = False
+    whole_rows: bool = True
+    in_groups: bool = False
+    moves_target: bool = False
+    words: str = ""
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether it needs all completions of a step before the first is trained on."""
+        return self.has("generated") or self.needs_rewards or self.reads_outcomes
 
     @property
     def host(self) -> Any:
@@ -128,8 +140,13 @@ class Method:
         return self._host
 
     def bind(self, host: Any) -> None:
-        """Sets the trainer."""
+        """Sets the trainer, of which a method has one."""
+        if getattr(self, "_host", host) is not host:
+            raise ValueError(f"`{type(self).__name__}` belongs to another trainer: make another instance.")
         self._host = host
+
+    def check(self, args: Any, teachers: Sequence[str]) -> None:
+        """Checks the settings against the options and the names of the teachers, before anything is loaded."""
 
     @classmethod
     def of(cls, now: Any) -> Method | None:

@@ -5,8 +5,8 @@ N tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, final
+from dataclasses import replace
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -16,27 +16,21 @@ from trl_opsd.losses import ForwardKL, streamed_divergence
 from trl_opsd.losses.streamed import streamed_greedy
 from trl_opsd.methods.base import Method
 from trl_opsd.monitor.metrics import Logs, Metric
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import not_by_bytes
-from trl_opsd.options.table import Option, one_of
 from trl_opsd.types import LazyLogits
 
-_LOGS = Logs("weighted mean over the tokens of an evaluation, of all processes", "`certificate`", trained=False)
-
-
-@with_help
-@dataclass
-class CertificateOptions:
-    certificate: Annotated[bool | None, Option(one_of(None, True, False))] = None
-    """Whether evaluations measure KL(teacher‖student) and the share of tokens with the same likeliest token, one before
-    the first step and one after the last. When `None`, with `student_quantization` and an `eval_dataset`."""
+_LOGS = Logs(
+    "weighted mean over the tokens of an evaluation, of all processes", "the method `certificate`", trained=False
+)
 
 
 @final
 class Certificate(Method, TrainerCallback):
-    """Evaluates before the first step, which is what quantising alone costs, and after the last."""
+    """Has evaluations measure KL(teacher‖student) and the share of tokens with the same likeliest token: before the
+    first step, which is what quantising alone costs, and after the last, too.
+    """
 
-    rules = (not_by_bytes("certificate", True, "which has no tokens in common"),)
+    by_token = True
+    whole_rows = False
     metrics: ClassVar = {
         "certificate/kl": Metric("nats", "KL(teacher‖student) per token at temperature 1.", _LOGS),
         "certificate/agreement": Metric("1", "Share of tokens of which both models' likeliest is the same.", _LOGS),
@@ -44,13 +38,6 @@ class Certificate(Method, TrainerCallback):
 
     _begins: bool = False
     """Whether the next evaluation is the one before the first step."""
-
-    @classmethod
-    def of(cls, now: Any) -> Certificate | None:
-        asked = now.args.certificate
-        if asked is None:
-            asked = now.args.student_quantization is not None and not now.args.cross_tokenizer
-        return cls() if asked and now.eval_dataset is not None else None
 
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
         if not (total := float(weights.sum())):
@@ -66,7 +53,7 @@ class Certificate(Method, TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # transformers reads it once all callbacks have been called, that of the summary too.
-        self._begins = state.global_step == 0 and not args.eval_on_start
+        self._begins = state.global_step == 0 and not args.eval_on_start and self.host.eval_dataset is not None
         args.eval_on_start |= self._begins
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -75,4 +62,5 @@ class Certificate(Method, TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # With "epoch" it follows at the end of the last one.
-        control.should_evaluate |= state.global_step >= state.max_steps and args.eval_strategy != "epoch"
+        is_last = state.global_step >= state.max_steps and args.eval_strategy != "epoch"
+        control.should_evaluate |= is_last and self.host.eval_dataset is not None

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from statistics import median
-from typing import Annotated, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 from accelerate.logging import get_logger
 from numpy import ndarray
@@ -14,26 +14,26 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_opsd.methods.base import Generated, Method
 from trl_opsd.monitor.metrics import ALWAYS, STEPS, Logs, Metric
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.table import Option, one_of
 
 COMPARED_STEPS = 10
-"""Optimizer steps at the start, and at the end, that `collapse_guard` compares; both have to be complete."""
+"""Optimizer steps at the start, and at the end, that are compared; both have to be complete."""
 
 logger = get_logger(__name__)
 
 
-@with_help
-@dataclass
-class CollapseOptions:
-    collapse_guard: Annotated[str | None, Option(one_of(None, "warn"))] = "warn"
-    """Whether to warn when the last 10 optimizer steps leave the bounds in `docs/distributed.md`. When `None`, not."""
-
-
 @final
+@dataclass
 class CollapseGuard(Method, TrainerCallback):
-    """Warns once of each sign of a collapse; a resumed training goes on with its course."""
+    """Warns once of each sign of a collapse, when the last 10 optimizer steps leave the bounds in
+    `docs/distributed.md`; a resumed training goes on with its course. A trainer has one unasked.
 
+    Args:
+        warns (`bool`, *optional*, defaults to `True`): Whether it warns, or only logs how lengths drift.
+    """
+
+    warns: bool = True
+
+    whole_rows = whole_batch = False
     name = "course"
     metrics: ClassVar = {
         "completions/length_drift": Metric(
@@ -42,14 +42,6 @@ class CollapseGuard(Method, TrainerCallback):
             Logs(STEPS, f"{ALWAYS}, or no completion of the student", evaluated=False),
         ),
     }
-
-    def __init__(self, kind: str | None) -> None:
-        self._watches = kind is not None
-        self.begin()
-
-    @classmethod
-    def of(cls, now: Any) -> CollapseGuard:
-        return cls(now.collapse_guard)
 
     def begin(self) -> None:
         self.course = Course()
@@ -87,7 +79,7 @@ class CollapseGuard(Method, TrainerCallback):
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         self.course.add(Figures(**means, length=length, repeated=repeated))
         self.host.record("completions/length_drift", self.course.drift)
-        return self.course.signs(clipped=self.host.args.kl_clip is not None) if self._watches else {}
+        return self.course.signs(clipped=self.host.args.kl_clip is not None) if self.warns else {}
 
     # ---- Checkpoints ------------------------------------------------------------------------------------------------
 

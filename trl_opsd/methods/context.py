@@ -11,8 +11,7 @@ from trl_opsd.data.prompts import SUCCESS_TEMPLATE, check_template
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import Rule, Stage, compared_in_groups, of_student, whole_batch, with_functions
-from trl_opsd.options.table import NUMBER, SET, Option, one_of
+from trl_opsd.options.table import NUMBER, Option, one_of
 
 
 @with_help
@@ -33,13 +32,8 @@ class ContextOptions:
 class GroupSuccess(Method):
     """Shows the teacher another completion of the same prompt that was rewarded."""
 
-    reads_outcomes = needs_rewards = falls_back = True
-    rules = (
-        with_functions("teacher_context", SET),
-        compared_in_groups("teacher_context", SET),
-        of_student("teacher_context", SET),
-        whole_batch("teacher_context", SET),
-    )
+    reads_outcomes = needs_rewards = in_groups = falls_back = True
+    whole_rows = False
 
     @classmethod
     def of(cls, now: Any) -> GroupSuccess | None:
@@ -58,28 +52,7 @@ class GroupSuccess(Method):
 class PromptFunction(Method):
     """Has a function of the user make the teacher's prompt of a row and its completion."""
 
-    rules = (
-        Rule(
-            lambda now: now.teacher_prompt_fn is not None and now.seq_kd,
-            "`teacher_prompt_fn` with `seq_kd=True`: the function needs a completion, but the teacher needs its prompt "
-            "to generate one: add a column 'teacher_prompt' or 'privileged_context' instead.",
-            at=Stage.ARGUMENTS,
-        ),
-        Rule(
-            lambda now: (
-                now.teacher_prompt_fn is not None
-                and reads_outcome(now.teacher_prompt_fn)
-                and (
-                    (not now.rewards and "without `reward_funcs`")
-                    or (now.overlap == "step" and "with `overlap='step'`")
-                    or (now.lmbda == 0 and "with `lmbda=0`")
-                )
-            ),
-            "`teacher_prompt_fn` takes a third argument, the rewards of all completions of a prompt, {1}: take two "
-            "arguments, or change that.",
-            at=Stage.ARGUMENTS,
-        ),
-    )
+    whole_rows = False
 
     def __init__(self, function: Any) -> None:
         self._function = function

@@ -7,50 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, final
+from typing import final
 
+from trl_opsd._compat.values import Positive
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import not_by_bytes, undivided
-from trl_opsd.options.table import Option, above, at_least, shown
 from trl_opsd.types import Rollout
 
 
-@with_help
-@dataclass
-class ContrastOptions:
-    contrast_weight: Annotated[
-        float,
-        Option(at_least(0), resumed=True, words="moved {:g} times away from a contrast"),
-    ] = 0.0
-    """How far the target moves from the teacher's distribution away from the one in the context of the column
-    `contrast_context` or `contrast_prompt`: log-probabilities plus so many times their difference (arXiv 2606.11709,
-    arXiv 2607.02234)."""
-    contrast_clip: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
-    """Soft bound, in nats, of the difference that `contrast_weight` multiplies: `c * tanh(difference / c)`."""
-
-
 @final
+@dataclass
 class Contrast(Method):
-    """Has the teacher read each completion in its contrast, too; `data/prompts.py` makes that of the columns."""
+    """Moves the target from the teacher's distribution away from the one in the context of a column `contrast_context`
+    or `contrast_prompt`: log-probabilities plus `weight` times their difference (arXiv 2606.11709, arXiv 2607.02234).
+
+    Args:
+        weight (`float`): Factor of the difference.
+        clip (`float`, *optional*): Soft bound `c` of the difference, in nats: `c * tanh(difference / c)`.
+    """
+
+    weight: Positive
+    clip: Positive | None = None
 
     reads = ("contrast",)
-    rules = (
-        undivided(lambda args: args.contrast_weight and shown("contrast_weight", args.contrast_weight)),
-        not_by_bytes(
-            "contrast_weight", above(0), "but only two distributions are compared by bytes, and a contrast is a third"
-        ),
-    )
+    by_token = moves_target = True
 
-    @classmethod
-    def of(cls, now: Any) -> Contrast | None:
-        return cls() if now.contrast_weight > 0 else None
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"moved {self.weight:g} times away from a contrast"
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
         return {"contrast": self.host.teaching.prompts.contrasts(rollout, rows)}
 
     def objective(self, objective: Objective) -> Objective:
-        args = self.host.args
-        return replace(objective, contrast=(args.contrast_weight, args.contrast_clip))
+        return replace(objective, contrast=(self.weight, self.clip))

@@ -17,8 +17,7 @@ from trl_opsd.methods.base import Generated, Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import BATCHES, Logs, Metric
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import compared_in_groups, of_student, whole_batch, with_functions
-from trl_opsd.options.table import NUMBER, SET, Option, Values, one_of
+from trl_opsd.options.table import NUMBER, Option, Values
 
 _GATE = Values(
     "a finite number, 'reward' or 'advantage'", lambda value: value in ("reward", "advantage") or NUMBER.fits(value)
@@ -40,12 +39,7 @@ class GateOptions:
 class Gates(Method):
     """Sets the gate of each row by its reward, and logs the gates of all that were generated."""
 
-    rules = (
-        with_functions("reward_gate", SET),
-        compared_in_groups("reward_gate", one_of("advantage")),
-        of_student("reward_gate", SET),
-        whole_batch("reward_gate", SET),
-    )
+    whole_rows = False
     metrics: ClassVar = {
         "gate/mean": Metric(
             "1",
@@ -55,8 +49,13 @@ class Gates(Method):
     }
 
     def __init__(self, now: Any) -> None:
-        self.needs_rewards = now.reward_gate is not None
+        self.needs_rewards, self.in_groups = now.reward_gate is not None, now.reward_gate == "advantage"
         self._of_teachers = now.needs_context and now.environments is not None and now.environments.tells
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether a gate depends on rewards."""
+        return self.needs_rewards
 
     @classmethod
     def of(cls, now: Any) -> Gates:

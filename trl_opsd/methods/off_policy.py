@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from numpy import ndarray
 from torch import Tensor
 
+from trl_opsd._compat.values import NotNegative
 from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import STEPS, Logs, Metric
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.table import Option, at_least
 from trl_opsd.types.loss import columns
 
 _MIXED = Logs(STEPS, "`lmbda` below 1; not where processes share rows", evaluated=False)
 _MIXED_SOME = Logs(f"{STEPS} that had some", _MIXED.appears, evaluated=False)
 
 
-@with_help
-@dataclass
-class OffPolicyOptions:
-    sft_weight: Annotated[
-        float,
-        Option(at_least(0), resumed=True, words="plus {:g} times -log p of completions of others"),
-    ] = 0.0
-    """Weight of `-log p` of the student beside the divergence, for completions that it has not generated."""
-
-
 @final
+@dataclass
 class OffPolicy(Method):
-    """Adds the likelihood of completions that the student has not generated, and logs both kinds apart."""
+    """Adds `-log p` of completions that the student has not generated, with `lmbda` below 1, and logs both kinds apart.
+    A trainer has one unasked.
+
+    Args:
+        nll_weight (`float`, *optional*, defaults to 0): Weight of `-log p` of the student's tokens in such a
+            completion, beside the divergence.
+    """
+
+    nll_weight: NotNegative = 0.0
+
+    whole_rows = False
+
+    @property
+    def pulls(self) -> bool:  # type: ignore[override]
+        """Whether it adds to the divergence."""
+        return self.nll_weight > 0
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"plus {self.nll_weight:g} times -log p of completions of others" if self.pulls else ""
 
     metrics: ClassVar = {
         "off_policy/share": Metric("1", "Share of rows in the loss that the student did not generate.", _MIXED),
@@ -41,13 +50,9 @@ class OffPolicy(Method):
         "on_policy/divergence": Metric("nats", "`divergence/mean` of the others.", _MIXED_SOME),
     }
 
-    @classmethod
-    def of(cls, now: Any) -> OffPolicy | None:
-        return cls() if now.lmbda < 1 else None
-
     def before(self, rows: Sequence[BatchRow]) -> None:
         for row in rows:
-            row.pull += self.host.args.sft_weight * bool(row.is_off_policy)
+            row.pull += self.nll_weight * bool(row.is_off_policy)
 
     def tally(self, part: Part) -> Tensor:
         """[2, 3]: rows that count, their weight and divergence, of the student's and of the others."""

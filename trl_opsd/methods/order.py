@@ -9,22 +9,61 @@ import json
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from numpy import ndarray
 from torch import Tensor
 
+from trl_opsd._compat.sharding import launched
+from trl_opsd._compat.values import fitting
 from trl_opsd.data.prompts import Prompt
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.options.table import LARGEST_WEIGHT
+from trl_opsd.options.table import LARGEST_WEIGHT, shown
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
 
 M = TypeVar("M", bound=Method)
+
+
+def check(now: Any, methods: Sequence[Method]) -> None:
+    """Checks the settings of methods, and what each needs against the options and arguments in a [`Situation`]."""
+    is_divided, lacks_rewards = launched(now.args).sp_enabled, now.train_dataset is not None and not now.rewards
+    for one in methods:
+        name = type(one).__name__
+        _check_settings(one)
+        for is_met, beside, why in (
+            (one.by_token and now.cross_tokenizer, "`cross_tokenizer='bytes'`", "reads distributions over tokens"),
+            (one.whole_rows and is_divided, "`sp_size`", "reads whole rows"),
+            (one.whole_batch and now.overlap == "step", "`overlap='step'`", "needs all completions of a step at once"),
+            (one.skips and now.overlap, shown("overlap", now.overlap), "skips prompts by what it saw a step before"),
+            (one.skips and now.environments is not None, "`environment_factory`", "skips prompts"),
+            (one.in_groups and now.num_generations == 1, "`num_generations=1`", "compares completions of a prompt"),
+            (one.needs_rewards and not now.lmbda, "`lmbda=0`", "needs rewards of the student's completions"),
+        ):
+            if is_met:
+                raise ValueError(f"{beside} with `{name}`, which {why}: change one of them.")
+        if one.needs_rewards and lacks_rewards:
+            raise ValueError(f"`{name}` without rewards: pass `reward_funcs` to `OPSDTrainer`.")
+        if one.has("state") and not one.has("restore"):
+            raise TypeError(f"`{name}.state` without `restore`: a resume would begin without it: define both.")
+
+
+def _check_settings(method: Method) -> None:
+    """Checks the fields of a dataclass by their types and `Annotated` bounds, and converts text."""
+    if not is_dataclass(method):
+        return
+    hints = get_type_hints(type(method), include_extras=True)
+    for one in fields(method):
+        value = getattr(method, one.name)
+        try:
+            setattr(method, one.name, fitting(hints[one.name], value))
+        except ValueError as error:
+            raise ValueError(f"`{type(method).__name__}({one.name}={value!r})`: expected {error}.") from None
 
 
 class Methods:
@@ -75,7 +114,12 @@ class Methods:
     @cached_property
     def pulls(self) -> bool:
         """Whether rows may have a `pull`."""
-        return self._host.args.pulls or any(one.pulls for one in self)
+        return any(one.pulls for one in self)
+
+    @cached_property
+    def words(self) -> str:
+        """What they do to the loss, with a comma before each."""
+        return "".join(f", {one.words}" for one in self if one.words)
 
     @cached_property
     def may_skip(self) -> bool:

@@ -7,76 +7,73 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, final
+from typing import ClassVar, final
 
+from trl_opsd._compat.values import NotNegative, Positive
 from trl_opsd.losses import ReverseKL
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import WEIGHTED, Logs, Metric
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import not_by_bytes, undivided, unless
-from trl_opsd.options.table import Option, above, at_least, shown
 from trl_opsd.types import Rollout
-
-_A_THIRD = "but only two models are compared by bytes, and the initial one is a third"
-
-
-@with_help
-@dataclass
-class OriginOptions:
-    extrapolation: Annotated[
-        float,
-        Option(at_least(0), resumed=True, words="extrapolated {:g} times from the student as it was passed"),
-    ] = 1.0
-    """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
-    which the target adds it; above 1 beyond the teacher (G-OPD, arXiv 2602.12125)."""
-    anchor_weight: Annotated[
-        float,
-        Option(at_least(0), resumed=True, words="plus {:g} times the divergence from the student as it was passed"),
-    ] = 0.0
-    """Weight of the reverse KL of the student to itself as it was passed (the reference KL of other trainers; SDFT,
-    arXiv 2601.19897), which is added to the divergence from the teacher."""
-
-    @property
-    def reads_origin(self) -> bool:
-        """Whether the loss uses the student as it was passed."""
-        return self.extrapolation != 1 or self.anchor_weight > 0
 
 
 @final
-class Origin(Method):
-    """Has the student as it was passed read what the student has read."""
+@dataclass
+class Extrapolation(Method):
+    """Moves the target beyond the teacher: the log-probabilities of the student as it was passed, plus `factor` times
+    the difference of the teacher's to them (G-OPD, arXiv 2602.12125).
+
+    Args:
+        factor (`float`): Above 1 beyond the teacher, below 1 before it, 0 the student as it was passed.
+    """
+
+    factor: NotNegative
 
     reads = ("origin",)
-    rules = (
-        undivided(lambda args: args.extrapolation != 1 and shown("extrapolation", args.extrapolation)),
-        undivided(lambda args: args.anchor_weight and shown("anchor_weight", args.anchor_weight)),
-        not_by_bytes("extrapolation", unless(1.0), _A_THIRD),
-        not_by_bytes("anchor_weight", above(0), _A_THIRD),
-    )
-    metrics: ClassVar = {
-        "anchor/mean": Metric(
-            "nats",
-            "What the anchor adds to the divergence, per token.",
-            Logs(WEIGHTED, "`anchor_weight` above 0"),
-            "anchored / weight",
-        ),
-    }
+    by_token = moves_target = True
 
-    @classmethod
-    def of(cls, now: Any) -> Origin | None:
-        return cls() if now.args.reads_origin else None
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"extrapolated {self.factor:g} times from the student as it was passed"
 
     def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
         return {"origin": rollout}
 
     def objective(self, objective: Objective) -> Objective:
-        args = self.host.args
+        return replace(objective, extrapolation=self.factor)
+
+
+@final
+@dataclass
+class Anchor(Method):
+    """Adds the reverse KL of the student to itself as it was passed (the reference KL of other trainers; SDFT, arXiv
+    2601.19897).
+
+    Args:
+        weight (`float`): Of that KL, beside the divergence from the teacher.
+    """
+
+    weight: Positive
+
+    reads = ("origin",)
+    by_token = True
+    metrics: ClassVar = {
+        "anchor/mean": Metric(
+            "nats",
+            "What the anchor adds to the divergence, per token.",
+            Logs(WEIGHTED, "the method `anchor`"),
+            "anchored / weight",
+        ),
+    }
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"plus {self.weight:g} times the divergence from the student as it was passed"
+
+    def references(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Mapping[str, Rollout]:
+        return {"origin": rollout}
+
+    def objective(self, objective: Objective) -> Objective:
         # The anchor is of whole distributions, whatever `top_k_teacher`.
-        return replace(
-            objective,
-            extrapolation=args.extrapolation,
-            anchor_weight=args.anchor_weight,
-            anchor=ReverseKL() if args.anchor_weight else None,
-        )
+        return replace(objective, anchor_weight=self.weight, anchor=ReverseKL())

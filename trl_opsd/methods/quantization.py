@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Any, final
 
 from accelerate.logging import get_logger
 from torch import nn
@@ -26,8 +26,6 @@ from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.methods.base import Method
 from trl_opsd.models.checks import PLACE_OPTIONS
 from trl_opsd.models.weights import first_change, sample
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.table import Option
 
 FOLDER = "quantized"
 """The folder of the quantised student, beside its weights."""
@@ -35,36 +33,34 @@ FOLDER = "quantized"
 logger = get_logger(__name__)
 
 
-def _a_format(option: str, value: Any) -> None:
-    if value is not None:
-        base_config(option, value)
-
-
-@with_help
-@dataclass
-class QuantizationOptions:
-    student_quantization: Annotated[
-        object | str | None,
-        Option(_a_format, resumed=True, words="with the linear layers quantised as {!s:.40}"),
-    ] = None
-    """The format that the student is trained for: `"int4"` (groups of 32), `"int8"`, `"fp8"` or `"nvfp4"`, of the
-    weights alone, or a config of torchao. Linear layers compute with quantised weights, and each save has a folder
-    `quantized`."""
-
-
 @final
+@dataclass
 class StudentQuantization(Method):
-    """Quantises linear layers of the text decoder while the student computes; embeddings and head stay as they are."""
+    """Trains the student as it will be served: linear layers of the text decoder compute with quantised weights;
+    embeddings and head stay as they are. Each save of a student that is no adapter has a folder `quantized`.
 
-    @classmethod
-    def of(cls, now: Any) -> StudentQuantization | None:
-        return cls() if now.args.student_quantization is not None else None
+    Args:
+        format (`str` or a config of torchao): `"int4"` (groups of 32), `"int8"`, `"fp8"` or `"nvfp4"`, of the weights
+            alone, or a config of torchao.
+    """
+
+    format: Any
+
+    whole_rows = False
+    moves_target = True
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"with the linear layers quantised as {self.format!s:.40}"
+
+    def check(self, args: Any, teachers: Sequence[str]) -> None:
+        """Raises `ValueError` for an unknown format."""
+        self._config = base_config("StudentQuantization.format", self.format)
 
     def build(self) -> None:
         """Prepares the student; nothing of it has computed yet."""
-        given, model = self.host.args.student_quantization, self.host.model
-        shown = f"`student_quantization={repr(given) if isinstance(given, str) else type(given).__name__}`"
-        self._config = base_config("student_quantization", given)
+        given, model = self.format, self.host.model
+        shown = f"`StudentQuantization({repr(given) if isinstance(given, str) else type(given).__name__})`"
         if is_peft(model) and (reason := why_not_plain_lora(model)):
             raise ValueError(
                 f"{shown}: {reason}, but beside a quantised base only plain LoRA computes the same once it is saved: "
@@ -88,7 +84,7 @@ class StudentQuantization(Method):
         if not layers:
             raise ValueError(
                 f"{shown}: {type(without_peft(model)).__name__} has no `nn.Linear` in its decoder, and nothing else is "
-                "quantised here: remove the option."
+                "quantised here: remove the method."
             )
         try:
             quantizer = FakeQuantizer.of(self._config, layers, self.host.accelerator.device)

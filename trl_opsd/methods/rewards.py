@@ -26,8 +26,7 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.checks import whole_checkpoint
 from trl_opsd.monitor.metrics import STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
 from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import compared_in_groups, of_student, whole_batch, with_functions
-from trl_opsd.options.table import NUMBERS, Option, above, at_least, one_of
+from trl_opsd.options.table import NUMBERS, Option, at_least, one_of
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
 from trl_opsd.rewards.given import NOT_PASSED, Given
@@ -64,12 +63,7 @@ class RewardOptions:
 class BatchRewards(Method):
     """Calls reward functions; where training does not depend on rewards, it logs them, and nothing else changes."""
 
-    rules = (
-        with_functions("reward_weight", above(0)),
-        compared_in_groups("reward_weight", above(0)),
-        of_student("reward_weight", above(0)),
-        whole_batch("reward_weight", above(0)),
-    )
+    whole_rows = False
     metrics: ClassVar = {
         "rewards/<name>/mean": Metric("of the function", "Without rows for which it returned `None`.", _REWARDS),
         "rewards/<name>/std": Metric("of the function", "Standard deviation of the same rewards.", _REWARDS),
@@ -88,8 +82,9 @@ class BatchRewards(Method):
         ),
     }
 
-    def __init__(self, rewards: Sequence[Given], needs_rewards: bool) -> None:
-        self._given, self.needs_rewards = rewards, needs_rewards
+    def __init__(self, rewards: Sequence[Given], weight: float) -> None:
+        self._given, self._weight = rewards, weight
+        self.needs_rewards = self.in_groups = self.pulls = weight > 0
         self._rewards: Rewards
         self._evaluated: list[Tensor] | None = None
         """[*, F] each, rewards of the evaluation in progress: each row once, in the order of generation."""
@@ -98,7 +93,12 @@ class BatchRewards(Method):
 
     @classmethod
     def of(cls, now: Any) -> BatchRewards | None:
-        return cls(now.reward_sources, now.reward_weight > 0) if now.reward_sources else None
+        return cls(now.reward_sources, now.reward_weight) if now.reward_sources or now.reward_weight else None
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether training depends on rewards; logged ones may come later."""
+        return self.needs_rewards
 
     def build(self) -> None:
         self._rewards = _built(self._given, self.host)
@@ -156,7 +156,7 @@ class BatchRewards(Method):
         first = self.host.accelerator.process_index * len(rows)
         for row, value in zip(rows, values_R[first : first + len(rows)].tolist(), strict=True):
             row.advantage = value
-            row.pull += args.reward_weight * value
+            row.pull += self._weight * value
         self.host.record("frac_reward_zero_std", float(is_flat_R[batch.counts["asked"] > 0].float().mean()))
 
     # ---- Calling the functions --------------------------------------------------------------------------------------

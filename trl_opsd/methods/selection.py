@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from numpy import ndarray
 from torch import Tensor
 
+from trl_opsd._compat.values import Share
 from trl_opsd.losses.objective import Objective
-from trl_opsd.losses.token_selection import EARLY, LATE, Selection
+from trl_opsd.losses.token_selection import Selection
 from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.monitor.metrics import STEPS, Logs, Metric
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.rules import not_by_bytes, undivided
-from trl_opsd.options.table import Option, one_of, share
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
 from trl_opsd.types.loss import columns
@@ -29,40 +27,28 @@ _SALT = 1
 """Separates the seeds of token selection from those of `lmbda`."""
 
 
-@with_help
-@dataclass
-class SelectionOptions:
-    token_selection: Annotated[str | None, Option(one_of(None, *EARLY, *LATE), resumed=True)] = None
-    """In training, which tokens of each row count in the loss, a share of `token_fraction`: the first, random ones, or
-    those with the highest entropy, divergence or surprise; see `docs/objectives.md`. When
-    `None`, all."""
-    token_fraction: Annotated[float, Option(share(), resumed=True)] = 1.0
-    """Share of the tokens of a row that `token_selection` keeps, rounded up to whole tokens."""
-
-    def build_selection(self) -> Selection | None:
-        """Which tokens of a row count in the loss; `None` if all do."""
-        if self.token_selection is None or self.token_fraction == 1:
-            return None
-        return Selection(self.token_selection, self.token_fraction)
-
-
 @final
+@dataclass
 class TokenSelection(Method):
-    """Selects tokens before the teacher reads them, or, by a criterion that needs logits, in the loss."""
+    """Trains on a share of the tokens of each row; by a criterion that needs logits, they are selected in the loss.
 
-    rules = (
-        not_by_bytes("token_selection", one_of(*LATE), "which ranks tokens by distributions over tokens"),
-        undivided(
-            lambda args: args.token_selection in LATE,
-            "with `token_selection={0.args.token_selection!r}`: the tokens of a row are split over processes, and none "
-            "has all scores: set 'prefix' or 'random', or remove `sp_size`.",
-        ),
-    )
+    Args:
+        criterion (`str`): Which tokens: `"prefix"`, the first; `"random"`; or those with the highest
+            `"student_entropy"`, `"teacher_divergence"`, `"teacher_confidence"` (lowest entropy of the teacher) or
+            `"student_surprise"` (lowest probability under the student); see `docs/objectives.md`.
+        fraction (`float`): Share of the tokens of a row that is kept, rounded up to whole tokens.
+    """
+
+    criterion: Literal[
+        "prefix", "random", "student_entropy", "teacher_divergence", "teacher_confidence", "student_surprise"
+    ]
+    fraction: Share
+
     metrics: ClassVar = {
         "selection/share": Metric(
             "1",
             "Share of the tokens that are trained on; all other metrics of a training are of these.",
-            Logs(STEPS, "`token_selection`; not where processes share rows", evaluated=False),
+            Logs(STEPS, "the method `token_selection`; not where processes share rows", evaluated=False),
         ),
         "selection/score": Metric(
             "nats",
@@ -71,13 +57,21 @@ class TokenSelection(Method):
         ),
     }
 
-    def __init__(self, selection: Selection) -> None:
-        self.selection = selection
+    @property
+    def selection(self) -> Selection:
+        """The same as the loss has it."""
+        return Selection(self.criterion, self.fraction)
 
-    @classmethod
-    def of(cls, now: Any) -> TokenSelection | None:
-        selection = now.args.build_selection()
-        return None if selection is None else cls(selection)
+    @property
+    def by_token(self) -> bool:  # type: ignore[override]
+        """Whether it ranks tokens by distributions over tokens, which no process has of a row that it shares."""
+        return self.selection.is_late
+
+    whole_rows = by_token
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return "" if self.fraction == 1 else str(self.selection)
 
     def select(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         if self.selection.is_late:

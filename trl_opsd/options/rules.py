@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -28,15 +27,6 @@ from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.options.table import SET, Values, above, below, one_of, shown
 
 
-class Stage(Enum):
-    """When a rule is checked, in this order; each has more to look at than the one before."""
-
-    LAUNCH = "before accelerate is started: a `Launch`"
-    OPTIONS = "when transformers has read the options: these"
-    ARGUMENTS = "when a trainer is built: a `Situation`, before anything is loaded"
-    SURPRISES = "after the models and datasets were looked at: a `Situation`, for warnings"
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A combination that is refused, or warned of."""
@@ -45,7 +35,6 @@ class Rule:
     """Anything true if what its stage looks at breaks the rule."""
     message: str
     warns: bool = False
-    at: Stage = Stage.OPTIONS
 
 
 def together(why: str, *, warns: bool = False, **when: Any) -> Rule:
@@ -80,60 +69,9 @@ def refuse(rules: Iterable[Rule], now: Any, warn: Callable[[str], object] | None
             (warn or partial(warnings.warn, stacklevel=4))(message)  # where the config is made
 
 
-# ---- Rules that several methods have ---------------------------------------------------------------------------------
-
-
 def not_by_bytes(option: str, fits: Any, why: str) -> Rule:
     """Against `cross_tokenizer`."""
     return together(f", {why}: remove one of them.", **{option: fits}, cross_tokenizer=SET)
-
-
-def with_functions(option: str, fits: Values) -> Rule:
-    """Of an option that needs rewards, in a training."""
-    return Rule(
-        lambda now: (
-            not now.rewards
-            and now.train_dataset is not None
-            and fits.fits(value := getattr(now, option))
-            and shown(option, value)
-        ),
-        "{1} without rewards: pass `reward_funcs` to `OPSDTrainer`, or remove it.",
-        at=Stage.ARGUMENTS,
-    )
-
-
-def compared_in_groups(option: str, fits: Any) -> Rule:
-    """Of an option that compares the completions of a prompt."""
-    return together(
-        ": rewards are compared among the completions of a prompt, and there is only one: set `num_generations` to 2 "
-        "or more (TRL's GRPO uses 8).",
-        **{option: fits},
-        num_generations=1,
-    )
-
-
-def of_student(option: str, fits: Any) -> Rule:
-    """Of an option that needs rewards of the student's completions."""
-    return together(
-        ": rewards are of completions of the student, but it generates none: set a higher `lmbda`, or remove it.",
-        **{option: fits},
-        lmbda=0,
-    )
-
-
-def whole_batch(option: str, fits: Any) -> Rule:
-    """Of an option that needs all completions of a step before the first is trained on."""
-    return together(
-        ": a row is trained on before the other completions of its step, which it needs, are complete: remove "
-        "`overlap`, or set `overlap='ahead'`.",
-        **{option: fits},
-        overlap="step",
-    )
-
-
-def undivided(broken: Callable[[Any], Any], message: str = "") -> Rule:
-    """Of options that need whole rows in a process, where `sp_size` would divide them; `broken` names the option."""
-    return _with_sequences(lambda at: broken(at.args), message or "with {1} is not supported: remove one of them.")
 
 
 # ---- The rows of a step ---------------------------------------------------------------------------------------------
@@ -198,7 +136,6 @@ def _with_sequences(broken: Callable[[Launch], Any], message: str) -> Rule:
     return Rule(
         lambda at: at.sizes.sp_enabled and broken(at),
         f"`parallelism_config`: `sp_size={{0.sizes.sp_size}}` {message}",
-        at=Stage.LAUNCH,
     )
 
 

@@ -300,8 +300,7 @@ def shape_in_words(args: Any) -> str:
     """What is done to the divergence of tokens, and what is added to it, with a comma before each."""
     told = {name: one for name, one in table(type(args)).items() if one.words and is_set(args, name)}
     parts = [one.words.format(getattr(args, name)) for name, one in told.items()]
-    selection = args.build_selection()
-    return "".join(f", {part}" for part in (*parts, selection) if part is not None)
+    return "".join(f", {part}" for part in parts)
 
 
 # ---- Options of several processes ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.server import pydantic
+from trl_opsd._compat.values import pydantic
 from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError

@@ -19,8 +19,8 @@ from accelerate.utils import patch_environment
 from safetensors.torch import save_file
 
 from trl_opsd._compat.peft import CausalLM, Weight, is_peft, without_peft
-from trl_opsd._compat.server import pydantic
 from trl_opsd._compat.trl import VLLMClient
+from trl_opsd._compat.values import pydantic
 from trl_opsd._compat.vllm.supported import HEAD, may_have_head, why_no_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -113,16 +113,19 @@ def build_teachers(
     divergence: Divergence,
     tokenizer: PreTrainedTokenizerBase,
     by_bytes: Mapping[str, Callable[[Teacher], Teacher]] = MappingProxyType({}),
+    reads: Collection[str] = (),
+    moved_by: str = "",
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself.
 
     `divergence` and `tokenizer` say what a server is asked for; `by_bytes` wraps those that have a tokenizer of their
-    own.
+    own; `reads` says what is read beside them, `"origin"` the student as it was passed, and
+    `moved_by` which method makes another target of them.
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
-    if handed_in is not None and (is_base or args.reads_origin):
-        need = "`teacher_model_kind='base'` is" if is_base else "`anchor_weight` and `extrapolation` need"
+    if handed_in is not None and (is_base or "origin" in reads):
+        need = "`teacher_model_kind='base'` is" if is_base else "`Anchor` and `Extrapolation` need"
         checked = Origin(student, handed_in, need)
     urls = servers(args)
     memory = PrefixMemory(args.teacher_prefix_cache_gb * 1e9) if args.teacher_prefix_cache_gb else None
@@ -144,23 +147,27 @@ def build_teachers(
     for name, spell in by_bytes.items():
         teachers[name] = spell(teachers[name])
     origin: Teacher | None = None
-    if args.reads_origin:
+    if "origin" in reads:
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args, memory)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
-    _check_whole(teachers, args)
+    _check_whole(teachers, args, moved_by)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
     proposer = _own(student, run, reading, args)(nullcontext) if asks_student else None
     return Teachers(teachers, average, checks, origin, proposer)
 
 
-def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig) -> None:
-    """Refuses options that need the whole distribution of a teacher of which only some tokens are known."""
+def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig, moved_by: str) -> None:
+    """Refuses what needs the whole distribution of a teacher of which only some tokens are known."""
     known = [name for name, one in teachers.items() if isinstance(innermost(one).head, TokenHead)]
+    if known and moved_by:
+        raise ValueError(
+            f"`{moved_by}` needs the whole distribution of each teacher, but of {known[0]!r} the log-probabilities of "
+            "some tokens are known: remove it, or use hidden states, from a pooling server or `trl-opsd targets "
+            "--format states` (docs/teachers.md)."
+        )
     needs = {
         "cross_tokenizer": args.cross_tokenizer is not None,
-        "contrast_weight": args.contrast_weight > 0,
-        "extrapolation": args.extrapolation != 1,
         "teacher_temperature": (args.teacher_temperature or args.temperature) != 1,
     }
     if known and (name := next((name for name, one in needs.items() if one), None)):

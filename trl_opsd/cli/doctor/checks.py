@@ -371,7 +371,7 @@ def check_settings(settings: Settings | ValueError, student: str, teacher: str) 
             warnings.append(f"The file sets the {role} {named!r}, but {examined!r} was examined.")
     if warnings:
         raise Doubt(" ".join(warnings))
-    return "All settings are known, consistent and in effect."
+    return "All settings are known and consistent."
 
 
 def versions(_: Pair) -> str:

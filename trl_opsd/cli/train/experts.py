@@ -57,7 +57,7 @@ class Expert:
     server: str | None = None
     """Address of a server that has its layers; then it is not measured itself."""
     weight: float | None = None
-    """Its share of the loss: `teacher_weights`."""
+    """Its share of the loss: `weights` of the method `aggregation`."""
 
 
 def experts_of(given: Any) -> dict[str, Expert]:
@@ -145,10 +145,11 @@ class Experts:
         """The options of the config that the experts set."""
         found: dict[str, Any] = {}
         if any(one.weight is not None for one in self.experts.values()):
-            found["teacher_weights"] = {name: one.weight or 1 for name, one in self.experts.items()}
+            weights = {name: one.weight or 1 for name, one in self.experts.items()}
+            found["methods"] = {"aggregation": {"by": "teachers", "weights": weights}}
         if urls := {name: one.server for name, one in self.experts.items() if one.server is not None}:
             found["teacher_server_url"] = urls
-        return found | ({"loss_aggregation": "teachers"} if "teacher_weights" in found else {})
+        return found
 
     @cached_property
     def _rows(self) -> dict[str, tuple[Dataset, Dataset]]:

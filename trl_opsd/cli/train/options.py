@@ -49,20 +49,6 @@ class Task:
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 
-_HERE = {
-    **dict.fromkeys(("model", "student", "student_model_name_or_path"), "it is called `model_name_or_path`"),
-    **dict.fromkeys(
-        ("teacher", "teacher_model"), "it is called `teacher_model_name_or_path`, and `teacher_models` for several"
-    ),
-    **dict.fromkeys(("dataset", "train_dataset"), "it is called `dataset_name`, the name or path of a dataset"),
-    "eval_dataset": "`dataset_test_split` names the split that `eval_strategy` evaluates",
-    "torch_dtype": "it is called `dtype`; that of the teacher is `teacher_dtype`",
-    "lora_rank": "it is called `lora_r`; set `use_peft`, too",
-    **dict.fromkeys(("tuner_type", "train_type", "target_modules"), "set `use_peft`, and `lora_target_modules`"),
-    **dict.fromkeys(("quantization", "quant_method", "quant_bits"), "set `load_in_4bit` or `load_in_8bit`"),
-}
-"""Names that mean something else for `OPSDTrainer` than for this script, which has more options."""
-
 
 @with_help
 @dataclass
@@ -81,15 +67,12 @@ class ExtraArguments:
     """Attention implementation of the teacher. If not set, `attn_implementation`."""
     reward_funcs: list[str] | None = None
     """Reward functions, as TRL's `grpo.py` takes them: names in `trl.rewards`, or `module.function`."""
-    methods: list[str] | None = None
-    """Methods of your own, `module.Class` of a subclass of `trl_opsd.Method`; see `docs/extending.md`."""
     dry_run: bool = False
     """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("reward_funcs", "methods"):
-            if isinstance(given := getattr(self, name), str):  # in YAML
-                setattr(self, name, [given])
+        if isinstance(self.reward_funcs, str):  # in YAML
+            self.reward_funcs = [self.reward_funcs]
         given = self.teacher_models
         for name in ("teacher_models", "experts"):  # on the command line
             if isinstance(text := getattr(self, name), str):
@@ -105,11 +88,6 @@ class ExtraArguments:
 def loaded_rewards(names: Sequence[str] | None) -> list[Any] | None:
     """The reward functions of these names."""
     return None if names is None else _loaded("reward_funcs", names, "trl.rewards")
-
-
-def loaded_methods(names: Sequence[str] | None) -> list[Any]:
-    """Instances of the classes of these names."""
-    return [one() if isinstance(one, type) else one for one in _loaded("methods", names or (), None)]
 
 
 def _loaded(option: str, names: Sequence[str], default: str | None) -> list[Any]:

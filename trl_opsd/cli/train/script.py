@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -32,7 +33,6 @@ from trl_opsd.cli.train.options import (
     RunOptions,
     Splits,
     Task,
-    loaded_methods,
     loaded_rewards,
 )
 from trl_opsd.config import OPSDConfig
@@ -107,6 +107,7 @@ def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset
     data = task.data() if task else loaded(script, given.mixture)
     # Rows that experts are measured on are checked before anything is loaded.
     is_evaluated = config.eval_strategy != "no" or isinstance(task, Experts)
+    sys.path.insert(0, os.getcwd())  # where methods of one's own are, as for a script that is run there
     return OPSDTrainer(
         model=model.model_name_or_path,
         teacher_model=extra.teacher_models,
@@ -116,7 +117,6 @@ def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
         reward_funcs=task.rewards if task else loaded_rewards(extra.reward_funcs),
-        methods=loaded_methods(extra.methods),
     )
 
 
@@ -151,7 +151,13 @@ def _experts(given: RunOptions) -> Experts:
         experts, lambda path: loaded(ScriptArguments(dataset_name=path), DatasetMixtureConfig()), metrics, config.seed
     )
     extra.teacher_models = found.teachers
-    for name, value in found.settings().items():
+    settings = found.settings()
+    if (given := settings.pop("methods", None)) is not None:
+        others = config.methods if isinstance(config.methods, dict) else {}
+        if "aggregation" in others:
+            raise ValueError("`methods` has `aggregation`, and `experts` have weights: remove one of them.")
+        config.methods = {**others, **given}
+    for name, value in settings.items():
         if getattr(config, name) not in (getattr(type(config), name), value):
             raise ValueError(f"`{name}` is set, and in `experts` too: remove one of them.")
         setattr(config, name, value)
