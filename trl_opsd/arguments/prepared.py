@@ -335,7 +335,7 @@ def _environments(factory: Any, tools: Any, args: OPSDConfig, train_dataset: Any
     """The environments of a factory that was checked, of each one instance."""
     check_factory(factory)
     if train_dataset is None and eval_dataset is None and (isinstance(factory, Mapping) or args.max_steps <= 0):
-        lacking = "several environments, of which each row names one" if isinstance(factory, Mapping) else "`max_steps`"
+        lacking = "several environments, one named in each row" if isinstance(factory, Mapping) else "`max_steps`"
         raise ValueError(
             f"`train_dataset` is None with `environment_factory`, which needs {lacking}: pass a dataset, or one "
             "environment and `max_steps`."

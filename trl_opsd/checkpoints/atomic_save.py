@@ -153,7 +153,7 @@ def begin(run_dir: Path) -> Path:
 
 
 def sync_files(folder: Path) -> None:
-    """Syncs every file of a folder to disk, and the folders, without whose entries a file is not there."""
+    """Syncs every file of a folder to disk, and the folders, since a file without a synced entry may vanish."""
     files = _files(folder).values()
     with ThreadPoolExecutor() as pool:
         list(pool.map(sync, files))

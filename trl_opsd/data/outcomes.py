@@ -60,7 +60,7 @@ def texts_of(tokenizer: Any, completions: Sequence[list[int]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What is known of a prompt since it was last generated for."""
+    """What the last completions of a prompt have shown."""
 
     step: int
     """The optimizer step, counted from 1."""
@@ -69,7 +69,7 @@ class Visit:
     rewards: tuple[float | None, ...]
     """Of each completion, as [`Outcome.reward`]; empty without `reward_funcs`."""
     tokens: int
-    """Tokens that were generated for all of its completions."""
+    """Generated tokens of all its completions."""
     skipped: int = 0
     """How often it was skipped since."""
 

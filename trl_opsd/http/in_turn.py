@@ -26,7 +26,7 @@ _AT_ONCE = 32
 
 
 class WrongAnswerError(ServerError):
-    """A server answered, but not what was asked for; it cannot be trusted with other requests either."""
+    """A server returned something other than the request's answer; other requests cannot trust it either."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class _Address(Generic[C]):
 
 
 class InTurn(Generic[C]):
-    """Addresses that can all answer the same requests, each of which has `deadline` seconds for all attempts.
+    """Addresses that can all answer the same requests; a request has `deadline` seconds for all attempts.
 
     `name` and `origin`, the option that the deadline comes from, are for messages. An address is dropped after
     `failures` in a row, and an attempt has that share of the deadline.

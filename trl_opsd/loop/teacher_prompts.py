@@ -103,7 +103,7 @@ class TeacherPrompts:
         return found
 
     def _shortened(self, row: BatchRow) -> Prompt:
-        """The teacher's prompt where what it is told beside the columns leaves no room."""
+        """The teacher's prompt where the text beside the columns leaves no room."""
         request, intake = row.request, self._readers.intake
         if row.control is not None:
             row.gate = 0.0

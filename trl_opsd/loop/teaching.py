@@ -273,7 +273,7 @@ class Teaching:
         return replace(limits, context=context if limits.context is None else min(context, limits.context))
 
     def check_room(self, datasets: Mapping[str, Any]) -> None:
-        """Refuses other datasets with prompts that the engine was not built for, before any is generated for."""
+        """Refuses other datasets with prompts that the engine was not built for, before it generates."""
         if self._of_engine is None:
             return
         for rows in surveyed(datasets, self._host.args, self.readers.intake.names).values():
@@ -358,7 +358,7 @@ class Teaching:
         ]
 
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        """The teachers' targets for a generation batch, of which they do not read the rows that were skipped."""
+        """The teachers' targets for a generation batch; they do not read skipped rows."""
         known = self.as_rows(rows)
         # All processes call their teachers, which may be collective.
         read = [number for number, row in enumerate(known) if row.prompt_weight] or [0]

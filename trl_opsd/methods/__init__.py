@@ -106,7 +106,7 @@ def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
         if one.skips and (now.overlap is not None or now.environments is not None):
             other = shown("overlap", now.overlap) if now.environments is None else "`environment_factory`"
             raise ValueError(
-                f"{other} with `{name}`, which skips prompts: all of them have to be generated for: remove one of them."
+                f"{other} with `{name}`, which skips prompts: the other needs all completions: remove one of them."
             )
         if one.has("state") and not one.has("restore"):
             raise TypeError(f"`{name}.state` without `restore`: a resume would begin without it: define both.")

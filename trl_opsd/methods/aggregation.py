@@ -1,4 +1,4 @@
-"""Says what counts alike in the loss: tokens, rows, or teachers, of which one may have much shorter answers.
+"""Says what counts alike in the loss: tokens, rows, or teachers, since one teacher may have much shorter answers.
 
 B rows · C completion tokens
 """
@@ -51,11 +51,11 @@ class AggregationOptions:
     ] = "tokens"
     """What counts alike in the loss. `"tokens"`: each token of a step, so long completions count more. `"rows"`: each
     row, however long. `"teachers"`: each teacher with a token in the step, whatever the number and length of its rows;
-    in an evaluation, each of the dataset, in its loss, `divergence/mean` and entropies."""
+    in an evaluation, each teacher of the dataset, in the loss, `divergence/mean` and entropies."""
     teacher_weights: Annotated[
         dict | str | None, Option(_WEIGHTS | None, (_BY_TEACHER, _SEVERAL), words="but weighted {}")
     ] = None  # a resume compares it in the fingerprint's entry of this name, which is of the teachers
-    """Weights of the teachers by name with `loss_aggregation="teachers"`, of which only ratios matter; for instance
+    """Weights of the teachers by name with `loss_aggregation="teachers"`; only their ratios matter: for instance
     `{"math": 2, "code": 1}`. When `None`, all are 1."""
 
 
@@ -126,7 +126,7 @@ class Aggregation(Method):
             sums[name] = sum(sums[f"{name}/{teacher}"] for teacher in factors)
 
     def _factors(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """What the weights of each teacher are multiplied by: shares become those asked for, and the total stays."""
+        """Factor of each teacher's weights: shares become the configured ones, and the total stays."""
         assert self._teachers is not None, "teachers count alike"
         total, asked = sum(sums.values()), sum(self._teachers[name] for name, one in sums.items() if one)
         return {name: total * self._teachers[name] / asked / one if one else 1.0 for name, one in sums.items()}

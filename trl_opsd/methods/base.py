@@ -1,7 +1,7 @@
-"""The seam: what a method may do in an optimizer step, hook by hook in the order in which a step asks.
+"""The seam: what a method may do in an optimizer step, hook by hook in the order of the calls.
 
 Methods do not know each other: they meet in the columns of a [`BatchRow`] and in the weights of tokens. Everything that
-they have in common is decided once, where they are asked (`order.py`).
+they have in common is decided once, where their hooks are called (`order.py`).
 
 B rows of this process · R rows of all processes · C completion tokens
 """
@@ -93,11 +93,11 @@ class Method:
 
     Subclass it, override the hooks that are needed, and pass an instance: `OPSDTrainer(methods=[Mine()])`. A step asks
     all methods for a hook before it goes on to the next hook; those of the package first. `draw`, `before`, `select`,
-    `weigh`, `normalise`, `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A
+    `weigh`, `normalise`, `tally`, `stepped` and `limit` are called in training only, the others in evaluations too. A
     hook may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
 
     Attributes:
-        host ([`MethodHost`]): the trainer, before the first hook is asked.
+        host ([`MethodHost`]): the trainer, before the first hook is called.
         name (`str`): names the state in checkpoints, and the method in a fingerprint; by default that of its class.
         rules (`Sequence[Rule]`): combinations of options that are refused.
         metrics (`Mapping[str, Metric]`): what it logs; read of methods of the package alone.
@@ -131,18 +131,18 @@ class Method:
 
     @classmethod
     def of(cls, now: Any) -> Method | None:
-        """The method in a [`Situation`], `None` where it is not asked for; only those of the package are looked for."""
+        """The method in a [`Situation`], `None` where no option enables it; called for those of the package only."""
         return None
 
     def has(self, hook: str) -> bool:
-        """Whether it overrides a hook; others are not asked."""
+        """Whether it overrides a hook; the trainer calls no others."""
         return getattr(type(self), hook) is not getattr(Method, hook)
 
     def build(self) -> None:
         """Builds what needs the trainer, once it is there."""
 
     def begin(self) -> None:
-        """Sets the state to what a training begins with; asked when the trainer is built, and when a training begins.
+        """Sets the initial state; called when the trainer is built, and when a training begins.
 
         A checkpoint is restored after this.
         """
@@ -150,7 +150,7 @@ class Method:
     def draw(self, rows: Sequence[int], step: int) -> Sequence[int]:
         """Numbers of the rows of the training dataset that a step generates for, counted from 0, in place of `rows`.
 
-        As many, and the same in all processes and whenever they are asked for. Rows are drawn before their step, for
+        As many, and the same in all processes and at each call. Rows are drawn before their step, for
         training alone. No collectives in it.
         """
         return rows
@@ -216,7 +216,7 @@ class Method:
         """A step has its gradient: sums over its tokens by [`~types.LossParts`], and those that `tally` made, NumPy."""
 
     def limit(self, tokens: int) -> int:
-        """Most tokens of a completion that is generated in training now, of so many. No collectives in it."""
+        """The completion limit in training now, from 1 to `tokens`. No collectives in it."""
         return tokens
 
     # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Method:
         return nullcontext()
 
     def state(self) -> Mapping[str, Any] | None:
-        """What a checkpoint keeps, as JSON; `None` for nothing. One process is asked, and all restore it."""
+        """What a checkpoint keeps, as JSON; `None` for nothing. Called in one process; all restore it."""
         return None
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -244,7 +244,7 @@ class Method:
     def saved(self, folder: Path, in_checkpoint: bool) -> None:
         """The student, or its adapter, was written into a folder, of a checkpoint or by `save_model`.
 
-        Asked in the process that writes, so no collectives in it.
+        Called in the process that writes, so no collectives in it.
         """
 
     def kept(self, run_dir: Path) -> Collection[Path]:

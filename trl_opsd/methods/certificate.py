@@ -29,8 +29,9 @@ _LOGS = Logs("weighted mean over the tokens of an evaluation, of all processes",
 @dataclass
 class CertificateOptions:
     certificate: Annotated[bool | None, Option(one_of(None, True, False), (_EVALUATED,))] = None
-    """Whether evaluations measure KL(teacher‖student) and the share of tokens with the same likeliest token, one before
-    the first step and one after the last. When `None`, with `student_quantization` and an `eval_dataset`."""
+    """Whether evaluations measure KL(teacher‖student) and the share of tokens with the same likeliest token, with an
+    evaluation before the first step and one after the last. When `None`, only with `student_quantization` and an
+    `eval_dataset`."""
 
 
 @final
@@ -40,7 +41,7 @@ class Certificate(Method, TrainerCallback):
     rules = (not_by_bytes("certificate", True, "which has no tokens in common"),)
     metrics: ClassVar = {
         "certificate/kl": Metric("nats", "KL(teacher‖student) per token at temperature 1.", _LOGS),
-        "certificate/agreement": Metric("1", "Share of tokens of which both models' likeliest is the same.", _LOGS),
+        "certificate/agreement": Metric("1", "Share of tokens where both models have the same likeliest one.", _LOGS),
     }
 
     _begins: bool = False

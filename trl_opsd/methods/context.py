@@ -28,11 +28,11 @@ class ContextOptions:
     success_threshold: Annotated[
         float, Option(NUMBER, (_SUCCESS,), resumed=_SUCCESS, also="success_reward_threshold")
     ] = 1.0
-    """Least reward of a completion that the teacher is shown as a success."""
+    """Minimum reward for a completion to be shown to the teacher as a success."""
     feedback_template: Annotated[
         str, Option(partial(check_template, names=("feedback",)), (ENVIRONMENTS,), resumed=ENVIRONMENTS)
     ] = "Feedback on an earlier attempt:\n\n{feedback}"
-    """How the teacher is told what an environment's `get_feedback` returns."""
+    """Template, in the teacher's prompt, of what an environment's `get_feedback` returns."""
 
 
 @final

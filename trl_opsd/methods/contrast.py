@@ -27,9 +27,9 @@ class ContrastOptions:
         float,
         Option(at_least(0), resumed=True, words="moved {:g} times away from a contrast", also="contrast_alpha"),
     ] = 0.0
-    """How far the target moves from the teacher's distribution away from the one in the context of the column
-    `contrast_context` or `contrast_prompt`: log-probabilities plus so many times their difference (arXiv 2606.11709,
-    arXiv 2607.02234)."""
+    """How far the target moves away from the teacher's distribution in the context of the column `contrast_context` or
+    `contrast_prompt`: the factor of the difference of log-probabilities that the target adds (arXiv 2606.11709, arXiv
+    2607.02234)."""
     contrast_clip: Annotated[float | None, Option(above(0) | None, (_CONTRASTS,), resumed=_CONTRASTS)] = None
     """Soft bound, in nats, of the difference that `contrast_weight` multiplies: `c * tanh(difference / c)`."""
 

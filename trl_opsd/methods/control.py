@@ -28,9 +28,9 @@ class ControlOptions:
         str | None,
         Option(one_of(None, *CONTROLS), resumed=True, words="control: {} teacher"),
     ] = None
-    """A control for studies: `"shuffled"`, the teacher reads what belongs to another prompt; `"unprivileged"`, the
-    student's; `"constant"`, nothing is learned from it, but the least likely fifth of the tokens is pushed down
-    (arXiv 2608.31046)."""
+    """A control for studies: `"shuffled"` gives the teacher the context of another prompt, `"unprivileged"` the
+    student's prompt; `"constant"` ignores the teacher and pushes the least likely fifth of the tokens down (arXiv
+    2608.31046)."""
 
 
 @final

@@ -30,7 +30,7 @@ class Groups(Method):
 
     metrics: ClassVar = {
         "group/divergence_std": Metric("nats", "Standard deviation of the divergences of a prompt's rows.", _GROUPS),
-        "group/length_std": Metric("tokens", "The same of their numbers of tokens in the loss.", _GROUPS),
+        "group/length_std": Metric("tokens", "Standard deviation of the loss tokens of a prompt's rows.", _GROUPS),
     }
 
     @classmethod

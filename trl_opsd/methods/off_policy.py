@@ -34,7 +34,7 @@ class OffPolicyOptions:
             also="sft_alpha sft_coef",
         ),
     ] = 0.0
-    """Weight of `-log p` of the student beside the divergence, for completions that it has not generated."""
+    """Weight of `-log p` of the student beside the divergence, for completions that the student did not generate."""
 
 
 @final
@@ -43,8 +43,8 @@ class OffPolicy(Method):
 
     metrics: ClassVar = {
         "off_policy/share": Metric("1", "Share of rows in the loss that the student did not generate.", _MIXED),
-        "off_policy/divergence": Metric("nats", "`divergence/mean` of those rows.", _MIXED_SOME),
-        "on_policy/divergence": Metric("nats", "`divergence/mean` of the others.", _MIXED_SOME),
+        "off_policy/divergence": Metric("nats", "`divergence/mean` of off-policy rows.", _MIXED_SOME),
+        "on_policy/divergence": Metric("nats", "`divergence/mean` of on-policy rows.", _MIXED_SOME),
     }
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Asks the methods of a trainer for each hook, in their order, and decides once what all of them have in common.
+"""Calls each hook of a trainer's methods, in their order, and decides once what all of them have in common.
 
 B rows · C completion tokens
 """
@@ -45,11 +45,11 @@ class Methods:
         return iter(self._methods)
 
     def get(self, kind: type[M]) -> M | None:
-        """The method of a kind; `None` where it is not asked for."""
+        """The method of a kind; `None` where the trainer has none."""
         return next((one for one in self if isinstance(one, kind)), None)
 
     def _of(self, hook: str, in_training: bool = False) -> list[Method]:
-        """Those that have a hook; of one that is asked in training alone, none in an evaluation."""
+        """Those that have a hook; in an evaluation, none for a hook of training alone."""
         if in_training and not self._host.model.training:
             return []
         if hook not in self._having:
@@ -65,7 +65,7 @@ class Methods:
 
     @cached_property
     def reads_outcomes(self) -> bool:
-        """Whether rows are told the completions of their prompt and their rewards."""
+        """Whether rows get the completions of their prompt and their rewards."""
         return any(one.reads_outcomes for one in self)
 
     @cached_property

@@ -35,14 +35,14 @@ class OriginOptions:
             also="lambda_vals",
         ),
     ] = 1.0
-    """Factor of the difference between the teacher's log-probabilities and those of the student as it was passed, to
-    which the target adds it; above 1 beyond the teacher (G-OPD, arXiv 2602.12125)."""
+    """The target is the initial student's log-probabilities plus this factor times the teacher's minus the initial
+    student's; above 1 it lies beyond the teacher (G-OPD, arXiv 2602.12125)."""
     extrapolation_reference: Annotated[
         str | None,
         Option(NAME | None, (_EXTRAPOLATES,), resumed=True, words="with the teacher {!r} in place of that student"),
     ] = None
-    """The name of one of several teachers that stands in place of the student as it was passed: in G-OPD, the model
-    that the teacher was trained from. Rows name another as their teacher."""
+    """Name of the teacher to use as reference for `extrapolation` instead of the initial student: in G-OPD, the model
+    that the teacher was trained from. Rows must name other teachers."""
     anchor_weight: Annotated[
         float,
         Option(
@@ -52,8 +52,8 @@ class OriginOptions:
             also="ref_kl_coef kl_coef",
         ),
     ] = 0.0
-    """Weight of the reverse KL of the student to itself as it was passed (the reference KL of other trainers; SDFT,
-    arXiv 2601.19897), which is added to the divergence from the teacher."""
+    """Weight of KL(student‖initial student), added to the divergence from the teacher (the reference KL of other
+    trainers; SDFT, arXiv 2601.19897)."""
 
     @property
     def reads_origin(self) -> bool:

@@ -41,7 +41,7 @@ _SHARES = Values(
 class ShareOptions:
     teacher_shares: Annotated[dict | str | None, Option(_SHARES | None, resumed=True)] = None
     """Share of each teacher in the prompts of every optimizer step, for instance `{"math": 2, "code": 1}`, whatever the
-    order of the dataset; a teacher's rows come again once they are used up. When `None`, as the dataset has them."""
+    order of the dataset; once all rows of a teacher were used, they start again. When `None`, the dataset decides."""
 
 
 @final
@@ -134,7 +134,7 @@ def rows_of_teachers(dataset: Dataset, names: Collection[str]) -> dict[str, Numb
 
 
 def check_shares(shares: Any, teachers: Collection[str], dataset: Any) -> None:
-    """Refuses a training dataset of which these teachers cannot have these shares; its columns have been checked."""
+    """Refuses a training dataset that cannot give the teachers their shares; its columns have been checked."""
     if shares is None:
         return
     option = shown("teacher_shares", shares)

@@ -24,7 +24,7 @@ class TurnOptions:
         bool, Option(resumed=True, words="each turn alike, a completion without tools being one")
     ] = False
     """In training, whether each turn of a completion weighs as much as any other, however long it is; a completion
-    without tools is one turn. Otherwise each token does."""
+    without tools is one turn. When `False`, each token weighs the same."""
 
 
 @final

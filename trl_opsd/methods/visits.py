@@ -1,4 +1,4 @@
-"""The last visit of each prompt, by which it is skipped or weighted before anything is generated for it.
+"""The last visit of each prompt, which decides before generation whether to skip the prompt, or its weight.
 
 R rows of a generation batch, over all processes
 """
@@ -49,9 +49,9 @@ class VisitOptions:
         float | str | None,
         Option(_SKIPPED | None, (_NO_WEIGHT_FN,), resumed=True, words="prompts skipped by their last visit ({})"),
     ] = None
-    """In training, which prompts nothing is generated for when they come again (GRESO, arXiv 2506.02177):
-    `"flat_groups"`, those whose completions all had the same reward; a number, those whose divergence from the teacher
-    was below it, in nats per token. The visit after that is a whole one. When `None`, none."""
+    """In training, which prompts to skip when they come up again (GRESO, arXiv 2506.02177): `"flat_groups"`, those
+    whose completions all had the same reward; a number, those whose divergence from the teacher was below it, in nats
+    per token. The trainer samples a skipped prompt again at its next visit. When `None`, none."""
 
 
 def _comes_once(now: Any) -> bool:
@@ -96,8 +96,7 @@ class Visits(Method):
                     or (launched(now.args).sp_enabled and "`sp_size`")
                 )
             ),
-            "`prompt_weight_fn` with {1}, which needs to know of all prompts that they are generated for: remove one "
-            "of them.",
+            "`prompt_weight_fn` with {1}, which needs completions of every prompt: remove one of them.",
             at=Stage.ARGUMENTS,
         ),
         Rule(
@@ -109,17 +108,15 @@ class Visits(Method):
         ),
     )
     metrics: ClassVar = {
-        "prompts/skipped": Metric(
-            "1", "Share of the prompts that nothing was generated for.", Logs(STEPS, _VISITS, evaluated=False)
-        ),
+        "prompts/skipped": Metric("1", "Share of prompts that were skipped.", Logs(STEPS, _VISITS, evaluated=False)),
         "prompts/tokens_saved": Metric(
             "tokens",
-            "Tokens of the completions of those prompts at their last visits.",
+            "Tokens that the completions of skipped prompts had at their last visits.",
             Logs(STEPS, _VISITS, evaluated=False),
         ),
         "prompts/tokens_saved_total": Metric(
             "tokens",
-            "Sum of the same.",
+            "Sum of `prompts/tokens_saved`.",
             Logs("all processes; total since the run began", _VISITS, evaluated=False),
         ),
     }

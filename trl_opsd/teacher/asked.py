@@ -1,4 +1,4 @@
-"""Rows of a generation batch that servers are asked about: each once, some ahead, and answers as they are needed."""
+"""Rows of a generation batch that servers score: each once, some ahead, and answers as they are needed."""
 
 from __future__ import annotations
 

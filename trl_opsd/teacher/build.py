@@ -117,7 +117,7 @@ def build_teachers(
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself.
 
-    `divergence` and `tokenizer` say what a server is asked for; `origin` is the student as it was passed, if it is
+    `divergence` and `tokenizer` say what to request from a server; `origin` is the student as it was passed, if it is
     known from teachers that these replace; `by_bytes` wraps those that have a tokenizer of their own.
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
@@ -158,7 +158,7 @@ def build_teachers(
 
 
 def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig) -> None:
-    """Refuses options that need the whole distribution of a teacher of which only some tokens are known."""
+    """Refuses options that need a teacher's whole distribution where only some tokens are known."""
     known = [name for name, one in teachers.items() if isinstance(innermost(one).head, TokenHead)]
     needs = {
         "cross_tokenizer": args.cross_tokenizer is not None,
@@ -179,7 +179,7 @@ def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig) -> None:
 def _placed_adapters(
     adapters: Mapping[str, Adapter], student: CausalLM, args: OPSDConfig, is_only: bool
 ) -> tuple[dict[str, Placement], Callable[[], None] | None]:
-    """Loads adapters and their bases, of which one may have the student's own weights: frozen ones, whole and here."""
+    """Loads adapters and their bases (one may have the student's own weights): frozen ones, whole and here."""
     is_split = args.deepspeed_plugin is not None or is_fsdp_enabled()
     # Compared in host memory, so that a base is never on the device twice.
     compares = args.teacher_offload == "none" and is_peft(student) and not is_split

@@ -1,6 +1,6 @@
 """A teacher behind a server that generates: of each position, the log-probabilities of some tokens, and the rest.
 
-B rows · C completion tokens · n tokens of a row that count · K tokens that are asked for · V vocabulary size
+B rows · C completion tokens · n tokens of a row that count · K requested tokens · V vocabulary size
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Row(NamedTuple):
     places: tuple[int, ...]
     """Indices in `ids` of the tokens that count."""
     wanted: tuple[tuple[int, ...], ...]
-    """The student's candidates at each; empty where none are asked for."""
+    """The student's candidates at each; empty where none are requested."""
 
 
 class KnownTeacher(Teacher):
@@ -211,7 +211,7 @@ class KnownTeacher(Teacher):
 
     def _packed(self, row: _Row, ids_nM: Tensor, logprobs_nM: Tensor) -> Tensor:
         sampled_n1 = torch.tensor([row.ids[place] for place in row.places])[:, None]
-        # The token of the row first, of which the loss may need the probability.
+        # The row's token first, since the loss may need its probability.
         first_nM = (ids_nM != sampled_n1).int().sort(dim=1, stable=True).indices
         return KnownTokens.of(ids_nM.gather(1, first_nM), logprobs_nM.gather(1, first_nM), self._width).packed()
 

@@ -82,8 +82,8 @@ class ServedTeacher(Teacher):
         dtype = word(self._servers.dtype)
         rows, width = shape_of(self._head)
         return (
-            f"{self._path!r} behind {' and '.join(self._urls)}, which send {width * self._servers.dtype.itemsize} "
-            f"bytes per token, in {dtype}; its head, {rows} x {width}, on {self._head.weight.device}"
+            f"{self._path!r} behind {' and '.join(self._urls)}, {width * self._servers.dtype.itemsize} bytes "
+            f"per token in {dtype}; its head, {rows} x {width}, on {self._head.weight.device}"
         )
 
     @property

@@ -145,7 +145,7 @@ def probe_ids(vocabulary: int) -> list[int]:
 
 
 def smallest(*limits: int | None) -> int | None:
-    """The smallest of limits, of which some may be unknown."""
+    """The smallest of the known limits."""
     return min((one for one in limits if one is not None), default=None)
 
 

@@ -45,7 +45,7 @@ class Teachers(dict[str, Teacher]):
         self._checks = checks
         self.origin = origin
         """The student as it was passed or what stands in its place, where the loss uses it."""
-        self._proposer = proposer  # the student as it is, whose likeliest tokens some teachers are asked for
+        self._proposer = proposer  # the current student, whose likeliest tokens some teachers score
         its_own = {name: innermost(one) for name, one in by_name.items()}
         self._sharded = {
             name for name, one in its_own.items() if isinstance(one, FrozenTeacher) and is_split_model(one.model)
@@ -221,7 +221,7 @@ def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: s
 
 
 _CHANGED = 0.05
-"""Least difference of states of different inputs, relative to the spread within a row; rounding stays below."""
+"""Minimum difference of states of different inputs, relative to the spread within a row; rounding stays below."""
 _QUOTED = 200
 """Characters quoted of an error."""
 _CALLED_AGAIN = (

@@ -154,7 +154,7 @@ class RunOptions:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Loads YAML, and refuses a key that is given twice, of which PyYAML would take the last."""
+    """Loads YAML, and refuses a key that is given twice (PyYAML would take the last)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
