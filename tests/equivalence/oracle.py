@@ -421,7 +421,7 @@ class Oracle:
         # of the n tokens that count, k; their row counts as k of its n tokens would on average
         counted = (weights != 0).nonzero()[:, 0]
         kept = math.ceil(round(fraction * len(counted), 9))
-        # of equal ones the first; what differs by less than float32 can tell is equal
+        # the first of equal ones; what differs by less than float32 can tell is equal
         best = counted[scores[kind][counted].round(decimals=6).argsort(descending=True, stable=True)[:kept]]
         only = torch.zeros_like(weights).index_copy(0, best, weights[best])
         return only * (kept / len(counted) * weights.sum() / only.sum())
