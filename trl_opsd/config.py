@@ -209,7 +209,8 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     """Folder that `trl-opsd targets` has written. Without a teacher, the targets there are all that is learned from
     (`lmbda=0`); with one, it reads only rows that are not there."""
     teacher_server_timeout: Annotated[float, Option(at_least(0), (TEACHER_SERVER,))] = 240.0
-    """Seconds to wait for the teacher's servers to be up, and then for their first rows, for these at least 30."""
+    """Seconds to wait for the teacher's servers to be up, and then for their first rows, for these at least 30. A later
+    row that takes longer is warned of, once."""
     # failures and monitoring
     nonfinite: Annotated[str, Option(one_of("raise", "skip"), read=LIVE)] = "raise"
     """Whether an optimizer step whose loss or gradient is NaN or infinite is an error, or is skipped and counted. The

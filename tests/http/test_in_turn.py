@@ -78,6 +78,28 @@ def test_a_hanging_address_is_dropped_if_there_is_another():
     assert alone._dropped == ["  a: no answer in time"]
 
 
+@pytest.mark.parametrize("urls", ["a", "ab"])
+def test_the_first_late_answer_is_warned_of_while_it_is_awaited(urls, caplog):
+    said: list[list[str]] = []
+
+    async def ask(client: Any, seconds: float) -> str:
+        await asyncio.sleep(0.2)
+        said.append(list(caplog.messages))
+        return client.url
+
+    async def each(servers: InTurn[Any]) -> list[str]:
+        return [await servers.answer(ask, "answered") for _ in range(3)]
+
+    warning = "The server at {} has not answered a request within 0.1 seconds; waiting up to 3 (from `an_option`): "
+    found = asyncio.run(each(addresses(urls, deadline=9.0, late=0.1)))
+    assert [len(one) for one in said] == [1, 1, 1]
+    assert caplog.messages[0].startswith(warning.format(found[0]))
+    caplog.clear()
+    asyncio.run(each(addresses(urls, late=0.5)))
+    asyncio.run(each(addresses(urls)))
+    assert caplog.messages == []
+
+
 def test_a_busy_address_is_kept():
     servers, faults = addresses("ab"), {"a": BusyError("full", 0.0)}
     assert answered(servers, faults, 12)[0] == ["of b"] * 12

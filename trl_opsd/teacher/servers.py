@@ -185,14 +185,14 @@ class ModelServers(Generic[S]):
     """All servers of one teacher, of a kind, whose requests run in a background thread.
 
     `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and again
-    for their first rows.
+    for their first rows; a later row that takes longer is warned of, once.
     """
 
     def __init__(self, kind: type[S], urls: Sequence[str], deadline: float, timeout: float) -> None:
         self.urls, self._timeout = tuple(urls), max(timeout, _PROBE_SECONDS)
         self._background = Background()
         self._servers = [kind(KIND, url, KIND.health_seconds, background=self._background) for url in urls]
-        self._in_turn = InTurn(self._servers, NAME, deadline, "ddp_timeout")
+        self._in_turn = InTurn(self._servers, NAME, deadline, "ddp_timeout", late=self._timeout)
         for one in [self._background.start(one.connect(timeout)) for one in self._servers]:
             one.result()
         model = self._servers[0].model
