@@ -412,7 +412,8 @@ class Teaching:
     def _for_teachers(self, rollout: Rollout, rows: Sequence[BatchRow]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
         read = self.prompts.read(rollout, rows)
-        if self.first_made is None and read is not rollout and self.readers.intake.prompt_fn is not None:
+        is_made = self.readers.intake.prompt_fn is not None or self._host.methods.rewriting
+        if self.first_made is None and read is not rollout and is_made:
             tokenizer = self.readers.tokenizers.get(rows[0].request.teacher, self.readers.tokenizer)
             self.first_made = read.prompt_lists()[0], tokenizer
         return read, [row.request.teacher for row in rows]

@@ -59,6 +59,17 @@ class Methods:
     # ---- What they say of themselves --------------------------------------------------------------------------------
 
     @cached_property
+    def of_user(self) -> list[Method]:
+        """Those that a user has passed."""
+        return [one for one in self if not _is_ours(one)]
+
+    @cached_property
+    def rewriting(self) -> list[str]:
+        """Hooks of theirs that change what teachers read, in words."""
+        hooks = ("teacher_prompt", "teacher_reads")
+        return [f"`{type(one).__name__}.{hook}`" for one in self.of_user for hook in hooks if one.has(hook)]
+
+    @cached_property
     def needs_rewards(self) -> bool:
         """Whether training depends on rewards."""
         return any(one.needs_rewards for one in self)
