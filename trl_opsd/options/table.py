@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+from transformers.integrations import get_available_reporting_integrations
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
@@ -331,9 +332,22 @@ TRLS: Mapping[str, Option] = {
 }
 """Options of TRL's `DistillationConfig`."""
 
+
+def _trackers(option: str, value: Any) -> None:
+    """Refuses a tracker that is not installed, as transformers does when the models are loaded; it never looks for
+    Flyte.
+    """
+    known = (None, "none", "all", "flyte", *get_available_reporting_integrations())
+    if missing := [one for one in (value if isinstance(value, list) else [value]) if one not in known]:
+        raise ValueError(
+            f"`{option}={missing[0]!r}`: no tracker of this name is installed: `pip install {missing[0]}`, or remove "
+            "it."
+        )
+
+
 TRANSFORMERS: Mapping[str, Option] = {
     "output_dir": Option(may_differ=True, also="save_path", read=LIVE),
-    "report_to": Option(may_differ=True),
+    "report_to": Option(_trackers, may_differ=True),
     "use_cpu": Option(also="no_cuda"),
     **dict.fromkeys(("bf16", "fp16", "full_determinism", "torch_compile", "neftune_noise_alpha"), Option()),
     **dict.fromkeys(("accelerator_config", "deepspeed", "fsdp", "fsdp_config", "enable_jit_checkpoint"), Option()),
