@@ -214,7 +214,7 @@ class Weighing(Method):
         return 2 * weights
 
 
-def test_methods_of_a_user_are_named_and_what_they_have_the_teacher_read(make_trainer, capsys):
+def test_methods_and_what_they_let_teachers_read_are_named(make_trainer, capsys):
     rows = tiny.rows().add_column("answer", [4] * 8)
     trainer = make_trainer(methods=[Weighing(), Asking()], train_dataset=rows)
     found = parts(trainer)

@@ -75,7 +75,7 @@ class Described:
     def later(self) -> str | None:
         """The entry that is known only after a step: the first prompt that code of the user has made for a teacher."""
         made = self.trainer.teaching.first_made
-        return None if made is None else "\n".join(_filled([(_OF_TEACHER, self._shown(*made, self._made_by))]))
+        return None if made is None else "\n".join(_filled([(_OF_TEACHER, self._shown(*made))]))
 
     def settings(self) -> dict[str, str]:
         """How it trains, for a model card: the entries that name no folder and show no row."""
@@ -193,13 +193,13 @@ class Described:
         row = next(iter(dataset), None)
         if row is None:
             raise ValueError(f"`{where}` is an empty stream, or all its rows were dropped because they are too long.")
-        readers, made = trainer.teaching.readers, trainer.teaching.first_made
+        readers, made, by = trainer.teaching.readers, trainer.teaching.first_made, trainer.methods.rewriting
         request = readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(readers.student, request)
         if made is not None:
-            yield _OF_TEACHER, self._shown(*made, self._made_by)
-        elif self._made_by:
-            yield _OF_TEACHER, f"what {self._made_by} returns, shown after the first step"
+            yield _OF_TEACHER, self._shown(*made)
+        elif by:
+            yield _OF_TEACHER, f"what {by} returns, shown after the first step"
         else:
             name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
             later = {
@@ -210,19 +210,12 @@ class Described:
             own = "the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)
             yield name, " + ".join([own, *(text for text, is_there in later.items() if is_there)])
 
-    @property
-    def _made_by(self) -> str:
-        """Code of the user that makes the teachers' prompts, in words; empty without any."""
-        function = ["`teacher_prompt_fn`"] * (self.trainer.teaching.readers.intake.prompt_fn is not None)
-        return " and ".join([*function, *self.trainer.methods.rewriting])
-
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as is known: a function or a subclass may read any."""
-        intake = self.trainer.teaching.readers.intake
-        calls = self.rewards or intake.prompt_fn is not None or self.trainer.methods.of_user
-        sees_rows = calls or not of_package(self.trainer.weigh)
+        methods = self.trainer.methods
+        sees_rows = self.rewards or methods.rewriting or methods.of_user or not of_package(self.trainer.weigh)
         read = {*self.trainer.row_columns}
-        if len(intake.teachers) == 1:
+        if len(self.trainer.teaching.readers.intake.teachers) == 1:
             read.discard("teacher")
         return [] if sees_rows else [repr(name) for name in columns_of(dataset) or () if name not in read]
 

@@ -159,9 +159,9 @@ def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path
     [
         (
             ["--report_to", "wandb"],
-            "`report_to='wandb'`: no tracker of this name is installed: `pip install wandb`, or",
+            "`report_to='wandb'`: expected 'none', or trackers that are installed (`pip install`",
         ),
-        (["--lora_r", "16"], "`lora_r=16` has no effect without `use_peft`: set `use_peft: true`, or remove it;"),
+        (["--lora_r", "16"], "`lora_r=16` has no effect: set `use_peft: true`, or remove it."),
     ],
 )
 def test_mistakes_of_the_first_run_are_one_sentence(given, said, disk, tmp_path, monkeypatch):

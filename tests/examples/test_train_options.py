@@ -316,14 +316,14 @@ BITS = [one.name for one in fields(ModelConfig) if "bnb" in one.name]
 
 @pytest.mark.parametrize("flags", [False, True], ids=["file", "flags"])
 @pytest.mark.parametrize(("switch", "names"), [("use_peft", ADAPTERS), ("load_in_4bit", BITS)])
-def test_options_of_an_adapter_without_one_are_refused_as_are_defaults(config, switch, names, flags):
+def test_lora_and_4_bit_options_without_their_switch_are_refused(config, switch, names, flags):
     PartialState()
     assert len(names) == (9 if switch == "use_peft" else 3)
     for name in names:
         value = "a" if (default := getattr(ModelConfig, name, None)) is None else default
         flag = f"--{name.replace('_', '-')}" if name != "use_dora" else "--use_dora"
         given = [*config(), flag, str(value)] if flags else config(**{name: value})
-        said = f"`{name}=.*` has no effect without `{switch}`: set `{switch}: true`, or remove it"
+        said = f"`{name}=.*` has no effect: set `{switch}: true`, or remove it"
         with pytest.raises(ValueError, match=said):
             check_options(OptionParser().given(given))
         for is_on in ("true", "false"):

@@ -42,24 +42,17 @@ class _Address(Generic[C]):
 class InTurn(Generic[C]):
     """Addresses that can all answer the same requests, each of which has `deadline` seconds for all attempts.
 
-    `name` and `origin`, the option that the deadline comes from, are for messages. An address is dropped after
-    `failures` in a row, and an attempt has that share of the deadline; the first that is not answered within `late`
-    seconds is a warning.
+    `origin` is the option that the deadline comes from. An address is dropped after `failures` in a row, and an attempt
+    has that share of the deadline; the first that is not answered within `late` seconds is a warning.
     """
 
     def __init__(
-        self,
-        clients: Sequence[C],
-        name: str,
-        deadline: float,
-        origin: str,
-        failures: int = FAILURES,
-        late: float = math.inf,
+        self, clients: Sequence[C], deadline: float, origin: str, failures: int = FAILURES, late: float = math.inf
     ) -> None:
         self._live = [_Address(client) for client in clients]
-        self._name, self._deadline, self._origin, self._failures = name, deadline, origin, failures
+        self._deadline, self._origin, self._failures, self._late = deadline, origin, failures, late
         self._dropped: list[str] = []
-        self._turn, self._late = 0, late
+        self._turn, self._name = 0, f"the {clients[0].kind.name}'s servers"
         self._room = asyncio.Semaphore(_AT_ONCE * len(clients))
 
     async def answer(self, ask: Callable[[C, float], Awaitable[T]], what: str) -> T:

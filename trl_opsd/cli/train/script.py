@@ -195,17 +195,14 @@ _OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
 
 
 def check_options(given: RunOptions) -> None:
-    """Warns of options of the script that have no effect, as `OPSDTrainer` does of its config's, and refuses those with
-    which another training was meant: all weights would be trained, or in more bits.
+    """Warns of options of the script that have no effect; `OPSDTrainer` does so for those of its config. Refuses those
+    of an adapter or of 4 bits without it: another training was meant.
     """
     extra, script, config, model, mixture = given.extra, given.script, given.config, given.model, given.mixture
     for switch, options in (("use_peft", _LORA), ("load_in_4bit", _4_BIT)):
-        named = [name for name in options if name in given.named and getattr(model, name) is not None]
-        if named and switch not in given.named and not getattr(model, switch):
-            raise ValueError(
-                f"`{named[0]}={getattr(model, named[0])!r}` has no effect without `{switch}`: set `{switch}: true`, or "
-                f"remove it; `{switch}: false` ignores it."
-            )
+        names = (name for name in options if name in given.named and getattr(model, name) is not None)
+        if not getattr(model, switch) and switch not in given.named and (name := next(names, None)):
+            raise ValueError(f"`{name}={getattr(model, name)!r}` has no effect: set `{switch}: true`, or remove it.")
     own_data = "the task comes with its own dataset" if given.task else "`datasets` is loaded"
     groups: list[tuple[Any, Sequence[str], bool, str]] = [
         (script, ["ignore_bias_buffers"], True, "this trainer does not use it"),
