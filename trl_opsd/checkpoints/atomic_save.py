@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic, sleep
@@ -253,11 +254,8 @@ def _is_ours(checkpoint: Path) -> bool:
 
 
 def _free_name(run_dir: Path, name: str) -> Path:
-    for number in range(1000):
-        free = run_dir / (f"replaced-{name}" + (f"-{number}" if number else ""))
-        if not os.path.lexists(free):
-            return free
-    raise ValueError(f"{run_dir} contains a thousand folders named replaced-{name}: remove them.")
+    names = chain([""], (f"-{number}" for number in count(1)))
+    return next(free for more in names if not os.path.lexists(free := run_dir / f"replaced-{name}{more}"))
 
 
 def _clear(unfinished: Path) -> None:
