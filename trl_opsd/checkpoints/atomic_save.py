@@ -146,7 +146,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def named_if_full(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
+def on_disk(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
     """Raises an `OPSDError` for an error that a full disk has caused; `needed` are the bytes of what is written."""
     disk = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     free = shutil.disk_usage(disk).free

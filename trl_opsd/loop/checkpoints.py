@@ -23,16 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.sharding import whole_numel
-from trl_opsd.checkpoints.atomic_save import (
-    UNFINISHED,
-    begin,
-    named_if_full,
-    numbered,
-    publish,
-    recover,
-    rotate,
-    sync_files,
-)
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, numbered, on_disk, publish, recover, rotate, sync_files
 from trl_opsd.checkpoints.resume import (
     Settings,
     check_launch,
@@ -131,7 +122,7 @@ class Checkpoints:
         name = f"checkpoint-{state.global_step}"
         written = run_dir / UNFINISHED / name
         try:
-            with named_if_full(run_dir, self.size):
+            with on_disk(run_dir, self.size):
                 if args.should_save:
                     begin(run_dir)
                 accelerator.wait_for_everyone()  # not before the main process has cleared the folder

@@ -25,7 +25,7 @@ from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sh
 from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.atomic_save import UNFINISHED, named_if_full
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, on_disk
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import COLUMNS
@@ -678,7 +678,7 @@ class TrainerHooks(TrainerMembers):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers', with a model card beside the weights."""
         folder, size = Path(output_dir or self.args.output_dir), partial(self._checkpoints.size, weights_only=True)
-        with nullcontext() if _internal_call else named_if_full(folder, size):
+        with nullcontext() if _internal_call else on_disk(folder, size):
             super().save_model(output_dir, _internal_call)
             # Not in `_save`, whose ValueErrors transformers takes for ZeRO-3's, and not where weights stay in shards.
             if self.args.should_save and [*folder.glob("*.safetensors")]:
