@@ -233,8 +233,10 @@ def test_methods_and_what_they_let_teachers_read_are_named(make_trainer, capsys)
     trainer.train()
     padded = [f"{len(text) + 1} tokens ({by}): {tiny.tokenizer().decode([5]) + text!r}" for text in possible]
     assert parts(trainer)["teacher's prompt"] in padded
-    found = parts(make_trainer(methods=[Weighing()]))
+    found = parts(make_trainer(methods=[Weighing()], train_dataset=rows))
     assert (found["methods"], found["teacher's prompt"]) == ("Weighing", "the same")
+    assert "unused columns" not in found
+    assert parts(make_trainer(train_dataset=rows))["unused columns"] == "'answer'"
     assert "methods" not in parts(make_trainer())
 
 
