@@ -210,7 +210,8 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     """Folder that `trl-opsd targets` has written. Without a teacher, the student learns from these targets alone
     (`lmbda=0`); with a teacher, the teacher reads only rows that the folder lacks."""
     teacher_server_timeout: Annotated[float, Option(at_least(0), (TEACHER_SERVER,))] = 240.0
-    """Seconds to wait for the teacher's servers to start, and then (at least 30) for their first rows."""
+    """Seconds to wait for the teacher's servers to start, and then (at least 30) for their first rows. A later row that
+    takes longer gives one warning."""
     # failures and monitoring
     nonfinite: Annotated[str, Option(one_of("raise", "skip"), read=LIVE)] = "raise"
     """Whether the trainer stops, or skips and counts the step, when a loss or gradient is NaN or infinite. Either way

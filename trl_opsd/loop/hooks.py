@@ -25,7 +25,7 @@ from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sh
 from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.atomic_save import UNFINISHED
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, on_disk
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import COLUMNS
@@ -677,11 +677,12 @@ class TrainerHooks(TrainerMembers):
     # By the user, and by transformers for each checkpoint.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers', with a model card beside the weights."""
-        super().save_model(output_dir, _internal_call)
-        folder = Path(output_dir or self.args.output_dir)
-        # Not in `_save`, whose ValueErrors transformers takes for ZeRO-3's, and not where weights stay in shards.
-        if self.args.should_save and [*folder.glob("*.safetensors")]:
-            self.methods.saved(folder, self._checkpoints.is_staging)
+        folder, size = Path(output_dir or self.args.output_dir), partial(self._checkpoints.size, weights_only=True)
+        with nullcontext() if _internal_call else on_disk(folder, size):
+            super().save_model(output_dir, _internal_call)
+            # Not in `_save`, whose ValueErrors transformers takes for ZeRO-3's, and not where weights stay in shards.
+            if self.args.should_save and [*folder.glob("*.safetensors")]:
+                self.methods.saved(folder, self._checkpoints.is_staging)
         if not _internal_call:
             own = self.args.output_dir
             try:  # TRL's writes to the folder of the run

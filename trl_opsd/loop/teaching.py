@@ -79,7 +79,7 @@ class Teaching:
         """Names of the teachers, in the order of their numbers; empty if there is one."""
         self.steps_ahead = 0
         """Offset from the step being trained to the step whose rows are read."""
-        self.first_made: tuple[list[int], PreTrainedTokenizerBase] | None = None
+        self.first_made: tuple[list[int], PreTrainedTokenizerBase, str] | None = None
         """Token ids of the first prompt by `teacher_prompt_fn`, and the tokenizer that made them."""
         self.prompts = TeacherPrompts(host)
         self._of_engine: PromptLimits | None = None
@@ -412,9 +412,9 @@ class Teaching:
     def _for_teachers(self, rollout: Rollout, rows: Sequence[BatchRow]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
         read = self.prompts.read(rollout, rows)
-        if self.first_made is None and read is not rollout and self.readers.intake.prompt_fn is not None:
+        if self.first_made is None and read is not rollout and (by := self._host.methods.rewriting):
             tokenizer = self.readers.tokenizers.get(rows[0].request.teacher, self.readers.tokenizer)
-            self.first_made = read.prompt_lists()[0], tokenizer
+            self.first_made = read.prompt_lists()[0], tokenizer, by
         return read, [row.request.teacher for row in rows]
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch import Tensor
 from trl_opsd.data.prompts import Prompt
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
+from trl_opsd.methods.context import PromptFunction
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.table import LARGEST_WEIGHT
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
@@ -57,6 +58,18 @@ class Methods:
         return self._having[hook]
 
     # ---- What they say of themselves --------------------------------------------------------------------------------
+
+    @cached_property
+    def of_user(self) -> list[Method]:
+        """Those that a user has passed."""
+        return [one for one in self if not _is_ours(one)]
+
+    @cached_property
+    def rewriting(self) -> str:
+        """Code of the user that changes what teachers read, in words; empty without any."""
+        hooks = ("teacher_prompt", "teacher_reads")
+        found = [f"`{type(one).__name__}.{hook}`" for one in self.of_user for hook in hooks if one.has(hook)]
+        return " and ".join(["`teacher_prompt_fn`"] * (self.get(PromptFunction) is not None) + found)
 
     @cached_property
     def needs_rewards(self) -> bool:

@@ -49,7 +49,7 @@ class QuantizationOptions:
     ] = None
     """The format that the student is trained for: `"int4"` (groups of 32), `"int8"`, `"fp8"` or `"nvfp4"`, of the
     weights alone, or a config of torchao. Linear layers compute with quantised weights, and each save has a folder
-    `quantized`."""
+    `quantized`; with LoRA `save_model` alone writes it."""
 
 
 @final

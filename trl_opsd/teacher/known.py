@@ -25,7 +25,7 @@ from trl_opsd.losses import (
     TopKTeacher,
 )
 from trl_opsd.models.backbone import check_no_holes
-from trl_opsd.teacher.asked import Asked
+from trl_opsd.teacher.asked import Asked, rows_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.servers import probe_ids, smallest
 from trl_opsd.teacher.token_servers import TokenServers, are_same, kl
@@ -217,23 +217,11 @@ class KnownTeacher(Teacher):
 
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
         """What to score of each row; `None` where no token counts."""
-        found: list[_Row | None] = []
-        counts_BC, vocabulary = rollout.counts.cpu(), self._head.weight.size(0)
         candidates = None if rollout.candidates is None or not self.student_k else rollout.candidates.cpu()
-        lists = zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
-        for number, (prompt, completion) in enumerate(lists):
-            at_n = counts_BC[number].nonzero().flatten()
-            if not len(at_n):
-                found.append(None)
-                continue
-            ids = (*prompt, *completion[: int(at_n[-1]) + 1])
-            if max(ids) >= vocabulary:
-                raise ValueError(
-                    f"A row has the token id {max(ids)}, but the teacher's vocabulary has {vocabulary}: was another "
-                    "tokenizer used? Nothing of this batch was sent."
-                )
-            wanted = (
-                () if candidates is None else tuple(map(tuple, candidates[number, at_n, : self.student_k].tolist()))
-            )
-            found.append(_Row(ids, tuple((at_n + len(prompt)).tolist()), wanted))
-        return found
+
+        def row(number: int, prompt: list[int], completion: list[int], places: list[int]) -> _Row:
+            wanted = [] if candidates is None else candidates[number, places, : self.student_k].tolist()
+            ids = (*prompt, *completion[: places[-1] + 1])
+            return _Row(ids, tuple(place + len(prompt) for place in places), tuple(map(tuple, wanted)))
+
+        return rows_of(rollout, self._head.weight.size(0), row)

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import MIB, Count, Response, Schema, at, warn_in_main
 from trl_opsd.http.in_turn import InTurn, WrongAnswerError
-from trl_opsd.teacher.servers import KIND, MOST_APART, NAME, ModelServer, ModelServers, probe_ids, smallest
+from trl_opsd.teacher.servers import KIND, MOST_APART, ModelServer, ModelServers, probe_ids, smallest
 from trl_opsd.types.known import MOST_IDS
 
 START = "vllm serve TEACHER --enable-scale-out --max-logprobs 128"
@@ -333,7 +333,7 @@ class TokenServers(ModelServers[_TokenServer]):
     ) -> None:
         super().__init__(_TokenServer, urls, deadline, timeout)
         # As long as a first row may take: a server that others use answers no sooner.
-        alone = [InTurn([one], NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        alone = [InTurn([one], self._timeout, KIND.timeout, failures=1) for one in self._servers]
         looks = [one.answer(lambda server, seconds: server.look(tokenizer, seconds), "told its offer") for one in alone]
         for looked in [self._background.start(one) for one in looks]:
             looked.result()
@@ -362,7 +362,7 @@ class TokenServers(ModelServers[_TokenServer]):
         rows = [row, row, [*row[:-1], other], [*row[:-2], other, row[-1]]]
         spread = [place * (vocabulary - 1) // max(1, student_k - 1) for place in range(student_k)]
         wanted = list(dict.fromkeys([*row, other, *spread]))[: max(student_k, len(row) + 1)] if student_k else []
-        alone = [InTurn([one], NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        alone = [InTurn([one], self._timeout, KIND.timeout, failures=1) for one in self._servers]
         asked = [[self._start(one, each, range(1, 8), _same(wanted, 7), teacher_k) for each in rows] for one in alone]
         told = [[_by_place(*one.result()) for one in each] for each in asked]
         first = told[0][0]
