@@ -115,7 +115,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "nats", "Entropy of the student's next-token distribution.", _TOKENS, "student_entropy / weight"
         ),
         "entropy/teacher": Metric(
-            "nats", "The same of the teacher's.", Logs(WEIGHTED, _WHOLE), "teacher_entropy / weight"
+            "nats", "Entropy of the teacher's distribution.", Logs(WEIGHTED, _WHOLE), "teacher_entropy / weight"
         ),
         "entropy/teacher/<name>": Metric(
             "nats", "`entropy/teacher` of this teacher's rows.", _TEACHERS, "teacher_entropy/<name> / weight/<name>"
