@@ -161,6 +161,13 @@ def prepared(
         rewards = (*rewards, *(Given(name, source, None) for name, source in environments.rewards(taken).items()))
         if train_dataset is None and args.max_steps > 0 and not environments.are_several:
             train_dataset = _rows_of_step(args)
+    # Targets on disk alone name their teachers, which rules and methods read.
+    check_named_once(teacher_model, args)
+    teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
+    is_stored = args.teacher_targets is not None and teacher_model is None and args.teacher_model_kind is None
+    if is_stored:
+        stored = stored_teachers(args)
+        teacher_model = stored if len(stored) > 1 else next(iter(stored.values()))
     now = Situation(
         args=args,
         teacher_names=tuple(teacher_model) if isinstance(teacher_model, Mapping) else (),
@@ -183,12 +190,7 @@ def prepared(
     refuse([one for method in methods for one in method.rules if type(method) not in METHODS], now)
     # 3. The rollout, the teachers, and functions of the user.
     picked = pick(rollout, args)
-    check_named_once(teacher_model, args)
-    teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
-    if args.teacher_targets is not None and teacher_model is None and args.teacher_model_kind is None:
-        refuse(STORED, now)
-        stored = stored_teachers(args)
-        teacher_model = stored if len(stored) > 1 else next(iter(stored.values()))
+    refuse(STORED if is_stored else (), now)
     check_teachers(teacher_model, model, args)
     models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
     if processing_class is not None:

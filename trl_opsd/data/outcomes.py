@@ -65,7 +65,7 @@ class Visit:
     step: int
     """The optimizer step, counted from 1."""
     gap: float | None
-    """Mean divergence from the teacher over the tokens that counted, in nats; `None` where none did."""
+    """Nats from the teacher, a mean over the tokens that counted, weighted as in the loss; `None` where none did."""
     rewards: tuple[float | None, ...]
     """Of each completion, as [`Outcome.reward`]; empty without `reward_funcs`."""
     tokens: int

@@ -444,7 +444,9 @@ class TrainerHooks(TrainerMembers):
     def _is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
         if is_finite := self._guard.is_finite(named, rows):
-            self._stats.now.totals.update(named)
+            # That of a completed teacher is for guards alone: its own is not known.
+            unknown = () if self.teaching.teachers.are_whole else ("teacher_entropy",)
+            self._stats.now.totals.update({name: one for name, one in named.items() if not name.startswith(unknown)})
         weight = named["weight"]
         self.record("entropy", named["student_entropy"] / weight if weight else 0.0, weight)
         return is_finite

@@ -50,8 +50,8 @@ class AggregationOptions:
         ),
     ] = "tokens"
     """What counts alike in the loss. `"tokens"`: each token of a step, so long completions count more. `"rows"`: each
-    row, however long. `"teachers"`: each teacher with a token in the step, whatever the number and length of its rows;
-    in an evaluation, each teacher of the dataset, in the loss, `divergence/mean` and entropies."""
+    row, however long. `"teachers"`: each teacher with a token in the step, whatever the number and length of its rows.
+    An evaluation's loss, `divergence/mean` and entropies are such means over the dataset and all of its teachers."""
     teacher_weights: Annotated[
         dict | str | None, Option(_WEIGHTS | None, (_BY_TEACHER, _SEVERAL), words="but weighted {}")
     ] = None  # a resume compares it in the fingerprint's entry of this name, which is of the teachers

@@ -22,7 +22,7 @@ from trl_opsd.options.table import Need, Option, one_of
 from trl_opsd.types import LazyLogits
 
 _EVALUATED = Need("there is no `eval_dataset`", lambda now: now.eval_dataset is not None)
-_LOGS = Logs("weighted mean over the tokens of an evaluation, of all processes", "`certificate`", trained=False)
+_LOGS = Logs("mean over the tokens in the loss of an evaluation, of all processes", "`certificate`", trained=False)
 
 
 @with_help
@@ -55,7 +55,8 @@ class Certificate(Method, TrainerCallback):
         return cls() if asked and now.eval_dataset is not None else None
 
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
-        if not (total := float(weights.sum())):
+        counts = weights != 0  # each token alike, whatever `loss_aggregation`
+        if not (total := int(counts.sum())) or not self.host.teachers.are_whole:
             return
         student, teacher = replace(student, temperature=1.0), replace(teacher, temperature=1.0)
         args, vocabulary = self.host.args, self.host.current_objective.vocabulary
@@ -63,8 +64,8 @@ class Certificate(Method, TrainerCallback):
         with torch.no_grad():
             kl_N = streamed_divergence(student, teacher, ForwardKL(), **how).divergence
         same_N = streamed_greedy(student, **how) == streamed_greedy(teacher, **how)
-        self.host.record("certificate/kl", float((kl_N * weights).sum() / total), total)
-        self.host.record("certificate/agreement", float((same_N * weights).sum() / total), total)
+        self.host.record("certificate/kl", float(kl_N[counts].mean()), total)
+        self.host.record("certificate/agreement", float(same_N[counts].float().mean()), total)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # transformers reads it once all callbacks have been called, that of the summary too.

@@ -50,8 +50,8 @@ class VisitOptions:
         Option(_SKIPPED | None, (_NO_WEIGHT_FN,), resumed=True, words="prompts skipped by their last visit ({})"),
     ] = None
     """In training, which prompts to skip when they come up again (GRESO, arXiv 2506.02177): `"flat_groups"`, those
-    whose completions all had the same reward; a number, those whose divergence from the teacher was below it, in nats
-    per token. The trainer samples a skipped prompt again at its next visit. When `None`, none."""
+    whose completions all had the same reward; a number, those whose divergence (a mean weighted as the loss) was below
+    it, in nats per token. The trainer samples a skipped prompt again at its next visit. When `None`, none."""
 
 
 def _comes_once(now: Any) -> bool:

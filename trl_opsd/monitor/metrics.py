@@ -45,9 +45,10 @@ MEAN = "mean over the tokens in the loss, of all processes and micro-batches"
 STEPS = "all processes; mean over optimizer steps"
 ALWAYS = "always, unless the loss had no tokens"
 _TOKENS = Logs(WEIGHTED, ALWAYS)
-_COUNTED = Logs(MEAN, ALWAYS)
+_WHOLE = "teachers whose whole distributions are known"
+_COUNTED = Logs(MEAN, f"{_WHOLE}, over tokens")
 _BY_BYTES = Logs(MEAN, '`cross_tokenizer="bytes"`')
-_RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", ALWAYS)
+_RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", _COUNTED.appears)
 _ROWS = Logs(WEIGHTED, f"{ALWAYS}; in training not where processes share rows")
 _PLACES = Logs(WEIGHTED, "as `divergence/high_entropy`, if a token counts there")
 _TEACHERS = Logs(WEIGHTED, "several teachers, of those that had a token in the loss")
@@ -69,7 +70,7 @@ _SAMPLER = Logs(
     "mean over the tokens in the loss of one row in 16, of all processes and micro-batches",
     "engines, at temperature 1, where nothing else changes which token is sampled; without tools",
 )
-_TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the teacher itself, no clip')
+_TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the whole teacher, no clip')
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
 _TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
@@ -114,7 +115,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "nats", "Entropy of the student's next-token distribution.", _TOKENS, "student_entropy / weight"
         ),
         "entropy/teacher": Metric(
-            "nats", "Entropy of the teacher's next-token distribution.", _TOKENS, "teacher_entropy / weight"
+            "nats", "Entropy of the teacher's distribution.", Logs(WEIGHTED, _WHOLE), "teacher_entropy / weight"
         ),
         "entropy/teacher/<name>": Metric(
             "nats", "`entropy/teacher` of this teacher's rows.", _TEACHERS, "teacher_entropy/<name> / weight/<name>"

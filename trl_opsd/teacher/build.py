@@ -20,6 +20,7 @@ from trl_opsd._compat.torchao import copy_quantizers, restore, unquantized
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
+from trl_opsd.losses.validation import NEEDS_WHOLE
 from trl_opsd.models.adapters import Adapter, adapter_at
 from trl_opsd.models.backbone import Run, model_shape
 from trl_opsd.models.checks import whole_checkpoint, whole_on
@@ -151,25 +152,30 @@ def build_teachers(
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args, memory)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
-    _check_whole(teachers, args)
+    _check_whole(teachers, args, divergence)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
     proposer = _own(student, run, reading, args)(nullcontext) if asks_student else None
     return Teachers(teachers, average, checks, origin, proposer)
 
 
-def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig) -> None:
+def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig, divergence: Divergence) -> None:
     """Refuses options that need a teacher's whole distribution where only some tokens are known."""
     known = [name for name, one in teachers.items() if isinstance(innermost(one).head, TokenHead)]
+    temperature = args.teacher_temperature or args.temperature
     needs = {
-        "cross_tokenizer": args.cross_tokenizer is not None,
-        "contrast_weight": args.contrast_weight > 0,
-        "extrapolation": args.extrapolation != 1,
-        "extrapolation_reference": args.extrapolation_reference in known,
-        "teacher_temperature": (args.teacher_temperature or args.temperature) != 1,
+        "cross_tokenizer": args.cross_tokenizer,
+        "contrast_weight": args.contrast_weight or None,
+        "extrapolation": None if args.extrapolation == 1 else args.extrapolation,
+        "extrapolation_reference": args.extrapolation_reference if args.extrapolation_reference in known else None,
+        "teacher_temperature": None if temperature == 1 else temperature,
+        "kl_clip": args.kl_clip,
+        "top_k_teacher": args.top_k_teacher,
+        "divergence": divergence if isinstance(divergence, NEEDS_WHOLE) else None,
+        "certificate": args.certificate or None,
     }
-    if known and (name := next((name for name, one in needs.items() if one), None)):
+    if known and (name := next((name for name, value in needs.items() if value is not None), None)):
         raise ValueError(
-            f"`{name}={getattr(args, name)!r}` needs the whole distribution of each teacher, but of {known[0]!r} the "
+            f"`{name}={needs[name]!r}` needs the whole distribution of each teacher, but of {known[0]!r} the "
             "log-probabilities of some tokens are known, at temperature 1: remove it"
             f"{' (1 if `temperature` is another)' * (name == 'teacher_temperature')}, or use hidden states, from a "
             "pooling server or `trl-opsd targets --format states` (docs/teachers.md)."

@@ -17,13 +17,7 @@ from transformers import AutoConfig
 
 from trl_opsd.http.client import warn_in_main
 from trl_opsd.http.in_turn import WrongAnswerError
-from trl_opsd.losses import (
-    Divergence,
-    ForwardKL,
-    SampledReverseKL,
-    SkewedForwardKL,
-    TopKTeacher,
-)
+from trl_opsd.losses import Divergence, ForwardKL, SampledReverseKL, SkewedForwardKL
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.teacher.asked import Asked, rows_of
 from trl_opsd.teacher.base import Teacher
@@ -51,7 +45,7 @@ def chosen_targets(offers: frozenset[str], divergence: Divergence) -> str:
     # The student's tokens alone leave to its tail what the teacher would say instead: trained so, a student came hardly
     # nearer (benchmarks/notes/teachers.md). A sampled token is always told.
     of_student = isinstance(divergence, SampledReverseKL)
-    of_teacher = isinstance(divergence, ForwardKL | SkewedForwardKL | TopKTeacher)
+    of_teacher = isinstance(divergence, ForwardKL | SkewedForwardKL)
     wanted = ("student_top_k",) if of_student else ("teacher_top_k",) if of_teacher else _BOTH
     found = [one for one in wanted if one in offers] or [one for one in _BOTH if one in offers]
     return "both_top_k" if len(found) == 2 else found[0]

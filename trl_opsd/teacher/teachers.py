@@ -23,6 +23,7 @@ from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.self_teacher import Average, with_candidates
 from trl_opsd.teacher.stored import StoredTeacher, live
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
+from trl_opsd.types.known import TokenHead
 from trl_opsd.types.targets import check_targets, kept_by_row
 
 logger = get_logger(__name__)
@@ -105,6 +106,11 @@ class Teachers(dict[str, Teacher]):
     def heads(self) -> list[OutputHead]:
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether whole distributions of all are known, not the probabilities of some tokens alone."""
+        return not any(isinstance(one, TokenHead) for one in self.heads)
 
     @property
     def origin_head(self) -> OutputHead | None:

@@ -290,10 +290,9 @@ def _summary(logged: Mapping[str, float], steps: int) -> str:
     seconds = {PHASES[name]: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
     divergence = "none: no token in the loss"
     if "divergence/mean" in logged:
-        divergence = (
-            f"{logged['divergence/mean']:.4g} nats per token; entropy of the student {logged['entropy/student']:.3g} "
-            f"and of the teacher {logged['entropy/teacher']:.3g}"
-        )
+        known = {who: logged[f"entropy/{who}"] for who in ("student", "teacher") if f"entropy/{who}" in logged}
+        entropies = " and ".join(f"of the {who} {nats:.3g}" for who, nats in known.items())
+        divergence = f"{logged['divergence/mean']:.4g} nats per token; entropy {entropies}"
     lines = {
         "divergence": divergence,
         "completions": f"{logged['completions/mean_length']:.0f} tokens on average, from "
