@@ -1,4 +1,4 @@
-"""Runs a part of a benchmark in new processes, each of which reports one JSON object."""
+"""Runs a part of a benchmark in new processes; each reports one JSON object."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def oracle(divergence: Any, clip: float | None, given: dict[str, Any]) -> tuple[
 
 
 def error(found: Any, expected: Any) -> float:
-    """The largest difference, relative to the largest number, of which all may be 0 or infinite."""
+    """The largest difference, relative to the largest number; all may be 0 or infinite."""
     found, finite = found.double(), expected.isfinite()
     if not found[~finite].equal(expected[~finite]):
         return float("inf")

@@ -182,7 +182,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def studied(path: Path, keys: Iterable[dict[str, Any]], train: Callable[..., dict[str, Any]]) -> None:
-    """Trains with the values of each key of which the file has no line yet, and appends it."""
+    """Trains with the values of each key that has no line in the file yet, and appends one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     disable_progress_bar()

@@ -52,7 +52,7 @@ CASES = {
 
 
 def lengths(rows: int, sigma: float, seed: int) -> list[int]:
-    """Of completions, in tokens: lognormal, of which 1.5 % would be longer than the longest allowed."""
+    """Of completions, in tokens: lognormal; 1.5 % would be longer than the longest allowed."""
     generator = random.Random(seed)
     median = LONGEST / math.exp(2.17 * SIGMA)
     return [max(1, min(LONGEST, round(median * math.exp(generator.gauss(0.0, sigma))))) for _ in range(rows)]

@@ -42,7 +42,7 @@ Canada Ottawa, Australia Canberra, Thailand Bangkok, Iran Tehran, Iraq Baghdad
 """
 NAMES = dict(one.split() for one in " ".join(CAPITALS.split()).split(", "))
 KNOWN = {**FACTS, **{f"What is the capital of {land}?": [city] for land, city in NAMES.items()}}
-"""Questions with words of which one has to be in the answer; none is trained on."""
+"""Questions, and words that an answer has to contain one of; none is trained on."""
 
 COMMON: dict[str, Any] = {
     **{"per_device_train_batch_size": 8, "max_completion_length": TOKENS, "gradient_checkpointing": False},

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def held_out() -> list[Problem]:
-    """The problems of the evaluation, none of which is used for training."""
+    """The problems of the evaluation; training uses none of them."""
     return draw(200, held_out=True)
 
 

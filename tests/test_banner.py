@@ -11,7 +11,7 @@ from support import tiny, vision_language
 from transformers import BitsAndBytesConfig
 from trl.chat_template_utils import qwen3_chat_template
 
-from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd import FixedRollout, HFRollout, Method, OPSDTrainer
 from trl_opsd.banner import Banner
 from trl_opsd.models.checks import described
 
@@ -197,6 +197,47 @@ def test_first_prompt_of_a_prompt_function_is_shown(make_trainer, capsys):
     trainer.train()
     printed = capsys.readouterr().out
     assert printed.count(made) == 1, "with the description, as it is known"
+
+
+class Asking(Method):
+    def teacher_prompt(self, row, completion_text, prompt):
+        return f"{row['prompt']} Is it {completion_text}?{row['answer']}"
+
+
+class Padding(Method):
+    def teacher_reads(self, read, rollout, rows):
+        return read.after(self.host.pad_prompts([[5, *ids] for ids in read.prompt_lists()]))
+
+
+class Weighing(Method):
+    def weighed(self, weights, rows):
+        return 2 * weights
+
+
+def test_methods_and_what_they_let_teachers_read_are_named(make_trainer, capsys):
+    rows = tiny.rows().add_column("answer", [4] * 8)
+    trainer = make_trainer(methods=[Weighing(), Asking()], train_dataset=rows)
+    found = parts(trainer)
+    assert found["methods"] == "Weighing, Asking"
+    assert found["teacher's prompt"] == "what `Asking.teacher_prompt` returns, shown after the first step"
+    assert "unused columns" not in found, "a method may read any"
+    trainer.train()
+    made = parts(trainer)["teacher's prompt"]
+    answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
+    possible = [f"{prompt} Is it {answer}?4" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
+    assert made in [f"{len(text)} tokens (`Asking.teacher_prompt`): {text!r}" for text in possible]
+    assert capsys.readouterr().out.count(f"\n  teacher's prompt  {made}\n") == 1
+    trainer = make_trainer(methods=[Asking(), Padding()], train_dataset=rows)
+    by = "`Asking.teacher_prompt` and `Padding.teacher_reads`"
+    assert parts(trainer)["teacher's prompt"] == f"what {by} returns, shown after the first step"
+    trainer.train()
+    padded = [f"{len(text) + 1} tokens ({by}): {tiny.tokenizer().decode([5]) + text!r}" for text in possible]
+    assert parts(trainer)["teacher's prompt"] in padded
+    found = parts(make_trainer(methods=[Weighing()], train_dataset=rows))
+    assert (found["methods"], found["teacher's prompt"]) == ("Weighing", "the same")
+    assert "unused columns" not in found
+    assert parts(make_trainer(train_dataset=rows))["unused columns"] == "'answer'"
+    assert "methods" not in parts(make_trainer())
 
 
 def test_a_subclass_that_weighs_may_read_any_column(make_trainer):

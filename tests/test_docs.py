@@ -158,6 +158,12 @@ def test_options_that_a_page_sets_exist(name):
     assert found - known - of_others == set()
 
 
+def test_code_of_the_front_page_fits_the_site():
+    blocks = re.findall(r"^```.*?^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    assert max(len(line) for block in blocks for line in block.splitlines()) <= 95, "100 columns at 1280 pixels"
+
+
 def test_a_broken_link_and_a_broken_anchor_are_found(tmp_path):
     page = tmp_path / "page.md"
     (tmp_path / "other.md").write_text("# One `thing`, and [two](x.md)\n## Again\n## Again\n")

@@ -38,8 +38,8 @@ every field on its command line. Options are read when the trainer is built; an 
 unless it says otherwise."""
 
 _METHODS = """\
-Names in `OPSDConfig(methods={...})`, with the classes of `trl_opsd.methods` that `OPSDTrainer(methods=[...])` takes, and
-their settings."""
+Names in `OPSDConfig(methods={...})`, with the classes of `trl_opsd.methods` that `OPSDTrainer(methods=[...])` takes,
+and their settings."""
 
 _DIVERGENCES = """\
 Values of `divergence` by name, and the objects they stand for. [extending.md](extending.md) has one of your own."""
@@ -75,7 +75,8 @@ its metrics as `eval_<metric>`; where `eval_dataset` is a dict there is one log 
 TRL's too, as `eval_<dataset>_<metric>`. `evaluate(metric_key_prefix="held_out")` puts `held_out` in place of
 `eval`. `predict(rows)` logs nothing and returns the token ids of the completions, in the order of the rows and
 padded with -100, the same completions as `texts`, and the same metrics as `test_<metric>`. `eval_loss` differs from
-TRL's: it is the mean over the tokens of the whole evaluation, which is also `eval_divergence/mean`.
+TRL's: it is the mean over the tokens of the whole evaluation, which is also `eval_divergence/mean`; with
+`loss_aggregation="rows"` that over its rows of their means over tokens, with `"teachers"` that over its teachers.
 
 *Main process*: each process has a value of its own, and loggers get that of the main process. Means cover what happened
 since the last log; what a log without a token in the loss leaves out is in the next. *Always* is in every other log.

@@ -33,7 +33,6 @@ _PROMPT = 600
 """Maximum characters shown of a prompt; of a longer one, its beginning and its end."""
 _OF_TEACHER = "teacher's prompt"
 """Name of the entry with the teacher's first prompt."""
-_BY_FUNCTION = "`teacher_prompt_fn`"
 _TOO_LOW = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
 
 
@@ -72,9 +71,9 @@ class Described:
         return "\n".join([type(self.trainer).__name__, *_filled(chain(self._parts(), self._rows(reads_stream)))])
 
     def later(self) -> str | None:
-        """The entry that is known only after a step: the first prompt that `teacher_prompt_fn` has made."""
+        """The entry that is known only after a step: the first prompt that code of the user has made for a teacher."""
         made = self.trainer.teaching.first_made
-        return None if made is None else "\n".join(_filled([(_OF_TEACHER, self._shown(*made, _BY_FUNCTION))]))
+        return None if made is None else "\n".join(_filled([(_OF_TEACHER, self._shown(*made))]))
 
     def settings(self) -> dict[str, str]:
         """How it trains, for a model card: the entries that name no folder and show no row."""
@@ -109,6 +108,8 @@ class Described:
             lacking = "" if self.trainer.train_dataset is None else ": training rows lack their columns"
             logged = ", logged only" if self.trainer.teaching.logs_rewards else f", in evaluations only{lacking}"
             yield "rewards", ", ".join(self.rewards) + ("" if self.trainer.teaching.learned_rewards else logged)
+        if self.trainer.methods.of_user:
+            yield "methods", ", ".join(type(one).__name__ for one in self.trainer.methods.of_user)
         yield "optimizer", self._optimizer()
 
     def _student(self) -> str:
@@ -191,13 +192,13 @@ class Described:
         row = next(iter(dataset), None)
         if row is None:
             raise ValueError(f"`{where}` is an empty stream, or all its rows were dropped because they are too long.")
-        readers, made = trainer.teaching.readers, trainer.teaching.first_made
+        readers, made, by = trainer.teaching.readers, trainer.teaching.first_made, trainer.methods.rewriting
         request = readers.intake.read(row, f"row 0 of {where}")
         yield "prompt", self._decoded(readers.student, request)
         if made is not None:
-            yield _OF_TEACHER, self._shown(*made, _BY_FUNCTION)
-        elif readers.intake.prompt_fn is not None:
-            yield _OF_TEACHER, f"what {_BY_FUNCTION} returns, shown after the first step"
+            yield _OF_TEACHER, self._shown(*made)
+        elif by:
+            yield _OF_TEACHER, f"what {by} returns, shown after the first step"
         else:
             name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
             later = {
@@ -210,11 +211,10 @@ class Described:
 
     def _unread(self, dataset: AnyDataset) -> list[str]:
         """Columns that nothing reads, as far as is known: a function or a subclass may read any."""
-        intake = self.trainer.teaching.readers.intake
-        calls = self.rewards or intake.prompt_fn is not None
-        sees_rows = calls or not of_package(self.trainer.weigh)
+        methods = self.trainer.methods
+        sees_rows = self.rewards or methods.rewriting or methods.of_user or not of_package(self.trainer.weigh)
         read = {*self.trainer.row_columns}
-        if len(intake.teachers) == 1:
+        if len(self.trainer.teaching.readers.intake.teachers) == 1:
             read.discard("teacher")
         return [] if sees_rows else [repr(name) for name in columns_of(dataset) or () if name not in read]
 

@@ -69,15 +69,16 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     """
 
     bf16: bool | None = None
-    """Whether to compute in bfloat16, with float32 weights. If not set, where there is an accelerator and no `fp16`."""
+    """Whether to compute in bfloat16, with float32 weights. When `None`, only with an accelerator and without
+    `fp16`."""
     # the objective
     divergence: Annotated[Divergence | str | None, Option(a_divergence)] = None
     """The objective: a name from `docs/objectives.md`, or a `Divergence`. When `None`, `beta` decides, as in TRL: 0 is
     the forward KL, 1 the reverse KL, between them is the JSD."""
     skew: Annotated[float, Option(between(0, 1))] = 0.1
-    """Of the skewed KLs, the share of the first distribution in the mixture that it is compared with."""
+    """Share of the first distribution in the mixture that a skewed KL compares it with."""
     alpha: Annotated[float, Option(between(0, 1))] = 0.5
-    """Of the α-divergence: towards the reverse KL near 0, towards the forward KL near 1."""
+    """The α-divergence's α: near 0 it tends to the reverse KL, near 1 to the forward KL."""
     top_k_teacher: Annotated[int | None, Option(integer(1) | None)] = None
     """Number of the teacher's likeliest tokens that are compared one by one; all others share one bucket."""
     kl_clip: Annotated[
@@ -106,8 +107,7 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     """Share of rows that the student completes, as in TRL's `GKDConfig` (GKD, arXiv 2306.13649); the others have a
     column `completion`, or with `seq_kd` the teacher completes them."""
     seq_kd: Annotated[bool, Option(resumed=True)] = False
-    """Whether the teacher generates the completions of these other rows, as in TRL's `GKDConfig` (GKD, arXiv
-    2306.13649)."""
+    """Whether the teacher completes the rows that `lmbda` leaves, as in TRL's `GKDConfig` (GKD, arXiv 2306.13649)."""
     methods: Annotated[dict | str | None, Option()] = None
     """Methods by name with their settings, for instance `{"contrast": {"weight": 0.5}}`, or `module.Class` of a method
     of your own; see `docs/extending.md`. In Python also `OPSDTrainer(methods=[...])`."""
@@ -118,40 +118,40 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     """Number of tokens whose logits exist at once in the loss; the result does not depend on it. When `None`, as many
     as take 0.6 GB, or 0.015 of the accelerator's memory if that is more."""
     padding_free: Annotated[bool, Option()] = False
-    """Whether the rows of a micro-batch are read as one sequence without padding, in a variable-length call of
+    """Whether the models read the rows of a micro-batch as one sequence without padding, in a variable-length call of
     FlashAttention; with SDPA, whose time grows with the square of the sequence, as several of about 1,024 tokens."""
     max_tokens_per_microbatch: Annotated[int | None, Option(integer(1) | None)] = None
-    """Most tokens of a micro-batch in training, padding included; a longer row gets one of its own. The gradient does
-    not depend on it. When `None`, a micro-batch has `per_device_train_batch_size` rows."""
+    """Maximum tokens of a micro-batch in training, padding included; a longer row is a micro-batch alone. The gradient
+    does not depend on it. When `None`, a micro-batch has `per_device_train_batch_size` rows."""
     overlap: Annotated[str | None, Option(one_of(None, "step", "ahead"))] = None
-    """Which phases run concurrently: `"step"`, rows are trained on as they end; `"ahead"`, the rows of the next step
-    are generated during this one. See `docs/generation.md`."""
+    """Which phases run concurrently: `"step"` trains on rows as they end; `"ahead"` generates the rows of the next step
+    during a step. See `docs/generation.md`."""
     overlap_max_divergence: Annotated[float, Option(above(0))] = 0.1
-    """The most that a step may move the student, in nats per token, for rows generated ahead to be used after it;
-    others are generated again."""
+    """Maximum change of the student in one step, in nats per token, up to which rows generated ahead are used; above it
+    the trainer generates them again."""
     deterministic: Annotated[bool, Option()] = False
     """Whether `overlap` trains on rows in their order, so that sums are rounded alike in each run."""
     # the teacher
     cross_tokenizer: Annotated[
         str | None, Option(one_of(None, "bytes"), resumed=True, words="compared by {}, as the tokenizers differ")
     ] = None
-    """How a teacher is compared whose tokenizer is not the student's: `"bytes"`, by distributions over the next byte
-    (arXiv 2506.14123, `docs/tokenizers.md`). When `None`, such a teacher is refused."""
+    """How to compare a teacher that has another tokenizer than the student: `"bytes"`, by distributions over the next
+    byte (arXiv 2506.14123, `docs/tokenizers.md`). When `None`, the trainer refuses such a teacher."""
     cross_tokenizer_missed: Annotated[float, Option(share(), resumed=True)] = 0.01
-    """The share of a distribution over the next byte that may be missing where models are compared. Below it, tokens
-    that branch off a text are read with it; at 1, none."""
+    """Share of a distribution over the next byte that a comparison may miss: the models also read tokens that branch
+    off the text until less is missing; at 1 they read none."""
     teacher_trust_remote_code: Annotated[bool, Option()] = False
-    """Whether the teacher may be loaded from a repository that ships its own Python code."""
+    """Whether loading the teacher may run Python code from its repository."""
     teacher_model_kind: Annotated[str | None, Option(one_of(None, "base", "ema", "live"), resumed=True)] = None
-    """Makes the student its own teacher, which then needs context of its own: `"base"` is the student as it was passed,
-    `"ema"` its exponential moving average, `"live"` the current student."""
+    """Makes the student its own teacher, which then needs context of its own: `"base"` is the initial student, `"ema"`
+    its exponential moving average, `"live"` the current student."""
     teacher_update_rate: Annotated[float, Option(share(), resumed=True)] = 0.05
     """Weight of the student in each update of the `"ema"` teacher."""
     teacher_sync_steps: Annotated[int, Option(integer(1), resumed=True)] = 1
     """Optimizer steps between updates of the `"ema"` teacher."""
     environment_timeout: Annotated[float | None, Option(above(0) | None)] = None
-    """Seconds that `reset` of an environment, its calls in one turn, `get_reward` and `get_feedback` may take each.
-    After that the episode ends, without a reward; a `reset` ends the run. When `None`, as long as they need."""
+    """Maximum seconds for each `reset` of an environment, all its calls in one turn, `get_reward` and `get_feedback`. A
+    late call ends the episode, without a reward; a late `reset` ends the run. When `None`, no limit."""
     teacher_prompt_template: Annotated[str | None, Option(check_template, resumed=True)] = None
     """Joins the prompt and the column `privileged_context` into the teacher's prompt; see `docs/teachers.md`."""
     teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None
@@ -163,51 +163,55 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     """Device that holds the teacher's targets until each micro-batch needs them; `"auto"` is the accelerator up to 1 GB
     and the host beyond."""
     teacher_prefix_cache_gb: Annotated[float, Option(at_least(0))] = 0.0
-    """GB (1e9 bytes) of keys and values that are kept of prefixes that rows of a static teacher share, such as a
-    document, which are then read once; of all teachers together, least recently used first out. 0 is off."""
+    """Size in GB (1e9 bytes) of a cache, for all static teachers together, with keys and values of prefixes that rows
+    share, such as a document: a teacher reads each once. The least recently used leaves first. 0 is off."""
     teacher_server_url: Annotated[
         list | str | dict | None,
         Option(server_urls, may_differ=True),
     ] = None
-    """URL of a server that has the teacher's layers. Several are tried in turn; a dict has those of several teachers.
-    `teacher_model` is then the checkpoint of its output head; see `docs/teachers.md`."""
+    """URL of a server that has the teacher's layers, a list of URLs to use in turn, or a dict of these by teacher.
+    `teacher_model` is then the checkpoint of the teacher's output head; see `docs/teachers.md`."""
     teacher_server_targets: Annotated[
         str | None, Option(one_of(None, "states", "student_top_k", "teacher_top_k", "both_top_k"))
     ] = None
-    """What the teacher's servers are asked for: hidden states of a pooling server; or of one that generates, the
-    log-probabilities of the student's likeliest tokens, of its own, or of both. When `None`, what they offer."""
+    """What the trainer requests from the teacher's servers: hidden states from a pooling server; or from a generating
+    server log-probabilities, of the student's likeliest tokens, the teacher's, or both. When `None`, what the servers
+    offer."""
     teacher_server_top_k: Annotated[int | None, Option(integer(1) | None)] = None
-    """How many likeliest tokens of each kind a server that generates is asked for; all others are one token to the
-    loss. When `None`, 64, or the most that it tells."""
+    """How many likeliest tokens, of each model, the trainer requests from a generating server; the loss treats all
+    other tokens as one. When `None`, 64, or the server's maximum."""
     teacher_targets: Annotated[str | None, Option(FOLDER | None, may_differ=True)] = None
-    """Folder that `trl-opsd targets` has written. Without a teacher, the targets there are all that is learned from
-    (`lmbda=0`); with one, it reads only rows that are not there."""
+    """Folder that `trl-opsd targets` has written. Without a teacher, the student learns from these targets alone
+    (`lmbda=0`); with a teacher, the teacher reads only rows that the folder lacks."""
     teacher_server_timeout: Annotated[float, Option(at_least(0))] = 240.0
-    """Seconds to wait for the teacher's servers to be up, and then for their first rows, for these at least 30."""
+    """Seconds to wait for the teacher's servers to start, and then (at least 30) for their first rows. A later row that
+    takes longer gives one warning."""
     # failures and monitoring
     nonfinite: Annotated[str, Option(one_of("raise", "skip"))] = "raise"
-    """Whether an optimizer step whose loss or gradient is NaN or infinite is an error, or is skipped and counted. The
-    weights are unchanged either way."""
+    """Whether the trainer stops, or skips and counts the step, when a loss or gradient is NaN or infinite. Either way
+    the weights stay unchanged."""
     nonfinite_skip_limit: Annotated[int, Option(integer(1))] = 10
-    """Maximum consecutive skipped steps, including those while a float16 loss scale is found; one more is an error."""
+    """Maximum consecutive skipped steps, including those in the search for a float16 loss scale; one more is an
+    error."""
     phase_timeout: Annotated[float | None, Option(above(0) | None)] = None
-    """Seconds after which a phase of training is reported, with the stacks of all threads; the run continues."""
+    """Seconds after which the trainer reports an unfinished phase, with the stacks of all threads; the run
+    continues."""
     report: Annotated[bool, Option()] = False
     """Whether to record samples of completions, and to write `report.html` at the end; see `docs/tools.md`."""
     # engines
     vllm_weight_sync: Annotated[str, Option(one_of("auto", "adapter", "full"))] = "auto"
-    """What is sent to an engine, vLLM or SGLang, after an update of a student with a LoRA adapter: the adapter, all
+    """What the trainer sends to vLLM or SGLang after each update of a student with a LoRA adapter: the adapter, all
     weights, or the adapter where the engine takes it."""
     vllm_sync_check: Annotated[str, Option(one_of("every", "first", "never"))] = "every"
-    """Which weight syncs, with vLLM or SGLang, are verified by comparing its log-probabilities with the student's."""
+    """Which weight syncs the trainer verifies, by comparing log-probabilities of vLLM or SGLang with the student's."""
     sglang_server_url: Annotated[list | str | None, Option(some_urls)] = None
-    """URL of a separately started SGLang server, which then generates the completions; of several, a list."""
+    """URL of a separately started SGLang server that generates the completions, or a list of URLs."""
     sglang_server_timeout: Annotated[float, Option(at_least(0))] = 240.0
-    """Seconds to wait for the SGLang server to be up."""
+    """Seconds to wait for the SGLang server to start."""
     resume_with_changes: Annotated[list[str] | None, Option(NAMES | None)] = None
     """Options that a resume may change, for instance `["temperature"]`; see `docs/distributed.md`."""
     vllm_server_base_url: list | str | None = None
-    """URL of the student vLLM server, in place of host and port; of several, which share the rows, a list."""
+    """URL of the student's vLLM server, in place of host and port, or a list of URLs that share the rows."""
     vllm_server_host: str = "127.0.0.1"
     """Host of the student vLLM server. A host other than loopback must be set explicitly."""
 

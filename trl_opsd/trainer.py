@@ -402,7 +402,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     @property
     def reads_logprobs(self) -> bool:
-        """Whether the rollout is asked for those of the current generation, to weigh tokens or to measure the sampler.
+        """Whether the rollout returns those of the current generation, to weigh tokens or to measure the sampler.
 
         Engines report them at temperature 1 and before anything else changes the distribution, so only where tokens are
         drawn from that of the student in the loss. An evaluation weighs none.

@@ -1,4 +1,4 @@
-"""A task of an agent with a tool: doors that it has to try, of which its teacher knows the right ones."""
+"""A task of an agent with a tool: doors that it has to try; its teacher knows the right ones."""
 
 from pathlib import Path
 

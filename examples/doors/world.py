@@ -1,4 +1,4 @@
-"""Mazes of rooms with several doors, of which one opens: the tool that tries one, the environment, and who walks there.
+"""Mazes of rooms with several doors and one that opens: the tool that tries one, the environment, and who walks there.
 
 Which doors of a maze open is drawn at random for each maze, and cannot be known from its number. In each room an agent
 calls `try_door`, until the last one is open; it may call it as often as there are doors in the maze. The teacher reads

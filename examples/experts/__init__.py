@@ -1,1 +1,1 @@
-"""Three tasks of one small language, and an expert for each: adapters of one base, of which one gives short answers."""
+"""Three tasks of one small language, and an expert for each: adapters of one base; one gives short answers."""

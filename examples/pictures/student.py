@@ -119,7 +119,7 @@ def batches(processor: LlavaProcessor, scenes: Sequence[Scene], share: float) ->
 
 
 def make_student(folder: Path, steps: int = 130, share: float = 0.03) -> None:
-    """Trains one, with 32 pictures a step of which a share is whole, and saves it with its processor."""
+    """Trains one, with 32 pictures a step, a share of them whole, and saves it with its processor."""
     processor = make_processor()
     model = make_model(processor)
     fit(model, batches(processor, draw_scenes(min(1500, 32 * steps), seed=10), share), steps=steps, learning_rate=3e-3)

@@ -1,4 +1,4 @@
-"""Questions in plain words, of which some topics are held out; and facts with the word of an answer."""
+"""Questions in plain words, with some held-out topics; and facts with the word of an answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FACTS = {
     "Who wrote Romeo and Juliet?": ["Shakespeare"],
     "What is the largest ocean?": ["Pacific"],
 }
-"""Words of which one has to be in the answer."""
+"""The answer has to contain one of these words."""
 
 
 def questions(held_out: bool = False) -> list[str]:

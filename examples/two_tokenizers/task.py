@@ -1,4 +1,4 @@
-"""A language of invented words, each of which only a few may follow; and tokenizers that cut them differently."""
+"""A language of invented words; only a few may follow each; and tokenizers that cut them differently."""
 
 from __future__ import annotations
 

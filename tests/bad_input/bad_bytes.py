@@ -43,7 +43,7 @@ CASES: list[Case] = [
     Case(
         "tokenizers",
         "another tokenizer without the option",
-        "or set `cross_tokenizer='bytes'`, which compares bytes",
+        "or, unless a server has it, set `cross_tokenizer='bytes'`",
         lambda lab: lab.make(teacher_processing_class=byte_pairs(40)),
         before_loading=True,
     ),

@@ -111,6 +111,11 @@ RANGES = [
     option("chunk size", "`loss_chunk_tokens=0`: expected an integer of at least 1", loss_chunk_tokens=0),
 ]
 
+TRACKERS = [
+    option("package missing", "`report_to='wandb'`: expected 'none', or trackers that are", report_to="wandb"),
+    option("package missing", r"`report_to=\['wand'\]`: expected 'none', or trackers that", report_to=["wand"]),
+]
+
 GENERATION_KWARGS = [
     option(
         "generation kwargs: number of sequences",
@@ -223,4 +228,4 @@ OTHERS = [
     ),
 ]
 
-CASES: list[Case] = [*RANGES, *GENERATION_KWARGS, *TWICE, *NAMES, *WITHOUT_EFFECT, *OTHERS]
+CASES: list[Case] = [*RANGES, *TRACKERS, *GENERATION_KWARGS, *TWICE, *NAMES, *WITHOUT_EFFECT, *OTHERS]

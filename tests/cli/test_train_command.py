@@ -154,6 +154,26 @@ def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path
             app(asked)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--report_to", "wandb"],
+            "`report_to='wandb'`: expected 'none', or trackers that are installed (`pip install`",
+        ),
+        (["--lora_r", "16"], "`lora_r=16` has no effect: set `use_peft: true`, or remove it."),
+    ],
+)
+def test_mistakes_of_the_first_run_are_one_sentence(given, said, disk, tmp_path, monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    arguments = ["train", *disk, *options(tmp_path), "--save_strategy", "no", *given]
+    done = CliRunner().invoke(app, arguments, prog_name="trl-opsd")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0].startswith(f"trl-opsd train: error: {said}")
+    assert len(done.stderr.splitlines()) == 2
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("error", "status"),

@@ -86,7 +86,8 @@ def method_weight(prompt: str, step: int) -> float:
 
 
 def forward_kl(student: Tensor, target: Tensor) -> Tensor:
-    return (target.exp() * (target - student)).sum(-1)
+    """What each token of the vocabulary adds."""
+    return target.exp() * (target - student)
 
 
 def reverse_kl(student: Tensor, target: Tensor) -> Tensor:
@@ -97,6 +98,12 @@ def jsd(student: Tensor, target: Tensor) -> Tensor:
     """With a `beta` of one half."""
     middle = (0.5 * (student.exp() + target.exp())).log()
     return 0.5 * (forward_kl(middle, target) + forward_kl(middle, student))
+
+
+def in_buckets(logs: Tensor, ids: Tensor) -> Tensor:
+    """[N, K + 1], the distribution over these tokens of each position and all others together."""
+    rest = logs.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).log()
+    return torch.cat([logs.gather(-1, ids), rest], -1)
 
 
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -144,7 +151,7 @@ class Oracle:
         self.temperatures = options.get("student_temperature", 1.0), options.get("teacher_temperature", 1.0)
         self.number = options.get("num_generations", 1)
         self.reads_origin = "extrapolation" in options or "anchor_weight" in options
-        self.compared = DIVERGENCES[options.get("divergence", "reverse_kl")]
+        self.entries = DIVERGENCES[options.get("divergence", "reverse_kl")]
         self.last: dict[str, tuple[float | None, list[float | None], int]] = {}
         """The last visit of a prompt: gap, rewards, and how often it was skipped since."""
         self.steps = 0
@@ -312,7 +319,25 @@ class Oracle:
     def _teacher(self, row: Row) -> str:
         return str(row.get("teacher", "told"))
 
+    def certificate(self, rows: Sequence[Row]) -> tuple[float, float]:
+        """Of an evaluation with these rows: KL(teacher‖student) per token, and the share with the same likeliest."""
+        found: list[Tensor] = []
+        for row in ({**row, "prompt": self._text(row["prompt"])} for row in rows):
+            told = row["prompt"] if "privileged_context" not in row else self._joined(row, row["privileged_context"])
+            read = (self.student, row["prompt"]), (self.teachers[self._teacher(row)], told)
+            with torch.no_grad():
+                own, its = (self._logits(*one, row["ids"]).log_softmax(-1) for one in read)
+            found.append(torch.stack([forward_kl(own, its).sum(-1), (own.argmax(-1) == its.argmax(-1)).double()]))
+        kl, same = torch.cat(found, 1).mean(1).tolist()
+        return kl, same
+
     # ---- Tokens ----
+
+    def _compared(self, student: Tensor, target: Tensor) -> Tensor:
+        if (k := self.options.get("top_k_teacher")) is not None:
+            ids = target.topk(k).indices
+            student, target = in_buckets(student, ids), in_buckets(target, ids)
+        return self.entries(student, target).clamp(max=self.options.get("kl_clip", math.inf)).sum(-1)
 
     def _logits(self, model: Any, prompt: str, ids: Sequence[int], words: Any = None) -> Tensor:
         shown = f"{ASKED}{prompt}{ANSWERED}" if "environment_factory" in self.options else prompt
@@ -347,17 +372,17 @@ class Oracle:
             alone = self._by_bytes(row)
         elif told is not None:
             target = self._target(row, told / its, first / its)
-            confidence = -entropy(target)
+            confidence = -entropy((told / its).log_softmax(-1))  # of the teacher alone, not of what the student learns
             if (known := options.get("known")) and self._teacher(row) == "told":
                 each = [self._told_tokens(known, *one) for one in zip(student, target, ids, strict=True)]
-                alone = torch.stack([self.compared(*one) for one in each])
+                alone = torch.stack([self._compared(*one) for one in each])
                 confidence = torch.stack([-entropy(one) for _, one in each])
             else:
-                alone = self.compared(student, target)
+                alone = self._compared(student, target)
         value = alone - row["pull"] * chosen
         if weight := options.get("anchor_weight"):
             anchored = DIVERGENCES["forward_kl" if "anchored" in self.methods else "reverse_kl"]
-            value = value + weight * anchored(student, (first / own).log_softmax(-1))
+            value = value + weight * anchored(student, (first / own).log_softmax(-1)).sum(-1)
         scores = {
             "student_entropy": entropy(student.detach()),
             "student_surprise": -chosen.detach(),
@@ -417,7 +442,7 @@ class Oracle:
         # of the n tokens that count, k; their row counts as k of its n tokens would on average
         counted = (weights != 0).nonzero()[:, 0]
         kept = math.ceil(round(fraction * len(counted), 9))
-        # of equal ones the first; what differs by less than float32 can tell is equal
+        # the first of equal ones; what differs by less than float32 can tell is equal
         best = counted[scores[kind][counted].round(decimals=6).argsort(descending=True, stable=True)[:kept]]
         only = torch.zeros_like(weights).index_copy(0, best, weights[best])
         return only * (kept / len(counted) * weights.sum() / only.sum())
@@ -434,7 +459,7 @@ class Oracle:
         nodes = mine.nodes(row["ids"])
         logs, token = mine.next_bytes(row["ids"], nodes, self._after(self.student, row["prompt"], nodes, own))
         found = torch.zeros(len(row["ids"]), dtype=torch.float64)
-        return found.index_add(0, torch.tensor(token), self.compared(logs, target))
+        return found.index_add(0, torch.tensor(token), self._compared(logs, target))
 
     def _after(
         self, model: Any, prompt: str, paths: Iterable[Sequence[int]], temperature: float, words: Any = None

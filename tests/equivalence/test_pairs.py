@@ -91,6 +91,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "teacher's tokens": {"known": "teacher_top_k"},
     "tokens of both": {"known": "both_top_k"},
     "stored": {"stored": True},
+    "stored, no teacher": {"stored": "alone", "lmbda": 0.0},
+    "clipped": {"kl_clip": 0.1},
+    "buckets": {"top_k_teacher": 3},
     "prefixes": {"teacher_prefix_cache_gb": 0.001},
 }  # fmt: skip
 """Names in place of functions stand for those of `functions_of`."""
@@ -98,7 +101,7 @@ SUCCESS = {"success", "success alone"}
 PULLED = {"rewards", "rewards, unscaled", "two rewards", "two rewards, each scaled"}
 OF_GROUPS = {"gate, advantage", "skip, flat groups", *SUCCESS, *PULLED}
 OF_REWARDS = {"gate, number", "gate, reward", "a prompt of rewards", *OF_GROUPS}
-MIXED_STUDENT = {"no student", "half a student", "half a student, copied"}
+MIXED_STUDENT = {"no student", "half a student", "half a student, copied", "stored, no teacher"}
 SKIPPING = {"skip, flat groups", "skip, near", "weights of prompts"}
 MIXING = {
     *OF_REWARDS,
@@ -113,18 +116,29 @@ MIXING = {
 THIRD_MODELS = {
     "contrast", "contrast, bounded", "extrapolation", "extrapolation below 1", "anchor", "anchor, forward",
 }  # fmt: skip
+CUT = {"clipped", "buckets"}
 WHOLE = {*THIRD_MODELS, "temperatures", "bytes"} - {"anchor", "anchor, forward"}
 OTHER_PROMPTS = {"unprivileged", "a prompt of the completion", "a prompt of rewards"}
 """Those of a teacher have no beginning in common."""
+OTHER_READING = {*OTHER_PROMPTS, *SUCCESS, "feedback"}
+"""With these a teacher reads more than columns in evaluations."""
+CERTIFICATE = ("kl", "agreement")
 KNOWN = {name for name, given in VARIANTS.items() if "known" in given}
+ALONE = "stored, no teacher"
 REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {*LATE, *THIRD_MODELS, "certified"}, "with `cross_tokenizer='bytes'`, "),
     ("bytes", {"constant"}, "`cross_tokenizer='bytes'` with `Constant`"),
     ("no student", OF_REWARDS - {"skip, flat groups"}, "`lmbda=0"),
+    (ALONE, OF_REWARDS - {"skip, flat groups"}, "`lmbda=0"),
+    (ALONE, {"certified"}, "an evaluation compares completions that it generates"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
-    *((name, WHOLE, "needs the whole distribution of each teacher") for name in KNOWN),
-    ("stored", {"bytes"}, "of which none are kept"),
-    ("stored", KNOWN, "teacher"),
+    *((name, {*WHOLE, *CUT, "certified"}, "needs the whole distribution of each teacher") for name in KNOWN),
+    ("bytes", CUT, "with `cross_tokenizer='bytes'`, "),
+    ("constant", CUT, "the control replaces the objective"),
+    ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
+    ("prefixes", {ALONE}, "`teacher_prefix_cache_gb=0.001` has no effect on a StoredTeacher"),
+    *((name, {"bytes"}, "keeps no bytes") for name in ("stored", ALONE)),
+    *((name, KNOWN, "teacher") for name in ("stored", ALONE)),
     ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a KnownTeacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
 ]
@@ -188,6 +202,10 @@ class Recorded(OPSDTrainer):
     """Records the rows that are taught, with their places among those of all processes."""
 
     def teach(self, rollout: Any, rows: Any) -> Any:
+        if not self.model.training:
+            seen = zip(rows, rollout.completion_lists(), strict=True)
+            self.evaluated += [(self.state.global_step, {**row, "ids": ids}) for row, ids in seen]
+            return super().teach(rollout, rows)
         for row, ids, weights in zip(rows, rollout.completion_lists(), rollout.weights, strict=True):
             seen = {"ids": ids, "off_policy": row.is_off_policy, "skipped": not row.prompt_weight}
             kept = weights[: len(ids)].nonzero()[:, 0].tolist()
@@ -224,7 +242,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     With targets that are stored, an equal run `keeps` them first.
     """
     options, rows = options_of(names), ROWS[processes]
-    if options.pop("stored", False) and not keeps:
+    if (is_stored := options.pop("stored", False)) and not keeps:
         if "refused" in (found := trained(folder, names, processes, keeps=True)):
             return found
         options["teacher_targets"] = str(folder / "+".join(names))  # of this run alone
@@ -260,20 +278,21 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
         try:
             args = tiny.config(
                 folder, **options, per_device_train_batch_size=2, gradient_accumulation_steps=rows // 2 // processes,
-                max_steps=3 if is_long else 2, shuffle_dataset=False, optim="sgd", learning_rate=RATE,
-                max_grad_norm=1e9, **({"teacher_prompt_template": TEMPLATE} if is_told else {}),
+                per_device_eval_batch_size=2, max_steps=3 if is_long else 2, shuffle_dataset=False, optim="sgd",
+                learning_rate=RATE, max_grad_norm=1e9, **({"teacher_prompt_template": TEMPLATE} if is_told else {}),
             )  # fmt: skip
             trainer = Recorded(
                 model=student,
-                teacher_model=teacher,
+                teacher_model=None if is_stored == "alone" and not keeps else teacher,
                 args=args,
                 train_dataset=Dataset.from_dict(columns),
+                eval_dataset=Dataset.from_dict(columns) if "certificate" in options else None,
                 processing_class=words,
                 teacher_processing_class=YOURS if by_bytes else None,
                 rollout=Answering(words),
                 **arguments,
             )
-            trainer.read = []
+            trainer.read, trainer.evaluated = [], []
             writers = keep_targets(trainer, folder / "+".join(names)) if keeps else []
             trainer.train()
             flush(trainer, writers)
@@ -283,27 +302,33 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     for step, place, row in sorted(gather_object(trainer.read), key=lambda one: one[:2]):
         assert place == len(steps[step])
         steps[step].append(row)
-    if "teacher_targets" in options:
+    if is_stored is True and not keeps:
         assert set(tiny.logged(trainer, "teacher/stored")) == {1.0}
+    certified = [[row for step, row in gather_object(trainer.evaluated) if step == at] for at in (0, args.max_steps)]
     logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     of_clocks = ("time/", "tokens_per_second")
     names = {"mine/weights", *(name for name in METRICS if not name.startswith(of_clocks))}
     return {
         "steps": steps,
         "metrics": {name: values for name in names if (values := tiny.logged(trainer, name))},
+        "evaluated": certified,
+        "certificates": [*zip(*(tiny.logged(trainer, f"eval_certificate/{one}") for one in CERTIFICATE), strict=True)],
         "losses": [logs.get(step + 1) for step in range(args.max_steps)],
         "weights": tiny.weights(trainer).numpy(),  # which travels between processes without shared memory
     }
 
 
-def expected(options: dict[str, Any], steps: list[list[Any]]) -> tuple[list[float], torch.Tensor]:
-    """The losses and weights in float64."""
+def expected(options: dict[str, Any], found: dict[str, Any]) -> tuple[list[float], torch.Tensor, list[Any]]:
+    """The losses, weights and certificates in float64."""
     by_bytes = "cross_tokenizer" in options
     student, teacher = models(by_bytes)
     words, theirs = (MINE, YOURS) if by_bytes else (WORDS, None)
     teachers = {"told": teacher, "other": other(by_bytes)}
     oracle = Oracle(student, teachers, words, options, RATE, theirs)
-    return [oracle.step(rows) for rows in steps], flat(student)
+    before, after = found["evaluated"]
+    certificates = [oracle.certificate(before)] if before else []
+    losses = [oracle.step(rows) for rows in found["steps"]]
+    return losses, flat(student), [*certificates, *([oracle.certificate(after)] if after else [])]
 
 
 def flat(model: Any) -> torch.Tensor:
@@ -316,11 +341,15 @@ def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
         assert said in found["refused"]
         return
     assert "refused" not in found, found["refused"]
-    if "prefixes" in names and not {*names} & {*OTHER_PROMPTS, "stored"}:  # what is on disk is not read
+    if "prefixes" in names and not {*names} & {*OTHER_PROMPTS, "stored", ALONE}:  # what is on disk is not read
         assert sum(found["metrics"]["teacher/prefix_saved"]) > 0
-    losses, weights = expected(options_of(names), found["steps"])
+    losses, weights, certificates = expected(options_of(names), found)
     # a step in which no row counts has no loss
     assert [one or 0.0 for one in found["losses"]] == pytest.approx(losses, rel=1e-5, abs=1e-7)
+    assert len(found["certificates"]) == 2 * ("certified" in names)
+    if not {*names} & OTHER_READING:
+        for one, other in zip(found["certificates"], certificates, strict=True):
+            assert one == pytest.approx(other, rel=1e-4)
     moved = float((weights - flat(models("bytes" in names)[0])).abs().max())
     off = float((weights - torch.from_numpy(found["weights"])).abs().max())
     assert off <= 1e-5 * moved + 2e-7
@@ -372,7 +401,7 @@ EFFECTS = [
 ]
 UNSEEN = {
     "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "certificate",
-    "teacher_prefix_cache_gb",
+    "teacher_prefix_cache_gb", "stored", "cross_tokenizer_missed",
 }  # fmt: skip
 """What has no effect on the loss of given completions by itself."""
 
@@ -391,7 +420,7 @@ def test_runs_differ_from_those_without_the_option(tmp_path, name, key):
         options = options_of((name,))
         del options[key]
         try:
-            losses, _ = expected(options, found["steps"])
+            losses, *_ = expected(options, found)
         except (AssertionError, KeyError):  # other prompts are skipped, or tokens selected
             return
         assert any(abs(one - (other or 0.0)) > 1e-4 for one, other in zip(losses, found["losses"], strict=True))

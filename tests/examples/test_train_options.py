@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 import torch
 import train
 import yaml
+from accelerate import PartialState
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from small_methods import Discounted
 from support import tiny
 from transformers import AutoModelForCausalLM
-from trl import DatasetMixtureConfig, ScriptArguments
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from trl.rewards import accuracy_reward
 
 from trl_opsd.cli.train.options import OptionParser, loaded_rewards
-from trl_opsd.cli.train.script import loaded, warn_of_options
+from trl_opsd.cli.train.script import check_options, loaded
 from trl_opsd.methods import Anchor, made
 
 
@@ -272,11 +274,6 @@ def test_mixture_is_loaded_and_split_as_in_trl(config, disk, options, caplog):
 
 
 VOID = {
-    "an adapter": (
-        ["--lora_r", "4", "--use_dora"],
-        "`lora_r=4`, because `use_peft` is not set; `use_dora=True`, because",
-    ),
-    "4 bits": (["--bnb_4bit_quant_type", "fp4"], "`bnb_4bit_quant_type='fp4'`, because `load_in_4bit` is not set"),
     "a split": (
         ["--dataset_test_split", "validation"],
         "`dataset_test_split='validation'`, because `eval_strategy` is",
@@ -293,6 +290,27 @@ VOID = {
 }
 
 
+ADAPTERS = [one.name for one in fields(ModelConfig) if "lora" in one.name or "dora" in one.name]
+BITS = [one.name for one in fields(ModelConfig) if "bnb" in one.name]
+
+
+@pytest.mark.parametrize("flags", [False, True], ids=["file", "flags"])
+@pytest.mark.parametrize(("switch", "names"), [("use_peft", ADAPTERS), ("load_in_4bit", BITS)])
+def test_lora_and_4_bit_options_without_their_switch_are_refused(config, switch, names, flags):
+    PartialState()
+    assert len(names) == (9 if switch == "use_peft" else 3)
+    for name in names:
+        value = "a" if (default := getattr(ModelConfig, name, None)) is None else default
+        flag = f"--{name.replace('_', '-')}" if name != "use_dora" else "--use_dora"
+        given = [*config(), flag, str(value)] if flags else config(**{name: value})
+        said = f"`{name}=.*` has no effect: set `{switch}: true`, or remove it"
+        with pytest.raises(ValueError, match=said):
+            check_options(OptionParser().given(given))
+        for is_on in ("true", "false"):
+            check_options(OptionParser().given([*given, f"--{switch}", is_on]))
+    check_options(OptionParser().given(config(lora_target_modules=None, bnb_4bit_quant_storage=None)))
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -304,7 +322,7 @@ VOID = {
 )
 def test_options_that_have_an_effect_are_not_named(given, caplog):
     models = ["--model_name_or_path", "student", "--teacher_model_name_or_path", "teacher"]
-    warn_of_options(OptionParser().given([*models, *given]))
+    check_options(OptionParser().given([*models, *given]))
     assert "without effect" not in caplog.text
 
 

@@ -23,9 +23,9 @@ def breathless(monkeypatch):
 
 
 def addresses(urls: str, deadline: float = 5.0, **given: Any) -> InTurn[Any]:
-    kind = SimpleNamespace(subject="The server")
+    kind = SimpleNamespace(name="model", subject="The server")
     clients: Any = [SimpleNamespace(url=url, kind=kind) for url in urls]
-    return InTurn(clients, "the servers", deadline, "an_option", **given)
+    return InTurn(clients, deadline, "an_option", **given)
 
 
 def answered(servers: InTurn[Any], faults: dict[str, Any], requests: int = 1) -> tuple[list[Any], list[str]]:
@@ -73,9 +73,31 @@ def test_a_hanging_address_is_dropped_if_there_is_another():
     found, asked = answered(addresses("ab"), {"a": late()}, 6)
     assert found == ["of b"] * 6
     assert asked.count("a") == 1
-    with pytest.raises(ServerError, match="All of the servers have failed"):
+    with pytest.raises(ServerError, match="All of the model's servers have failed"):
         answered(alone := addresses("a"), {"a": late()})
     assert alone._dropped == ["  a: no answer in time"]
+
+
+@pytest.mark.parametrize("urls", ["a", "ab"])
+def test_first_late_answer_is_warned_of_while_awaited(urls, caplog):
+    said: list[list[str]] = []
+
+    async def ask(client: Any, seconds: float) -> str:
+        await asyncio.sleep(0.2)
+        said.append(list(caplog.messages))
+        return client.url
+
+    async def each(servers: InTurn[Any]) -> list[str]:
+        return [await servers.answer(ask, "answered") for _ in range(3)]
+
+    warning = "The server at {} has not answered a request within 0.1 seconds; waiting up to 3 (from `an_option`): "
+    found = asyncio.run(each(addresses(urls, deadline=9.0, late=0.1)))
+    assert [len(one) for one in said] == [1, 1, 1]
+    assert caplog.messages[0].startswith(warning.format(found[0]))
+    caplog.clear()
+    asyncio.run(each(addresses(urls, late=0.5)))
+    asyncio.run(each(addresses(urls)))
+    assert caplog.messages == []
 
 
 def test_a_busy_address_is_kept():
@@ -86,10 +108,12 @@ def test_a_busy_address_is_kept():
 
 
 def test_an_error_names_each_address_and_its_reason():
-    with pytest.raises(ServerError, match=r"All of the servers have failed:\n  b: it broke\n  a: it broke"):
+    with pytest.raises(ServerError, match=r"All of the model's servers have failed:\n  b: it broke\n  a: it broke"):
         answered(addresses("ab"), dict.fromkeys("ab", ServerError("it broke")))
     busy = addresses("a", deadline=0.2)
-    with pytest.raises(ServerError, match=r"(?s)None of the servers answered within 0.2 .*`an_option`.*a: full"):
+    with pytest.raises(
+        ServerError, match=r"(?s)None of the model's servers answered within 0.2 .*`an_option`.*a: full"
+    ):
         answered(busy, {"a": BusyError("full", 9.0)})
 
 

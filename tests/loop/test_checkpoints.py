@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from support import tiny
 from transformers import TrainerState
 
-from trl_opsd import ServerError
+from trl_opsd import OPSDError, ServerError
 from trl_opsd.checkpoints.atomic_save import MANIFEST, UNFINISHED, problems
 from trl_opsd.checkpoints.resume import checkpoint_to_resume
 from trl_opsd.loop import checkpoints
@@ -156,7 +159,8 @@ def test_failed_write_leaves_earlier_checkpoints_intact(trained, tmp_path, monke
             patched.setattr(transformers.modeling_utils, "safe_save_file", refusing(save_file, 1))
             patched.setattr(transformers.TrainerState, "save_to_json", refusing(TrainerState.save_to_json, 1))
             patched.setattr(Path, "open", refusing(Path.open, 0))
-            with pytest.raises(OSError, match=os.strerror(fault)) as raised:
+            of_user = (OPSDError, r"The disk of .* is full") if fault == errno.ENOSPC else (OSError, os.strerror(fault))
+            with pytest.raises(of_user[0], match=of_user[1]) as raised:
                 trainer._save_checkpoint(trainer.model, None)
         assert raised.value.__notes__ == [
             f"{tmp_path / 'checkpoint-2'} is incomplete; earlier checkpoints are unchanged."
@@ -200,6 +204,36 @@ def test_all_machines_resume_from_a_checkpoint_that_each_has(trained, tmp_path, 
             trainer._checkpoints.whole(True)
     else:
         assert trainer._checkpoints.whole(True) == str(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("only_model", [False, True])
+def test_full_disk_is_named_with_bytes(trained, tmp_path, monkeypatch, adapter, only_model):
+    """torch's own error, of `/dev/full`, is "unexpected pos 640 vs 534"."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"]) if adapter else None
+    trainer = trained(**EACH_STEP, max_steps=1, peft_config=lora, save_only_model=only_model)
+    numbers = sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
+    tensors = sum(one.requires_grad for one in trainer.model.parameters())
+    weights, states = 4 * numbers, 0 if only_model else 2 * 4 * numbers + 4 * tensors  # two moments, and the steps
+    torch_save = torch.save
+    monkeypatch.setattr(torch, "save", lambda saved, path, *given, **more: torch_save(saved, "/dev/full"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    trainer.state.global_step = 2
+    free = iter([1_234, 0])
+    with pytest.raises(OPSDError, match=f"The disk of {tmp_path} is full: 1,234 bytes were free") as raised:
+        trainer._save_checkpoint(trainer.model, None)
+    assert f"more than {weights + states:,} are needed" in str(raised.value)
+    assert "is incomplete; earlier checkpoints are unchanged" in raised.value.__notes__[0]
+    free = iter([10**9, 0])
+    with pytest.raises(OPSDError, match="1,000,000,000 bytes were free, more than 1,000,000,000 are needed"):
+        trainer._save_checkpoint(trainer.model, None)
+    free = iter([10**9, 10**9])
+    with pytest.raises(RuntimeError, match="unexpected pos"):  # with room it was something else
+        trainer._save_checkpoint(trainer.model, None)
+    free = iter([1_234, 0])
+    with pytest.raises(OPSDError, match=f"full: 1,234 bytes were free, more than {weights:,} are needed"):
+        trainer.save_model(str(tmp_path / "final"))
+    assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
 
 
 def test_read_only_output_folder_leaves_checkpoints_intact(trained, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -210,22 +211,30 @@ class LocalHub(HfApi):
         (self.folder / repo_id).mkdir(parents=True, exist_ok=True)
         return RepoUrl(f"https://huggingface.co/{repo_id}")
 
-    def upload_folder(self, *, repo_id, folder_path, **_):
-        shutil.copytree(folder_path, self.folder / repo_id, dirs_exist_ok=True)
+    def upload_folder(self, *, repo_id, folder_path, ignore_patterns=(), **_):
+        ignored = shutil.ignore_patterns(*ignore_patterns)
+        shutil.copytree(folder_path, self.folder / repo_id, dirs_exist_ok=True, ignore=ignored)
+        uploaded = Future()
+        uploaded.set_result(None)
+        return uploaded
 
 
 def test_pushed_model_has_the_whole_card(make_trainer, tmp_path, monkeypatch):
     hub = LocalHub(tmp_path / "hub")
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     trainer = make_trainer(
-        max_steps=1, logging_steps=1, output_dir=str(tmp_path / "run"), push_to_hub=True, hub_model_id="me/mine"
+        **{"max_steps": 1, "logging_steps": 1, "output_dir": str(tmp_path / "run"), "save_strategy": "epoch"},
+        **{"push_to_hub": True, "hub_model_id": "me/mine", "log_completions": True},
     )
     trainer.train()
-    trainer.push_to_hub()
+    trainer.save_model()
     card = ModelCard.load(hub.folder / "me/mine/README.md")
     assert "None" not in card.text
     assert "# Model Card for mine" in card.text
     assert 'model="me/mine"' in card.text
     assert "| `divergence/mean` |" in card.text
     assert {"trl", "opsd"} <= set(card.data.tags)
-    assert (hub.folder / "me/mine/model.safetensors").exists()
+    assert (tmp_path / "run/checkpoint-1").exists()
+    uploaded = {path.name for path in (hub.folder / "me/mine").iterdir()}
+    assert {"README.md", "model.safetensors", "tokenizer.json", "completions"} <= uploaded
+    assert "checkpoint-1" not in uploaded

@@ -9,16 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_opsd.losses import DIVERGENCES, LazyLogits, OutputHead, ReferenceModel, Sampled, streamed_divergence
+from trl_opsd.losses import (
+    DIVERGENCES,
+    LazyLogits,
+    OutputHead,
+    ReferenceModel,
+    Sampled,
+    TopKTeacher,
+    streamed_divergence,
+)
 from trl_opsd.losses.dense import dense_divergence
 from trl_opsd.losses.registry import Settings
-from trl_opsd.losses.streamed import streamed_entropy, streamed_greedy, streamed_likeliest
+from trl_opsd.losses.streamed import streamed_entropy, streamed_likeliest
 from trl_opsd.types.known import KnownTokens, TokenHead
 
 N, V, H = 7, 40, 8
 CPU = torch.device("cpu")
 # Sums of f(p_t / p_s) over tokens, so that a bucket's ratio is that of each of its tokens, or functions of such a sum.
-OF_BUCKETS = sorted(set(DIVERGENCES) - {"adaptive_kl", "entropy_aware_kl", "sampled_reverse_kl"})
+BY_TOKEN = {"adaptive_kl", "entropy_aware_kl"}
+OF_BUCKETS = sorted({*DIVERGENCES} - BY_TOKEN - {"sampled_reverse_kl"})
 
 
 def student(seed: int = 0, bias: bool = False, cap: float | None = None) -> LazyLogits:
@@ -99,7 +108,7 @@ def test_dense_loss_completes_a_teacher_as_the_streamed_one_does():
     ids = chosen(log_probs(mine, mine.hidden.double()), log_teacher_NV, "both", 6)
     ids = [sorted(row, key=lambda one: one >= V - 5) for row in ids]  # what was sampled, the first, is shared
     sampled = Sampled(torch.tensor([row[0] for row in ids]), torch.linspace(-1, 1, N), torch.linspace(-3, -1, N))
-    for name in DIVERGENCES:
+    for name in {*DIVERGENCES} - BY_TOKEN:
         given = mine, served(log_teacher_NV, ids), DIVERGENCES[name](Settings()), torch.rand(N)
         one, other = (
             loss(*given, sampled=sampled, vocabulary=V - 5) for loss in (streamed_divergence, dense_divergence)
@@ -152,13 +161,12 @@ def test_ids_beyond_the_shared_vocabulary_have_no_probability():
     torch.testing.assert_close(cut.divergence.double(), expected_N, rtol=1e-4, atol=1e-5)
 
 
-def test_entropy_and_first_token_are_those_of_known_tokens():
+def test_entropy_is_that_of_known_tokens_and_a_rest():
     mine, log_teacher_NV = student(), teacher_logs()
     ids = chosen(log_teacher_NV, log_teacher_NV, "teacher", 6)
     teacher = served(log_teacher_NV, ids)
     expected = [-(one.exp() * one).sum() for one in map(buckets, log_teacher_NV, ids)]
     torch.testing.assert_close(streamed_entropy(teacher).double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
-    assert torch.equal(streamed_greedy(teacher), log_teacher_NV.argmax(1))
     log_student_NV = log_probs(mine, mine.hidden.double())
     found_NK = streamed_likeliest(mine, 6, 3).sort(1).values
     assert torch.equal(found_NK, log_student_NV.topk(6).indices.sort(1).values)
@@ -172,6 +180,11 @@ def test_what_needs_the_whole_distribution_is_refused():
         streamed_divergence(mine, LazyLogits(teacher.hidden, teacher.head, 2.0), divergence)
     with pytest.raises(ValueError, match="moves away"):
         streamed_divergence(mine, teacher, divergence, beside=[ReferenceModel(student(3), push=0.5)])
+    with pytest.raises(ValueError, match=r"kl_clip=0\.1"):
+        streamed_divergence(mine, teacher, divergence, kl_clip=0.1)
+    for one in (TopKTeacher(divergence, 2), *(DIVERGENCES[name](Settings()) for name in BY_TOKEN)):
+        with pytest.raises(ValueError, match=f"compared by {type(one).__name__}"):
+            streamed_divergence(mine, teacher, one)
     anchored = [ReferenceModel(student(3), anchor=0.5)]  # the student's own, so it needs no teacher
     both = [loss(mine, teacher, divergence, beside=anchored) for loss in (streamed_divergence, dense_divergence)]
     torch.testing.assert_close(both[0].divergence, both[1].divergence, rtol=1e-5, atol=1e-5)

@@ -27,8 +27,8 @@ def trainer_of(folder: Any, **given: Any) -> Any:
     )
 
 
-def expected(number: int) -> tuple[float, float]:
-    """In float64, row by row."""
+def expected(number: int) -> tuple[float, float, float]:
+    """In float64, row by row; the last is the mean over rows of their mean KL."""
     student, teacher = tiny.qwen2(32, seed=0).double(), tiny.qwen2(48, seed=1).double()
     kls, same = [], []
     for prompt, ids in list(tiny.recorded(WORDS).items())[:number]:
@@ -37,7 +37,8 @@ def expected(number: int) -> tuple[float, float]:
             own, target = (one(read).logits[0, at].log_softmax(-1) for one in (student, teacher))
         kls.append((target.exp() * (target - own)).sum(-1))
         same.append((own.argmax(-1) == target.argmax(-1)).double())
-    return float(torch.cat(kls).mean()), float(torch.cat(same).mean())
+    of_rows = sum(float(one.mean()) for one in kls) / len(kls)
+    return float(torch.cat(kls).mean()), float(torch.cat(same).mean()), of_rows
 
 
 def measured(folder: Any) -> list[float]:
@@ -57,7 +58,18 @@ def measured(folder: Any) -> list[float]:
 )
 def test_rows_that_only_fill_a_batch_are_not_measured(tmp_path, strategy):
     found = measured(tmp_path) if strategy == "alone" else forks.results(strategy, measured, tmp_path)[0]
-    assert found == pytest.approx(expected(5), rel=1e-5)
+    assert found == pytest.approx(expected(5)[:2], rel=1e-5)
+
+
+def test_each_token_counts_alike_whatever_counts_alike_in_the_loss(tmp_path):
+    options = {"loss_aggregation": "rows", "divergence": "forward_kl", "per_device_eval_batch_size": 2}
+    found = trainer_of(tmp_path, **options).evaluate()
+    kl, agreement, of_rows = expected(5)
+    assert abs(kl - of_rows) > 1e-3
+    assert found["eval_certificate/kl"] == pytest.approx(kl, rel=1e-5)
+    assert found["eval_certificate/agreement"] == pytest.approx(agreement, rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(of_rows, rel=1e-5)
+    assert found["eval_divergence/mean"] == found["eval_loss"]
 
 
 def test_it_is_measured_once_before_and_after_a_training(tmp_path):

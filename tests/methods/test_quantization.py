@@ -5,6 +5,7 @@ O output features · I input features
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import json
 import re
@@ -321,6 +322,26 @@ def test_students_that_cannot_be_quantised_are_refused(tmp_path):
     for one in (str(tmp_path / "q"), AutoModelForCausalLM.from_pretrained(tmp_path / "q")):
         with pytest.raises(ValueError, match="`StudentQuantization` with a student that is quantised already"):
             trainer_of(tmp_path, "int4", (one, teacher))
+
+
+def test_a_quantised_student_is_refused_as_teacher(tmp_path):
+    student, teacher = models()
+    trainer_of(tmp_path, "int4", (student, teacher))
+    average = trainer_of(tmp_path, "int4", (tiny.qwen2(64, seed=0), None), teacher_model_kind="ema", **_CONTEXT).teacher
+    of_lora = tiny.qwen2(64, seed=0)
+    of_lora.save_pretrained(tmp_path / "base")
+    of_lora = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    unloaded = trainer_of(tmp_path, "int4", (of_lora, teacher), lora).model.unload()
+    plain = trainer_of(tmp_path, None, models())
+    for kind in (None, "int4"):
+        for one in (student, copy.deepcopy(student), unloaded, average):
+            with pytest.raises(ValueError, match="`teacher_model` computes with the quantised weights of an earlier"):
+                trainer_of(tmp_path, kind, (tiny.qwen2(64, seed=2), one))
+    with pytest.raises(ValueError, match=re.escape("`teacher_model['b']` computes with the quantised weights of")):
+        trainer_of(tmp_path, None, (tiny.qwen2(64, seed=2), {"a": teacher, "b": student}))
+    with pytest.raises(ValueError, match="`teacher_model` computes with the quantised weights of an earlier"):
+        plain.teacher_model = student
 
 
 def loads_with_its_logits(trainer: Any, folder: Any, kind: Any = AutoModelForCausalLM) -> bool:

@@ -61,6 +61,14 @@ def routed_rows() -> Dataset:
     return tiny.rows().add_column("teacher", ["math", "prose"] * 4)
 
 
+OF_SERVER = {"divergence": "total_variation", "student_quantization": "fp8"}
+
+
+def some_tokens():
+    """A teacher whose server tells the probabilities of some tokens alone."""
+    return known_teacher(tiny.qwen2(48, seed=1), "student_top_k", 8)
+
+
 def kept(folder: Path) -> str:
     """A folder with targets of the usual teacher."""
     trainer = OPSDTrainer(
@@ -124,7 +132,12 @@ def configurations(tmp_path):
         },
         "a certificate": {"certificate": True},
         "prefixes": {"teacher_prefix_cache_gb": 0.1},
-        "a server that tells some tokens": {"teacher_model": known_teacher(tiny.qwen2(48, seed=1), "student_top_k", 8)},
+        # Which would have an acceptance and a certificate.
+        "a server that tells some tokens": {**OF_SERVER, "teacher_model": some_tokens()},
+        "a server beside another teacher": {
+            **OF_SERVER, "teacher_model": {"math": some_tokens(), "prose": tiny.llama(64, seed=2)},
+            "train_dataset": routed_rows(), "eval_dataset": routed_rows(), "loss_aggregation": "teachers",
+        },
         "a step that is left out": {"cls": SpoiledOnce, "nonfinite": "skip"},
         "rows that are learned as they end": {"rollout": Apart(tiny.recorded(tiny.tokenizer())), "overlap": "step"},
         "rows that are written ahead": {
@@ -193,8 +206,21 @@ def test_logged_metrics_match_the_table(logged, tmp_path):
     found = {key for rows in logged.values() for row in rows for key in row} - theirs
     assert found - ours == set(), "logged, and in no row of METRICS"
     assert ours - found == set(), "in METRICS, and logged by no configuration here"
-    for name in ("divergence/mean", "entropy/teacher", "time/complete", "tokens_per_second", "eval_divergence/mean"):
+    for name in ("divergence/mean", "entropy/student", "time/complete", "tokens_per_second", "eval_divergence/mean"):
         assert all(any(name in row for row in rows) for rows in logged.values()), name
+
+
+def test_what_some_tokens_do_not_tell_is_not_logged(logged):
+    unknown = ("acceptance", "agreement/", "entropy/teacher", "certificate/")
+    for name, rows in logged.items():
+        found = {one for one in unknown for row in rows for key in row if key.removeprefix("eval_").startswith(one)}
+        if name.startswith("a server"):
+            assert found == set()
+        elif not name.startswith("bytes"):
+            assert found >= {"agreement/", "entropy/teacher"}
+    assert {"acceptance", "certificate/kl"} <= {
+        key.removeprefix("eval_") for rows in logged.values() for row in rows for key in row
+    }
 
 
 def test_metrics_are_reduced_as_the_table_says(logged):

@@ -55,7 +55,7 @@ def test_served_bfloat16_is_as_close_to_float32_as_local(half, caplog):
         return float((truth.exp() * (truth - log_probs(teacher))).sum(-1).mean())
 
     served = ServedTeacher(path, [url], cpu, deadline=100.0)
-    assert "which send 128 bytes per token, in bfloat16" in str(served)
+    assert "128 bytes per token in bfloat16" in str(served)
     assert served.head.weight.dtype == torch.bfloat16
     assert not caplog.text
     here = FrozenTeacher(Resident(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), cpu))

@@ -255,7 +255,7 @@ def test_states_are_sent_in_the_servers_dtype(served, checkpoint, caplog):
         check_equal(teacher, half, rows())
         assert {row.hidden.dtype for row in teacher.targets(rows()).rows} == {torch.bfloat16}
         assert teacher.head.weight.dtype == torch.bfloat16
-        assert "which send 128 bytes per token, in bfloat16" in str(teacher)
+        assert "128 bytes per token in bfloat16" in str(teacher)
 
 
 def test_a_different_model_name_warns_and_the_token_is_sent(served, checkpoint, caplog, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.failing_server import Scoring, pretended
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.cli.targets import write_targets
+from trl_opsd.loop.nonfinite import RECORD
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.teacher.store import HEADER, Described, Store, Writer, keys_of
 from trl_opsd.teacher.stored import MissingTargetsError, StoredTeacher
@@ -263,6 +265,42 @@ def test_targets_of_another_run_are_refused(trained, written, given, message):
     folder = written()
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder), **given})
+
+
+def test_nan_on_disk_names_the_targets(make_trainer, trained, tmp_path):
+    trainer = make_trainer(**OPTIONS)
+    with torch.no_grad():
+        trainer.teacher.model.get_input_embeddings().weight.fill_(float("nan"))
+    write_targets(trainer, tmp_path / "targets")
+    alone = {**OPTIONS, "teacher_model": None, "teacher_targets": str(tmp_path / "targets")}
+    with pytest.raises(FloatingPointError):
+        trained(**alone, output_dir=str(tmp_path / "run"))
+    with pytest.raises(FloatingPointError):
+        trainer.train()
+    sides = [
+        [json.loads(line)["side"] for line in (folder / RECORD).read_text().splitlines()]
+        for folder in (tmp_path / "run", Path(trainer.args.output_dir))
+    ]
+    assert sides == [["targets"], ["teacher"]]
+
+
+WEIGHED = {"loss_aggregation": "teachers", "teacher_weights": {"one": 3.0, "other": 1.0}}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_teachers_on_disk_weigh_as_asked(make_trainer, trained, tmp_path, alone):
+    """Though the first has a quarter of the rows."""
+    rows = ROWS.add_column("teacher", ["one", *["other"] * 3] * 2)
+    options = {**OPTIONS, "train_dataset": rows, "shuffle_dataset": False, **WEIGHED}
+    write_targets(make_trainer(**options, teacher_model=teachers()), tmp_path / "targets")
+    given = {"teacher_model": None if alone else teachers(), "teacher_targets": str(tmp_path / "targets")}
+    trainer = trained(**options, **given)
+    for name, share in (("one", 0.75), ("other", 0.25)):
+        assert tiny.logged(trainer, f"loss_share/teacher/{name}") == pytest.approx([share] * 2)
+    assert_same(outcome(trainer), outcome(trained(**options, teacher_model=teachers())))
+    wrong = {**options, **given, "teacher_weights": {"one": 3.0, "third": 1.0}}
+    with pytest.raises(ValueError, match=r"`teacher_weights` is of \['one', 'third'\]"):
+        trained(**wrong)
 
 
 def test_tokens_that_are_not_the_completion_are_refused(trained):

@@ -12,6 +12,7 @@ import torch
 from served_lab import CPU, rows
 from support import tiny
 from support.failing_server import Pretended, Scoring, after, hang_up, pretended
+from support.scores import known_teacher
 from torch import Tensor
 
 from trl_opsd import OPSDTrainer
@@ -339,6 +340,27 @@ def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
             trainer.train()
             assert tiny.logged(trainer, "teacher/replica_noise") == [pytest.approx(trainer.teacher.noise)]
             assert 0 <= trainer.teacher.noise < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"kl_clip": 0.1}, "`kl_clip=0.1`"),
+        ({"top_k_teacher": 2}, "`top_k_teacher=2`"),
+        ({"divergence": "adaptive_kl"}, "`divergence=AdaptiveKL.mu=0.5.`"),
+        ({"divergence": "entropy_aware_kl"}, "`divergence=EntropyAwareKL.threshold=0.8.`"),
+        ({"extrapolation": 0.0, "contrast_weight": 0.5}, "`contrast_weight=0.5`"),
+        ({"extrapolation": 0.0}, "`extrapolation=0.0`"),
+        ({"temperature": 0.5}, "`teacher_temperature=0.5`"),
+        ({"certificate": True}, "`certificate=True`"),
+    ],
+)
+def test_what_needs_a_whole_distribution_is_refused_before_training(tmp_path, given, named):
+    teacher = known_teacher(tiny.qwen2(48, seed=1), "both_top_k", 4)
+    rows = tiny.rows().add_column("contrast_context", ["wrong"] * 8) if "contrast_weight" in given else tiny.rows()
+    options = {"train_dataset": rows, "processing_class": tiny.tokenizer(), "args": tiny.config(tmp_path, **given)}
+    with pytest.raises(ValueError, match=f"{named} needs the whole distribution .* of 'teacher'"):
+        OPSDTrainer(model=tiny.qwen2(32), teacher_model=teacher, **options)
 
 
 def test_servers_that_tell_no_token_in_common_are_apart():

@@ -98,7 +98,7 @@ ALIASES = {
     for end in ("", "_kwargs")
     for name, alias in ((CHECKPOINTING, _OLDER), (_OLDER, CHECKPOINTING))
 }
-"""The other name of each renamed option, of which `transformers` reads one and TRL the other."""
+"""The other name of each renamed option: `transformers` reads one name and TRL the other."""
 
 
 def set_known(owner: Any, **values: Any) -> None:

@@ -157,6 +157,13 @@ def prepared(
         rewards = (*rewards, *(Given(name, source, None) for name, source in environments.rewards(taken).items()))
         if train_dataset is None and args.max_steps > 0 and not environments.are_several:
             train_dataset = _rows_of_step(args)
+    # Targets on disk alone name their teachers, which rules and methods read.
+    check_named_once(teacher_model, args)
+    teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
+    is_stored = args.teacher_targets is not None and teacher_model is None and args.teacher_model_kind is None
+    if is_stored:
+        stored = stored_teachers(args)
+        teacher_model = stored if len(stored) > 1 else next(iter(stored.values()))
     now = Situation(
         args=args,
         teacher_names=tuple(teacher_model) if isinstance(teacher_model, Mapping) else (),
@@ -177,12 +184,7 @@ def prepared(
     check(now, methods)
     # 3. The rollout, the teachers, and functions of the user.
     picked = pick(rollout, args)
-    check_named_once(teacher_model, args)
-    teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
-    if args.teacher_targets is not None and teacher_model is None and args.teacher_model_kind is None:
-        refuse(STORED, now)
-        stored = stored_teachers(args)
-        teacher_model = stored if len(stored) > 1 else next(iter(stored.values()))
+    refuse(STORED if is_stored else (), now)
     check_teachers(teacher_model, model, args)
     models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {"teacher": teacher_model}
     for method in methods:
@@ -317,7 +319,7 @@ def _environments(factory: Any, tools: Any, args: OPSDConfig, train_dataset: Any
     """The environments of a factory that was checked, of each one instance."""
     check_factory(factory)
     if train_dataset is None and eval_dataset is None and (isinstance(factory, Mapping) or args.max_steps <= 0):
-        lacking = "several environments, of which each row names one" if isinstance(factory, Mapping) else "`max_steps`"
+        lacking = "several environments, one named in each row" if isinstance(factory, Mapping) else "`max_steps`"
         raise ValueError(
             f"`train_dataset` is None with `environment_factory`, which needs {lacking}: pass a dataset, or one "
             "environment and `max_steps`."

@@ -10,9 +10,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic, sleep
@@ -23,6 +24,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainingArguments
 
 from trl_opsd._compat.versions import versions
+from trl_opsd.errors import OPSDError
 
 MANIFEST = "opsd_manifest.json"
 """Lists every other file with its size, and the versions that wrote it; written last: without it, one is torn."""
@@ -114,7 +116,7 @@ def written_otherwise(checkpoint: Path) -> str:
 
 
 def problems(checkpoint: Path) -> list[str]:
-    """Lists what is missing from a checkpoint or differs from its manifest; empty if it is complete."""
+    """Lists what is missing from a checkpoint or has another size than in its manifest; empty if it is complete."""
     if not has_manifest(checkpoint):
         return [f"{MANIFEST} is missing: it is incomplete or was written by another program"]
     try:
@@ -143,6 +145,23 @@ def _files(folder: Path) -> dict[str, Path]:
 # ---- Writing --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def on_disk(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
+    """Raises an `OPSDError` for an error that a full disk has caused; `needed` are the bytes of what is written."""
+    disk = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    free = shutil.disk_usage(disk).free
+    try:
+        yield
+    except Exception as error:
+        # torch only says "unexpected pos", and leaves what it has written.
+        if "No space left" not in str(error) and shutil.disk_usage(disk).free > 2**20:
+            raise
+        raise OPSDError(
+            f"The disk of {folder} is full: {free:,} bytes were free, more than {max(free, needed()):,} are needed: "
+            "make room, or set `output_dir`, `save_total_limit` or `save_only_model=True`."
+        ) from error
+
+
 def begin(run_dir: Path) -> Path:
     """Creates the folder in which the next `checkpoint-N` is written, and deletes unfinished ones from it."""
     recover(run_dir)
@@ -153,7 +172,7 @@ def begin(run_dir: Path) -> Path:
 
 
 def sync_files(folder: Path) -> None:
-    """Syncs every file of a folder to disk, and the folders, without whose entries a file is not there."""
+    """Syncs every file of a folder to disk, and the folders, since a file without a synced entry may vanish."""
     files = _files(folder).values()
     with ThreadPoolExecutor() as pool:
         list(pool.map(sync, files))
@@ -235,11 +254,8 @@ def _is_ours(checkpoint: Path) -> bool:
 
 
 def _free_name(run_dir: Path, name: str) -> Path:
-    for number in range(1000):
-        free = run_dir / (f"replaced-{name}" + (f"-{number}" if number else ""))
-        if not os.path.lexists(free):
-            return free
-    raise ValueError(f"{run_dir} contains a thousand folders named replaced-{name}: remove them.")
+    names = chain([""], (f"-{number}" for number in count(1)))
+    return next(free for more in names if not os.path.lexists(free := run_dir / f"replaced-{name}{more}"))
 
 
 def _clear(unfinished: Path) -> None:

@@ -198,7 +198,7 @@ def _part(trainer: OPSDTrainer, folder: Path, number: int) -> Path:
 
 def _batches(trainer: OPSDTrainer, doing: str) -> Iterator[list[dict[str, Any]]]:
     """This process's generation batches of an epoch, as a training reads them; of a stream, `max_steps` of them."""
-    calls = trainer.args.gradient_accumulation_steps  # in each of which TRL's loader reads the rows of the step again
+    calls = trainer.args.gradient_accumulation_steps  # in each, TRL's loader reads the rows of the step again
     is_stream = not isinstance(trainer.train_dataset, Dataset)
     steps = trainer.args.max_steps if is_stream else None
     batches = islice(trainer.get_train_dataloader(), 0, None if steps is None else steps * calls, calls)
@@ -285,10 +285,10 @@ def _described(trainer: OPSDTrainer, format: str, top_k: int) -> tuple[Described
 def _kept_head(trainer: OPSDTrainer, name: str, teacher: Teacher, format: str, top_k: int) -> OutputHead:
     """The head of the targets that are kept of a teacher; `ValueError` where it has none of that format."""
     if isinstance(teacher, ByteTeacher):
-        raise ValueError(f"The teacher {name!r} is compared by bytes (`cross_tokenizer`), of which none are kept.")
+        raise ValueError(f"The teacher {name!r} is compared by bytes (`cross_tokenizer`), and a folder keeps no bytes.")
     if getattr(teacher, "student_k", 0):
         raise ValueError(
-            f"The server of {name!r} is asked for the student's likeliest tokens, which change as it learns: set "
+            f"The server of {name!r} scores the student's likeliest tokens, which change as the student learns: set "
             "`teacher_server_targets='teacher_top_k'`."
         )
     if isinstance(teacher.head, TokenHead):

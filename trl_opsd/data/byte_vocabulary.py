@@ -244,7 +244,7 @@ class ByteVocabulary:
         return Cutter(self)
 
     def trees(self, rows: Sequence[Sequence[int]]) -> list[CoveringTree]:
-        """Where other tokens than those of each row have borders, of which none is read yet."""
+        """Where other tokens than those of each row have borders; none is read yet."""
         return self._cutter.trees(rows)
 
     def retold(self, ids: Sequence[int], theirs: ByteVocabulary) -> tuple[list[int], int]:

@@ -112,7 +112,7 @@ class WholeStream(TorchStream):
 
 @final
 class Decoded(TorchRows):
-    """The rows of a dataset, of which a row that repeats, in a batch or in the next, is decoded once.
+    """The rows of a dataset; a row that repeats, in a batch or in the next, is decoded once.
 
     TRL's loader reads the rows of a step again for each call in it, and a row for each of its completions.
     """

@@ -238,7 +238,7 @@ class Intake:
     contrasts: bool = False
     """Whether rows have the prompt of a contrast."""
     environments: frozenset[str] = frozenset()
-    """Names of several environments, one of which each row names."""
+    """Names of several environments; each row names one."""
     is_told: bool = False
     """Whether environments tell what only a teacher reads."""
     needs_context: bool = False
@@ -285,7 +285,7 @@ class Intake:
         return replace(prompt, environment=name)
 
     def with_feedback(self, request: Request, feedback: str, template: str) -> Request:
-        """A row whose teacher is told what its environment said after the episode, beside what it told before."""
+        """A row whose teacher also reads what its environment returned after the episode."""
         told, known = template.format(feedback=feedback), request.get("privileged_context")
         row = {**request.columns, "privileged_context": told if known is None else f"{known}\n\n{told}"}
         images = images_in(row, IMAGE_COLUMNS, request.where)

@@ -41,8 +41,8 @@ def check_token_maps(
         "`teacher_processing_class`."
     )
     raise ValueError(
-        f"The tokenizers of student and {role} differ: {listed}{more}. The loss compares the two distributions id by "
-        "id, so pass a teacher with the student's tokenizer; or set `cross_tokenizer='bytes'`, which compares bytes."
+        f"The tokenizers of student and {role} differ: {listed}{more}. The loss compares distributions id by id, so "
+        "pass a teacher with the student's tokenizer; or, unless a server has it, set `cross_tokenizer='bytes'`."
         f"{read if source else ''}"
     )
 

@@ -1,4 +1,4 @@
-"""The environments of a trainer: made once, reset for each row, asked for tools, rewards and what teachers read."""
+"""The environments of a trainer: made once, reset for each row; they provide tools, rewards and what teachers read."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class Environments:
 
     @staticmethod
     def _or_none(found: Sequence[Any], failure: str) -> list[Any]:
-        """Results, and `None` for exceptions, of which those are warned of that were not late."""
+        """Results, and `None` for exceptions; warns of those that were not late."""
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, Late):
                 logger.warning(f"{failure}: {_in_words(error)}")

@@ -6,6 +6,7 @@ An address that fails again and again is dropped; one that answers wrongly, or l
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -26,7 +27,7 @@ _AT_ONCE = 32
 
 
 class WrongAnswerError(ServerError):
-    """A server answered, but not what was asked for; it cannot be trusted with other requests either."""
+    """A server returned something other than the request's answer; other requests cannot trust it either."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,17 +40,19 @@ class _Address(Generic[C]):
 
 
 class InTurn(Generic[C]):
-    """Addresses that can all answer the same requests, each of which has `deadline` seconds for all attempts.
+    """Addresses that can all answer the same requests; a request has `deadline` seconds for all attempts.
 
-    `name` and `origin`, the option that the deadline comes from, are for messages. An address is dropped after
-    `failures` in a row, and an attempt has that share of the deadline.
+    `origin` is the option that the deadline comes from. An address is dropped after `failures` in a row, and an attempt
+    has that share of the deadline; the first that is not answered within `late` seconds is a warning.
     """
 
-    def __init__(self, clients: Sequence[C], name: str, deadline: float, origin: str, failures: int = FAILURES) -> None:
+    def __init__(
+        self, clients: Sequence[C], deadline: float, origin: str, failures: int = FAILURES, late: float = math.inf
+    ) -> None:
         self._live = [_Address(client) for client in clients]
-        self._name, self._deadline, self._origin, self._failures = name, deadline, origin, failures
+        self._deadline, self._origin, self._failures, self._late = deadline, origin, failures, late
         self._dropped: list[str] = []
-        self._turn = 0
+        self._turn, self._name = 0, f"the {clients[0].kind.name}'s servers"
         self._room = asyncio.Semaphore(_AT_ONCE * len(clients))
 
     async def answer(self, ask: Callable[[C, float], Awaitable[T]], what: str) -> T:
@@ -63,11 +66,14 @@ class InTurn(Generic[C]):
                 turn = self._turn = self._turn + 1
                 while True:
                     address, began, turn = await self._next(turn), monotonic(), turn + 1
+                    alarm = asyncio.get_running_loop().call_later(self._late, self._warn_of_delay, address.client)
                     try:
                         found = await ask(address.client, self._deadline / self._failures)
                     except ServerError as error:
                         self._count(address, error, began)
                         continue
+                    finally:
+                        alarm.cancel()
                     if address in self._live:  # the other answers of a dropped one may be wrong too
                         address.failures = 0
                         return found
@@ -87,6 +93,14 @@ class InTurn(Generic[C]):
                 return ready[turn % len(ready)]
             await asyncio.sleep(min(one.free_at for one in self._live) - now)
         raise ServerError("\n".join([f"All of {self._name} have failed:", *self._dropped]))
+
+    def _warn_of_delay(self, client: C) -> None:
+        if self._late < math.inf:
+            warn_in_main(
+                f"{client.kind.subject} at {client.url} has not answered a request within {self._late:g} seconds; "
+                f"waiting up to {self._deadline / self._failures:g} (from `{self._origin}`): see its log."
+            )
+        self._late = math.inf
 
     def _count(self, address: _Address[C], error: ServerError, began: float) -> None:
         """Lets an address rest, or drops it. Busy is no failure."""

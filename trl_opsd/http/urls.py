@@ -42,7 +42,7 @@ def is_origin(url: Any) -> bool:
 
 
 def urls_of(option: str, value: Any) -> tuple[str, ...]:
-    """Addresses of an option, of which there may be several in a list or with commas, without trailing slashes."""
+    """Addresses of an option, one or several (a list, or with commas), without trailing slashes."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, Sequence) or not parts or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"`{option}={value!r}`: expected the address of a server, or a list of several.")

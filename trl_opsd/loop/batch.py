@@ -59,7 +59,7 @@ class Batches:
     def note(self, rows: Sequence[BatchRow], written: Written) -> dict[str, Tensor]:
         """Counts what was generated for all rows of a batch, shows it to methods, and returns its tokens and masks.
 
-        A row that nothing was generated for is in no count. Collective.
+        A skipped row is in no count. Collective.
         """
         host = self._host
         is_training = bool(host.model.training)

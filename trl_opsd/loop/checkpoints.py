@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, final
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, numbered, publish, recover, rotate, sync_files
+from trl_opsd._compat.peft import is_peft
+from trl_opsd._compat.sharding import whole_numel
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, numbered, on_disk, publish, recover, rotate, sync_files
 from trl_opsd.checkpoints.resume import (
     Settings,
     check_launch,
@@ -121,20 +124,21 @@ class Checkpoints:
         name = f"checkpoint-{state.global_step}"
         written = run_dir / UNFINISHED / name
         try:
-            if args.should_save:
-                begin(run_dir)
-            accelerator.wait_for_everyone()  # not before the main process has cleared the folder
-            self.is_staging = True
-            write()
-            self._point_to_best(run_dir)
-            if args.should_save:
-                state.save_to_json(str(written / "trainer_state.json"))  # again, with the best one's final path
-            accelerator.wait_for_everyone()
-            if args.local_process_index == 0:  # a machine can sync only what was written on it
-                sync_files(written)
-            accelerator.wait_for_everyone()
-            if args.should_save:
-                publish(written, run_dir)
+            with on_disk(run_dir, self.size):
+                if args.should_save:
+                    begin(run_dir)
+                accelerator.wait_for_everyone()  # not before the main process has cleared the folder
+                self.is_staging = True
+                write()
+                self._point_to_best(run_dir)
+                if args.should_save:
+                    state.save_to_json(str(written / "trainer_state.json"))  # again, with the best one's final path
+                accelerator.wait_for_everyone()
+                if args.local_process_index == 0:  # a machine can sync only what was written on it
+                    sync_files(written)
+                accelerator.wait_for_everyone()
+                if args.should_save:
+                    publish(written, run_dir)
         except Exception as error:
             error.add_note(f"{run_dir / name} is incomplete; earlier checkpoints are unchanged.")
             raise
@@ -146,6 +150,14 @@ class Checkpoints:
                 logger.warning(remark)
         accelerator.wait_for_everyone()
         return run_dir / name
+
+    def size(self, weights_only: bool = False) -> int:
+        """Bytes of the tensors in a checkpoint; of optimizer states that ZeRO divides, those of this process."""
+        trainer, no_states = self._trainer, weights_only or self._trainer.args.save_only_model
+        states = () if no_states or trainer.optimizer is None else trainer.optimizer.state.values()
+        tensors = [one for one in trainer.model.parameters() if one.requires_grad or not is_peft(trainer.model)]
+        tensors += [one for state in states for one in state.values() if isinstance(one, Tensor)]
+        return sum(whole_numel(one) * one.element_size() for one in tensors)
 
     def _point_to_best(self, run_dir: Path) -> None:
         """Sets the final path of the best checkpoint, which transformers looked for in the staging folder."""

@@ -251,7 +251,7 @@ def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -
     each_BC = {"weights": rollout.weights, "logprobs": rollout.logprobs}
     places_BL = (order_BL[:, 1:] - rollout.prompt_ids.size(1)).clamp(min=0)
     hidden_BCH = targets.hidden.to(device)
-    if targets.teacher is not None:  # of several dtypes, of which other processes may have others
+    if targets.teacher is not None:  # of several dtypes; other processes may have others
         hidden_BCH = hidden_BCH.float()
     found = {
         "tokens": rollout.input_ids.gather(1, order_BL),

@@ -25,7 +25,7 @@ from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sh
 from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.atomic_save import UNFINISHED
+from trl_opsd.checkpoints.atomic_save import UNFINISHED, on_disk
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import COLUMNS
@@ -418,7 +418,9 @@ class TrainerHooks(TrainerMembers):
     def _is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
         if is_finite := self._guard.is_finite(named, rows):
-            self._stats.now.totals.update(named)
+            # That of a completed teacher is for guards alone: its own is not known.
+            unknown = () if self.teaching.teachers.are_whole else ("teacher_entropy",)
+            self._stats.now.totals.update({name: one for name, one in named.items() if not name.startswith(unknown)})
         weight = named["weight"]
         self.record("entropy", named["student_entropy"] / weight if weight else 0.0, weight)
         return is_finite
@@ -649,11 +651,12 @@ class TrainerHooks(TrainerMembers):
     # By the user, and by transformers for each checkpoint.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers', with a model card beside the weights."""
-        super().save_model(output_dir, _internal_call)
-        folder = Path(output_dir or self.args.output_dir)
-        # Not in `_save`, whose ValueErrors transformers takes for ZeRO-3's, and not where weights stay in shards.
-        if self.args.should_save and [*folder.glob("*.safetensors")]:
-            self.methods.saved(folder, self._checkpoints.is_staging)
+        folder, size = Path(output_dir or self.args.output_dir), partial(self._checkpoints.size, weights_only=True)
+        with nullcontext() if _internal_call else on_disk(folder, size):
+            super().save_model(output_dir, _internal_call)
+            # Not in `_save`, whose ValueErrors transformers takes for ZeRO-3's, and not where weights stay in shards.
+            if self.args.should_save and [*folder.glob("*.safetensors")]:
+                self.methods.saved(folder, self._checkpoints.is_staging)
         if not _internal_call:
             own = self.args.output_dir
             try:  # TRL's writes to the folder of the run

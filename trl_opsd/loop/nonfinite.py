@@ -27,6 +27,7 @@ from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
 from trl_opsd.losses.validation import is_ours
 from trl_opsd.parallel.failure import one_traceback
+from trl_opsd.teacher.stored import StoredTeacher, live
 from trl_opsd.types import LossParts
 
 if TYPE_CHECKING:
@@ -135,11 +136,12 @@ class NonfiniteGuard:
         # `rows` are sums of each row of this process, [B, columns]: which processes broke is gathered only now.
         mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=False))  # columns of teachers may follow
         each = tuple(gather_object([mine]))
-        divergence = self._trainer.divergence
+        divergence, teachers = self._trainer.divergence, self._trainer.teaching.teachers.values()
+        is_stored = any(isinstance(live(one), StoredTeacher) for one in teachers)
         self._report(
             Finding(
                 step=self._trainer.state.global_step + (not evaluating),
-                side=side,
+                side="targets" if side == "teacher" and is_stored else side,
                 ranks=tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None),
                 sums=each,
                 evaluating=evaluating,
@@ -272,6 +274,10 @@ _WHAT = {
         "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. If your own teacher "
         "excludes tokens, use a finite value such as -1e4 instead of -inf.",
     ),
+    "targets": (
+        "The logits that the targets on disk give are NaN or infinite",
+        "Write them again with `trl-opsd targets`, to another folder, with the teacher in another dtype than then.",
+    ),
     "student": (
         "The student's logits are NaN or infinite",
         "Lower the learning rate, or resume from an earlier checkpoint.",
@@ -313,7 +319,7 @@ class Finding:
     step: int
     """Optimizer step, counted from 1: the one in progress, or the last one before an evaluation."""
     side: str
-    """`"weights"`, `"teacher"`, `"student"`, `"divergence"`, `"loss"` or `"gradient"`."""
+    """`"weights"`, `"teacher"`, `"targets"` (on disk), `"student"`, `"divergence"`, `"loss"` or `"gradient"`."""
     ranks: tuple[int, ...]
     """Ranks of the processes it came from; empty if unknown because gradients were already averaged."""
     sums: tuple[dict[str, float], ...] = ()
@@ -335,7 +341,7 @@ class Finding:
                 f"Check logarithms, roots and quotients in `{self.own_divergence}.value`, also in the branch that "
                 "`where` does not select."
             )
-        elif self.side in ("teacher", "student", "divergence") and self.temperature < _SMALL_TEMPERATURE:
+        elif self.side in ("teacher", "targets", "student", "divergence") and self.temperature < _SMALL_TEMPERATURE:
             what = what.partition(", because")[0]
             remedy = (
                 f"Logits are divided by a temperature of {self.temperature:g}, which may be the only cause: raise it."

@@ -103,7 +103,7 @@ class TeacherPrompts:
         return found
 
     def _shortened(self, row: BatchRow) -> Prompt:
-        """The teacher's prompt where what it is told beside the columns leaves no room."""
+        """The teacher's prompt where the text beside the columns leaves no room."""
         request, intake = row.request, self._readers.intake
         if not intake.is_told:
             return self._or_none(row, request.of_teacher if request.tells_more else None)

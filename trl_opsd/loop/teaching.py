@@ -70,7 +70,7 @@ class Teaching:
         """Names of the teachers, in the order of their numbers; empty if there is one."""
         self.steps_ahead = 0
         """Offset from the step being trained to the step whose rows are read."""
-        self.first_made: tuple[list[int], PreTrainedTokenizerBase] | None = None
+        self.first_made: tuple[list[int], PreTrainedTokenizerBase, str] | None = None
         """Token ids of the first prompt by `teacher_prompt_fn`, and the tokenizer that made them."""
         self.prompts = TeacherPrompts(host)
         self._of_engine: PromptLimits | None = None
@@ -142,7 +142,7 @@ class Teaching:
                 host.processing_class,
                 by_bytes=by_bytes,
                 reads=host.methods.reads,
-                moved_by=next((type(one).__name__ for one in host.methods if one.moves_target and one.reads), ""),
+                needs_whole=next((type(one).__name__ for one in host.methods if one.needs_whole), None),
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
         said = fingerprint.of_teachers(self.teachers, host.args, host.base_samples)
@@ -207,7 +207,7 @@ class Teaching:
         return replace(limits, context=context if limits.context is None else min(context, limits.context))
 
     def check_room(self, datasets: Mapping[str, Any]) -> None:
-        """Refuses other datasets with prompts that the engine was not built for, before any is generated for."""
+        """Refuses other datasets with prompts that the engine was not built for, before it generates."""
         if self._of_engine is None:
             return
         for rows in surveyed(datasets, self._host.args, self.readers.intake.names).values():
@@ -272,7 +272,7 @@ class Teaching:
         ]
 
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        """The teachers' targets for a generation batch, of which they do not read the rows that were skipped."""
+        """The teachers' targets for a generation batch; they do not read skipped rows."""
         known = self.as_rows(rows)
         # All processes call their teachers, which may be collective.
         read = [number for number, row in enumerate(known) if row.prompt_weight] or [0]
@@ -326,9 +326,9 @@ class Teaching:
     def _for_teachers(self, rollout: Rollout, rows: Sequence[BatchRow]) -> tuple[Rollout, list[str]]:
         """The rows as their teachers read them, and the name of the teacher of each."""
         read = self.prompts.read(rollout, rows)
-        if self.first_made is None and read is not rollout and self.readers.intake.prompt_fn is not None:
+        if self.first_made is None and read is not rollout and (by := self._host.methods.rewriting):
             tokenizer = self.readers.tokenizers.get(rows[0].request.teacher, self.readers.tokenizer)
-            self.first_made = read.prompt_lists()[0], tokenizer
+            self.first_made = read.prompt_lists()[0], tokenizer, by
         return read, [row.request.teacher for row in rows]
 
     # ---- The fingerprint in checkpoints -----------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Turns:
         return Written(prompt_ids, ids, masks, said)
 
     def end(self, rows: Sequence[BatchRow]) -> None:
-        """Ends a batch: the teacher of each row is told what its environment said, if it was not told yet."""
+        """Ends a batch: adds each environment's feedback to its teacher's prompt, if it is not there yet."""
         if self.environments is None:
             return
         if not self.ended:

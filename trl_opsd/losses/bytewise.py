@@ -74,7 +74,7 @@ def forks_needed(
 ) -> list[Tensor]:  # fmt: skip
     """Which forks have to be read so that no more than a share of a distribution is missed; of each row [F], bool.
 
-    Arguments are those of [`byte_logarithms`], of rows of which no fork is read: all tokens of each tree.
+    Arguments are those of [`byte_logarithms`], of rows without forks: all tokens of each tree.
     """
     sizes = [one.tokens for one in trees]
     starts, forks = [*accumulate(sizes, initial=0)][:-1], torch.cat([one.fork for one in trees])

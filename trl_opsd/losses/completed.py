@@ -1,9 +1,10 @@
-"""Completes a teacher of which some tokens are known: all others share their probability as they do in the student.
+"""Completes a teacher with some known tokens: all others share their probability as they do in the student.
 
 Then every divergence of the whole vocabulary can be taken from it. Of an f-divergence this is exactly the divergence of
-two distributions in which the other tokens are one, with its gradient: a ratio that all tokens of a part have is that
-of the part. So it is never above that from the teacher's own distribution (data processing inequality), it is 0 where
-both models agree, nothing is renormalised, and the other tokens keep their ratios.
+two distributions in which the other tokens are one, with its gradient: tokens with one ratio can be merged without
+changing the divergence. So it is never above that from the teacher's own distribution (data processing inequality), it
+is 0 where both models agree, and the other tokens keep their ratios; where ids beyond V are left out, the rest is
+renormalised.
 
 R rows (tokens) · C tokens of a tile · V vocabulary size
 """

@@ -111,7 +111,7 @@ def log_mixture(log_p_RV: Tensor, log_q_RV: Tensor, share: float) -> Tensor:
 
 
 def kl_terms(gap_RV: Tensor, p_RV: Tensor, q_RV: Tensor) -> Tensor:
-    """The terms of `KL(p || q)` from the gap `log p - log q`: `p gap + q - p`, none of which is below 0."""
+    """The terms of `KL(p || q)` from the gap `log p - log q`: `p gap + q - p`; no term is below 0."""
     # Near agreement the rounding of a normaliser, which shifts a row of gaps alike, is larger than the divergence. The
     # sum of `q - p` is 0, and as `-(p + q) tanh(gap / 2)` it contains the same shift, which cancels. On a CPU `tanh`
     # takes an eighth of the time of `expm1`, and it is right where either model excludes a token.

@@ -4,7 +4,7 @@ Eagerly, each step of the arithmetic reads and writes the tile in device memory.
 models once for normalisers and entropies, and again for value and gradient; divergences whose gradient contains a sum
 over the vocabulary that is not known by then read it a third time.
 
-R rows (tokens) · V vocabulary size, of which rows of tiles hold a multiple of 64
+R rows (tokens) · V vocabulary size; rows of tiles hold a multiple of 64 entries
 
 Device functions are not annotated: their arguments are Triton's, which Python's types do not describe.
 """
@@ -37,7 +37,7 @@ threads for each block of columns would cost more than the block's arithmetic.""
 _BLOCK = 8 * _LANES
 """Columns that a program reads at once."""
 _TARGET_BLOCK = 4 * _LANES
-"""The same where float32 is written, of which a thread has 16 bytes at once: with more, threads exchange columns."""
+"""The same where threads write float32, 16 bytes each at once: with more, threads exchange columns."""
 _ALIGNED = 64
 """Rows of tiles are stored in multiples of so many columns."""
 

@@ -67,7 +67,7 @@ def agree(run: Callable[[Any], Sequence[Tensor]], kernel: Any, eager: Any, name:
 
 
 def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number, of which all may be 0."""
+    """The largest difference, relative to the largest number; all numbers may be 0."""
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-9))
 
 

@@ -368,9 +368,7 @@ def streamed_entropy(
 
 @torch.no_grad()
 def streamed_greedy(model: LazyLogits, chunk_tokens: int | None = None, vocabulary: int | None = None) -> Tensor:
-    """A model's likeliest token at each position, [N], int64, of equal ones the first; as [`streamed_entropy`]."""
-    if isinstance(model.head, TokenHead):
-        return KnownTokens.unpack(model.hidden).likeliest(1)[1][:, 0]
+    """A model's likeliest token at each position, [N], int64, the lowest id of equals; as [`streamed_entropy`]."""
     ids_N = torch.empty(len(model.hidden), dtype=torch.long, device=model.hidden.device)
     for rows, logits_RV in _blocks(model, chunk_tokens, vocabulary):
         ids_N[rows] = logits_RV.argmax(-1)

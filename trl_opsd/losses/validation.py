@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses.divergence import Divergence, Entrywise
+from trl_opsd.losses.entrywise import AdaptiveKL, EntropyAwareKL, TopKTeacher
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
 from trl_opsd.types.known import TokenHead
+
+NEEDS_WHOLE = AdaptiveKL | EntropyAwareKL | TopKTeacher
+"""Divergences that read more of a teacher than the probabilities of some tokens and of all others together."""
 
 
 def check_arguments(
@@ -50,11 +54,13 @@ def check_arguments(
             f"vocabulary is {vocabulary}, but the student's head has {mine} rows and the teacher's {yours}: pass a "
             f"teacher with the same tokenizer, and the number of shared ids, from 1 to {min(mine, yours)}."
         )
-    if isinstance(teacher.head, TokenHead) and (teacher.temperature != 1 or any(one.push for one in beside)):
+    pushed, by_token = sum(bool(one.push) for one in beside), kl_clip is not None or isinstance(divergence, NEEDS_WHOLE)
+    if isinstance(teacher.head, TokenHead) and (teacher.temperature != 1 or pushed or by_token):
         raise ValueError(
             f"The teacher is known by some of its tokens, at temperature 1: its temperature here is "
-            f"{teacher.temperature:g}, and models that the target moves away from are "
-            f"{sum(bool(one.push) for one in beside)}, expected 1 and none: use a teacher with hidden states for them."
+            f"{teacher.temperature:g}, models that the target moves away from are {pushed}, and it is compared by "
+            f"{divergence!r} with kl_clip={kl_clip}: expected 1, none, and a divergence to which all other tokens are "
+            "one, without a clip of entries: use a teacher with hidden states for them."
         )
     check_clip(kl_clip, divergence)
     if isinstance(anchor or divergence, SampledReverseKL) and any(one.anchor for one in beside):

@@ -1,4 +1,4 @@
-"""Says what counts alike in the loss: tokens, rows, or teachers, of which one may have much shorter answers.
+"""Says what counts alike in the loss: tokens, rows, or teachers, since one teacher may have much shorter answers.
 
 B rows · C completion tokens
 """
@@ -78,6 +78,6 @@ class Aggregation(Method):
             sums[name] = sum(sums[f"{name}/{teacher}"] for teacher in factors)
 
     def _factors(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """What the weights of each teacher are multiplied by: shares become those asked for, and the total stays."""
+        """Factor of each teacher's weights: shares become the configured ones, and the total stays."""
         total, asked = sum(sums.values()), sum(self._teachers[name] for name, one in sums.items() if one)
         return {name: total * self._teachers[name] / asked / one if one else 1.0 for name, one in sums.items()}

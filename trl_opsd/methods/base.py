@@ -1,7 +1,7 @@
-"""The seam: what a method may do in an optimizer step, hook by hook in the order in which a step asks.
+"""The seam: what a method may do in an optimizer step, hook by hook in the order of the calls.
 
 Methods do not know each other: they meet in the columns of a [`BatchRow`] and in the weights of tokens. Everything that
-they have in common is decided once, where they are asked (`order.py`).
+they have in common is decided once, where their hooks are called (`order.py`).
 
 B rows of this process · R rows of all processes · C completion tokens
 """
@@ -93,11 +93,11 @@ class Method:
     Subclass it, as a dataclass if it has settings, override the hooks that are needed, and pass an instance:
     `OPSDTrainer(methods=[Mine(0.5)])`, or `OPSDConfig(methods={"my_module.Mine": {"factor": 0.5}})`. A step asks
     all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`, `weigh`,
-    `tally`, `stepped` and `limit` are asked in training only, the others in evaluations too. A hook may be collective
+    `tally`, `stepped` and `limit` are called in training only, the others in evaluations too. A hook may be collective
     unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
 
     Attributes:
-        host ([`MethodHost`]): the trainer, before the first hook is asked.
+        host ([`MethodHost`]): the trainer, before the first hook is called.
         name (`str`): names the state in checkpoints, and the method in a fingerprint; by default that of its class.
         metrics (`Mapping[str, Metric]`): what it logs; read of methods of the package alone.
         needs_rewards (`bool`): whether training depends on the rewards of rows, which are then never only logged.
@@ -106,6 +106,7 @@ class Method:
         pulls (`bool`): whether it sets `BatchRow.pull`.
         skips (`bool`): whether it sets `BatchRow.prompt_weight` to 0.
         by_token (`bool`): whether it reads distributions over tokens, which there are none of with `cross_tokenizer`.
+        needs_whole (`bool`): whether it needs whole distributions of all teachers, not of some tokens.
         whole_rows (`bool`): whether it needs whole rows in a process, which `sp_size` divides.
         whole_batch (`bool`): whether it needs all completions of a step before the first is trained on.
         in_groups (`bool`): whether it compares the completions of a prompt.
@@ -124,6 +125,7 @@ class Method:
     skips: bool = False
     falls_back: bool = False
     by_token: bool = False
+    needs_whole: bool = False
     whole_rows: bool = True
     in_groups: bool = False
     moves_target: bool = False
@@ -150,18 +152,18 @@ class Method:
 
     @classmethod
     def of(cls, now: Any) -> Method | None:
-        """The method in a [`Situation`], `None` where it is not asked for; only those of the package are looked for."""
+        """The method in a [`Situation`], `None` where no option enables it; called for those of the package only."""
         return None
 
     def has(self, hook: str) -> bool:
-        """Whether it overrides a hook; others are not asked."""
+        """Whether it overrides a hook; the trainer calls no others."""
         return getattr(type(self), hook) is not getattr(Method, hook)
 
     def build(self) -> None:
         """Builds what needs the trainer, once it is there."""
 
     def begin(self) -> None:
-        """Sets the state to what a training begins with; asked when the trainer is built, and when a training begins.
+        """Sets the initial state; called when the trainer is built, and when a training begins.
 
         A checkpoint is restored after this.
         """
@@ -219,7 +221,7 @@ class Method:
         """A step has its gradient: sums over its tokens by [`~types.LossParts`], and those that `tally` made, NumPy."""
 
     def limit(self, tokens: int) -> int:
-        """Most tokens of a completion that is generated in training now, of so many. No collectives in it."""
+        """The completion limit in training now, from 1 to `tokens`. No collectives in it."""
         return tokens
 
     # ---- Evaluations and checkpoints --------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ class Method:
         return nullcontext()
 
     def state(self) -> Mapping[str, Any] | None:
-        """What a checkpoint keeps, as JSON; `None` for nothing. One process is asked, and all restore it."""
+        """What a checkpoint keeps, as JSON; `None` for nothing. Called in one process; all restore it."""
         return None
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -247,5 +249,5 @@ class Method:
     def saved(self, folder: Path, in_checkpoint: bool) -> None:
         """The student, or its adapter, was written into a folder, of a checkpoint or by `save_model`.
 
-        Asked in the process that writes, so no collectives in it.
+        Called in the process that writes, so no collectives in it.
         """

@@ -19,7 +19,7 @@ from trl_opsd.monitor.metrics import Logs, Metric
 from trl_opsd.types import LazyLogits
 
 _LOGS = Logs(
-    "weighted mean over the tokens of an evaluation, of all processes", "the method `certificate`", trained=False
+    "mean over the tokens in the loss of an evaluation, of all processes", "the method `certificate`", trained=False
 )
 
 
@@ -29,18 +29,19 @@ class Certificate(Method, TrainerCallback):
     first step, which is what quantising alone costs, and after the last, too.
     """
 
-    by_token = True
+    by_token = needs_whole = True
     whole_rows = False
     metrics: ClassVar = {
         "certificate/kl": Metric("nats", "KL(teacher‖student) per token at temperature 1.", _LOGS),
-        "certificate/agreement": Metric("1", "Share of tokens of which both models' likeliest is the same.", _LOGS),
+        "certificate/agreement": Metric("1", "Share of tokens where both models have the same likeliest one.", _LOGS),
     }
 
     _begins: bool = False
     """Whether the next evaluation is the one before the first step."""
 
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
-        if not (total := float(weights.sum())):
+        counts = weights != 0  # each token alike, whatever `loss_aggregation`
+        if not (total := int(counts.sum())):
             return
         student, teacher = replace(student, temperature=1.0), replace(teacher, temperature=1.0)
         args, vocabulary = self.host.args, self.host.current_objective.vocabulary
@@ -48,8 +49,8 @@ class Certificate(Method, TrainerCallback):
         with torch.no_grad():
             kl_N = streamed_divergence(student, teacher, ForwardKL(), **how).divergence
         same_N = streamed_greedy(student, **how) == streamed_greedy(teacher, **how)
-        self.host.record("certificate/kl", float((kl_N * weights).sum() / total), total)
-        self.host.record("certificate/agreement", float((same_N * weights).sum() / total), total)
+        self.host.record("certificate/kl", float(kl_N[counts].mean()), total)
+        self.host.record("certificate/agreement", float(same_N[counts].float().mean()), total)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # transformers reads it once all callbacks have been called, that of the summary too.

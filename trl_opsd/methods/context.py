@@ -21,11 +21,11 @@ class ContextOptions:
     """What the teacher reads beside the columns: `"group_success"`, another completion of the same prompt whose reward
     is high enough (SDPO, arXiv 2601.20802); a row without one, and without context in the columns, does not count."""
     success_threshold: Annotated[float, Option(NUMBER, resumed=True)] = 1.0
-    """Least reward of a completion that the teacher is shown as a success."""
+    """Minimum reward for a completion to be shown to the teacher as a success."""
     feedback_template: Annotated[str, Option(partial(check_template, names=("feedback",)), resumed=True)] = (
         "Feedback on an earlier attempt:\n\n{feedback}"
     )
-    """How the teacher is told what an environment's `get_feedback` returns."""
+    """Template, in the teacher's prompt, of what an environment's `get_feedback` returns."""
 
 
 @final

@@ -46,8 +46,8 @@ class OffPolicy(Method):
 
     metrics: ClassVar = {
         "off_policy/share": Metric("1", "Share of rows in the loss that the student did not generate.", _MIXED),
-        "off_policy/divergence": Metric("nats", "`divergence/mean` of those rows.", _MIXED_SOME),
-        "on_policy/divergence": Metric("nats", "`divergence/mean` of the others.", _MIXED_SOME),
+        "off_policy/divergence": Metric("nats", "`divergence/mean` of off-policy rows.", _MIXED_SOME),
+        "on_policy/divergence": Metric("nats", "`divergence/mean` of on-policy rows.", _MIXED_SOME),
     }
 
     def before(self, rows: Sequence[BatchRow]) -> None:

@@ -1,4 +1,4 @@
-"""Asks the methods of a trainer for each hook, in their order, and decides once what all of them have in common.
+"""Calls each hook of a trainer's methods, in their order, and decides once what all of them have in common.
 
 B rows · C completion tokens
 """
@@ -23,6 +23,7 @@ from trl_opsd._compat.values import fitting
 from trl_opsd.data.prompts import Prompt
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
+from trl_opsd.methods.context import PromptFunction
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.table import LARGEST_WEIGHT, shown
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
@@ -83,11 +84,11 @@ class Methods:
         return iter(self._methods)
 
     def get(self, kind: type[M]) -> M | None:
-        """The method of a kind; `None` where it is not asked for."""
+        """The method of a kind; `None` where the trainer has none."""
         return next((one for one in self if isinstance(one, kind)), None)
 
     def _of(self, hook: str, in_training: bool = False) -> list[Method]:
-        """Those that have a hook; of one that is asked in training alone, none in an evaluation."""
+        """Those that have a hook; in an evaluation, none for a hook of training alone."""
         if in_training and not self._host.model.training:
             return []
         if hook not in self._having:
@@ -97,13 +98,25 @@ class Methods:
     # ---- What they say of themselves --------------------------------------------------------------------------------
 
     @cached_property
+    def of_user(self) -> list[Method]:
+        """Those that a user has passed."""
+        return [one for one in self if not _is_ours(one)]
+
+    @cached_property
+    def rewriting(self) -> str:
+        """Code of the user that changes what teachers read, in words; empty without any."""
+        hooks = ("teacher_prompt", "teacher_reads")
+        found = [f"`{type(one).__name__}.{hook}`" for one in self.of_user for hook in hooks if one.has(hook)]
+        return " and ".join(["`teacher_prompt_fn`"] * (self.get(PromptFunction) is not None) + found)
+
+    @cached_property
     def needs_rewards(self) -> bool:
         """Whether training depends on rewards."""
         return any(one.needs_rewards for one in self)
 
     @cached_property
     def reads_outcomes(self) -> bool:
-        """Whether rows are told the completions of their prompt and their rewards."""
+        """Whether rows get the completions of their prompt and their rewards."""
         return any(one.reads_outcomes for one in self)
 
     @cached_property

@@ -31,7 +31,7 @@ class Extrapolation(Method):
     factor: NotNegative
 
     reads = ("origin",)
-    by_token = moves_target = True
+    by_token = needs_whole = moves_target = True
 
     @property
     def words(self) -> str:  # type: ignore[override]

@@ -47,16 +47,16 @@ class RewardOptions:
         float,
         Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards"),
     ] = 0.0
-    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0 they are only logged."""
+    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0 the trainer only logs rewards."""
     reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, resumed=True)] = None
     """Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1."""
     scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), resumed=True)] = "group"
-    """Standard deviation that rewards are divided by, as in TRL's `GRPOConfig`: `"group"` or `True`, of those of a
-    prompt; `"batch"`, of the step; `"none"` or `False`, none."""
+    """Whose standard deviation divides the rewards, as in TRL's `GRPOConfig`: of a prompt's rewards (`"group"` or
+    `True`), of the step's (`"batch"`), or none (`"none"` or `False`)."""
     multi_objective_aggregation: Annotated[
         str, Option(one_of("sum_then_normalize", "normalize_then_sum"), resumed=True)
     ] = "sum_then_normalize"
-    """Whether several rewards are scaled after they are added, or each before, as in TRL's `GRPOConfig`."""
+    """Whether the trainer scales the sum of several rewards, or each before it adds them, as in TRL's `GRPOConfig`."""
 
 
 @final
@@ -65,13 +65,13 @@ class BatchRewards(Method):
 
     whole_rows = False
     metrics: ClassVar = {
-        "rewards/<name>/mean": Metric("of the function", "Without rows for which it returned `None`.", _REWARDS),
-        "rewards/<name>/std": Metric("of the function", "Standard deviation of the same rewards.", _REWARDS),
+        "rewards/<name>/mean": Metric("of the function", "Mean of this function's rewards, without `None`.", _REWARDS),
+        "rewards/<name>/std": Metric("of the function", "Standard deviation of this function's rewards.", _REWARDS),
         "reward": Metric("of the functions", "Sum of a completion's rewards times `reward_weights`.", _REWARDS),
-        "reward_std": Metric("of the functions", "Standard deviation of the same sums.", _REWARDS),
+        "reward_std": Metric("of the functions", "Standard deviation of `reward`.", _REWARDS),
         "frac_reward_zero_std": Metric(
             "1",
-            "Share of completions whose rewards have the standard deviation 0 in their prompt, or step.",
+            "Share of completions in a prompt (or step) whose rewards are all equal.",
             Logs(STEPS, "`reward_weight` above 0", evaluated=False),
         ),
         "pull/mean": Metric(

@@ -31,7 +31,7 @@ class BatchRow(Mapping[str, Any]):
     """
 
     request: Request
-    """As it was read; an environment adds what its teacher is told."""
+    """As it was read; an environment adds text for its teacher."""
     place: int | None = None
     """Index in the generation batch over all processes; `None` for a row that no dataset gave."""
     is_off_policy: bool | None = None
@@ -39,7 +39,7 @@ class BatchRow(Mapping[str, Any]):
     is_padding: bool = False
     """Whether it only fills the last batch of an evaluation."""
     prompt_weight: float = 1.0
-    """Of all rows of the prompt; at 0 nothing is generated for it."""
+    """Of all rows of the prompt; at 0 the trainer skips it."""
     images: RowImages | None = None
     """Of the student's prompt, once it is tokenized."""
     logprobs: tuple[list[int], list[float]] | None = None

@@ -47,12 +47,12 @@ class TokenSelection(Method):
     metrics: ClassVar = {
         "selection/share": Metric(
             "1",
-            "Share of the tokens that are trained on; all other metrics of a training are of these.",
+            "Share of tokens that are trained on; all other metrics of a training are over these tokens.",
             Logs(STEPS, "the method `token_selection`; not where processes share rows", evaluated=False),
         ),
         "selection/score": Metric(
             "nats",
-            "Mean over all tokens of the score they are selected by: the student's entropy, or the divergence.",
+            "Mean over all tokens of the score that selects tokens: the student's entropy, or the divergence.",
             Logs(STEPS, "`token_selection` by one of these", evaluated=False),
         ),
     }

@@ -249,7 +249,7 @@ def _check_quantization(student: nn.Module) -> None:
 
 
 def check_trainable(student: nn.Module, optimizers: tuple[Any, Any]) -> None:
-    """Refuses a student of which no weight would be stepped: merged, or unknown to the optimizer that was passed."""
+    """Refuses a student without weights to step: merged, or unknown to the optimizer that was passed."""
     check_can_learn(student)
     optimizer, scheduler = optimizers
     wrapped = getattr(optimizer, "optimizer", None)  # accelerate wraps it in a training

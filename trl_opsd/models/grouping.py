@@ -29,7 +29,7 @@ def fewest_groups(lengths: Sequence[int], fits: Fits, packed: bool = False) -> l
 
 
 def cheapest_groups(lengths: Sequence[int], fits: Fits, least: float) -> list[list[int]]:
-    """Row numbers of the padded groups with the lowest total cost, and of equal costs the fewest groups."""
+    """Row numbers of the padded groups with the lowest total cost, then with the fewest groups."""
     order = longest_first(lengths)
     # Dynamic programming over the sorted rows. For each number of rows: cost and number of their groups, and where the
     # last group begins, negated so that ties prefer a small last group.

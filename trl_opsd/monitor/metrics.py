@@ -45,9 +45,10 @@ MEAN = "mean over the tokens in the loss, of all processes and micro-batches"
 STEPS = "all processes; mean over optimizer steps"
 ALWAYS = "always, unless the loss had no tokens"
 _TOKENS = Logs(WEIGHTED, ALWAYS)
-_COUNTED = Logs(MEAN, ALWAYS)
+_WHOLE = "teachers whose whole distributions are known"
+_COUNTED = Logs(MEAN, f"{_WHOLE}, over tokens")
 _BY_BYTES = Logs(MEAN, '`cross_tokenizer="bytes"`')
-_RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", ALWAYS)
+_RANKED = Logs("mean over one in 16 tokens in the loss, of all processes and micro-batches", _COUNTED.appears)
 _ROWS = Logs(WEIGHTED, f"{ALWAYS}; in training not where processes share rows")
 _PLACES = Logs(WEIGHTED, "as `divergence/high_entropy`, if a token counts there")
 _TEACHERS = Logs(WEIGHTED, "several teachers, of those that had a token in the loss")
@@ -69,16 +70,16 @@ _SAMPLER = Logs(
     "mean over the tokens in the loss of one row in 16, of all processes and micro-batches",
     "engines, at temperature 1, where nothing else changes which token is sampled; without tools",
 )
-_TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the teacher itself, no clip')
+_TOLD = Logs(MEAN, '`divergence="total_variation"` or `"negative_log_acceptance"`, from the whole teacher, no clip')
 _AHEAD = '`overlap="ahead"`'
 _SKIPS = 'every log of a loss with `nonfinite="skip"`; otherwise once a float16 loss scale skipped a step'
 _TENTHS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "last")
 
 OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
     {
-        "divergence/mean": Metric("nats", "Between teacher and student, per token.", _TOKENS, "divergence / weight"),
+        "divergence/mean": Metric("nats", "Divergence of both models, per token.", _TOKENS, "divergence / weight"),
         "divergence/clipped": Metric(
-            "1", "Share with a clipped entry.", Logs(MEAN, "a clip of entries"), "clipped / tokens"
+            "1", "Share of tokens with a clipped entry.", Logs(MEAN, "a clip of entries"), "clipped / tokens"
         ),
         "divergence/high_entropy": Metric(
             "nats",
@@ -111,10 +112,10 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "weight/<name> / weight",
         ),
         "entropy/student": Metric(
-            "nats", "Of the student's next-token distribution.", _TOKENS, "student_entropy / weight"
+            "nats", "Entropy of the student's next-token distribution.", _TOKENS, "student_entropy / weight"
         ),
         "entropy/teacher": Metric(
-            "nats", "Of the teacher's next-token distribution.", _TOKENS, "teacher_entropy / weight"
+            "nats", "Entropy of the teacher's distribution.", Logs(WEIGHTED, _WHOLE), "teacher_entropy / weight"
         ),
         "entropy/teacher/<name>": Metric(
             "nats", "`entropy/teacher` of this teacher's rows.", _TEACHERS, "teacher_entropy/<name> / weight/<name>"
@@ -125,27 +126,27 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
                 (
                     "divergence",
                     "nats",
-                    "Between teacher and student, per byte; with weights, of the weighted sum.",
+                    "Divergence per byte; with weights, their weighted sum divided by the number of bytes.",
                     "divergence / compared",
                 ),
                 ("used", "1", "Share of bytes that were compared.", "compared / outcomes"),
                 (
                     "escape",
                     "1",
-                    "Largest share of a distribution that may be missing where bytes are compared, mean over these.",
+                    "Bound on the share of a distribution that a comparison missed, mean over compared bytes.",
                     "escaped / compared",
                 ),
                 (
                     "lost",
                     "1",
-                    "Share that the teacher's tokenizer does not read, or has no room for.",
+                    "Share of bytes that the teacher's tokenizer does not read, or has no room for.",
                     "lost / outcomes",
                 ),
             )
         },
         "cross/forks": Metric(
             "1",
-            "Tokens that branch off completions and are read with them by the student, per token of these.",
+            "Branching tokens that the student reads beside a completion, per token of it.",
             Logs("all processes and micro-batches", '`cross_tokenizer="bytes"` with `cross_tokenizer_missed` below 1'),
         ),
         "cross/retold": Metric(
@@ -154,16 +155,16 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             Logs(BATCHES, '`cross_tokenizer="bytes"` with `seq_kd`', evaluated=False),
         ),
         "agreement/first": Metric(
-            "1", "Share with the same most likely token in both models.", _COUNTED, "same_first / tokens"
+            "1", "Share of tokens at which both models have the same likeliest token.", _COUNTED, "same_first / tokens"
         ),
         "agreement/sampled": Metric(
-            "1", "Share that is the teacher's most likely token.", _COUNTED, "teacher_first / tokens"
+            "1", "Share of sampled tokens that are the teacher's likeliest.", _COUNTED, "teacher_first / tokens"
         ),
         "agreement/top": Metric(
-            "1", "Share of a model's 16 most likely tokens that both have.", _RANKED, "top_shared / ranked"
+            "1", "Share of a model's 16 likeliest tokens that both models' 16 have.", _RANKED, "top_shared / ranked"
         ),
         "agreement/top_mass": Metric(
-            "1", "The student's probability of those that both have.", _RANKED, "top_mass / ranked"
+            "1", "The student's probability of the tokens in both models' likeliest 16.", _RANKED, "top_mass / ranked"
         ),
         "teacher/replica_noise": Metric(
             "nats",
@@ -176,7 +177,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             Logs("rows of this process since the last step", "`teacher_targets` beside a teacher", evaluated=False),
         ),
         "teacher/tokens": Metric("tokens", "Tokens that teachers read for a generation batch.", _PREFIXES),
-        "teacher/prefix_saved": Metric("tokens", "Tokens that they did not read, as rows share prefixes.", _PREFIXES),
+        "teacher/prefix_saved": Metric("tokens", "Tokens of shared prefixes that teachers did not read.", _PREFIXES),
         "acceptance": Metric(
             "1", "Probability that speculative decoding accepts a token of the student.", _TOLD, "accepted / tokens"
         ),
@@ -194,7 +195,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         ),
         "completions/repeated_ratio": Metric(
             "1",
-            "Share of the student's completions of whose last 32 tokens at most half of the 4-grams differ.",
+            "Share of the student's completions in whose last 32 tokens at most half of the 4-grams are distinct.",
             _GENERATED,
         ),
         "completions/mean_length/teacher/<name>": Metric(
@@ -205,7 +206,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "time/reward": Metric("seconds", "Calling reward functions and models.", Logs(_PHASE, WITH_REWARDS)),
         "time/act": Metric("seconds", "Waiting for tools and environments.", Logs(_PHASE, _WITH_TOOLS)),
         "turns/mean": Metric(
-            "1", "Turns of a completion: one more than those that called tools.", Logs(BATCHES, _WITH_TOOLS)
+            "1", "Turns of a completion: the turns that called tools, and the last.", Logs(BATCHES, _WITH_TOOLS)
         ),
         "time/teach": Metric("seconds", "The teacher's forward passes, or waiting for its server.", _PHASES),
         "time/compare": Metric(
@@ -229,7 +230,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         ),
         "overlap/divergence": Metric(
             "nats per token",
-            "How far the previous step has moved the student, from its distribution before that step.",
+            "Divergence of the student after the previous step from the student before it.",
             Logs(STEPS, f"{_AHEAD}, where rows were generated before that step", evaluated=False),
         ),
         "sync/seconds": Metric("seconds", "Sending the weights to vLLM, without the verification.", _SYNC),
@@ -237,7 +238,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "sync/proof_seconds": Metric("seconds", "Verifying a weight sync.", Logs(_SYNC.reduced, _PROOF)),
         "rollout/logprob_gap": Metric(
             "nats",
-            "Largest difference between a log-probability of vLLM and the student's, in that verification.",
+            "Largest difference between vLLM's and the student's log-probabilities at a weight sync.",
             Logs("maximum over processes; mean over weight syncs", _PROOF),
         ),
         "rollout/kl_sampler": Metric(
@@ -255,7 +256,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "images/tokens": Metric("tokens", "Prompt tokens that stand for images, per prompt.", _IMAGES),
     }
 )
-"""By their names in the training log, those that are of no method."""
+"""Metrics that belong to no method, by their names in the training log."""
 
 
 def evaluated_names(

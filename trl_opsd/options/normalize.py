@@ -142,7 +142,7 @@ FAIL_IN_GENERATE = {
 """Keys that `generate` refuses only in the middle of a run, and why."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Options of which a checkpoint's generation config may have others."""
+"""Options that a checkpoint's generation config may set otherwise."""
 ENDS = ("eos_token_id", "stop_token_ids", "ignore_eos")
 """Keys that determine the end tokens."""
 

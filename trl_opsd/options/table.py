@@ -15,10 +15,11 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+from transformers.integrations import get_available_reporting_integrations
 
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.http.urls import is_origin, some_urls
+from trl_opsd.http.urls import some_urls
 from trl_opsd.losses import DIVERGENCES, Divergence
 
 # ---- Values ---------------------------------------------------------------------------------------------------------
@@ -97,9 +98,14 @@ LARGEST_WEIGHT = 1e20
 """Of a token in the loss: sums of weighted nats are float32, whose maximum is 3e38."""
 SET = Values("not None", lambda value: value is not None)
 NAME = Values("the name of a teacher", lambda value: isinstance(value, str) and bool(value))
+TRACKERS = Values(
+    "'none', or trackers that are installed (`pip install` them)",
+    lambda value: {None, "none", "all", "flyte", *get_available_reporting_integrations()}.issuperset(
+        value if isinstance(value, list) else [value]
+    ),
+)
 FOLDER = Values("the path of a folder", lambda value: isinstance(value, str) and bool(value))
 NAMES = Values("a list of names", lambda value: isinstance(value, list))
-ORIGIN = Values("a scheme, a host and a port, as 'http://127.0.0.1:30000'", is_origin)
 
 
 def shown(name: str, value: Any) -> str:
@@ -221,6 +227,7 @@ TRLS: Mapping[str, Option] = {
 """Options of TRL's `DistillationConfig`."""
 
 TRANSFORMERS: Mapping[str, Option] = {
+    "report_to": Option(TRACKERS, may_differ=True),
     "use_cpu": Option(),
     **dict.fromkeys(("bf16", "fp16", "full_determinism", "torch_compile", "neftune_noise_alpha"), Option()),
     **dict.fromkeys(("accelerator_config", "deepspeed", "fsdp", "fsdp_config", "enable_jit_checkpoint"), Option()),

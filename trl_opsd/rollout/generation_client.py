@@ -40,7 +40,7 @@ class Facts:
     block_size: int
     """Tokens in a block of its prefix cache."""
     longest_prompt: int
-    """Most tokens of a prompt; a longer one gets an empty completion."""
+    """Maximum tokens of a prompt; a longer one gets an empty completion."""
     model: str = ""
     """The name that requests to a vLLM server give its model."""
     device: str = ""
@@ -59,7 +59,7 @@ class GenerationClient(ABC):
     """A server that generates, as an [`~rollout.base.Engine`]; its failures are `ServerError`.
 
     What all kinds share is here: `write`, `write_each`, `connect`, `check_connected`, `load`, `load_adapter` and
-    `forget_prefixes`, of which all but `write_each` are collective. The other methods are those of a kind: paths,
+    `forget_prefixes`; all but `write_each` are collective. The other methods are those of a kind: paths,
     names, and how weights are sent. Each process requests its own rows; the main one alone reads `facts`, connects,
     and sends weights.
     """
@@ -247,7 +247,7 @@ class GenerationClient(ABC):
             self._drop(adapter)
 
     def forget_prefixes(self) -> None:
-        """Resets the prefix cache, which was computed with earlier weights; blocks of adapters have their names."""
+        """Resets the prefix cache, which earlier weights computed; cached blocks are kept apart by adapter name."""
         if not self._takes_adapters:
             self._in_main(self.reset_prefixes)
 

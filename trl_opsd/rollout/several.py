@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 _NEWEST = 0.2
 """Weight of a row in the mean speed of a server."""
 WATCHED = 30.0
-"""Seconds of a row after which its server is asked whether it is up, again and again."""
+"""Seconds that a row takes before the client starts to poll whether its server is up."""
 
 
 @dataclass(eq=False, slots=True)

@@ -76,7 +76,7 @@ class SyncProof(Proof):
     prompts, the engine generates the text itself. The probe is sent twice. The first time the engine also scores it,
     which it can only do without its prefix cache; the second time it may use the cache, and as the probe is longer than
     a block, a stale cache is detected. `dtype` is that of both, or the less precise; `with_adapter` enables a diagnosis
-    of its own. With `sees`, a prompt with an image is compared, too, of which the text after the image counts.
+    of its own. With `sees`, it also compares a prompt with an image, by the text after the image.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ Key: TypeAlias = tuple[tuple[int, ...], RowImages | None, tuple[int, ...]]
 Logprobs: TypeAlias = dict[Key, list[float]]
 """Log-probabilities of a completion's tokens."""
 EVERY = 16
-"""Where no loss is weighed by log-probabilities, one row in so many is asked for them: they cost an engine time."""
+"""Where log-probabilities weigh no loss, the engine returns them for one row in so many: they cost it time."""
 
 
 class SyncedRollout(RolloutBackend, Generic[E]):
@@ -240,7 +240,7 @@ def key_of(prompt_ids: list[int], completion_ids: list[int]) -> Key:
 
 
 def note(known: Logprobs, prompt_ids: list[int], row: Completion) -> None:
-    """Keeps the log-probabilities of a row that was asked for them."""
+    """Keeps the log-probabilities that the engine returned for a row."""
     if len(row.logprobs) == len(row.completion_ids):
         known[key_of(prompt_ids, row.completion_ids)] = row.logprobs
 

@@ -1,4 +1,4 @@
-"""Rows of a generation batch that servers are asked about: each once, some ahead, and answers as they are needed."""
+"""Rows of a generation batch that servers score: each once, some ahead, and answers as they are needed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from tqdm import tqdm
+
+from trl_opsd.types import Rollout
 
 Row = TypeVar("Row", bound=Hashable)
 
@@ -67,3 +69,20 @@ class Asked(Generic[Row]):
         if found is not None and not (found.done() and (found.cancelled() or found.exception())):
             return found
         return self._start(row)
+
+
+def rows_of(
+    rollout: Rollout, vocabulary: int, row_of: Callable[[int, list[int], list[int], list[int]], Any]
+) -> list[Any]:
+    """What is asked of each row, from its number, prompt, completion and places that count; `None` without these."""
+    found: list[Any] = []
+    lists = zip(rollout.prompt_lists(), rollout.completion_lists(), rollout.counts.cpu(), strict=True)
+    for number, (prompt, completion, counts_C) in enumerate(lists):
+        places = counts_C.nonzero().flatten().tolist()
+        found.append(row := row_of(number, prompt, completion, places) if places else None)
+        if row is not None and max(row.ids) >= vocabulary:  # vLLM would use a row of its padded embeddings
+            raise ValueError(
+                f"A row has the token id {max(row.ids)}, but the teacher's vocabulary has {vocabulary}: was another "
+                "tokenizer used? Nothing of this batch was sent."
+            )
+    return found

@@ -20,6 +20,7 @@ from trl_opsd._compat.torchao import copy_quantizers, restore, unquantized
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.config import OPSDConfig
 from trl_opsd.losses import Divergence
+from trl_opsd.losses.validation import NEEDS_WHOLE
 from trl_opsd.models.adapters import Adapter, adapter_at
 from trl_opsd.models.backbone import Run, model_shape
 from trl_opsd.models.checks import whole_checkpoint, whole_on
@@ -114,13 +115,13 @@ def build_teachers(
     tokenizer: PreTrainedTokenizerBase,
     by_bytes: Mapping[str, Callable[[Teacher], Teacher]] = MappingProxyType({}),
     reads: Collection[str] = (),
-    moved_by: str = "",
+    needs_whole: str | None = None,
 ) -> Teachers:
     """All teachers by name, from what was passed for each; `None` is the student itself.
 
-    `divergence` and `tokenizer` say what a server is asked for; `by_bytes` wraps those that have a tokenizer of their
-    own; `reads` says what is read beside them, `"origin"` the student as it was passed, and
-    `moved_by` which method makes another target of them.
+    `divergence` and `tokenizer` say what to request from a server; `by_bytes` wraps those that have a tokenizer of
+    their own; `reads` says what is read beside them, `"origin"` the student as it was passed; `needs_whole` names the
+    method that needs their whole distributions.
     """
     # `handed_in` are samples of the weights under the student's adapter, which a base teacher needs unchanged.
     is_base, checked = args.teacher_model_kind == "base", None
@@ -151,28 +152,29 @@ def build_teachers(
         own = next((one for one in teachers.values() if is_base), None)
         origin = own or _build_base(student, run, reading, args, memory)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
-    _check_whole(teachers, args, moved_by)
+    _check_whole(teachers, args, divergence, needs_whole)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
     proposer = _own(student, run, reading, args)(nullcontext) if asks_student else None
     return Teachers(teachers, average, checks, origin, proposer)
 
 
-def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig, moved_by: str) -> None:
-    """Refuses what needs the whole distribution of a teacher of which only some tokens are known."""
+def _check_whole(
+    teachers: Mapping[str, Teacher], args: OPSDConfig, divergence: Divergence, needs_whole: str | None
+) -> None:
+    """Refuses what needs a teacher's whole distribution where only some tokens are known."""
     known = [name for name, one in teachers.items() if isinstance(innermost(one).head, TokenHead)]
-    if known and moved_by:
-        raise ValueError(
-            f"`{moved_by}` needs the whole distribution of each teacher, but of {known[0]!r} the log-probabilities of "
-            "some tokens are known: remove it, or use hidden states, from a pooling server or `trl-opsd targets "
-            "--format states` (docs/teachers.md)."
-        )
+    temperature = args.teacher_temperature or args.temperature
     needs = {
-        "cross_tokenizer": args.cross_tokenizer is not None,
-        "teacher_temperature": (args.teacher_temperature or args.temperature) != 1,
+        "methods": needs_whole,
+        "cross_tokenizer": args.cross_tokenizer,
+        "teacher_temperature": None if temperature == 1 else temperature,
+        "kl_clip": args.kl_clip,
+        "top_k_teacher": args.top_k_teacher,
+        "divergence": divergence if isinstance(divergence, NEEDS_WHOLE) else None,
     }
-    if known and (name := next((name for name, one in needs.items() if one), None)):
+    if known and (name := next((name for name, value in needs.items() if value is not None), None)):
         raise ValueError(
-            f"`{name}={getattr(args, name)!r}` needs the whole distribution of each teacher, but of {known[0]!r} the "
+            f"`{name}={needs[name]!r}` needs the whole distribution of each teacher, but of {known[0]!r} the "
             "log-probabilities of some tokens are known, at temperature 1: remove it"
             f"{' (1 if `temperature` is another)' * (name == 'teacher_temperature')}, or use hidden states, from a "
             "pooling server or `trl-opsd targets --format states` (docs/teachers.md)."
@@ -182,7 +184,7 @@ def _check_whole(teachers: Mapping[str, Teacher], args: OPSDConfig, moved_by: st
 def _placed_adapters(
     adapters: Mapping[str, Adapter], student: CausalLM, args: OPSDConfig, is_only: bool
 ) -> tuple[dict[str, Placement], Callable[[], None] | None]:
-    """Loads adapters and their bases, of which one may have the student's own weights: frozen ones, whole and here."""
+    """Loads adapters and their bases (one may have the student's own weights): frozen ones, whole and here."""
     is_split = args.deepspeed_plugin is not None or is_fsdp_enabled()
     # Compared in host memory, so that a base is never on the device twice.
     compares = args.teacher_offload == "none" and is_peft(student) and not is_split

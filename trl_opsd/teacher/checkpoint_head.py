@@ -244,7 +244,7 @@ class _Tensors:
 
 
 class _OnlyStates(BaseModelOutputWithPast):
-    """A backbone's output of which only the hidden states are known."""
+    """A backbone's output with hidden states only."""
 
     def __getattr__(self, name: str) -> None:
         return None

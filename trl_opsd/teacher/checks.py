@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_opsd._compat.peft import CausalLM, is_peft, without_peft
+from trl_opsd._compat.torchao import fake_quantized
 from trl_opsd._compat.trl import get_config_model_id
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import settings_of
@@ -172,6 +173,12 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
         raise ValueError(
             f"{called} shares parameters with the student, so it would be trained too: load the teacher as a separate "
             "object."
+        )
+    model = teacher_model.model if isinstance(teacher_model, FrozenTeacher) else teacher_model
+    if isinstance(model, nn.Module) and fake_quantized(model):
+        raise ValueError(
+            f"{called} computes with the quantised weights of an earlier training (`student_quantization`): load the "
+            "teacher anew, or from the folder `quantized` of a save if it is to teach quantised."
         )
 
 

@@ -175,7 +175,7 @@ def _as_of(head: OutputHead, states_nH: Tensor) -> Tensor:
 
 
 def best(share: TeacherTokens, scores_N: Tensor) -> TeacherTokens:
-    """The tokens of each row with the highest scores, of equal ones the first, without waiting for a device."""
+    """The tokens of each row with the highest scores, earlier ones first among equals, without waiting for a device."""
     device, (rows, columns) = scores_N.device, share.weights_BC.shape
     assert share.highest_K is not None, "made with a selection"
     places_N = share.places_N.to(device, non_blocking=True)

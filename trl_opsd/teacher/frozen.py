@@ -276,7 +276,7 @@ class FrozenTeacher(Teacher):
                 self.prefixes.prove(run, self.reading)
 
     def prove_images(self, prompts: Sequence[PromptIds]) -> None:
-        """Verifies how it reads images, of which these are [`~data.images.probe_prompts`]. Collective if it is sharded.
+        """Verifies how it reads images, with [`~data.images.probe_prompts`]. Collective if it is sharded.
 
         Raises:
             ValueError: It reads them otherwise than the model itself does, or than each row alone.

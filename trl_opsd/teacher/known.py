@@ -1,6 +1,6 @@
 """A teacher behind a server that generates: of each position, the log-probabilities of some tokens, and the rest.
 
-B rows · C completion tokens · n tokens of a row that count · K tokens that are asked for · V vocabulary size
+B rows · C completion tokens · n tokens of a row that count · K requested tokens · V vocabulary size
 """
 
 from __future__ import annotations
@@ -17,15 +17,9 @@ from transformers import AutoConfig
 
 from trl_opsd.http.client import warn_in_main
 from trl_opsd.http.in_turn import WrongAnswerError
-from trl_opsd.losses import (
-    Divergence,
-    ForwardKL,
-    SampledReverseKL,
-    SkewedForwardKL,
-    TopKTeacher,
-)
+from trl_opsd.losses import Divergence, ForwardKL, SampledReverseKL, SkewedForwardKL
 from trl_opsd.models.backbone import check_no_holes
-from trl_opsd.teacher.asked import Asked
+from trl_opsd.teacher.asked import Asked, rows_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.servers import probe_ids, smallest
 from trl_opsd.teacher.token_servers import TokenServers, are_same, kl
@@ -51,7 +45,7 @@ def chosen_targets(offers: frozenset[str], divergence: Divergence) -> str:
     # The student's tokens alone leave to its tail what the teacher would say instead: trained so, a student came hardly
     # nearer (benchmarks/notes/teachers.md). A sampled token is always told.
     of_student = isinstance(divergence, SampledReverseKL)
-    of_teacher = isinstance(divergence, ForwardKL | SkewedForwardKL | TopKTeacher)
+    of_teacher = isinstance(divergence, ForwardKL | SkewedForwardKL)
     wanted = ("student_top_k",) if of_student else ("teacher_top_k",) if of_teacher else _BOTH
     found = [one for one in wanted if one in offers] or [one for one in _BOTH if one in offers]
     return "both_top_k" if len(found) == 2 else found[0]
@@ -65,7 +59,7 @@ class _Row(NamedTuple):
     places: tuple[int, ...]
     """Indices in `ids` of the tokens that count."""
     wanted: tuple[tuple[int, ...], ...]
-    """The student's candidates at each; empty where none are asked for."""
+    """The student's candidates at each; empty where none are requested."""
 
 
 class KnownTeacher(Teacher):
@@ -211,29 +205,17 @@ class KnownTeacher(Teacher):
 
     def _packed(self, row: _Row, ids_nM: Tensor, logprobs_nM: Tensor) -> Tensor:
         sampled_n1 = torch.tensor([row.ids[place] for place in row.places])[:, None]
-        # The token of the row first, of which the loss may need the probability.
+        # The row's token first, since the loss may need its probability.
         first_nM = (ids_nM != sampled_n1).int().sort(dim=1, stable=True).indices
         return KnownTokens.of(ids_nM.gather(1, first_nM), logprobs_nM.gather(1, first_nM), self._width).packed()
 
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
         """What to score of each row; `None` where no token counts."""
-        found: list[_Row | None] = []
-        counts_BC, vocabulary = rollout.counts.cpu(), self._head.weight.size(0)
         candidates = None if rollout.candidates is None or not self.student_k else rollout.candidates.cpu()
-        lists = zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)
-        for number, (prompt, completion) in enumerate(lists):
-            at_n = counts_BC[number].nonzero().flatten()
-            if not len(at_n):
-                found.append(None)
-                continue
-            ids = (*prompt, *completion[: int(at_n[-1]) + 1])
-            if max(ids) >= vocabulary:
-                raise ValueError(
-                    f"A row has the token id {max(ids)}, but the teacher's vocabulary has {vocabulary}: was another "
-                    "tokenizer used? Nothing of this batch was sent."
-                )
-            wanted = (
-                () if candidates is None else tuple(map(tuple, candidates[number, at_n, : self.student_k].tolist()))
-            )
-            found.append(_Row(ids, tuple((at_n + len(prompt)).tolist()), wanted))
-        return found
+
+        def row(number: int, prompt: list[int], completion: list[int], places: list[int]) -> _Row:
+            wanted = [] if candidates is None else candidates[number, places, : self.student_k].tolist()
+            ids = (*prompt, *completion[: places[-1] + 1])
+            return _Row(ids, tuple(place + len(prompt) for place in places), tuple(map(tuple, wanted)))
+
+        return rows_of(rollout, self._head.weight.size(0), row)

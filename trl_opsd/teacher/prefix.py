@@ -42,7 +42,7 @@ REMEMBERED = 256
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """A segment of which keys and values are kept, after those of the prefix that it extends."""
+    """A segment with kept keys and values, after those of the prefix that it extends."""
 
     ids: Ids
     """[P], of the whole prefix."""

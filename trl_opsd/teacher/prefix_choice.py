@@ -24,7 +24,7 @@ Cut: TypeAlias = tuple[int, int]
 LEAST = 32
 """Tokens by which a prefix is longer than one that it extends; more where prompts are long, for `MOST_NESTED`."""
 MOST_NESTED = 128
-"""Prefixes of which each extends another."""
+"""Prefixes that each extend the one before."""
 
 
 def in_common(one: Ids, other: Ids) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from trl_opsd.http.client import warn_in_main
 from trl_opsd.http.in_turn import WrongAnswerError
 from trl_opsd.models.backbone import check_no_holes, logits_of, shape_of
-from trl_opsd.teacher.asked import Asked
+from trl_opsd.teacher.asked import Asked, rows_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.checkpoint_head import CheckpointHead
 from trl_opsd.teacher.servers import Expected, TeacherServers, are_same, distance, probe_ids, smallest, word
@@ -82,8 +82,8 @@ class ServedTeacher(Teacher):
         dtype = word(self._servers.dtype)
         rows, width = shape_of(self._head)
         return (
-            f"{self._path!r} behind {' and '.join(self._urls)}, which send {width * self._servers.dtype.itemsize} "
-            f"bytes per token, in {dtype}; its head, {rows} x {width}, on {self._head.weight.device}"
+            f"{self._path!r} behind {' and '.join(self._urls)}, {width * self._servers.dtype.itemsize} bytes "
+            f"per token in {dtype}; its head, {rows} x {width}, on {self._head.weight.device}"
         )
 
     @property
@@ -132,23 +132,11 @@ class ServedTeacher(Teacher):
 
     def _rows(self, rollout: Rollout) -> list[_Row | None]:
         """The tokens to score for each row; `None` where no token counts."""
-        found: list[_Row | None] = []
-        counts_BC, vocabulary = rollout.counts.cpu(), shape_of(self._head)[0]
-        for prompt, completion, counts_C in zip(
-            rollout.prompt_lists(), rollout.completion_lists(), counts_BC, strict=True
-        ):
-            places = counts_C.nonzero().flatten().tolist()
-            if not places:
-                found.append(None)
-                continue
-            ids = (*prompt, *completion[: places[-1]])
-            if max(ids) >= vocabulary:  # vLLM would use a row of its padded embeddings
-                raise ValueError(
-                    f"A row has the token id {max(ids)}, but the teacher's vocabulary has {vocabulary}: was another "
-                    "tokenizer used? Nothing of this batch was sent."
-                )
-            found.append(_Row(ids, len(prompt) - 1))
-        return found
+
+        def row(_: int, prompt: list[int], completion: list[int], places: list[int]) -> _Row:
+            return _Row((*prompt, *completion[: places[-1]]), len(prompt) - 1)
+
+        return rows_of(rollout, shape_of(self._head)[0], row)
 
     def _warn(self, checkpoint: CheckpointHead) -> None:
         """Warns of what cannot be verified or may not be meant."""

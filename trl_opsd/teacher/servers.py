@@ -34,7 +34,6 @@ KIND = ServerKind(
     token=TEACHER_TOKEN,
     health_seconds=10.0,
 )
-NAME = "the teacher's servers"
 _PROBE_SECONDS = 30.0
 """Minimum deadline for a server's first two rows, which are short."""
 _ZEROED = 1e-6
@@ -145,7 +144,7 @@ def probe_ids(vocabulary: int) -> list[int]:
 
 
 def smallest(*limits: int | None) -> int | None:
-    """The smallest of limits, of which some may be unknown."""
+    """The smallest of the known limits."""
     return min((one for one in limits if one is not None), default=None)
 
 
@@ -185,14 +184,14 @@ class ModelServers(Generic[S]):
     """All servers of one teacher, of a kind, whose requests run in a background thread.
 
     `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and again
-    for their first rows.
+    for their first rows; a later row that takes longer is warned of, once.
     """
 
     def __init__(self, kind: type[S], urls: Sequence[str], deadline: float, timeout: float) -> None:
         self.urls, self._timeout = tuple(urls), max(timeout, _PROBE_SECONDS)
         self._background = Background()
         self._servers = [kind(KIND, url, KIND.health_seconds, background=self._background) for url in urls]
-        self._in_turn = InTurn(self._servers, NAME, deadline, "ddp_timeout")
+        self._in_turn = InTurn(self._servers, deadline, "ddp_timeout", late=self._timeout)
         for one in [self._background.start(one.connect(timeout)) for one in self._servers]:
             one.result()
         model = self._servers[0].model
@@ -254,7 +253,7 @@ class TeacherServers(ModelServers[_StatesServer]):
         spread = probe_ids(vocabulary)
         # The second row differs in its last token only, which no earlier state may depend on.
         rows = [spread, [*spread[:-1], spread[0]]]
-        alone = [InTurn([one], NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        alone = [InTurn([one], self._timeout, KIND.timeout, failures=1) for one in self._servers]
         asked = [[self._start(one, row) for row in rows] for one in alone]
         first = asked[0][0].result()
         pairs = [(one.result(), other.result()) for one, other in asked]

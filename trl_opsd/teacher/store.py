@@ -25,7 +25,7 @@ from trl_opsd.types import OutputHead, Rollout, RowTargets
 from trl_opsd.types.known import TokenHead
 
 HEADER = "opsd_targets.json"
-"""Says what the targets of a folder are, and of which teachers; written before the first shard."""
+"""Describes the targets of a folder and their teachers; written before the first shard."""
 _HEAD, _SHARD = "head.safetensors", "shard-*.safetensors"
 _SHARD_BYTES = 256_000_000
 """Targets that are written at once, and lost where a run is killed."""

@@ -66,7 +66,7 @@ class StoredTeacher(Teacher):
         self.teacher, self.described, self.said = teacher, described, described.teachers[name]
         self._store, self._head, self._writer, self._cache_device = store, head, writer, cache_device
         self.asked = self.hits = 0
-        """Rows that were asked for, and those of them that the store had."""
+        """Requested rows, and those that the store had."""
 
     def __str__(self) -> str:
         known = f"targets of {len(self._store.rows)} rows, {self._store.tokens} tokens, in {self._store.folder}"

@@ -23,6 +23,7 @@ from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.self_teacher import Average, with_candidates
 from trl_opsd.teacher.stored import StoredTeacher, live
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
+from trl_opsd.types.known import TokenHead
 from trl_opsd.types.targets import check_targets, kept_by_row
 
 logger = get_logger(__name__)
@@ -45,7 +46,7 @@ class Teachers(dict[str, Teacher]):
         self._checks = checks
         self.origin = origin
         """The student as it was passed or what stands in its place, where the loss uses it."""
-        self._proposer = proposer  # the student as it is, whose likeliest tokens some teachers are asked for
+        self._proposer = proposer  # the current student, whose likeliest tokens some teachers score
         its_own = {name: innermost(one) for name, one in by_name.items()}
         self._sharded = {
             name for name, one in its_own.items() if isinstance(one, FrozenTeacher) and is_split_model(one.model)
@@ -105,6 +106,11 @@ class Teachers(dict[str, Teacher]):
     def heads(self) -> list[OutputHead]:
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether whole distributions of all are known, not the probabilities of some tokens alone."""
+        return not any(isinstance(one, TokenHead) for one in self.heads)
 
     @property
     def origin_head(self) -> OutputHead | None:
@@ -221,7 +227,7 @@ def check_depends_on_input(rollout: Rollout, targets: TeacherTargets, teacher: s
 
 
 _CHANGED = 0.05
-"""Least difference of states of different inputs, relative to the spread within a row; rounding stays below."""
+"""Minimum difference of states of different inputs, relative to the spread within a row; rounding stays below."""
 _QUOTED = 200
 """Characters quoted of an error."""
 _CALLED_AGAIN = (

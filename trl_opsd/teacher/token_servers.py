@@ -1,6 +1,6 @@
-"""Servers that generate, asked for log-probabilities of a row's tokens: vLLM, SGLang, and others with OpenAI's API.
+"""Generating servers that score a row's tokens: vLLM, SGLang, and others with OpenAI's API.
 
-n places of a row · M tokens known at each · K tokens that are asked for · V vocabulary size; log-probabilities in nats
+n places of a row · M tokens known at each · K requested tokens · V vocabulary size; log-probabilities in nats
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import MIB, Count, Response, Schema, at, warn_in_main
 from trl_opsd.http.in_turn import InTurn, WrongAnswerError
-from trl_opsd.teacher.servers import KIND, MOST_APART, NAME, ModelServer, ModelServers, probe_ids, smallest
+from trl_opsd.teacher.servers import KIND, MOST_APART, ModelServer, ModelServers, probe_ids, smallest
 from trl_opsd.types.known import MOST_IDS
 
 START = "vllm serve TEACHER --enable-scale-out --max-logprobs 128"
@@ -214,7 +214,7 @@ class _TokenServer(ModelServer):
     def _of_vllm(
         self, response: Response, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int
     ) -> list[Told]:
-        """The likeliest, and what was asked for."""
+        """The likeliest tokens, and the requested ones."""
         answer, found = response.parse(_Scored), list[Told]()
         if wanted is not None:
             shape = (len(ids) - places[0], wanted.size(1))
@@ -319,7 +319,7 @@ class _TokenServer(ModelServer):
 class TokenServers(ModelServers[_TokenServer]):
     """All servers of one teacher that generate, whose requests run in a background thread.
 
-    `offers` has what all of them can be asked for, as `teacher_server_targets` names it, and `limits` the largest K of
+    `offers` has the targets that all of them offer, as in `teacher_server_targets`, and `limits` the largest K of
     each, `None` if any. With a `tokenizer`, the student's, theirs is compared. Raises `ValueError` if a server is not
     up in time, or has another tokenizer.
     """
@@ -333,7 +333,7 @@ class TokenServers(ModelServers[_TokenServer]):
     ) -> None:
         super().__init__(_TokenServer, urls, deadline, timeout)
         # As long as a first row may take: a server that others use answers no sooner.
-        alone = [InTurn([one], NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        alone = [InTurn([one], self._timeout, KIND.timeout, failures=1) for one in self._servers]
         looks = [one.answer(lambda server, seconds: server.look(tokenizer, seconds), "told its offer") for one in alone]
         for looked in [self._background.start(one) for one in looks]:
             looked.result()
@@ -347,7 +347,7 @@ class TokenServers(ModelServers[_TokenServer]):
         """Nats between two answers for the same tokens, of two servers or of one; known after `prove`."""
 
     def missing(self, name: str) -> str:
-        """Why it is not offered."""
+        """Why a server does not offer these targets."""
         each = [f"{one.url}: {one.missing[name]}" for one in self._servers if name in one.missing]
         return "; ".join(each)
 
@@ -362,7 +362,7 @@ class TokenServers(ModelServers[_TokenServer]):
         rows = [row, row, [*row[:-1], other], [*row[:-2], other, row[-1]]]
         spread = [place * (vocabulary - 1) // max(1, student_k - 1) for place in range(student_k)]
         wanted = list(dict.fromkeys([*row, other, *spread]))[: max(student_k, len(row) + 1)] if student_k else []
-        alone = [InTurn([one], NAME, self._timeout, KIND.timeout, failures=1) for one in self._servers]
+        alone = [InTurn([one], self._timeout, KIND.timeout, failures=1) for one in self._servers]
         asked = [[self._start(one, each, range(1, 8), _same(wanted, 7), teacher_k) for each in rows] for one in alone]
         told = [[_by_place(*one.result()) for one in each] for each in asked]
         first = told[0][0]
@@ -390,7 +390,7 @@ class TokenServers(ModelServers[_TokenServer]):
     def start(
         self, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int
     ) -> Future[tuple[Tensor, Tensor]]:
-        """Starts to score a row of token ids, the tokens at `places` of which are predicted; at least the second.
+        """Starts to score the tokens at `places` of a row of token ids; the first place is at least 1.
 
         `wanted`, [n, K], are ids to score at each place, -1 for none, the row's own among them, and `top_k` the number
         of the teacher's likeliest. The future has ids and log-probabilities, [n, M] each, -1 where there is none, or a

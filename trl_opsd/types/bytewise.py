@@ -79,7 +79,7 @@ class CoveringTree:
 
     @classmethod
     def of(cls, token_P: Numbers, fork_F3: Numbers, reads_R3: Numbers, leaves_X2: Numbers) -> CoveringTree:
-        """A tree of which no fork is read."""
+        """A tree without forks to read."""
         token, fork, reads, leaves = (
             torch.from_numpy(np.ascontiguousarray(one, np.int64)) for one in (token_P, fork_F3, reads_R3, leaves_X2)
         )

@@ -1,4 +1,4 @@
-"""A teacher of which some tokens' log-probabilities are known at each position, and all others' together.
+"""A teacher with known log-probabilities of some tokens at each position, and of all others together.
 
 N positions · K known tokens · V vocabulary size
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 from trl_opsd.types.loss import OutputHead
 
 _UNRESOLVED = 2.0**-23
-"""Least probability of the others: float32 log-probabilities do not tell how much less is left."""
+"""Minimum probability of the others: float32 log-probabilities do not tell how much less is left."""
 LEAST = -80.0
-"""Least log-probability of the others where it is summed, in nats: float32 still has its exponential."""
+"""Minimum log-probability of the others in a sum, in nats: float32 still has its exponential."""
 MOST_IDS = 2**24
 """Token ids below it are exact in float32."""
 
@@ -69,12 +69,12 @@ class KnownTokens(NamedTuple):
 class TokenHead(OutputHead):
     """Stands for the head of such a teacher; what it takes for hidden states are its [`KnownTokens`], packed.
 
-    Its weight, [V, 2K + 1], is a single number of which no product is ever formed.
+    Its weight, [V, 2K + 1], is a single number that no product ever uses.
     """
 
     @classmethod
     def sized(cls, vocabulary: int, known: int, device: torch.device) -> TokenHead:
-        """The head of a teacher with V tokens, of which K are known."""
+        """The head of a teacher with V tokens and K known ones."""
         return cls(torch.zeros(1, 1, device=device).expand(vocabulary, 2 * known + 1))
 
     def to(self, device: torch.device) -> TokenHead:

@@ -156,7 +156,7 @@ class Rollout:
     """B of them, in host memory, `None` for a row without images; `None` where no row has any."""
     candidates: Tensor | None = None
     """[B, C, K], int64: the student's likeliest tokens at each completion token that counts, and that token itself;
-    `None` unless a teacher is asked for these."""
+    `None` unless a teacher scores these."""
     lengths: tuple[Length, ...] | None = None
     """B of them, in host memory; `None` until they are read from the masks."""
     forks: Forks | None = None

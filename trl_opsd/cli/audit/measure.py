@@ -79,7 +79,7 @@ class Measured:
     recovers: Mean | None = None
     """Rewards where the teacher goes on after a mistake of the student, minus those where the student does."""
     after: tuple[Mean, Mean] | None = None
-    """The two of which that is the difference: of the teacher, of the student."""
+    """The two terms of that difference: of the teacher, of the student."""
     clipped: float | None = None
     """Share of the teacher's own completions that did not end."""
     cannot: str = ""
@@ -172,9 +172,7 @@ def _check(trainer: OPSDTrainer, rows: int, candidates: Sequence[str]) -> None:
     if trainer.accelerator.num_processes > 1:
         raise ValueError("An audit runs in one process: call it without a launcher.")
     if trainer.teaching.spelling is not None:
-        raise ValueError(
-            "`cross_tokenizer='bytes'`: an audit compares tokens, of which these models have no common ones."
-        )
+        raise ValueError("`cross_tokenizer='bytes'`: an audit compares tokens, but these models share none.")
     if candidates and (trainer.teacher is None or trainer.args.teacher_model_kind is not None):
         raise ValueError("Candidates take the place of the only teacher, but there are several, or it is the student.")
 

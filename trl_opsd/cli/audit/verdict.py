@@ -1,4 +1,4 @@
-"""What an audit concludes of a candidate: a table of rules, the first of which that fits is the verdict."""
+"""What an audit concludes of a candidate: a table of rules; the first that fits is the verdict."""
 
 from __future__ import annotations
 

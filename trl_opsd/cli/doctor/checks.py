@@ -51,7 +51,7 @@ def same_ids(pair: Pair) -> str:
 
 
 def same_bytes(pair: Pair) -> str:
-    """Both tokenizers spell bytes of which `cross_tokenizer="bytes"` can compare enough."""
+    """Both tokenizers spell enough bytes that `cross_tokenizer="bytes"` can compare."""
     read = pair.student.tokenizer
     prompts, answers = zip(*TEXTS, strict=True)
     ids = [tuple(read(prompt)["input_ids"]) for prompt in prompts]

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl_opsd._compat.trl import create_model_from_path
 from trl_opsd.cli.train.launch import launch_options
 from trl_opsd.cli.train.options import OptionParser, RunOptions
-from trl_opsd.cli.train.script import set_loading, warn_of_options
+from trl_opsd.cli.train.script import check_options, set_loading
 from trl_opsd.data.tokenization import shared_vocabulary
 from trl_opsd.models.adapters import adapter_at
 from trl_opsd.models.backbone import model_shape
@@ -262,7 +262,7 @@ def read_settings(file: str) -> Settings:
     parser.error = refuse  # type: ignore[method-assign]
     with collected() as warned:
         given = parser.given(["--config", file])
-        warn_of_options(given)
+        check_options(given)
         set_loading(given.extra, given.config, given.model)
     return Settings(given, tuple(warned))
 

@@ -134,7 +134,7 @@ _OF_LAYER, _OF_ADAPTER = 45, 7
 
 
 def _kernels(model: PreTrainedModel, layers: int) -> int:
-    """Operations of a decoding step that are no views, each of which launches a kernel."""
+    """Operations of a decoding step that are no views; each launches a kernel."""
     try:
         with torch.no_grad(), _Live([]) as live:
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), use_cache=True)

@@ -76,7 +76,7 @@ def experts_of(given: Any) -> dict[str, Expert]:
         if wrong := [*sorted(said.keys() - known), *missing]:
             raise ValueError(
                 f"`experts`: {wrong[0]!r} of {name!r} is {'unknown' if wrong[0] in said else 'missing'}: expected "
-                f"{', '.join(known)}, of which the first three are needed."
+                f"{', '.join(known)}; the first three are required."
             )
         found[str(name)] = Expert(**said)
     return found

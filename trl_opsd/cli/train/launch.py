@@ -63,7 +63,7 @@ def run(
         launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
         own = [one.exitcode for one in error.failures.values() if one.exitcode > 0]
-        if not own:  # signals, of which a process could say nothing itself; else the launcher sent them to the others
+        if not own:  # signals, which a process could not report itself; else the launcher sent them to the others
             for rank, one in error.failures.items():
                 print(f"{prog}: error: {one.signal_name()} ended the process of rank {rank}.", file=sys.stderr)
         sys.exit(min(own) if own else 128 - max(one.exitcode for one in error.failures.values()))

@@ -129,10 +129,12 @@ class RunOptions:
     model: ModelConfig
     mixture: DatasetMixtureConfig
     task: str | None
+    named: Collection[str]
+    """Options that are set, if only to their defaults."""
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Loads YAML, and refuses a key that is given twice, of which PyYAML would take the last."""
+    """Loads YAML, and refuses a key that is given twice (PyYAML would take the last)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -175,8 +177,10 @@ class OptionParser(TrlParser):
         share_tracebacks()
         rest, config = self.read(args)
         os.environ.update({name: str(value) for name, value in config.get("env", {}).items()})
+        flags = (one.partition("=")[0].removeprefix("--").replace("-", "_") for one in rest if one.startswith("--"))
+        names = {*config, *flags}
         extra, script, config, model, mixture, *named = self.parse_args_into_dataclasses(args=rest)
-        return RunOptions(extra, script, config, model, mixture, named[0].task if named else None)
+        return RunOptions(extra, script, config, model, mixture, named[0].task if named else None, names)
 
     def check(self, args: Iterable[str]) -> None:
         """Ends the program on a wrong name or kind of value; makes no config, which would start the launch's state."""

@@ -96,7 +96,7 @@ def read(arguments: Sequence[str], parser: OptionParser | None = None) -> tuple[
     if model.model_name_or_path is None:
         built_in = f"; or train on a built-in task, with `--task {next(iter(parser.tasks))}`" if parser.tasks else ""
         raise ValueError(f"No student: pass `--model_name_or_path`{built_in}.")
-    warn_of_options(given)
+    check_options(given)
     set_loading(extra, config, model)
     return given, task
 
@@ -200,14 +200,18 @@ _4_BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant
 _OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
 
 
-def warn_of_options(given: RunOptions) -> None:
-    """Warns of options of the script that have no effect; `OPSDTrainer` does so for those of its config."""
+def check_options(given: RunOptions) -> None:
+    """Warns of options of the script that have no effect; `OPSDTrainer` does so for those of its config. Refuses those
+    of an adapter or of 4 bits without it: another training was meant.
+    """
     extra, script, config, model, mixture = given.extra, given.script, given.config, given.model, given.mixture
+    for switch, options in (("use_peft", _LORA), ("load_in_4bit", _4_BIT)):
+        names = (name for name in options if name in given.named and getattr(model, name) is not None)
+        if not getattr(model, switch) and switch not in given.named and (name := next(names, None)):
+            raise ValueError(f"`{name}={getattr(model, name)!r}` has no effect: set `{switch}: true`, or remove it.")
     own_data = "the task comes with its own dataset" if given.task else "`datasets` is loaded"
     groups: list[tuple[Any, Sequence[str], bool, str]] = [
         (script, ["ignore_bias_buffers"], True, "this trainer does not use it"),
-        (model, _LORA, not model.use_peft, "`use_peft` is not set"),
-        (model, _4_BIT, not model.load_in_4bit, "`load_in_4bit` is not set"),
         (extra, _OF_TEACHER, config.teacher_model_kind is not None, "the student is its own teacher"),
         (script, ["dataset_test_split"], config.eval_strategy == "no", "`eval_strategy` is not set"),
         (script, _DATA, bool(given.task or mixture.datasets), own_data),
@@ -292,10 +296,9 @@ def _summary(logged: Mapping[str, float], steps: int) -> str:
     seconds = {PHASES[name]: logged[f"time/{name}"] for name in PHASES if f"time/{name}" in logged}
     divergence = "none: no token in the loss"
     if "divergence/mean" in logged:
-        divergence = (
-            f"{logged['divergence/mean']:.4g} nats per token; entropy of the student {logged['entropy/student']:.3g} "
-            f"and of the teacher {logged['entropy/teacher']:.3g}"
-        )
+        known = {who: logged[f"entropy/{who}"] for who in ("student", "teacher") if f"entropy/{who}" in logged}
+        entropies = " and ".join(f"of the {who} {nats:.3g}" for who, nats in known.items())
+        divergence = f"{logged['divergence/mean']:.4g} nats per token; entropy {entropies}"
     lines = {
         "divergence": divergence,
         "completions": f"{logged['completions/mean_length']:.0f} tokens on average, from "
