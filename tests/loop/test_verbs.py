@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
 import torch
 from support import tiny
-from trl import DistillationTrainer, GRPOTrainer
-from trl.experimental.gkd import GKDTrainer
+from trl import DistillationTrainer
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.loop.overrides import _UNCALLED
-
-
-class OfGKD(OPSDTrainer):
-    @staticmethod
-    def generalized_jsd_loss(student_logits, teacher_logits, **_):
-        return (student_logits - teacher_logits).square().mean()
-
-
-class OfTRL(OPSDTrainer):
-    def _get_last_hidden_state(self, *given, **named):
-        return super()._get_last_hidden_state(*given, **named)
-
-
-class OfGRPO(OPSDTrainer):
-    def _calculate_rewards(self, inputs, *others):
-        return torch.zeros(len(inputs), 1)
+from trl_opsd.loop.overrides import _OF_BATCHES
 
 
 class Free(OPSDTrainer):
@@ -53,50 +35,18 @@ class Free(OPSDTrainer):
 
 
 @pytest.mark.before_loading
-@pytest.mark.parametrize(
-    ("cls", "words"),
-    [
-        (OfGKD, "`OfGKD.generalized_jsd_loss` is never called, unlike in TRL's trainer: pass a `divergence`"),
-        (OfTRL, "`OfTRL._get_last_hidden_state` is never called, unlike in TRL's trainer: override `teach`"),
-        (OfGRPO, "`OfGRPO._calculate_rewards` is never called, unlike in TRL's trainer: pass `reward_funcs`"),
-    ],
-)
-def test_overrides_that_nothing_calls_are_refused_before_loading(make_trainer, cls, words):
-    with pytest.raises(TypeError, match=words):
-        make_trainer(cls)
+@pytest.mark.parametrize("name", _OF_BATCHES)
+def test_overrides_of_what_makes_a_batch_are_refused_before_loading(make_trainer, name):
+    assert name in vars(DistillationTrainer), "else nothing would be refused"
+    mine = type("Mine", (OPSDTrainer,), {name: lambda self, *given: None})
+    with pytest.raises(TypeError, match=f"`Mine.{name}` makes batches in TRL, not here: override one of complete, "):
+        make_trainer(mine)
 
 
 def test_own_methods_are_free(trained):
     trainer = trained(Free, max_steps=1)
     assert trainer.state.log_history[0]["mine"] == 1.5, "a name of TRL's that the subclass calls itself"
 
-
-def test_trl_methods_that_are_never_called_are_in_table(trained):
-    """Those of GRPO and GKD that this trainer lacks, and of its base class those that a training leaves out."""
-    theirs = {name for one in (GRPOTrainer, GKDTrainer) for name, value in vars(one).items() if callable_of(value)}
-    helpers = {"_log_metric", "_log_completion_extra"}
-    assert {name for name in theirs if not hasattr(OPSDTrainer, name)} <= _UNCALLED.keys() | helpers
-    called = set()
-
-    def counted(name):
-        def method(self, *given, **named):
-            called.add(name)
-            return getattr(OPSDTrainer, name)(self, *given, **named)
-
-        return method
-
-    own = [name for name, value in vars(DistillationTrainer).items() if callable_of(value) and name != "__init__"]
-    counting = type("Counting", (OPSDTrainer,), {name: counted(name) for name in own if name not in _UNCALLED})
-    saves = {"save_strategy": "steps", "save_steps": 1, "remove_unused_columns": True}
-    trainer = trained(counting, max_steps=1, eval_dataset=tiny.rows(2), **saves)
-    trainer.evaluate()
-    written = {"_generate", "_generate_single_turn", "_tokenize_prompts", "_tool_call_loop"}
-    assert set(own) & _UNCALLED.keys() == {"_get_last_hidden_state", *written}
-    assert set(own) - called - _UNCALLED.keys() == {"_get_tool_suffix_ids"}, "without tools"
-
-
-def callable_of(value):
-    return inspect.isfunction(getattr(value, "__func__", value))
 
 
 def test_a_tensor_is_recorded_as_a_number(trained):
