@@ -113,11 +113,8 @@ def audit(
         page = output or Path(given.config.output_dir) / "audit.html"
         leave_nothing(given.config, nowhere)
         found = measured(build(given, task), rows, candidate or (), targets)
-        try:
-            said = str(write_page(found, config.stem, page))
-        except ImportError:  # what was measured is not lost
-            said = "not written: its charts need vl-convert-python, pip install vl-convert-python"
-    print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{said}")
+        write_page(found, config.stem, page)
+    print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
     raise typer.Exit(int(not any(verdict(one, found).word in ("helps", "unknown") for one in found.candidates)))
 
 
@@ -311,8 +308,6 @@ def report(
             raise ValueError(f"{one}: no such folder")
     try:
         typer.echo(str(compare((run, other), output) if other else write(run, to=output)))
-    except ImportError as error:
-        raise ImportError("charts need vl-convert-python: pip install vl-convert-python") from error
     except ValueError as error:
         raise error if other else ValueError(f"{run}: {error}") from error
 
