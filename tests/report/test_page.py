@@ -76,7 +76,7 @@ def test_curves_are_numbers_of_the_log():
     assert len(rows) <= 40
     assert rows[0] == (0, [0.5, None])
     assert rows[-1] == (100, [None, 0.01])
-    assert ("Time", "2 min 5 s") in facts(LOG)
+    assert ("Time since the last start", "2 min 5 s") in facts(LOG)
     assert ("Reward, eval", "0.250 → 0.750") in facts(LOG)
 
 

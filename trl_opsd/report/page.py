@@ -132,7 +132,7 @@ def facts(log: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The run in a few named figures."""
     found = [("Steps", f"{max(entry['step'] for entry in log)}")] if log else []
     times = [entry["train_runtime"] for entry in log if _is_number(entry.get("train_runtime"))]
-    found += [("Time", in_words(one)) for one in times[-1:]]
+    found += [("Time since the last start", in_words(one)) for one in times[-1:]]
     ends = [(name, chart.shown(y[0]), chart.shown(y[-1])) for chart in charts(log)[:3] for name, y in chart.figures]
     return found + [(name, f"{first} → {last}") for name, first, last in ends]
 
