@@ -234,7 +234,7 @@ def plan(
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
-    from trl_opsd.cli.plan.memory import Load, Rates, best, considered, tracer
+    from trl_opsd.cli.plan.memory import Load, Rates, considered, tracer
     from trl_opsd.cli.plan.shapes import shape_of
     from trl_opsd.cli.plan.shown import PlanRequest, document, show
     from trl_opsd.models.adapters import adapter_at
@@ -271,15 +271,14 @@ def plan(
     host = None if host_memory is None else host_memory * 1e9
     search = partial(considered, *shapes, load, request.memory, host, tracer(shapes[0], load), request.teachers)
     for tried in [engine] if engine else [Engine.vllm, Engine.transformers]:
-        plans = search(tried.value)
-        found = best(plans)
+        found, *_ = plans = search(tried.value)[:5]
         if found.fits and not found.servers:
             break
     if as_json:
         print(document(found, plans, request))
     else:
         show(found, plans, request)
-        if found.fits and engine is Engine.transformers and best(search("vllm")).fits:
+        if found.fits and engine is Engine.transformers and search("vllm")[0].fits:
             print("vLLM in the same process would also fit: --engine vllm.")
     raise typer.Exit(0 if found.fits else 1)
 
