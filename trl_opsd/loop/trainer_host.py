@@ -70,6 +70,7 @@ class TrainerHost(Host, Protocol):
 
     model_wrapped: Any
     optimizer: Any
+    _metrics: Any
     lr_scheduler: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool

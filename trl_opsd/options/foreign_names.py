@@ -34,6 +34,9 @@ _FEEDBACK = "feedback is the column 'privileged_context', read where no completi
 _QUANTISED = "pass `quantization_config=BitsAndBytesConfig(...)` to `OPSDTrainer`"
 _LORA = "pass `peft_config=LoraConfig(...)` to `OPSDTrainer`"
 _MODEL = "it is the argument `model` of `OPSDTrainer`"
+_SCORED = (
+    "pass `reward_funcs`, and an `eval_dataset`: an evaluation scores completions and logs `eval_rewards/<name>/mean`"
+)
 _ALWAYS = "it is always so: remove it"
 _NONE = "it has no counterpart: remove it"
 
@@ -128,7 +131,7 @@ _ADVICE = {
     "rollout_func": "it is the argument `rollout` of `OPSDTrainer`, a `trl_opsd.RolloutBackend`",
     "data_collator": "rows reach the trainer as they are, and the rollout pads them: remove it",
     "formatting_func": "make a column 'prompt' with `dataset.map`",
-    "compute_metrics": "there are no labels to compare predictions with; an evaluation logs `eval_loss`",
+    **_all("compute_metrics preprocess_logits_for_metrics", _SCORED),
     "compute_loss_func": "pass a `divergence`, see docs/extending.md",
 }
 """Names of TRL's other trainers that are no plain renaming, and what to do here."""
