@@ -33,7 +33,7 @@ venv: .venv/.ours ## make .venv from the locked requirements, with this package 
 	touch $@
 
 demo: venv ## see on-policy distillation work on this machine, a few minutes on two cores; results in out/demo
-	HF_HUB_DISABLE_PROGRESS_BARS=1 OMP_NUM_THREADS=1 $(BIN)/python examples/quickstart.py --output out/demo
+	OMP_NUM_THREADS=1 $(BIN)/python examples/quickstart.py --output out/demo
 
 # Of DeepSpeed, for two processes on a CPU: built before tests, or all of them wait while the first needs it.
 build/extensions/deepspeed_shm_comm: .venv/.locked

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from arithmetic import STUDENT, TEACHER
 from arithmetic.evaluate import accuracy
 from arithmetic.summary import summarize
 from arithmetic.task import draw, prompts, prompts_with_answers, right
+from transformers.utils.logging import disable_progress_bar
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--held-out", type=int, default=200, help="problems to measure accuracy on")
     options = parser.parse_args(arguments)
 
+    disable_progress_bar()  # of files that are read and written in an instant
     held_out = draw(options.held_out, held_out=True)
     config = OPSDConfig(
         output_dir=str(options.output),
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         eval_temperature=0.0,  # greedy
         save_strategy="no",
         report_to="none",
-        report=find_spec("vl_convert") is not None,  # report.html; `pip install ".[report]"` brings what draws it
+        report=True,  # report.html: curves, and completions token by token
     )
     trainer = OPSDTrainer(
         model=STUDENT,
@@ -65,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     trainer.save_model(str(options.output / "student"))  # loads with `AutoModelForCausalLM.from_pretrained`
     teacher_accuracy = accuracy(trainer.teacher.model, trainer.processing_class, held_out)
     metrics = summarize(trainer, teacher_accuracy, len(held_out))
-    if config.report:
-        print(f"curves, and completions token by token: {options.output / 'report.html'}")
+    print(f"curves, and completions token by token: {options.output / 'report.html'}")
     return metrics
 
 

@@ -175,7 +175,7 @@ def test_imported_libraries_are_declared():
     extras = config["options.extras_require"]
     lines = [
         config["options"]["install_requires"],
-        *(extras[name] for name in ("vllm", "deepspeed", "server", "images", "report", "quantization")),
+        *(extras[name] for name in ("vllm", "deepspeed", "server", "images", "quantization")),
     ]
     declared = {re.match(r"[\w-]+", line)[0] for line in "\n".join(lines).split()}
     imported = {SOLD_AS.get(library, library) for file in FILES for library in libraries(file, read(file))}

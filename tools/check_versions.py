@@ -44,7 +44,7 @@ BESIDE = ("tests", "benchmarks", "examples", "docs", "requirements", "tools", "R
 """Files that tests read. The package is not among them, so that tests import the wheel."""
 IMPORTED = {"pyyaml": "yaml"}
 """Modules of distributions that have another name."""
-EXTRAS = ("deepspeed", "server", "report")
+EXTRAS = ("deepspeed", "server")
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -77,7 +77,7 @@ DRY_RUN = (
     *("--teacher_model_name_or_path", "Qwen/Qwen2.5-1.5B-Instruct"),
     *("--dataset_name", "rows.jsonl", "--max_completion_length", "8", "--use_cpu", "--output_dir", "dry"),
 )
-WITH_SMALL_EXTRAS = "import trl_opsd.report.page, trl_opsd.teacher.servers, vl_convert, aiohttp"
+WITH_SMALL_EXTRAS = "import trl_opsd.teacher.servers, aiohttp"
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
         (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
         run(python, "-I", "-c", WITH_LIBRARIES + WITH_VLLM, at=folder)
         pip = check_installed(wheel, Path(folder))
-        run(*pip, "install", "-q", f"{wheel}[server,images,report]", at=folder)
+        run(*pip, "install", "-q", f"{wheel}[server,images]", at=folder)
         run(pip[0], "-I", "-c", WITH_SMALL_EXTRAS, at=folder)
 
 

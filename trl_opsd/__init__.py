@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import trl_opsd._compat  # noqa: F401  # before other libraries: it drops what torchao and others log at their import
+
 if TYPE_CHECKING:
     from trl_opsd.config import OPSDConfig
     from trl_opsd.errors import NonFiniteError, OPSDError, ServerError, SyncError

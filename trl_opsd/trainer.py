@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
@@ -148,6 +148,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     """
 
     _config_class = OPSDConfig
+    _answers: ClassVar = dict.fromkeys(
+        ("compute_metrics", "preprocess_logits_for_metrics"),
+        "pass `reward_funcs`, and an `eval_dataset`: an evaluation scores completions and logs `rewards/<name>/mean`.",
+    )
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import trl_opsd  # noqa: F401  # before transformers, whose imports it keeps from logging
+
 TEACHER = str(Path(__file__).resolve().parent / "teacher")
 STUDENT = str(Path(__file__).resolve().parent / "student")
 READER = str(Path(__file__).resolve().parent / "reader")

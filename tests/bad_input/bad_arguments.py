@@ -221,12 +221,6 @@ PACKAGES = [
         optim="adamw_8bit",
     ),
     absent("GaLore", "`optim='galore_adamw'`", f"{_OPTIMIZERS}galore_torch_available", optim="galore_adamw"),
-    absent(
-        "what draws a report",
-        "`report=True` needs vl-convert-python .*: `pip install vl-convert-python`",
-        "trl_opsd.arguments.rules.find_spec",
-        report=True,
-    ),
     untouched("package missing", "malformed arguments", "with `optim_args='lr'` cannot be used", optim_args="lr"),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -309,18 +308,15 @@ def test_each_rule_has_its_verdict(tmp_path, word, given):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("charts", [True, False])
-def test_the_command_prints_its_verdict_with_and_without_charts(charts, tmp_path, monkeypatch):
+def test_the_command_prints_its_verdict_and_its_page(tmp_path):
     tiny.save_pair(tmp_path)
     tiny.rows(16).to_json(tmp_path / "rows.jsonl")
     models = {"model_name_or_path": tmp_path / "student", "teacher_model_name_or_path": tmp_path / "teacher"}
     lines = {**models, "dataset_name": tmp_path / "rows.jsonl", "output_dir": tmp_path / "out", "use_cpu": True}
     file = tmp_path / "run.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in {**lines, "max_completion_length": 8}.items()))
-    if not charts:
-        monkeypatch.setitem(sys.modules, "vl_convert", None)
     done = CliRunner().invoke(app, ["audit", str(file), "--rows", "4"])
     assert done.exit_code == 1, done.output
     assert "BROKEN: as configured" in done.stdout, "they are random"
-    assert (tmp_path / "out" / "audit.html").exists() == charts
-    assert ("not written: its charts need" in done.stdout) == (not charts)
+    assert str(tmp_path / "out" / "audit.html") in done.stdout
+    assert "<figure>" in (tmp_path / "out" / "audit.html").read_text()

@@ -1,8 +1,9 @@
-"""`teacher_context="group_success"` gives the losses and gradients of TRL's SDPO trainer on the same completions.
+"""Losses and gradients are those of TRL's SDPO and SDFT trainers on the same completions, with what the tables of
+`docs/migration.md` name.
 
-TRL divides by the tokens of each row and then by all rows, also by those without a teacher's prompt. So its own loss is
-ours where every row has a teacher, and all have one length or `loss_aggregation` is "rows". Elsewhere each of its rows
-is weighted so that every token that has a teacher counts the same.
+Both divide by the tokens of each row and then by all rows, SDPO also by those without a teacher's prompt. So their own
+loss is ours with `loss_aggregation="rows"`, times `gate/mean`. Elsewhere each of TRL's rows is weighted so that every
+token that has a teacher counts the same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from datasets import Dataset
 from support import tiny
 from transformers import TrainerCallback
+from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from trl_opsd import OPSDTrainer, RolloutBackend
@@ -67,8 +69,8 @@ class Gradients(TrainerCallback):
         self.found.append(torch.cat([one.grad.flatten().clone() for one in model.parameters()]))
 
 
-class TRLs(SDPOTrainer):
-    """TRL's trainer with these completions."""
+class TRLs:
+    """TRL's trainers with these completions."""
 
     is_by_token = False
     """Whether every token with a teacher counts the same, in place of TRL's own mean."""
@@ -117,8 +119,9 @@ class Replaying(RolloutBackend):
         ({"divergence": "reverse_kl", "teacher_model_kind": "ema"}, {"teacher_model_kind": "ema"}, FOUR),
         ({"divergence": "reverse_kl"}, {}, EVEN),
         ({"divergence": "reverse_kl", "loss_aggregation": "rows"}, {}, RAGGED),
+        ({"divergence": "reverse_kl", "loss_aggregation": "rows"}, {}, FOUR),
     ],
-    ids=["reverse KL", "forward KL", "JSD", "EMA", "TRL's own mean, one length", "TRL's own mean, rows alike"],
+    ids=["reverse KL", "forward KL", "JSD", "EMA", "one length", "rows", "rows without a teacher"],
 )
 def test_a_group_that_succeeds_teaches_as_in_trl(trained, tmp_path, mine, theirs, texts):
     tiny.save_pair(tmp_path)
@@ -131,7 +134,10 @@ def test_a_group_that_succeeds_teaches_as_in_trl(trained, tmp_path, mine, theirs
     )  # fmt: skip
     of_trl = Gradients()
     given = {"train_dataset": prompts(texts), "processing_class": tiny.tokenizer(), "reward_funcs": reward}
-    trls = type("", (TRLs,), {"is_by_token": texts is FOUR})(model=student, args=args, callbacks=[of_trl], **given)
+    by_rows = "loss_aggregation" in mine
+    trls = type("", (TRLs, SDPOTrainer), {"is_by_token": texts is FOUR and not by_rows})(
+        model=student, args=args, callbacks=[of_trl], **given
+    )
     trls.train()
     solved = SOLVED if texts is FOUR else [[1] * ROWS] * 2
     assert [batch["self_distillation_mask"].int().tolist() for batch in trls.batches] == solved
@@ -158,6 +164,38 @@ def test_a_group_that_succeeds_teaches_as_in_trl(trained, tmp_path, mine, theirs
     assert [entry["gate/mean"] for entry in logs] == [sum(step) / ROWS for step in solved]
     for step, entry in enumerate(logs):
         expected = sum(trls.losses[ROWS * step : ROWS * (step + 1)])
-        assert entry["loss"] == pytest.approx(expected, abs=2e-7)
-        gap = (of_ours.found[step] - of_trl.found[step]).norm() / of_trl.found[step].norm()
+        share = entry["gate/mean"] if by_rows else 1
+        assert share * entry["loss"] == pytest.approx(expected, abs=2e-7)
+        gap = (share * of_ours.found[step] - of_trl.found[step]).norm() / of_trl.found[step].norm()
         assert gap < 1e-5
+        if share < 1:  # from here on the weights differ
+            break
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0])
+def test_sdft_is_the_loss_by_rows(trained, tmp_path, alpha):
+    """With TRL's default template; and by tokens it is another loss."""
+    tiny.save_pair(tmp_path)
+    student = str(tmp_path / "student")
+    rows = prompts(FOUR).add_column("privileged_context", ["it is 4", "two", "for no reason, or many", "look up"])
+    given = {"train_dataset": rows, "processing_class": tiny.tokenizer()}
+    args = SDFTConfig(
+        **tiny.options(tmp_path, **OPTIONS, per_device_train_batch_size=2, gradient_accumulation_steps=4),
+        distillation_alpha=alpha, distillation_mode="full_logits",
+    )  # fmt: skip
+    of_trl = Gradients()
+    trls = type("", (TRLs, SDFTTrainer), {})(model=student, args=args, callbacks=[of_trl], **given)
+    trls.train()
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **OPTIONS, "beta": alpha}
+    options |= {"model": student, "teacher_model": None, "teacher_model_kind": "base", **given}
+    expected = [sum(trls.losses[4 * step : 4 * (step + 1)]) for step in range(2)]
+    found = {}
+    for aggregation in ("rows", "tokens"):
+        of_ours = Gradients()
+        how = {"rollout": Replaying(), "callbacks": [of_ours], "loss_aggregation": aggregation}
+        ours = trained(**options, **how)
+        found[aggregation] = [entry["loss"] for entry in ours.state.log_history if "loss" in entry]
+        gaps = [(mine - other).norm() / other.norm() for mine, other in zip(of_ours.found, of_trl.found, strict=True)]
+        assert (max(gaps) < 1e-5) == (aggregation == "rows")
+    assert found["rows"] == pytest.approx(expected, abs=1e-6)
+    assert found["tokens"] != pytest.approx(expected, rel=0.1)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import compare
 import pytest
@@ -21,12 +25,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
-    metrics = quickstart.main(["--output", str(folder), "--steps", "2", "--held-out", "16"])
-    return folder, metrics
+    code = "import json, quickstart; print(json.dumps(quickstart.main()))"
+    given = ["--output", str(folder), "--steps", "2", "--held-out", "16"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given],
+        cwd=Path(quickstart.__file__).parent,
+        env={name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    *shown, metrics = done.stdout.splitlines()
+    return folder, json.loads(metrics), shown
 
 
 def test_the_quickstart_writes_the_metrics_it_promises(demo):
-    folder, metrics = demo
+    folder, metrics, _ = demo
     assert json.loads((folder / "metrics.json").read_text()) == metrics
     assert set(metrics) == {
         "student_accuracy_before",
@@ -40,6 +55,17 @@ def test_the_quickstart_writes_the_metrics_it_promises(demo):
     assert metrics["teacher_accuracy"] > 0.8
     assert 2 * 64 * 8 < metrics["completion_tokens"] < 2 * 64 * 40
     assert metrics["train_seconds"] > 0
+
+
+def test_the_quickstart_shows_nothing_of_other_libraries(demo):
+    folder, _, shown = demo
+    before, last = shown[: shown.index("OPSDTrainer")], shown[-1]
+    assert before[0] == "2 steps; each row says how many are done."
+    assert [line for line in before[3:] if not line.startswith("[RANK 0] `warmup_steps=10`")] == []
+    of_others = ("torchao", "Failed to load", "W1", "Loading weights", "Writing model shards", "Warning")
+    assert [line for line in shown if any(word in line for word in of_others)] == []
+    assert last == f"curves, and completions token by token: {folder / 'report.html'}"
+    assert "<figure>" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_quickstart_draws_a_picture(demo):

@@ -17,7 +17,6 @@ from trl_opsd.report.page import charts, facts, page, picture, write
 from trl_opsd.report.records import Recorded, append, recorded_in, state_file, tell
 from trl_opsd.report.samples import Sample, Token
 
-pytest.importorskip("vl_convert")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror=alert(1)>"\' &amp; {{ 7 * 7 }}'
 LOG = [
@@ -77,7 +76,7 @@ def test_curves_are_numbers_of_the_log():
     assert len(rows) <= 40
     assert rows[0] == (0, [0.5, None])
     assert rows[-1] == (100, [None, 0.01])
-    assert ("Time", "2 min 5 s") in facts(LOG)
+    assert ("Time since the last start", "2 min 5 s") in facts(LOG)
     assert ("Reward, eval", "0.250 → 0.750") in facts(LOG)
 
 
@@ -185,7 +184,10 @@ def test_report_command_accepts_any_folder_with_a_log(make_trainer, tmp_path):
         return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
     empty = asked(tmp_path)
-    assert (empty.exit_code, "no log or sample yet" in empty.output) == (2, True)
+    assert (empty.exit_code, "train with `report=True`, or, for curves alone, save checkpoints" in empty.output) == (
+        2,
+        True,
+    )
     missing = asked(tmp_path / "nowhere")
     assert (missing.exit_code, "no such folder" in missing.output) == (2, True)
 

@@ -23,7 +23,6 @@ from trl_opsd.report.records import log_of, recorded_in
 from trl_opsd.report.samples import CHUNK, TEXT, TOKENS, Sample
 from trl_opsd.types import Rollout
 
-pytest.importorskip("vl_convert")
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_dataset": tiny.rows(4)}
 
 

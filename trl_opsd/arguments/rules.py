@@ -6,7 +6,6 @@ Conditions read a [`~options.table.Situation`].
 from __future__ import annotations
 
 import difflib
-from importlib.util import find_spec
 
 from datasets import Image
 from transformers import Trainer
@@ -140,11 +139,6 @@ BUILDING = (
             now.remove_unused_columns and next((name for name in _OF_ROWS if getattr(now, name) is not None), "")
         ),
         "`remove_unused_columns=True` would hide columns from `{1}`: set it to False.",
-    ),
-    Rule(
-        lambda now: now.report and not find_spec("vl_convert"),
-        "`report=True` needs vl-convert-python to draw the curves: `pip install vl-convert-python`, or remove the "
-        "option.",
     ),
 )
 """Of a trainer."""

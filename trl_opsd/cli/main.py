@@ -113,11 +113,8 @@ def audit(
         page = output or Path(given.config.output_dir) / "audit.html"
         leave_nothing(given.config, nowhere)
         found = measured(build(given, task), rows, candidate or (), targets)
-        try:
-            said = str(write_page(found, config.stem, page))
-        except ImportError:  # what was measured is not lost
-            said = "not written: its charts need vl-convert-python, pip install vl-convert-python"
-    print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{said}")
+        write_page(found, config.stem, page)
+    print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
     raise typer.Exit(int(not any(verdict(one, found).word in ("helps", "unknown") for one in found.candidates)))
 
 
@@ -237,7 +234,7 @@ def plan(
 
     Exit status: 0 if it fits, 1 if it does not, 2 for bad usage.
     """
-    from trl_opsd.cli.plan.memory import Load, Rates, best, considered, tracer
+    from trl_opsd.cli.plan.memory import Load, Rates, considered, tracer
     from trl_opsd.cli.plan.shapes import shape_of
     from trl_opsd.cli.plan.shown import PlanRequest, document, show
     from trl_opsd.models.adapters import adapter_at
@@ -274,15 +271,14 @@ def plan(
     host = None if host_memory is None else host_memory * 1e9
     search = partial(considered, *shapes, load, request.memory, host, tracer(shapes[0], load), request.teachers)
     for tried in [engine] if engine else [Engine.vllm, Engine.transformers]:
-        plans = search(tried.value)
-        found = best(plans)
+        found, *_ = plans = search(tried.value)[:5]
         if found.fits and not found.servers:
             break
     if as_json:
         print(document(found, plans, request))
     else:
         show(found, plans, request)
-        if found.fits and engine is Engine.transformers and best(search("vllm")).fits:
+        if found.fits and engine is Engine.transformers and search("vllm")[0].fits:
             print("vLLM in the same process would also fit: --engine vllm.")
     raise typer.Exit(0 if found.fits else 1)
 
@@ -311,8 +307,6 @@ def report(
             raise ValueError(f"{one}: no such folder")
     try:
         typer.echo(str(compare((run, other), output) if other else write(run, to=output)))
-    except ImportError as error:
-        raise ImportError("charts need vl-convert-python: pip install vl-convert-python") from error
     except ValueError as error:
         raise error if other else ValueError(f"{run}: {error}") from error
 

@@ -26,6 +26,7 @@ from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
 from trl_opsd.losses.validation import is_ours
+from trl_opsd.methods.context import GroupSuccess, PromptFunction
 from trl_opsd.parallel.failure import one_traceback
 from trl_opsd.teacher.stored import StoredTeacher, live
 from trl_opsd.types import LossParts
@@ -212,8 +213,11 @@ class NonfiniteGuard:
             self._count_skipped()
         else:
             self._skipped_in_a_row = 0
-            if self._first_sums and norm is not None and (why := nothing_learned(self._first_sums, number)):
-                logger.warning(f"The first step taught nothing: {why}.")
+            if self._first_sums and norm is not None:
+                has_weight = self._first_sums["weight"]
+                why = nothing_learned(self._first_sums, number) if has_weight else no_token(self._trainer)
+                if why:
+                    logger.warning(f"The first step taught nothing: {why}.")
         self.was_empty, self._will_skip, self._weight = self.is_empty, False, None
         if not (is_deepspeed or scales_loss):
             if skips:
@@ -373,16 +377,30 @@ def agree(sums: Mapping[str, float]) -> bool:
     return abs(sums["student_entropy"] - sums["teacher_entropy"]) / weight < _ALIKE
 
 
-def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | None:
-    """Why the student did not learn from an optimizer step, in words, or `None`.
-
-    A gradient of 0 is right where both models [`agree`], as at the start of self-distillation.
-    """
-    if not sums["weight"]:
+def no_token(trainer: OPSDTrainer) -> str:
+    """Why no token of a step or an evaluation is in the loss, in words."""
+    args, is_training = trainer.args, trainer.model.training
+    gates = trainer._metrics["train" if is_training else "eval"].get("gate/mean")
+    if not gates or any(gates):
         return (
             "it has no token in the loss. All completions are empty or excluded as truncated, or all weights (from "
             "`weigh` or masks) are 0"
         )
+    causes = {
+        f"no completion passed `reward_gate={args.reward_gate!r}`": is_training and args.reward_gate is not None,
+        f"no completion reached `success_threshold={args.success_threshold:g}`, or none that did fits the teacher's "
+        "context": trainer.methods.get(GroupSuccess),
+        "`teacher_prompt_fn` returned None": trainer.methods.get(PromptFunction),
+    }
+    found = [cause for cause, holds in causes.items() if holds] or ["teachers were told nothing"]
+    return f"all rows have a weight of 0 (`gate/mean`): {'; '.join(found)}"
+
+
+def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | None:
+    """Why the student did not learn from the tokens of an optimizer step, in words, or `None`.
+
+    A gradient of 0 is right where both models [`agree`], as at the start of self-distillation.
+    """
     if gradient_norm != 0 or agree(sums):
         return None
     return (

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
+from trl_opsd.loop.nonfinite import no_token
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
@@ -314,10 +315,7 @@ class StepStats:
         self._trainer.methods.evaluated(accounts.totals)
         weight = accounts.totals["weight"]
         if not weight:
-            logger.warning(
-                f"This evaluation had no token in the loss, so `{prefix}_loss` is unknown: all completions are empty, "
-                "or their weights are 0."
-            )
+            logger.warning(f"`{prefix}_loss` is unknown: {no_token(self._trainer)}.")
         found = {
             **accounts.metrics(per_batch=False),
             **of_all_processes(recorded, weighted=True),

@@ -57,11 +57,13 @@ class Rows:
     def __init__(self, peak: Callable[[], float] | None = None) -> None:
         self._peak = peak or peak_bytes
         self._shown: set[str] = set()
+        self.start = 0
+        """Optimizer steps that a resumed training begins after."""
 
     def of(self, logs: Mapping[str, Any], step: int, steps: int) -> list[str]:
         """The lines for a log of a training, of an evaluation, or at the end."""
         if "train_runtime" in logs:
-            return [f"{step} steps in {in_words(logs['train_runtime'])}"]
+            return [f"{step - self.start} steps in {in_words(logs['train_runtime'])}"]
         prefix = evaluated(logs)
         start, label = (f"{prefix}_", prefix) if prefix else ("", f"{step}/{steps}")
         values = {name.removeprefix(start): one for name, one in logs.items() if name.startswith(start)}
@@ -122,7 +124,7 @@ class Progress(ProgressCallback):
         if state.is_world_process_zero:
             # `disable=None`: no bar where the output is no terminal.
             self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=None, unit="step")
-        self.current_step = 0
+        self.current_step, self._rows.start = 0, state.global_step
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -158,6 +160,10 @@ class _Printed(PrinterCallback):
 
     def __init__(self) -> None:
         self._rows = Rows()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Notes where a resumed training begins."""
+        self._rows.start = state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Prints the rows of a log."""

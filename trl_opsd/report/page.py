@@ -132,14 +132,14 @@ def facts(log: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The run in a few named figures."""
     found = [("Steps", f"{max(entry['step'] for entry in log)}")] if log else []
     times = [entry["train_runtime"] for entry in log if _is_number(entry.get("train_runtime"))]
-    found += [("Time", in_words(one)) for one in times[-1:]]
+    found += [("Time since the last start", in_words(one)) for one in times[-1:]]
     ends = [(name, chart.shown(y[0]), chart.shown(y[-1])) for chart in charts(log)[:3] for name, y in chart.figures]
     return found + [(name, f"{first} → {last}") for name, first, last in ends]
 
 
 def picture(chart: Chart) -> str:
     """A chart as SVG without a background, by Vega-Lite."""
-    import vl_convert  # large, and needed by a report alone
+    import vl_convert  # large
 
     names = [curve.name for curve in chart.curves]
     # A single point draws no line, so points are marked.
@@ -177,7 +177,7 @@ def picture(chart: Chart) -> str:
 def write(run: Path, log: Sequence[Mapping[str, Any]] | None = None, to: Path | None = None) -> Path:
     """Writes the report of a run (its `output_dir`, or a checkpoint), by default to `report.html` in it.
 
-    Raises `ValueError` if there is nothing to report or a file is damaged, `ImportError` without vl-convert-python.
+    Raises `ValueError` if there is nothing to report or a file is damaged.
     """
     text = page(run.resolve().name, log_of(run) if log is None else log, recorded_in(run), about(run))
     return published(text, to or run / PAGE)
@@ -233,7 +233,7 @@ def page(
 ) -> str:
     """The page as HTML, from a `log_history`, samples, and a description by topic."""
     if not (log or recorded):
-        raise ValueError("no log or sample yet: a log comes every `logging_steps`, samples with `report=True`")
+        raise ValueError("no log and no sample: train with `report=True`, or, for curves alone, save checkpoints")
     return rendered(name, facts(log), described or {}, charts(log), recorded)
 
 

@@ -91,7 +91,7 @@ def document(audit: Audit) -> str:
 
 
 def write_page(audit: Audit, name: str, file: Path) -> Path:
-    """Writes the page, one HTML file; `ImportError` without vl-convert-python."""
+    """Writes the page, one HTML file."""
 
     def curves(which: str) -> tuple[Curve, ...]:
         return tuple(

@@ -363,9 +363,8 @@ def check_settings(settings: Settings | ValueError, student: str, teacher: str) 
     if isinstance(settings, ValueError):
         raise settings
     config, warnings = settings.given.config, [*settings.warnings]
-    for option, (module, package) in {"report": ("vl_convert", "vl-convert-python"), "use_vllm": ("vllm",) * 2}.items():
-        if getattr(config, option) and not find_spec(module):
-            warnings.append(f"`{option}=True` needs {package}, which is not installed here, where training refuses it.")
+    if config.use_vllm and not find_spec("vllm"):
+        warnings.append("`use_vllm=True` needs vllm, which is not installed here, where training refuses it.")
     for role, named, examined in zip(("student", "teacher"), settings.models, (student, teacher), strict=True):
         if named not in (None, examined):
             warnings.append(f"The file sets the {role} {named!r}, but {examined!r} was examined.")

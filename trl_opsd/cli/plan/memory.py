@@ -36,7 +36,7 @@ _FORKS, _BEFORE = 1, 8
 TRANSFORMERS, AWAKE, ASLEEP, SERVER = "transformers", "vllm", "vllm, sleeping", "server"
 """What generates: transformers, vLLM in the same process, without and with sleep mode, or a server."""
 ENGINES = {"transformers": (TRANSFORMERS,), "vllm": (AWAKE, ASLEEP), "server": (SERVER,)}
-"""What may generate, by its name on the command line, those with less traffic first."""
+"""What may generate, by its name on the command line; of several the first that fits."""
 SHARE = 0.9
 """Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
 _STEP = 0.05
@@ -356,28 +356,30 @@ class Rates:
     """Seconds of host time for each kernel of an eager decoding step: between 7.6 microseconds measured on a CPU, which
     has no driver to call, and about 27 of the eager model with 32 layers and 25.5 tokens per second on an A100 in
     pytorch.org/blog/accelerating-generative-ai-2."""
+    engine: float = 3e-3
+    """Seconds of each step of an engine besides that traffic, for scheduler, graphs and sampler: an assumption."""
 
 
 def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice, rates: Rates) -> dict[str, float]:
     """By phase, on one device; devices work concurrently. Traffic between devices is not counted.
 
     Completions are generated token by token: each step reads all weights once, and the keys and values so far. With
-    transformers the device waits for a Python loop where that takes longer; engines replay CUDA graphs. A forward pass
-    takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more with
+    transformers the device waits for a Python loop where that takes longer; an engine adds `Rates.engine`. A forward
+    pass takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more with
     gradient checkpointing. Layers of a teacher are fetched while others compute.
     """
     size, rows, row, weights = load.itemsize, load.batch, load.row(student), student.parameters
     prompt, contexts = row - load.length, 1 + load.contrast
     cached = rows * student.cached(prompt + load.length // 2)
-    looping = load.kernels(student) * rates.launch if choice.engine == TRANSFORMERS else 0.0
-    writing = load.length * max(size * (weights + cached) / rates.memory, looping)
+    traffic, looping = size * (weights + cached) / rates.memory, load.kernels(student) * rates.launch
+    of_token = max(traffic, looping) if choice.engine == TRANSFORMERS else traffic + rates.engine
     passes = (6 if load.lora is None else 4) + 2 * load.checkpointing
     heads = 2 * rows * load.length * ((3 + load.origin) * student.head + contexts * teacher.head)
     reading = 2 * rows * (teacher.parameters * load.row(teacher) * contexts + weights * row * load.origin)
     moved = size * teacher.parameters * (choice.teacher in ("cpu", "stream"))
     moved += 4 * weights * (load.origin and choice.origin(load) in ("cpu", "stream"))
     return {
-        "rollout": 2 * weights * rows * prompt / rates.flops + writing,
+        "rollout": 2 * weights * rows * prompt / rates.flops + load.length * of_token,
         "scoring": max(reading / rates.flops, moved / rates.link),
         "training": (passes * weights * rows * row + heads) / rates.flops,
     }
@@ -415,14 +417,14 @@ def considered(
     places: Sequence[str] = (),
     engine: str = "transformers",
 ) -> list[Plan]:
-    """A plan for each placement, with the largest micro-batch that fits, or that of one row.
+    """A plan for each placement, the best first, with the largest micro-batch that fits, or that of one row.
 
-    One that does not fit without the student's activations in training is left without them. An unknown `host` memory
-    is taken as enough for an offloaded teacher, but not for an offloaded student.
+    Those that fit without a teacher's server come first, then those with one, then the smallest. One that does not fit
+    without the student's activations in training is left without them. An unknown `host` memory is taken as enough for
+    an offloaded teacher, but not for an offloaded student.
     """
     # Of a device, for an engine in the same process: a multiple of `_STEP`, or more than 1 if it does not fit.
-    share = math.ceil(engine_bytes(student, load) / memory / _STEP) * _STEP if engine == "vllm" else 0.0
-    share = round(share, 2)
+    share = round(math.ceil(engine_bytes(student, load) / memory / _STEP) * _STEP, 2) if engine == "vllm" else 0.0
 
     def plan(choice: Choice, activations: Callable[..., int]) -> Plan:
         needed = host_bytes(student, teacher, load, choice)
@@ -433,22 +435,17 @@ def considered(
         made = Plan(choice, parts, needed, host is None or needed <= SHARE * host, share, sum(1 << n for n in devices))
         return made if made.peak[1] <= SHARE * memory else replace(made, fits=False)
 
-    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]
+    teachers = places or ["none", *["zero3"] * (load.gpus > 1), "cpu", "stream", "served"]
+    shardings = ["single"] if load.gpus == 1 else ["ddp", "zero2", "zero3", "fsdp2"]  # those with less traffic first
     found = []
-    for sharding in [*shardings, *(["zero3_offload"] if host is not None else [])]:  # those with less traffic first
-        teachers = places or ["none", "cpu", "stream", *["zero3"] * sharding.startswith("zero3"), "served"]
-        teachers = [one for one in teachers if one != "shared" or sharding in ("single", "ddp")]
-        for kept, generates in product(teachers, ENGINES[engine]):
-            for rows in (rows for rows in range(load.batch, 0, -1) if load.batch % rows == 0):
-                choice = Choice(sharding, kept, rows, generates)
-                last = plan(choice, lambda *_: 0)
-                if last.fits and (last := plan(choice, activations)).fits:  # a trace takes seconds
-                    break
-            found.append(last)
-    return found
-
-
-def best(plans: Sequence[Plan]) -> Plan:
-    """The first that fits without a teacher server, else with one, else the smallest."""
-    here = [plan for plan in plans if plan.choice.teacher != "served"]
-    return next((plan for plan in [*here, *plans] if plan.fits), None) or min(here, key=lambda plan: plan.peak[1])
+    # On the devices, then in host memory once for all processes, then a copy for each.
+    for kept, sharding in [*product(teachers, shardings), *product(teachers, ["zero3_offload"] * (host is not None))]:
+        if sharding not in {"zero3": ("zero3", "zero3_offload"), "shared": ("single", "ddp")}.get(kept, (sharding,)):
+            continue
+        rows = [rows for rows in range(load.batch, 0, -1) if load.batch % rows == 0]
+        for choice in (Choice(sharding, kept, micro, generates) for generates in ENGINES[engine] for micro in rows):
+            last = plan(choice, lambda *_: 0)
+            if last.fits and (last := plan(choice, activations)).fits:  # a trace takes seconds
+                break
+        found.append(last)
+    return sorted(found, key=lambda one: (not one.fits, one.choice.teacher == "served", not one.fits and one.peak[1]))

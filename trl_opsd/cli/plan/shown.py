@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.cli.plan.memory import AWAKE, SERVER, SHARE, TRANSFORMERS, Load, Plan, Rates, loss_tile, seconds
+from trl_opsd.cli.plan.memory import SERVER, SHARE, TRANSFORMERS, Load, Plan, Rates, loss_tile, seconds
 from trl_opsd.cli.plan.shapes import Shape
 
 
@@ -47,9 +47,9 @@ class PlanRequest:
         """Student and teacher with their roles, if they read images."""
         return [(role, one) for role, one in zip(("student", "teacher"), self.shapes, strict=True) if one.images.tokens]
 
-    def seconds(self, plan: Plan, **changed: Any) -> dict[str, float]:
-        """Seconds of a plan by phase, with another choice where `changed`."""
-        return seconds(*self.shapes, self.load, replace(plan.choice, **changed), self.rates)
+    def seconds(self, plan: Plan) -> dict[str, float]:
+        """Seconds of a plan by phase."""
+        return seconds(*self.shapes, self.load, plan.choice, self.rates)
 
 
 def options(plan: Plan, request: PlanRequest) -> dict[str, Any]:
@@ -162,12 +162,9 @@ def show(plan: Plan, plans: Sequence[Plan], request: PlanRequest) -> None:
     console.print(
         f"Estimates per device, for {load.gpus} device(s) of {request.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} "
         f"of it usable. Seconds assume {rates.flops / 1e12:.0f} TFLOP/s, {rates.memory / 1e9:.0f} GB/s of memory "
-        f"bandwidth and {rates.link / 1e9:.0f} GB/s from host to device, and exclude traffic between devices.\n"
-    )
-    eager, graphs = (request.seconds(plan, engine=one)["rollout"] for one in (TRANSFORMERS, AWAKE))
-    console.print(
-        f"Generation takes {eager:.1f} s with transformers, assuming {rates.launch * 1e6:g} µs of host time for each "
-        f"of {load.kernels(request.shapes[0]):,} kernels per token, and {graphs:.1f} s with vLLM (CUDA graphs).\n"
+        f"bandwidth and {rates.link / 1e9:.0f} GB/s from host to device, and exclude traffic between devices. A "
+        f"token takes {rates.launch * 1e6:g} µs of host time for each of {load.kernels(request.shapes[0]):,} kernels "
+        f"with transformers, and {rates.engine * 1e3:g} ms with an engine besides reading the weights.\n"
     )
     for role, one in request.seeing:
         console.print(
@@ -183,6 +180,8 @@ def show(plan: Plan, plans: Sequence[Plan], request: PlanRequest) -> None:
         row = of.sharding, of.teacher, of.engine, str(of.micro), f"{peak / size:.1f}", phase, f"{each.host / size:.0f}"
         table.add_row(*row, str(load.gpus + each.servers), "yes" if each.fits else "no")
     console.print(table)
+    if load.gpus > 1:
+        console.print("Host memory: teachers `cpu` and `stream` have a copy in each process, `zero3` one for all.")
     if not plan.fits:
         console.print(f"\nDoes not fit in any placement. {reason(plan, request.memory)} {_REMEDY}")
         return
