@@ -76,7 +76,7 @@ TRL's too, as `eval_<dataset>_<metric>`. `evaluate(metric_key_prefix="held_out")
 `eval`. `predict(rows)` logs nothing and returns the token ids of the completions, in the order of the rows and
 padded with -100, the same completions as `texts`, and the same metrics as `test_<metric>`. `eval_loss` differs from
 TRL's: it is the mean over the tokens of the whole evaluation, which is also `eval_divergence/mean`; with
-`loss_aggregation="rows"` that over its rows of their means over tokens, with `"teachers"` that over its teachers.
+`Aggregation("rows")` that over its rows of their means over tokens, with `"teachers"` that over its teachers.
 
 *Main process*: each process has a value of its own, and loggers get that of the main process. Means cover what happened
 since the last log; what a log without a token in the loss leaves out is in the next. *Always* is in every other log.

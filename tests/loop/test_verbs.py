@@ -48,7 +48,6 @@ def test_own_methods_are_free(trained):
     assert trainer.state.log_history[0]["mine"] == 1.5, "a name of TRL's that the subclass calls itself"
 
 
-
 def test_a_tensor_is_recorded_as_a_number(trained):
     class Recording(OPSDTrainer):
         def weigh(self, rollout, rows, targets):

@@ -212,10 +212,11 @@ def plan(
     bf16: Annotated[bool, typer.Option(help="Compute in bfloat16 instead of float32.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
     origin: Annotated[
-        bool, typer.Option("--origin", help="Also read the student as it was passed: `anchor_weight`, `extrapolation`.")
+        bool,
+        typer.Option("--origin", help="Also read the student as it was passed: methods `anchor`, `extrapolation`."),
     ] = False,
     contrast: Annotated[
-        bool, typer.Option("--contrast", help="The teacher also reads a contrast: `contrast_weight`, `contrast_clip`.")
+        bool, typer.Option("--contrast", help="The teacher also reads a contrast: the method `contrast`.")
     ] = False,
     by_bytes: Annotated[
         bool, typer.Option("--bytes", help="The teacher has a tokenizer of its own: `cross_tokenizer='bytes'`.")

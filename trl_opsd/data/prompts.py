@@ -169,7 +169,7 @@ PRIVILEGED = ("teacher_prompt", "privileged_context")
 """The columns that give a teacher a prompt other than the student's; a row has at most one of them."""
 
 CONTRAST = ("contrast_prompt", "contrast_context")
-"""Those that give the prompt of a contrast, with `contrast_weight`; a row has one of them."""
+"""Those that give the prompt of a contrast, with the method `contrast`; a row has one of them."""
 
 COLUMNS = ("prompt", *PRIVILEGED, *CONTRAST, "teacher", *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
 """The columns that are read from a dataset; all but the first are optional."""
@@ -339,7 +339,7 @@ class Intake:
         if (whole in request) == (context in request):
             both = "both" if whole in request else "neither"
             raise ValueError(
-                f"{where} has {both} of {whole!r} and {context!r}: with `contrast_weight`, give one of them."
+                f"{where} has {both} of {whole!r} and {context!r}: with the method `contrast`, give one of them."
             )
         value = request[whole] if whole in request else self.with_context(request["prompt"], request[context], where)
         found = self.prompt_of(request, value, f"The contrast in {where}")

@@ -200,7 +200,7 @@ class Method:
 
     def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         """[B, C], the weights whose sum is the denominator of the loss, after gates and weights of prompts; of methods
-        of a user after `loss_aggregation`.
+        of a user after `Aggregation`.
         """
         return weights
 

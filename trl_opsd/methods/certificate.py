@@ -40,7 +40,7 @@ class Certificate(Method, TrainerCallback):
     """Whether the next evaluation is the one before the first step."""
 
     def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
-        counts = weights != 0  # each token alike, whatever `loss_aggregation`
+        counts = weights != 0  # each token alike, whatever counts alike in the loss
         if not (total := int(counts.sum())):
             return
         student, teacher = replace(student, temperature=1.0), replace(teacher, temperature=1.0)

@@ -473,7 +473,7 @@ AFTER = (
     Rule(
         lambda args: args.beta == 0 and args.divergence is None and args.calls_rewards,
         "`beta={0.beta:g}` is the forward KL from the teacher, as in TRL's `DistillationConfig`; GRPO's penalty, which "
-        "0 turns off there, is `anchor_weight` here. Set `divergence='forward_kl'` if you mean it.",
+        "0 turns off there, is the method `anchor` here. Set `divergence='forward_kl'` if you mean it.",
         warns=True,
     ),
 )
