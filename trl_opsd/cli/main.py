@@ -213,7 +213,7 @@ def plan(
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
     origin: Annotated[
         bool,
-        typer.Option("--origin", help="Also read the student as it was passed: methods `anchor`, `extrapolation`."),
+        typer.Option("--origin", help="Also read the student as it was passed (`anchor`, `extrapolation`)."),
     ] = False,
     contrast: Annotated[
         bool, typer.Option("--contrast", help="The teacher also reads a contrast: the method `contrast`.")
