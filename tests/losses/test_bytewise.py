@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ EVERYTHING = "The license shall mean 1234,\r\n\tcaf\u00e9 \u4e2d\u6587\u5b57 \N{
 @pytest.mark.parametrize("knows_it", [False, True])
 def test_forks_are_the_canonical_tokens_of_each_beginning(knows_it):
     """Of prose, digits, code, accents, other scripts and emoji, those that the tokenizer itself gives for it."""
-    words, text = trained_pairs([EVERYTHING] * 3, 60, splits=True) if knows_it else byte_pairs(300), EVERYTHING
+    words, text = trained_pairs([EVERYTHING] * 3, 60, "GPT-2") if knows_it else byte_pairs(300), EVERYTHING
     vocabulary = ByteVocabulary.of(words, "it")
     ids = vocabulary.ids_of(text)
     (tree,) = vocabulary.trees([ids])
@@ -214,13 +215,15 @@ def test_tokens_that_no_tokenizer_would_write_are_read():
     vocabulary = small_vocabulary()
     ids = [*map(vocabulary.texts.index, (b"a", b"b", b"c", b"ab", b" ab"))]
     (tree,) = vocabulary.trees([ids])
-    # Beside `a|b|c|ab`, `ab`, `abc` and `abc|a`; and within ` ab`, a space and ` a`.
-    assert [vocabulary.texts[one] for one in tree.fork[:, 2]] == [b"ab", b"abc", b"a", b" ", b" a"]
-    tree = replace(tree, read=torch.ones(5, dtype=torch.bool), column=COLUMN)
-    spelled = spelled_of(tree)
-    model = drawn(vocabulary, len(spelled.places))
-    found, _ = byte_logarithms(model, vocabulary.table, ids_at(spelled, ids), spelled)
-    assert (found - dense_logs(model, vocabulary, ids, tree)).abs().max() < 2e-5
+    # Beside `a|b|c|ab`, `ab`, `abc` and `abc|a`, and `abcab` for the byte after it; within ` ab`, a space and ` a`.
+    assert [vocabulary.texts[one] for one in tree.fork[:, 2]] == [b"ab", b"abc", b"a", b"abcab", b" ", b" a"]
+    # Of all these up to the byte after `abcab`; then of those that the row's own tokens follow.
+    for read, positions in (([True] * 6, slice(6)), ([True] * 3 + [False] + [True] * 2, slice(None))):
+        some = replace(tree, read=torch.tensor(read), column=COLUMN)
+        spelled = spelled_of(some)
+        model = drawn(vocabulary, len(spelled.places))
+        found, _ = byte_logarithms(model, vocabulary.table, ids_at(spelled, ids), spelled)
+        assert (found - dense_logs(model, vocabulary, ids, some)).abs()[positions].max() < 2e-5
 
 
 def assert_equals_dense(vocabulary, ids, tree, student, divergence, chunk_tokens, pulls):
@@ -353,6 +356,32 @@ def test_one_language_in_two_tokenizers_has_no_divergence(name):
             assert 0 < added < tokens
 
 
+@pytest.mark.parametrize(
+    ("pattern", "merges", "letters", "seed"),
+    [
+        ("Llama 3", 100, " a\u4e2d1\n", 2),  # ` a` is a token, and a space before another letter is one by itself
+        ("Llama 3", 100, " \u3000\u2003\n\u3001", 2),  # tokens across lines, up to the last line break
+        ("Qwen2", 15, " \u3000\xa0\u3001\u2014", 3),  # spaces and punctuation that begin with the same bytes
+        ("GPT-2", 6, " \n\ra", 3),
+    ],
+    ids=ascii,
+)
+def test_bound_holds_wherever_spaces_follow_spaces(pattern, merges, letters, seed):
+    """Of random languages: a pre-tokenizer cuts spaces by what follows them."""
+    draw = random.Random(seed)
+    texts = ["".join(one) for length in range(1, 6) for one in product(letters, repeat=length)]
+    language = Language({one: draw.random() ** 3 + 1e-3 for one in draw.sample(texts, 700)})
+    vocabulary = ByteVocabulary.of(trained_pairs(list(language.texts), merges, pattern), "it")
+    for text in draw.choices(list(language.texts), list(language.texts.values()), k=6):
+        true, (tree,) = language.next_bytes(text), vocabulary.trees([vocabulary.ids_of(text)])
+        assert (tree.fork[:, 0] < len(tree.token)).all()
+        for most_missed in (1.0, 0.01):
+            logs, missed, *_ = said(language, vocabulary, text, most_missed)
+            variation = (logs.exp() - true).abs().sum(-1) / 2
+            assert (variation <= missed + OUTCOMES * _FLOOR).all(), text
+            assert (missed <= most_missed).all()
+
+
 def after_training(name, most_missed, steps=30):
     """The true KL from a language of a student that was it, and then was trained towards it in other tokens."""
     language, yours, mine = SMALL[name]
@@ -391,7 +420,7 @@ def after_training(name, most_missed, steps=30):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["words", "words, joined", "digits"])
+@pytest.mark.parametrize("name", ["words", "words, joined", "digits", "spaces"])
 def test_training_from_equality_stays_there(name):
     assert after_training(name, 0.01) < 1e-6
     assert after_training(name, 1.0) > 1e-3  # without what leaves the text's own tokens

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 from support import tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
@@ -146,6 +146,14 @@ class _Prefixes:
 
 THE_WORDS = ["the", "they", "there", "then", "a", "at", "ate", "cat", "cats", "he", "her", "heat"]
 CJK_WORDS = ["中文", "中国", "文字", "字", "国", "丏", "丐人", "人中", "㐀", "天下"]
+PATTERNS = {
+    "GPT-2": "",
+    "Qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+"""How tokenizers cut text into pieces, within which bytes are merged; that of GPT-2 is built in."""
 
 
 def small_languages() -> dict[str, tuple[Language, ByteVocabulary, ByteVocabulary]]:
@@ -154,25 +162,31 @@ def small_languages() -> dict[str, tuple[Language, ByteVocabulary, ByteVocabular
     strings = ["".join(one) for length in range(1, 8) for one in product("ab", repeat=length)]
     sums = [f"{one}+{other}={one + other}" for one in range(0, 130, 9) for other in range(0, 1100, 61)]
     written = ["".join(one) for one in product(CJK_WORDS, repeat=3)]
+    spaces = [" ", "  ", "   ", "\n", "\n\n", "\n  "]
+    tables = ["".join(one) for one in product(["x", "if"], spaces, ["1", "12", "x", "="], spaces, ["7", "x", "", "\n"])]
     draw = random.Random(0)
     found = {}
     for name, texts, splits, sizes in (
-        ("words", three, True, (16, 4)),
-        ("words, joined", three, False, (28, 4)),
-        ("strings", strings, False, (6, 3)),
-        ("digits", sums, False, (60, 12)),
-        ("CJK", written, False, (24, 7)),
+        ("words", three, ("GPT-2", "GPT-2"), (16, 4)),
+        ("words, joined", three, (None, None), (28, 4)),
+        ("strings", strings, (None, None), (6, 3)),
+        ("digits", sums, (None, None), (60, 12)),
+        ("CJK", written, (None, None), (24, 7)),
+        ("spaces", tables, ("Qwen2", "GPT-2"), (24, 9)),
     ):
         shares = {one: draw.random() ** 2 + 0.02 for one in texts}
-        both = [ByteVocabulary.of(trained_pairs(texts, size, splits), name) for size in sizes]
+        both = [ByteVocabulary.of(trained_pairs(texts, *one), name) for one in zip(sizes, splits, strict=True)]
         found[name] = (Language(shares), *both)
     return found
 
 
-def trained_pairs(texts: Sequence[str], merges: int, splits: bool) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the merges that are frequent in these texts."""
+def trained_pairs(texts: Sequence[str], merges: int, splits: str | None) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with the merges that are frequent in the pieces of these texts, or in the whole texts."""
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits == "GPT-2")
+    if splits and PATTERNS[splits]:
+        pieces = pre_tokenizers.Split(Regex(PATTERNS[splits]), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

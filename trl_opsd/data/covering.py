@@ -4,7 +4,8 @@ A tokenizer writes the beginning `x[:m]` of a text in one way, and all but the l
 shorter beginning. So the token sequences that a model may have written, whatever comes next, form a tree with a node
 for each place between two bytes (the covering tree of arXiv 2506.14123), or two where a tokenizer looks ahead, as after
 spaces. Between bytes that are neighbours in no token every sequence has a border: a text is a row of regions that are
-cut independently, and words come again.
+cut independently, and words come again. Where several sequences end with a region, the row's own goes on, and the
+others add to the byte after it.
 
 P byte positions · L bytes of a region · N tokens · K nodes of a region · B borders of its tree · F forks · X leaves
 """
@@ -25,6 +26,10 @@ _REMEMBERED = 256_000_000
 """Bytes of the pieces that are remembered."""
 _CONTEXT, _LONG = 64, 192
 """Bytes before a place that its tokens depend on at most, in regions of more bytes than this."""
+_SPACES = [chr(one).encode() for one in range(0x3001) if chr(one).isspace()]
+_FOLLOWING = ("", "\ua4d0", "\r")
+"""What may follow a run of spaces: nothing known, what is no space, a line break; rare ones, since those that are
+merged with a space leave no border before them."""
 
 
 class Nodes:
@@ -70,6 +75,8 @@ class Cutter:
         inside[ends - 1] = False
         self._are_neighbours = np.zeros((256, 256), bool)
         self._are_neighbours[joined[:-1][inside[:-1]], joined[1:][inside[:-1]]] = True
+        # The first byte of a character after a space may be that of a space, too: it leaves open how they are cut.
+        self._are_neighbours[np.ix_([one[-1] for one in _SPACES], [one[0] for one in _SPACES if len(one) > 1])] = True
         backend = getattr(vocabulary.tokenizer, "backend_tokenizer", None)
         known: dict[str, int] = getattr(vocabulary.tokenizer, "get_vocab", dict)()
         self._single = [known.get(f"<0x{byte:02X}>") for byte in range(256)]
@@ -154,7 +161,8 @@ class Cutter:
     def _nodes(self, regions: Sequence[bytes]) -> list[Nodes]:
         """The borders in each region of the canonical tokens of its beginnings."""
         found = [Nodes() for _ in regions]
-        asked, texts = list[tuple[int, int]](), list[str]()  # a region, and the node that a text begins at
+        # A region, the node that a text begins at, and the place up to which its tokens are borders.
+        asked, texts = list[tuple[int, int, int]](), list[str]()
         for number, region in enumerate(regions):
             valid = _valid(region)  # a row may end within a character
             if valid:
@@ -163,13 +171,18 @@ class Cutter:
                     if place == valid or region[place] & 0xC0 != 0x80:
                         # The last one that the tokens before this place do not depend on.
                         last = max(0, bisect_right(places, place - _CONTEXT) - 1)
-                        asked.append((number, restarts[last]))
-                        texts.append(region[places[last] : place].decode())
-        for (number, node), text, ids in zip(asked, texts, self._words.ids_of_each(texts), strict=True):
-            spelled = self._words.spelled(ids)
+                        text = region[places[last] : place].decode()
+                        # Pre-tokenizers cut a run of spaces by what follows it, which need not be what this text has.
+                        more = _FOLLOWING if len(text) > 1 and text[-2:].isspace() else ("",)
+                        asked.extend((number, restarts[last], place) for _ in more)
+                        texts.extend(text + one for one in more)
+        for (number, node, place), text, ids in zip(asked, texts, self._words.ids_of_each(texts), strict=True):
+            spelled, nodes = self._words.spelled(ids), found[number]
             if b"".join(one or b"\0" for one in spelled) == text.encode():
                 for token, some in zip(ids, spelled, strict=True):
-                    node = found[number].add(node, token, len(some or b""))
+                    if nodes.place[node] + len(some or b"") > place:
+                        break
+                    node = nodes.add(node, token, len(some or b""))
         for region, nodes in zip(regions, found, strict=True):
             of_place = dict(zip(nodes.place, range(len(nodes.place)), strict=True))
             for place in range(1, valid := _valid(region)):
@@ -234,7 +247,7 @@ class Cutter:
         fork_F3, reads_R3 = moved(fork_F3, forks), moved(reads_R3, reads)
         leaves_X2 = leaves_X2 + np.stack([np.repeat(of_positions, leaves), np.repeat(of_forks, leaves)], 1)
         # A piece adds to the first byte after it, where there is one.
-        reads_R3, leaves_X2 = (one[one[:, 0] < len(token_P)] for one in (reads_R3, leaves_X2))
+        fork_F3, reads_R3, leaves_X2 = (one[one[:, 0] < len(token_P)] for one in (fork_F3, reads_R3, leaves_X2))
         reads_R3, leaves_X2 = (one[np.lexsort((one[:, 1], one[:, 0]))] for one in (reads_R3, leaves_X2))
         return CoveringTree.of(token_P, fork_F3, reads_R3, leaves_X2)
 
@@ -251,23 +264,24 @@ def _piece(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes, walk
             break
         node = following
         number_K[node], own = own, own + 1
-    forks = ((number_K < 0) & (place_K < length)).nonzero()[0]
+    end = nodes.after.get((node, ids[-1]), -1) if own == len(ids) else -1  # where the next region begins
+    forks = ((number_K < 0) & (np.arange(len(place_K)) != end)).nonzero()[0]
     forks = forks[place_K[forks].argsort(kind="stable")]
     number_K[forks] = len(ids) + np.arange(len(forks))
     fork_F3 = np.stack([place_K[forks], number_K[parent_K[forks]], token_K[forks]], 1)
     place_B = np.concatenate([place_K[number_K >= 0], starts[own:]])
     number_B = np.concatenate([number_K[number_K >= 0], np.arange(own, len(ids))])
-    # Walks are sorted by where they begin.
+    # Walks are sorted by where they begin. Tokens beside the row's that end with the region add to the byte after it.
+    walk_3W = np.append(walk_3W, [[length], [length], [ROOT]], 1)
     first_B, stop_B = (walk_3W[0].searchsorted(place_B, side) for side in ("left", "right"))
     counts_B = stop_B - first_B
     walk_R = _ranges(first_B, counts_B)
     reads_R3 = np.stack([walk_3W[1, walk_R], np.repeat(number_B, counts_B), walk_3W[2, walk_R]], 1).astype(np.int64)
     last_L = np.arange(length + 1)
     np.maximum.at(last_L, walk_3W[0], walk_3W[1])
-    last_K = last_L[np.minimum(place_K, length)]
+    last_K = last_L[place_K]
     for number in place_K.argsort(kind="stable")[:0:-1]:  # a node adds to no less than those that follow from it
-        if place_K[number] < length:
-            last_K[parent_K[number]] = max(last_K[parent_K[number]], last_K[number])
+        last_K[parent_K[number]] = max(last_K[parent_K[number]], last_K[number])
     spans_F = last_K[forks] - place_K[forks] + 1
     leaves_X2 = np.stack([_ranges(place_K[forks], spans_F), np.repeat(np.arange(len(forks)), spans_F)], 1)
     found = np.repeat(np.arange(len(ids)), sizes), fork_F3, reads_R3, leaves_X2
@@ -287,7 +301,7 @@ def _agree_again(ids: Sequence[int], texts: Sequence[bytes | None], nodes: Nodes
     odd = node = 0
     while odd < len(ids) and (following := nodes.after.get((node, ids[odd]))) is not None:
         odd, node = odd + 1, following
-    last = next((one for one in range(len(nodes.place) - 1, -1, -1) if nodes.place[one] == length), 0)
+    last = nodes.place.index(length) if length in nodes.place else 0  # before those of what may follow
     canonical = set[int]()
     while last:
         canonical.add(nodes.place[last])
