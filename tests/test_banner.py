@@ -204,11 +204,6 @@ class Asking(Method):
         return f"{row['prompt']} Is it {completion_text}?{row['answer']}"
 
 
-class Padding(Method):
-    def teacher_reads(self, read, rollout, rows):
-        return read.after(self.host.pad_prompts([[5, *ids] for ids in read.prompt_lists()]))
-
-
 class Weighing(Method):
     def weighed(self, weights, rows):
         return 2 * weights
@@ -227,12 +222,6 @@ def test_methods_and_what_they_let_teachers_read_are_named(make_trainer, capsys)
     possible = [f"{prompt} Is it {answer}?4" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
     assert made in [f"{len(text)} tokens (`Asking.teacher_prompt`): {text!r}" for text in possible]
     assert capsys.readouterr().out.count(f"\n  teacher's prompt  {made}\n") == 1
-    trainer = make_trainer(methods=[Asking(), Padding()], train_dataset=rows)
-    by = "`Asking.teacher_prompt` and `Padding.teacher_reads`"
-    assert parts(trainer)["teacher's prompt"] == f"what {by} returns, shown after the first step"
-    trainer.train()
-    padded = [f"{len(text) + 1} tokens ({by}): {tiny.tokenizer().decode([5]) + text!r}" for text in possible]
-    assert parts(trainer)["teacher's prompt"] in padded
     found = parts(make_trainer(methods=[Weighing()], train_dataset=rows))
     assert (found["methods"], found["teacher's prompt"]) == ("Weighing", "the same")
     assert "unused columns" not in found

@@ -105,8 +105,7 @@ class Methods:
     @cached_property
     def rewriting(self) -> str:
         """Code of the user that changes what teachers read, in words; empty without any."""
-        hooks = ("teacher_prompt", "teacher_reads")
-        found = [f"`{type(one).__name__}.{hook}`" for one in self.of_user for hook in hooks if one.has(hook)]
+        found = [f"`{type(one).__name__}.teacher_prompt`" for one in self.of_user if one.has("teacher_prompt")]
         return " and ".join(["`teacher_prompt_fn`"] * (self.get(PromptFunction) is not None) + found)
 
     @cached_property
