@@ -95,8 +95,6 @@ def value_of(text: str) -> float:
 class ByLastVisit(Visits):
     """Skips some of the prompts at their second visit, and weighs others by what is known of the first."""
 
-    needs_rewards = True
-
     def weight(self, row: Any, last: Visit | None) -> float:
         if last is None or last.skipped:
             return 1.0
