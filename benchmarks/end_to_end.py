@@ -110,9 +110,7 @@ def trainer_class(side: str, meter: Meter, recorded: dict[tuple[int, ...], list[
     from trl_opsd import FixedRollout, OPSDTrainer
 
     class Timed(OPSDTrainer if side == "ours" else DistillationTrainer):  # type: ignore[misc]
-        def _compute_loss(self, *given: Any, **named: Any) -> Any:
-            with meter("loss"):
-                return super()._compute_loss(*given, **named)
+        pass
 
     verb = "complete" if side == "ours" else "_generate_single_turn"
 
@@ -254,6 +252,7 @@ def train(side: str, case: dict[str, str], args: argparse.Namespace) -> dict[str
             callbacks=[Watch()],
             **({"rollout": FixedRollout(recorded)} if side == "ours" and recorded else {}),
         )
+        trainer._compute_loss = meter.timed("loss", trainer._compute_loss)
         trainer.accelerator.backward = meter.timed("backward", trainer.accelerator.backward)
         meter.watch(trainer.accelerator.unwrap_model(trainer.model), "student", "forward")
         meter.watch(trainer.accelerator.unwrap_model(trainer.teacher_model), "teacher", "teach")

@@ -14,7 +14,7 @@ def by_place(part, host, names):
     """[R, columns], statistics of the rows of a micro-batch, by their places in the step over all processes."""
     rows = host.args.per_device_train_batch_size * host.args.gradient_accumulation_steps
     sums_R = part.sums.new_zeros(rows * host.accelerator.num_processes, len(names), dtype=torch.float32)
-    places_B = torch.tensor([row.place for row in part.rows]).to(part.sums.device)
+    places_B = torch.tensor([row.place for row in part.rows]).to(part.sums.device, non_blocking=True)
     return sums_R.index_add_(0, places_B, columns(part.sums, *names).float())
 
 

@@ -59,23 +59,6 @@ def resume(make: Make, folder: Path, resumes: Resumes) -> dict[str, Any]:
     return seen
 
 
-def change(make: Make, folder: Path) -> dict[str, Any]:
-    """One process changes a row of its batch, which a teacher that is split over both has to read again."""
-    run, taught = make(folder, "lora", max_steps=1), []
-    _do_first(run, "teach", lambda: taught.append(True))
-    score = run._generate_and_score_completions
-
-    def changed(rows: list[Any]) -> dict[str, Any]:
-        batch = score(rows)
-        if run.accelerator.process_index == 1:
-            batch["completion_mask"][0] = 0
-        return batch
-
-    run._generate_and_score_completions = changed
-    run.train()
-    return {"taught": len(taught), "loss": run.state.log_history[0]["loss"]}
-
-
 def stop(make: Make, folder: Path, begin: Path) -> list[dict[str, Any]]:
     """One process gets a SIGTERM while it generates; then, in the resumed run, the other one while it saves."""
     seen: list[dict[str, Any]] = []
@@ -104,7 +87,6 @@ def be_late(make: Make, folder: Path, begin: Path) -> list[str]:
 
 
 PARTS: dict[str, Callable[[Make, Path, Path], Any]] = {
-    "changed": lambda make, folder, begin: change(make, folder),
     "stopped": stop,
     "late": be_late,
 }

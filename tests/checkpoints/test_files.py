@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 import trl_opsd
 from trl_opsd.checkpoints import atomic_save
 from trl_opsd.checkpoints.atomic_save import MANIFEST, UNFINISHED, begin, problems, publish, rotate, sync_files
-from trl_opsd.checkpoints.resume import best_evaluated, check_launch, checkpoint_to_resume, newest_complete
+from trl_opsd.checkpoints.resume import check_launch, checkpoint_to_resume, newest_complete
 
 
 def written(run_dir: Path, step: int, text: str = "weights") -> Path:
@@ -63,13 +63,6 @@ def test_versions_that_wrote_a_checkpoint_are_compared(tmp_path):
     (folder / MANIFEST).write_text(json.dumps({**manifest, "format": 3}))
     with pytest.raises(ValueError, match="format 3 of a newer version of trl_opsd"):
         checkpoint_to_resume(folder, tmp_path)
-
-
-def test_evaluation_with_nan_loss_is_not_best(tmp_path):
-    folders = [saved(tmp_path, step) for step in (1, 2, 3)]
-    losses = [{"step": 1, "eval_loss": float("nan")}, {"step": 2, "eval_loss": 0.5}, {"step": 3, "eval_loss": 0.4}]
-    assert best_evaluated(tmp_path, losses) == folders[2]
-    assert best_evaluated(tmp_path, losses[:1]) is None
 
 
 def test_manifest_with_digests_is_read(tmp_path):

@@ -18,7 +18,7 @@ SOME: Resumes = {"full": (3,), "lora": (4,)}
 ALL: Resumes = {"full": (3, 4), "lora": (3, 4)}
 RUNS: dict[str, tuple[str, Resumes, tuple[str, ...]]] = {
     "ddp": ("ddp", SOME, ("stopped",)),
-    "zero3": ("zero3_cpu", SOME, ("changed", "late")),
+    "zero3": ("zero3_cpu", SOME, ("late",)),
     **{
         f"{strategy}, everything": (strategy, ALL, tuple(PARTS))
         for strategy in ("ddp", "zero2_cpu", "zero3_cpu", "fsdp2_cpu")
@@ -78,14 +78,6 @@ def test_resumed_run_of_two_processes_equals_uninterrupted_one(run, variant):
 def test_two_processes_train_no_step_of_finished_run(run):
     for found in run.ranks.values():
         assert found["finished"] == {"step": 3, "written": [], "losses": [], "weights": []}
-
-
-@each_run("changed")
-def test_row_that_one_process_changed_is_scored_again_by_both(run):
-    first, second = (found["changed"] for found in run.ranks.values())
-    assert first == second
-    assert first["taught"] == 2, "the generation batch, and the micro-batch with that row"
-    assert first["loss"] > 0
 
 
 @each_run("stopped")

@@ -255,7 +255,6 @@ def test_what_a_metric_reads_is_checked_before_loading(disk, tmp_path):
 def test_a_weight_of_one_expert_leaves_one_to_each_other():
     experts = experts_of({"a": WHOLE, "b": {**WHOLE, "weight": 3, "server": "http://127.0.0.1:9"}})
     assert Experts(experts, dict, [len, len], 0).settings() == {
-        "teacher_weights": {"a": 1, "b": 3},
+        "methods": {"aggregation": {"by": "teachers", "weights": {"a": 1, "b": 3}}},
         "teacher_server_url": {"b": "http://127.0.0.1:9"},
-        "loss_aggregation": "teachers",
     }

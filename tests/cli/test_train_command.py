@@ -312,8 +312,8 @@ def test_a_dry_run_takes_one_step_and_leaves_nothing(disk, tmp_path, capsys, mon
         "train",
         "--eval_on_start",
         "true",
-        "--student_quantization",
-        "int8",
+        "--methods",
+        '{"student_quantization": {"format": "int8"}}',
     ]
     trainer = script.main([*disk, *given, *splits, "--dry_run"])
     assert trainer.state.global_step == 1

@@ -189,7 +189,10 @@ SETTINGS = {
 def with_methods(options: dict[str, Any]) -> dict[str, Any]:
     """Options in which such settings stand in `methods`, where methods have them."""
     found = {name: value for name, value in options.items() if name not in (*SETTINGS, "certificate", "collapse_guard")}
-    methods: dict[str, Any] = dict(found.pop("methods", None) or {})
+    given = found.pop("methods", None)
+    if given is not None and not isinstance(given, dict):
+        return {**found, "methods": given}
+    methods: dict[str, Any] = dict(given or {})
     for name, (method, setting) in SETTINGS.items():
         if options.get(name) is not None:
             methods.setdefault(method, {})[setting] = options[name]
