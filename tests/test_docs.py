@@ -15,7 +15,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd.losses import DIVERGENCES
-from trl_opsd.methods import METRICS
+from trl_opsd.methods import METRICS, NAMED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -147,6 +147,7 @@ def test_options_that_a_page_sets_exist(name):
     text = without_code((ROOT / "docs" / name).read_text(encoding="utf-8"))
     known = {one.name for one in dataclasses.fields(OPSDConfig)} | set(inspect.signature(OPSDTrainer).parameters)
     known |= {*OF_TRAIN, "dry_run", "teacher_models", "teacher_dtype", "teacher_attn_implementation"}
+    known |= {setting for kind in NAMED.values() for setting in inspect.signature(kind).parameters}
     of_others = {
         "generates_out_of_process", "returns_logprobs",
         "num_shards", "compile", "use_cache", "disable_compile", "dtype", "eos_token",
@@ -195,7 +196,7 @@ def test_names_numbers_and_refusals_of_the_changelog_are_true():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     surface = json.loads((ROOT / "tests" / "surface.json").read_text(encoding="utf-8"))
     public = {part for names in surface.values() for name in names for part in (name, name.rpartition(".")[2])}
-    known = public | OF_TRAIN | {"dry_run"} | set(inspect.signature(OPSDTrainer).parameters) | set(dir(OPSDTrainer))
+    known = public | {kind.__name__ for kind in NAMED.values()} | OF_TRAIN | {"dry_run"} | set(inspect.signature(OPSDTrainer).parameters) | set(dir(OPSDTrainer))
     of_others = {"FutureWarning", "privileged_context", "teacher_images", "__version__", "get_feedback"}
     of_others |= {"get_privileged_context", "model-impl", "contrast", "bytes"}  # of environments, vLLM and `plan`
     spans = [span for span in re.findall(r"`([^`]+)`", text) if not re.search(r"\.\w+$|\.py|^\"|^make ", span)]

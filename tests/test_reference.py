@@ -46,7 +46,7 @@ def test_expected_values_are_taken_from_the_check_of_an_option(reference):
     assert reference.expected("teacher_update_rate") == "a number in (0, 1]"
     assert reference.expected("teacher_trust_remote_code") == ""
     unchecked = {one.name for one in reference.new_fields() if not reference.expected(one.name)}
-    flags = {"deterministic", "padding_free", "report", "seq_kd", "teacher_trust_remote_code"}
+    flags = {"deterministic", "methods", "padding_free", "report", "seq_kd", "teacher_trust_remote_code"}
     assert unchecked == flags
 
 

@@ -225,7 +225,7 @@ def test_one_reward_in_a_file_is_a_list_of_one(config):
     assert loaded_rewards(["accuracy_reward"]) == [accuracy_reward]
 
 
-def test_methods_of_a_file_and_of_the_command_line_are_made_with_their_settings(config):
+def test_methods_of_file_and_command_line_get_their_settings(config):
     methods = {"small_methods.Discounted": {"factor": 0.5}, "anchor": {"weight": 1}}
     for given in (lambda: config(methods=methods), lambda: [*config(), "--methods", json.dumps(methods)]):
         found = made(OptionParser().given(given()).config.methods)  # YAML is dumped in the order of names

@@ -43,7 +43,7 @@ def break_in(trainer: Any, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("phase", ["complete", "teach", "compare", "step", "save"])
-def test_an_out_of_memory_error_names_the_phase_and_what_reduces_it(make_trainer, monkeypatch, phase):
+def test_an_out_of_memory_error_names_phase_and_remedies(make_trainer, monkeypatch, phase):
     trainer = make_trainer(
         save_strategy="steps", save_steps=1, gradient_accumulation_steps=2, max_completion_length=24,
         optim="adamw_torch", loss_chunk_tokens=100,

@@ -151,9 +151,9 @@ class Checkpoints:
         accelerator.wait_for_everyone()
         return run_dir / name
 
-    def size(self, weights_only: bool = False) -> int:
+    def size(self, of_weights: bool = False) -> int:
         """Bytes of the tensors in a checkpoint; of optimizer states that ZeRO divides, those of this process."""
-        trainer, no_states = self._trainer, weights_only or self._trainer.args.save_only_model
+        trainer, no_states = self._trainer, of_weights or self._trainer.args.save_only_model
         states = () if no_states or trainer.optimizer is None else trainer.optimizer.state.values()
         tensors = [one for one in trainer.model.parameters() if one.requires_grad or not is_peft(trainer.model)]
         tensors += [one for state in states for one in state.values() if isinstance(one, Tensor)]
