@@ -196,7 +196,8 @@ def test_names_numbers_and_refusals_of_the_changelog_are_true():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     surface = json.loads((ROOT / "tests" / "surface.json").read_text(encoding="utf-8"))
     public = {part for names in surface.values() for name in names for part in (name, name.rpartition(".")[2])}
-    known = public | {kind.__name__ for kind in NAMED.values()} | OF_TRAIN | {"dry_run"} | set(inspect.signature(OPSDTrainer).parameters) | set(dir(OPSDTrainer))
+    known = public | {kind.__name__ for kind in NAMED.values()} | OF_TRAIN | {"dry_run"}
+    known |= set(inspect.signature(OPSDTrainer).parameters) | set(dir(OPSDTrainer))
     of_others = {"FutureWarning", "privileged_context", "teacher_images", "__version__", "get_feedback"}
     of_others |= {"get_privileged_context", "model-impl", "contrast", "bytes"}  # of environments, vLLM and `plan`
     spans = [span for span in re.findall(r"`([^`]+)`", text) if not re.search(r"\.\w+$|\.py|^\"|^make ", span)]

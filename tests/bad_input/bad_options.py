@@ -101,7 +101,7 @@ RANGES = [
     method("at least", "`Anchor.weight=inf.`", anchor_weight=float("inf")),
     method("at least", "`Contrast.weight=nan.`", contrast_weight=float("nan")),
     method(
-        "at least", "'contrast' has no setting 'wieght'.*Did you mean 'weight'", methods={"contrast": {"wieght": 1}}
+        "at least", "'contrast' has no setting 'weihgt'.*Did you mean 'weight'", methods={"contrast": {"weihgt": 1}}
     ),
     method("at least", "'contrats': expected one of .*Did you mean 'contrast'", methods={"contrats": {}}),
     method("at least", "'contrast': .*missing 1 required positional argument: 'weight'", methods={"contrast": {}}),
