@@ -399,13 +399,6 @@ def test_kept_updates_do_not_warn(make_trainer, recwarn, given):
     assert [str(one.message) for one in recwarn if re.match(LOST, str(one.message))] == []
 
 
-def test_lost_updates_warn_for_an_assigned_learning_rate(make_trainer, recwarn):
-    trainer = make_trainer(model=tiny.qwen2().bfloat16(), learning_rate=1e-2, max_steps=1)
-    trainer.args.learning_rate = 1e-7
-    trainer.train()
-    assert len([one for one in recwarn if re.match(LOST, str(one.message))]) == 1
-
-
 def launched(kind="NO", mixed_precision="no", is_main_process=True):
     """What a warning of lost updates reads of an accelerator."""
     return SimpleNamespace(

@@ -194,7 +194,7 @@ def with_methods(options: dict[str, Any]) -> dict[str, Any]:
         return {**found, "methods": given}
     methods: dict[str, Any] = dict(given or {})
     for name, (method, setting) in SETTINGS.items():
-        if options.get(name) is not None:
+        if options.get(name) not in (None, "tokens"):
             methods.setdefault(method, {})[setting] = options[name]
     if options.get("collapse_guard", True) is None:
         methods["collapse_guard"] = {"warns": False}

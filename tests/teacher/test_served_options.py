@@ -122,8 +122,3 @@ def test_one_of_several_teachers_may_be_behind_a_server(trained, tmp_path):
             losses.append(tiny.logged(trainer, "loss"))
         assert len(server.asked) > 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_a_timeout_without_a_server_warns(make_trainer, caplog):
-    make_trainer(teacher_server_timeout=5)
-    assert "`teacher_server_timeout=5`, because `teacher_server_url` is not set" in caplog.text

@@ -299,7 +299,7 @@ def test_teachers_on_disk_weigh_as_asked(make_trainer, trained, tmp_path, alone)
         assert tiny.logged(trainer, f"loss_share/teacher/{name}") == pytest.approx([share] * 2)
     assert_same(outcome(trainer), outcome(trained(**options, teacher_model=teachers())))
     wrong = {**options, **given, "teacher_weights": {"one": 3.0, "third": 1.0}}
-    with pytest.raises(ValueError, match=r"`teacher_weights` is of \['one', 'third'\]"):
+    with pytest.raises(ValueError, match=r"weights=.*'third': 1.0.*: the teachers are \['one', 'other'\]"):
         trained(**wrong)
 
 

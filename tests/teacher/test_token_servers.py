@@ -349,10 +349,10 @@ def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
         ({"top_k_teacher": 2}, "`top_k_teacher=2`"),
         ({"divergence": "adaptive_kl"}, "`divergence=AdaptiveKL.mu=0.5.`"),
         ({"divergence": "entropy_aware_kl"}, "`divergence=EntropyAwareKL.threshold=0.8.`"),
-        ({"extrapolation": 0.0, "contrast_weight": 0.5}, "`contrast_weight=0.5`"),
-        ({"extrapolation": 0.0}, "`extrapolation=0.0`"),
+        ({"extrapolation": 0.0, "contrast_weight": 0.5}, "`methods='(Contrast|Extrapolation)'`"),
+        ({"extrapolation": 0.0}, "`methods='Extrapolation'`"),
         ({"temperature": 0.5}, "`teacher_temperature=0.5`"),
-        ({"certificate": True}, "`certificate=True`"),
+        ({"certificate": True}, "`methods='Certificate'`"),
     ],
 )
 def test_what_needs_a_whole_distribution_is_refused_before_training(tmp_path, given, named):
