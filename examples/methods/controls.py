@@ -41,7 +41,10 @@ class Unprivileged(Method):
 
 @dataclass
 class Constant(Method):
-    """Nothing is learned from the teacher: the least likely fifth of the tokens is pushed down (arXiv 2608.31046)."""
+    """Nothing is learned from the teacher: the least likely fifth of the tokens is pushed down (arXiv 2608.31046).
+
+    The last of several methods, as it thins what others weigh.
+    """
 
     advantage: float = -0.5
     pulls = by_token = True
@@ -53,9 +56,9 @@ class Constant(Method):
         for row in rows:
             row.pull += self.advantage
 
-    def weighed(self, weights, rows):
+    def weigh(self, weights, rollout, rows, targets):
         # The denominator of the step is known before the logits that rank the tokens.
-        return self.least.thinned(weights) if self.host.model.training else weights
+        return self.least.thinned(weights)
 
     def objective(self, objective):
         return replace(objective, divergence=Nothing(), selection=self.least) if self.host.model.training else objective

@@ -1,6 +1,6 @@
 """Has each turn of a completion weigh alike, however long it is; without tools a completion is one turn.
 
-OPSDTrainer(..., methods=[EqualTurns()])
+OPSDTrainer(..., methods=[EqualTurns()])   # the last of several, as it divides what others weigh
 """
 
 import torch
