@@ -128,8 +128,7 @@ ALONE = "stored, no teacher"
 REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {*LATE, *THIRD_MODELS, "certified"}, "`cross_tokenizer='bytes'` with `"),
     ("bytes", {"constant"}, "`cross_tokenizer='bytes'` with `Constant`"),
-    ("no student", OF_REWARDS, "`lmbda=0"),
-    (ALONE, OF_REWARDS, "`lmbda=0"),
+    *((name, OF_REWARDS, "`lmbda=0") for name in ("no student", ALONE)),
     ("rising weights", {"weights from 0"}, "`methods` contains two of the name 'AlongCompletion'"),
     (ALONE, {"certified"}, "an evaluation compares completions that it generates"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
