@@ -92,10 +92,10 @@ class StoredTeacher(Teacher):
         return _missing(rollout, self._found(keys_of(rollout)))
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
-        if self._writer is not None:  # of every token, so that another choice of tokens finds them too
-            rollout = replace(rollout, weights=rollout.generated.float())
+        # A writer has every token read, so that another choice of tokens finds them too.
+        whole = rollout if self._writer is None else replace(rollout, weights=rollout.generated.float())
         found = self._found(keys := keys_of(rollout))
-        missing = _missing(rollout, found)
+        missing = _missing(whole, found)
         self.asked, self.hits = self.asked + len(rollout.weights), self.hits + len(rollout.weights) - len(missing)
         read: list[int] = missing
         if self._writer is not None and missing:
@@ -109,11 +109,11 @@ class StoredTeacher(Teacher):
             raise MissingTargetsError(len(read), first.prompt_lists()[0], first.completion_lists()[0])
         if read:
             assert self.teacher is not None, "refused above"
-            of_theirs = rollout.select(read)
+            of_theirs = whole.select(read)
             targets = kept_by_row(self.teacher.targets(of_theirs), of_theirs.weights)
             theirs = dict(zip(read, targets.rows or (), strict=True))
         if self._writer is not None:
-            theirs = self._written(rollout, keys, theirs)
+            theirs = self._written(whole, keys, theirs)
         return self._joined(rollout, [theirs.get(row, one) for row, one in enumerate(found)])
 
     def expect(self, rollout: Rollout) -> None:
