@@ -369,12 +369,12 @@ def some(of: list[tuple[str, ...]], count: int) -> list[tuple[str, ...]]:
     return pairs[:: len(pairs) // count][:count]
 
 
-CASES = cases()
+FIRST = [("extrapolation", "anchor", "temperatures"), ("anchor", "prefix", "stored")]
+CASES = [*dict.fromkeys([*cases(), *FIRST])]
 MIXED = [names for names in CASES if MIXING & {*names}]
-SHORT = [*some(CASES, 13), ("extrapolation", "anchor", "temperatures")]
+SHORT = [*some(CASES, 13), *FIRST]
 SHORT_MIXED = [*some(MIXED, 5), ("half a student", "a user's method")]
-LAUNCHED = 100
-"""Runs of a launch."""
+LAUNCHED = 100  # runs of a launch
 
 
 def sampled(all_cases: list[tuple[str, ...]], short: list[tuple[str, ...]]) -> Any:
