@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.losses import DIVERGENCES
 from trl_opsd.methods import METRICS, NAMED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,26 +187,6 @@ def test_every_error_quoted_in_the_limitations_exists():
     assert all('"' in cell for cell in cells), "a refusal without its message"
     said = "\n".join(constants())
     quoted = [words for cell in cells for words in re.findall(r'"([^"]+)"', cell)]
-    assert [words for words in quoted if words not in said] == []
-
-
-def test_names_numbers_and_refusals_of_the_changelog_are_true():
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    surface = json.loads((ROOT / "tests" / "surface.json").read_text(encoding="utf-8"))
-    public = {part for names in surface.values() for name in names for part in (name, name.rpartition(".")[2])}
-    known = public | {kind.__name__ for kind in NAMED.values()} | OF_TRAIN | {"dry_run"}
-    known |= set(inspect.signature(OPSDTrainer).parameters) | set(dir(OPSDTrainer))
-    of_others = {"FutureWarning", "privileged_context", "teacher_images", "__version__", "get_feedback"}
-    of_others |= {"get_privileged_context", "model-impl", "contrast", "bytes"}  # of environments, vLLM and `plan`
-    spans = [span for span in re.findall(r"`([^`]+)`", text) if not re.search(r"\.\w+$|\.py|^\"|^make ", span)]
-    named = [re.match(r"(?:--|trl-opsd )?([\w/-]+)", span)[1] for span in spans]
-    assert len(named) > 50
-    assert [name for name in named if name not in known | of_others] == []
-    numbers = dict(enumerate(("nine", "ten", "eleven", "twelve", "thirteen", "fourteen"), 9))
-    assert f"{numbers[len(DIVERGENCES)].capitalize()} objectives (`divergence`)" in text
-    said = "\n".join(constants())
-    quoted = re.findall(r'"([^"`]{12,})"', re.sub(r"`[^`]*`", "", text))
-    assert len(quoted) == 5
     assert [words for words in quoted if words not in said] == []
 
 

@@ -1,7 +1,6 @@
 """Writes tests/surface.json: every public name with what may be relied on, as docs/stability.md promises.
 
-The file is that of the last release. `tests/test_stability.py` compares the package with it: each difference needs a
-line in the changelog, and nothing goes that was not deprecated before. Written again for each release (RELEASE.md).
+Written again for each release (RELEASE.md), where its difference from the last one shows what the changelog has to say.
 
     python tools/surface.py
 """
