@@ -94,6 +94,8 @@ def build(
         "divergence": "forward_kl",
         "per_device_eval_batch_size": 50,
         "eval_temperature": 0.0,  # greedy
+        "eval_on_start": True,
+        "eval_strategy": "epoch",
         "model_init_kwargs": {"dtype": "float32"},
         "teacher_model_init_kwargs": {"dtype": "float32"},  # else as its checkpoint is, and the KL has its rounding
         **given,

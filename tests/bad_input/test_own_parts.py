@@ -294,12 +294,6 @@ class TestDivergence:
             with pytest.raises(ValueError, match=rf"^`divergence` is a \w+.*{words}"):
                 make_trainer(divergence=given, **place)
 
-    def test_an_optimizer_that_climbs_is_said(self, make_trainer, said):
-        student = tiny.qwen2(32)
-        climbing = torch.optim.SGD(student.parameters(), lr=1e-4, maximize=True)
-        make_trainer(model=student, optimizers=(climbing, None), max_steps=1).train()
-        assert ["`maximize=True`" in one for one in said()] == [True]
-
 
 class Weighing(OPSDTrainer):
     """Returns the weights that a test sets."""
@@ -371,7 +365,7 @@ class TestCompare:
         trainer.change = lambda parts: replace(parts, loss=parts.loss * next(factors))
         before = tiny.weights(trainer)
         with pytest.raises(
-            FloatingPointError, match=r"^The loss is NaN .* are finite, in step 1 on rank 0: .*`compare`"
+            FloatingPointError, match=r"^The sums of the loss .* but the `loss` is NaN .* in step 1 on rank 0: "
         ):
             trainer.train()
         assert torch.equal(before, tiny.weights(trainer))
@@ -386,13 +380,11 @@ class TestFirstStep:
         trainer = make_trainer(Weighing, max_steps=2, gradient_accumulation_steps=2)
         trainer.weighed = torch.zeros_like
         trainer.train()
-        assert ["it has no token in the loss" in one for one in first_steps(said)] == [True]
+        assert ["no token has a weight" in one for one in first_steps(said)] == [True]
 
     def test_that_the_gradient_is_0_is_said_once(self, make_trainer, said):
         make_trainer(divergence=Saturated(), max_steps=2).train()
-        assert ["gradient is exactly 0, although the divergence is 1 nats" in one for one in first_steps(said)] == [
-            True
-        ]
+        assert ["its gradient is 0, although" in one for one in first_steps(said)] == [True]
 
     def test_surrogate_of_value_0_is_no_equal_teacher(self, trained, said):
         trainer = trained(divergence=Surrogate(), max_steps=1)
@@ -403,7 +395,7 @@ class TestFirstStep:
         make_trainer(divergence=Nothing(), max_steps=1).train()
         flat, nothing = said()
         assert "The gradient of `Nothing.value` is 0" in flat
-        assert "although the divergence is 0 nats per token and the models differ" in nothing
+        assert "although the models differ" in nothing
 
     @pytest.mark.parametrize("kind", ["base", "live"])
     def test_nothing_is_said_of_a_student_that_teaches_itself(self, trained, said, kind):
@@ -449,10 +441,7 @@ class TestNotFinite:
     def test_a_value_is_blamed_on_the_divergence(self, make_trainer, factor):
         trainer = make_trainer(divergence=Root())
         trainer.divergence.factor = factor
-        with pytest.raises(
-            FloatingPointError,
-            match=r"^`Root`, .* finite logits of both models, in step 1 .* quotients in `Root.value`",
-        ):
+        with pytest.raises(FloatingPointError, match=r"^The logits of both .* but the divergence .* in step 1 "):
             trainer.train()
 
     @pytest.mark.parametrize("policy", ["raise", "skip"])
@@ -462,23 +451,15 @@ class TestNotFinite:
         trainer = make_trainer(divergence=Root(), nonfinite=policy, max_steps=1, **student)
         before = tiny.weights(trainer)
         if policy == "raise":
-            with pytest.raises(FloatingPointError, match=r"^`Root`, .* finite logits of both models, in step 1"):
+            with pytest.raises(FloatingPointError, match=r"^The logits of both .* but the divergence .* in step 1"):
                 trainer.train()
         else:
             trainer.train()
-            assert any("Skipped: `Root`, " in one for one in said())
+            assert any("Skipped: The logits of both models are finite, but" in one for one in said())
         assert torch.equal(before, tiny.weights(trainer))
 
-    @pytest.mark.parametrize("temperature", [1e-7, 1e-38])
-    def test_a_temperature_near_0_is_named(self, make_trainer, temperature):
-        trainer = make_trainer(temperature=temperature)
-        with pytest.raises(
-            FloatingPointError, match=rf"Logits are divided by a temperature of {temperature:g}.*: raise it"
-        ):
-            trainer.train()
-
     def test_weights_are_named(self, make_trainer):
-        with pytest.raises(FloatingPointError, match=r"^The weights of tokens are NaN or infinite in step 1 .*`weigh`"):
+        with pytest.raises(FloatingPointError, match=r"^The weights of tokens are NaN or infinite in step 1 "):
             spoiled(make_trainer()).train()
         trainer = make_trainer(Weighing)
         trainer.weighed = lambda weights: weights * 1e38

@@ -86,7 +86,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a user's method": {"methods": ["one"]},
     "no guard": {"collapse_guard": None},
     "quantised": {"student_quantization": "fp8"},
-    "certified": {"certificate": True},
+    "certified": {"certificate": True, "eval_on_start": True, "eval_strategy": "steps"},
     "student's tokens": {"known": "student_top_k"},
     "teacher's tokens": {"known": "teacher_top_k"},
     "tokens of both": {"known": "both_top_k"},
@@ -278,8 +278,9 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
         try:
             args = tiny.config(
                 folder, **options, per_device_train_batch_size=2, gradient_accumulation_steps=rows // 2 // processes,
-                per_device_eval_batch_size=2, max_steps=3 if is_long else 2, shuffle_dataset=False, optim="sgd",
-                learning_rate=RATE, max_grad_norm=1e9, **({"teacher_prompt_template": TEMPLATE} if is_told else {}),
+                per_device_eval_batch_size=2, max_steps=(most := 3 if is_long else 2), eval_steps=most, optim="sgd",
+                shuffle_dataset=False, learning_rate=RATE, max_grad_norm=1e9,
+                **({"teacher_prompt_template": TEMPLATE} if is_told else {}),
             )  # fmt: skip
             trainer = Recorded(
                 model=student,
@@ -401,7 +402,7 @@ EFFECTS = [
 ]
 UNSEEN = {
     "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "certificate",
-    "teacher_prefix_cache_gb", "stored", "cross_tokenizer_missed",
+    "eval_on_start", "eval_strategy", "teacher_prefix_cache_gb", "stored", "cross_tokenizer_missed",
 }  # fmt: skip
 """What has no effect on the loss of given completions by itself."""
 

@@ -70,7 +70,8 @@ def trainer_of(folder: Any, kind: Any, of: Any = None, peft_config: Any = None, 
     student, teacher = of or models()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
     options |= {"divergence": "reverse_kl", "learning_rate": 1.0, "max_grad_norm": 0.0, "shuffle_dataset": False}
-    options |= {"student_quantization": kind, "certificate": True, "max_completion_length": 60, **given}
+    options |= {"student_quantization": kind, "certificate": True, "eval_on_start": True, **given}
+    options |= {"max_completion_length": 60}
     rows = tiny.rows(8)
     fsdp_on_cpu.allow()
     return OPSDTrainer(
@@ -287,7 +288,7 @@ REFUSED: list[tuple[Any, str]] = [
     (QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32)), "a `QATConfig` with such a config as"),
     (
         IntxWeightOnlyConfig(torch.int4, PerGroup(48)),
-        ": IntxWeightOnlyConfig does not work for model.layers.0.self_attn.q_proj with 64 input",
+        "IntxWeightOnlyConfig does not work for model.layers.0.self_attn.q_proj with 64 input",
     ),
 ]
 
@@ -306,11 +307,11 @@ def test_students_that_cannot_be_quantised_are_refused(tmp_path):
     zero.model.layers[0].mlp.up_proj.weight.data[3] = 0
     with pytest.raises(ValueError, match=r"NaN of model.layers.0.mlp.up_proj, which has zeros alone, or rows of them"):
         trainer_of(tmp_path, "fp8", (zero, teacher))
-    with pytest.raises(ValueError, match="a model without a path, but its base is saved quantised from there"):
+    with pytest.raises(ValueError, match="the model has no path, but beside an adapter"):
         trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"]))
     models()[0].save_pretrained(tmp_path / "base")
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match="the adapter is a variant of LoRA such as DoRA, but beside a quantised base"):
+    with pytest.raises(ValueError, match="the adapter is a variant of LoRA such as DoRA"):
         trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"], use_dora=True))
     student, _ = models()
     trainer_of(tmp_path, "int4", (student, teacher))

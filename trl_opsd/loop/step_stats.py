@@ -21,12 +21,11 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
-from trl_opsd.loop.nonfinite import no_token
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
-from trl_opsd.methods.origin import Anchor
 from trl_opsd.methods.rows import BatchRow, Written
+from trl_opsd.methods.targets import Anchor
 from trl_opsd.monitor.metrics import evaluated_names
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts
@@ -315,7 +314,7 @@ class StepStats:
         self._trainer.methods.evaluated(accounts.totals)
         weight = accounts.totals["weight"]
         if not weight:
-            logger.warning(f"`{prefix}_loss` is unknown: {no_token(self._trainer)}.")
+            logger.warning(f"`{prefix}_loss` is unknown: no token has a weight in the loss.")
         found = {
             **accounts.metrics(per_batch=False),
             **of_all_processes(recorded, weighted=True),

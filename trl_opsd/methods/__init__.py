@@ -15,16 +15,14 @@ from typing import Any
 
 from trl_opsd.methods.aggregation import Aggregation
 from trl_opsd.methods.base import Method
-from trl_opsd.methods.certificate import Certificate
 from trl_opsd.methods.collapse import CollapseGuard
 from trl_opsd.methods.context import ContextOptions, GroupSuccess, PromptFunction
-from trl_opsd.methods.contrast import Contrast
 from trl_opsd.methods.gates import GateOptions, Gates
 from trl_opsd.methods.off_policy import OffPolicy
-from trl_opsd.methods.origin import Anchor, Extrapolation
-from trl_opsd.methods.quantization import StudentQuantization
+from trl_opsd.methods.quantization import Certificate, StudentQuantization
 from trl_opsd.methods.rewards import BatchRewards, RewardOptions
 from trl_opsd.methods.selection import TokenSelection
+from trl_opsd.methods.targets import Anchor, Contrast, Extrapolation
 from trl_opsd.monitor.metrics import OF_TRAINER, Metric
 from trl_opsd.options.normalize import with_help
 
