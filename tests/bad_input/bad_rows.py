@@ -117,7 +117,7 @@ DATASETS = [
     Case(
         "dataset too small",
         "a stream that ends before a batch is full",
-        "ended before filling one generation batch of 2 = 2 per device x 1 processes x 1 accumulation",
+        "the stream ended before its first batch",
         lambda lab: lab.make(train_dataset=prompts("a").to_iterable_dataset()).train(),
     ),
     trained_on(

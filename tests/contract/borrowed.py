@@ -76,7 +76,6 @@ READING = Reading(
     listed={
         "IMAGE_COLUMNS": "row",
         "COLUMNS": "row",
-        "_BARS": "bars",
         "_PASSED_BY": "trainer",
         "_DESTROYERS": "vllm groups",
     },
@@ -184,7 +183,6 @@ OWNERS = (
             "model": "",
             "model_wrapped": "reset, so that each training has an engine of its own",
             "neftune_hook_handle": "removed after a training that failed",
-            "lr_scheduler": "",
             "optimizer": "",
             "predict": "returns completions",
             "prediction_step": "",
@@ -312,11 +310,6 @@ OWNERS = (
             "init_communicator": "",
             "update_named_params": "",
         },
-    ),
-    Owner(
-        kind="bars",
-        where=("transformers/trainer_callback.py:ProgressCallback",),
-        names={"prediction_bar": "closed after a training that failed", "training_bar": "the same"},
     ),
     Owner(
         kind=ANYWHERE,

@@ -21,48 +21,21 @@ from accelerate.utils import DistributedType
 from datasets import IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_opsd._compat.sharding import reshard
 from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.resume import check_rates, newest_complete
+from trl_opsd.checkpoints.resume import check_rates
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import Decoded, WholeStream, has_encoded_images
 from trl_opsd.loop.overrides import of_package
 from trl_opsd.models.checks import check_optimizer
-from trl_opsd.options.rules import batch_in_words
 
 __all__ = ["UpstreamFixes"]
 
 logger = get_logger(__name__)
-
-_BARS = ("training_bar", "prediction_bar")
-
-
-@contextmanager
-def _cleanup_on_error(trainer: Trainer) -> Iterator[None]:
-    """If the body raises, leaves the trainer as a completed training would; weights, optimizer and state stay.
-
-    transformers does so after a training that ended well only (trainer.py:1968). In a notebook the same trainer is
-    often trained again after a Ctrl-C; what the next training resets by itself is left alone.
-    """
-    try:
-        yield
-    except BaseException:
-        set_known(trainer, is_in_train=False)
-        handle = getattr(trainer, "neftune_hook_handle", None)
-        if handle is not None:
-            handle.remove()  # the next training adds its own, and would add the noise twice
-        for callback in trainer.callback_handler.callbacks:
-            for name in _BARS:
-                close = getattr(getattr(callback, name, None), "close", None)
-                if close is not None:
-                    close()
-                    setattr(callback, name, None)
-        raise
-
 
 # ---- Epochs and steps ---------------------------------------------------------------------------------------------
 
@@ -142,8 +115,6 @@ class UpstreamFixes(DistillationTrainer):
     """The streams that are read now to `"train"` and to `"eval"`; `None` for another dataset."""
     _deepspeed_config: dict[str, Any] | None = None
     """DeepSpeed's config before an engine was built; an engine fills in values for its own number of steps."""
-    _was_finished: bool = False
-    """Whether the latest training resumed from a checkpoint that has all of its steps."""
     _launch: dict[str, Any] | None = None
     """The launch's state when the trainer was complete."""
 
@@ -161,13 +132,19 @@ class UpstreamFixes(DistillationTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """As transformers'. Under DeepSpeed each training builds an engine, and so an optimizer, of its own."""
-        with _cleanup_on_error(self):
-            if self.is_deepspeed_enabled:
-                self._restore_deepspeed_config()
-                # transformers would train on in the engine of an earlier training or evaluation (trainer.py:1679).
-                set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the engine
-            reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
+        if self.is_deepspeed_enabled:
+            self._restore_deepspeed_config()
+            # transformers would train on in the engine of an earlier training or evaluation (trainer.py:1679).
+            set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the engine
+        reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
+        try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except BaseException:
+            # transformers does so after a training that ended well only (trainer.py:1968).
+            set_known(self, is_in_train=False)
+            if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
+                handle.remove()  # the next training adds its own, and would add the noise twice
+            raise
 
     # Once a training.
     def get_train_dataloader(self) -> DataLoader:
@@ -210,7 +187,9 @@ class UpstreamFixes(DistillationTrainer):
         if isinstance(dataset, IterableDataset):
             if number > 1:
                 dataset = repeat_iterable_dataset(dataset, number)
-            stream = dataset = WholeStream(dataset, self.row_columns, self._if_empty(description, is_training))
+            stream = dataset = WholeStream(
+                dataset, self.row_columns, f"{description}: the stream ended before its first batch."
+            )
             # Several workers would each read all of it.
             options.update(
                 dataloader_num_workers=0, dataloader_prefetch_factor=None, dataloader_persistent_workers=False
@@ -254,13 +233,6 @@ class UpstreamFixes(DistillationTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if resume_from_checkpoint is None:
-            self._was_finished = False
-            left, _ = newest_complete(Path(self.args.output_dir))
-            if left is not None:
-                logger.warning(
-                    f"Starting a new run, but {left} is left from an earlier one: `resume_from_checkpoint=True` "
-                    "resumes from the checkpoint with the highest number. Remove it, or choose another `output_dir`."
-                )
             return begin
         if self._streams.get("train") is not None and not self.args.ignore_data_skip:
             # transformers counts all steps of a stream as its first pass (huggingface/transformers#33544).
@@ -268,31 +240,19 @@ class UpstreamFixes(DistillationTrainer):
             passes, steps = _position(state)
             begin = passes, steps * self.args.gradient_accumulation_steps
         # It compares the steps with `max_steps` after a step only (trainer.py:1600), and would train one more.
-        self._was_finished = self.state.global_step >= max_steps
-        if not self._was_finished:
+        if self.state.global_step < max_steps:
             return begin
-        logger.warning(
-            f"No steps left: {resume_from_checkpoint} is at step {self.state.global_step} of {max_steps}. To continue "
-            "training, raise `max_steps` or `num_train_epochs`."
-        )
+        logger.warning(f"No steps left: {resume_from_checkpoint} is at step {self.state.global_step} of {max_steps}.")
         return num_train_epochs, 0  # no epoch is left for transformers' loop
 
     # Once a training, after the optimizer was made and before a checkpoint is loaded into it.
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As transformers', which trains without a word where the rate is 0 or the optimizer has no weight to step."""
-        given = self.lr_scheduler
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         check_rates(scheduler, num_training_steps)
         # One that was passed has been checked. Some launchers replace the parameters.
         if not of_package(self.create_optimizer) and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             check_optimizer(self.model, self.optimizer)
-        warmup = self.args.get_warmup_steps(num_training_steps)
-        if given is None and warmup > num_training_steps:
-            logger.warning(
-                f"`warmup_steps={self.args.warmup_steps:g}`, but training has {num_training_steps} steps and ends "
-                f"before reaching `learning_rate={self.args.learning_rate}`. Set fewer; a value below 1 is a fraction "
-                "of all steps."
-            )
         return scheduler
 
     # For each micro-step.
@@ -312,12 +272,6 @@ class UpstreamFixes(DistillationTrainer):
         # transformers counts the rows of a process, and keeps those that pad the last batch (trainer.py:2958).
         found = output.predictions
         return output._replace(num_samples=stream.rows, predictions=None if found is None else found[: stream.rows])
-
-    # For each log, and at the end of a training.
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self._was_finished:
-            logs.pop("train_loss", None)  # of no step, which would be 0
-        super().log(logs, start_time)
 
     # ---- A trainer that is used again ---------------------------------------------------------------------------
 
@@ -363,14 +317,6 @@ class UpstreamFixes(DistillationTrainer):
         """Gathers one entry per row of a batch, without those that only fill the last of an evaluation. Collective."""
         whole: Tensor = self.accelerator.gather(rows)
         return whole[: self.distinct_rows]
-
-    def _if_empty(self, description: str, is_training: bool) -> str:
-        if not is_training:
-            return f"{description}: the stream is empty: pass one with rows."
-        return (
-            f"The stream `train_dataset` ended before filling one generation batch of {batch_in_words(self.args)}: add "
-            "rows, or lower one of those numbers."
-        )
 
     # ---- An evaluation before a training ------------------------------------------------------------------------
 
