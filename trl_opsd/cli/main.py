@@ -148,7 +148,6 @@ def doctor(
 
     from trl_opsd.cli.doctor.checks import document, examine, show
     from trl_opsd.cli.doctor.pair import collected, load_pair, read_settings
-    from trl_opsd.loop.memory import is_out_of_memory
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
         settings = wrong = None
@@ -166,12 +165,8 @@ def doctor(
             by_bytes = settings is not None and settings.given.config.cross_tokenizer is not None
             pair = load_pair(*models, tiny, loading, by_bytes)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
-            more = (
-                " Both models are loaded in float32, 4 bytes per parameter; --tiny needs those of their heads."
-                * is_out_of_memory(error)
-            )
             which = "" if any(str(one) in str(error) for one in models) else f"{' and '.join(map(repr, models))}: "
-            raise ValueError(f"{which}{error}{more}") from error
+            raise ValueError(f"{which}{error}") from error
         with collected():  # what a trainer says of prompts that are not the user's
             findings = examine(pair, settings or wrong, vllm)
     print(document(pair, findings)) if as_json else show(pair, findings)

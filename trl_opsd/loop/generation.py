@@ -63,11 +63,7 @@ class Generation:
         self._is_overridden = overrides(self._host, "complete")
         if self._host.args.overlap == "ahead":
             self._check_generates_apart(rollout)
-        try:
-            rollout.bind(self._host)
-        except Exception as error:
-            self._host.explain_memory(error, "start")
-            raise
+        rollout.bind(self._host)
         self.rollout = rollout
         _users[id(rollout)] = self
 

@@ -35,7 +35,6 @@ from trl_opsd.loop.checkpoints import Checkpoints
 from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.members import TrainerMembers
-from trl_opsd.loop.memory import explain
 from trl_opsd.loop.next_rows import NextRows
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.scoring import Scorer
@@ -481,8 +480,10 @@ class TrainerHooks(TrainerMembers):
         return self._stats.phase(name)
 
     def explain_memory(self, error: Exception, phase: str) -> None:
-        """Adds to an out-of-memory error the phase, and the options that reduce what it needs."""
-        explain(error, phase)
+        """Adds its phase to an out-of-memory error; of nested phases the innermost."""
+        ran_out = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+        if ran_out and not any("Out of memory" in one for one in getattr(error, "__notes__", ())):
+            error.add_note(f"Out of memory in phase {phase!r}: docs/troubleshooting.md lists what reduces it.")
 
     # ---- Evaluations ------------------------------------------------------------------------------------------------
 
