@@ -14,12 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
-from trl_opsd.arguments.checks import (
-    check_train_size,
-    look_at,
-    student_limits,
-    surveyed,
-)
+from trl_opsd.arguments.checks import check_train_size, look_at, student_limits, surveyed
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead
@@ -43,7 +38,6 @@ from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.stored import MissingTargetsError, live
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets
 from trl_opsd.types.targets import kept_by_row
 
 if TYPE_CHECKING:
@@ -94,11 +88,7 @@ class Teaching:
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,
             placeholders=frozenset(host.placeholders),
-            settings=(
-                host.chat_template_kwargs,
-                [tool.__name__ for tool in host.tools or ()],
-                self._processors(),
-            ),
+            settings=(host.chat_template_kwargs, [tool.__name__ for tool in host.tools or ()], self._processors()),
             student_limits=student_limits(host.model, host.args),
         )
         mine = given.vocabularies.get("")
@@ -111,7 +101,10 @@ class Teaching:
         rows = self._admit(self._given.rows, self.readers.student)
         self._student_readers = self.readers
         self.build_teachers(self._given.models)
-        self._admit_for_teachers(rows)
+        self._admit(rows, self.readers.teacher)
+        if self.readers.contrast is not None:
+            self._admit(rows, self.readers.contrast)
+        self.readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
         self._of_engine = self._limits_of_engine(rows)
         self.readers = self.readers if self._of_engine is None else self.readers.within(self._of_engine)
 
@@ -181,12 +174,6 @@ class Teaching:
             if isinstance(teacher := live(teacher), FrozenTeacher) and self._host.processors[processor] is not None:
                 with autocast(self._host.accelerator):
                     teacher.prove_images(self._host.probe_prompts(processor))
-
-    def _admit_for_teachers(self, rows: dict[str, Rows]) -> None:
-        self._admit(rows, self.readers.teacher)
-        if self.readers.contrast is not None:
-            self._admit(rows, self.readers.contrast)
-        self.readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
 
     def _limits_of_engine(self, rows: Mapping[str, Rows]) -> PromptLimits | None:
         """Those of an engine in this process: room for the longest row, where it is known, as its cache holds one."""
@@ -298,21 +285,7 @@ class Teaching:
         if before is not None and (after := self.teachers.tokens) is not None:
             self._host.record("teacher/tokens", after[0] - before[0], len(rows))
             self._host.record("teacher/prefix_saved", after[1] - before[1], len(rows))
-        if self.spelling is not None:
-            self._warn_of_little(rollout, found)
         return found
-
-    def _warn_of_little(self, rollout: Rollout, targets: TeacherTargets) -> None:
-        """Warns once if less than half of a batch's bytes can be compared."""
-        assert self.spelling is not None
-        outcomes = sum(int(self.spelling.table.length[ids].sum()) for ids in rollout.ended().completion_lists() if ids)
-        most = self._host.args.cross_tokenizer_missed
-        held = sum(int((row.missed <= most).sum()) for row in targets.rows or () if isinstance(row, ByteTargets))
-        if outcomes and held < outcomes / 2:
-            logger.warning_once(
-                f"Only {held / outcomes:.0%} of the bytes of {self.batch_name} can be compared between the tokenizers: "
-                "`cross/escape` and `cross/lost` say why (docs/tokenizers.md)."
-            )
 
     @property
     def begins_early(self) -> bool:
