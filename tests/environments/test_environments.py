@@ -341,8 +341,6 @@ REFUSED = {
     "an object": (Adder(), {}, "could not make an environment: TypeError: 'Adder' object is not callable"),
     "needs arguments": (lambda number: Adder(), {}, "could not make an environment: TypeError"),
     "fails": (lambda: 1 / 0, {}, "could not make an environment: ZeroDivisionError"),
-    "nothing": ({}, {}, "an empty dict"),
-    "no names": ({1: Adder}, {}, "expected names"),
     "no column": ({"a": Adder}, {}, "no column 'environment'"),
     "both tell": (Told, {"train_dataset": rows(privileged_context=["x"] * 4)}, "tell what only the teacher reads"),
     "off-policy": (Adder, {"lmbda": 0.5}, "`environment_factory` with `lmbda=0.5`"),

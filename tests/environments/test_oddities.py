@@ -145,13 +145,6 @@ def test_tools_have_the_names_that_templates_show(make_trainer):
         assert [tool.__name__ for tool in trainer.tools].count("shout") == 1
 
 
-def test_a_factory_makes_environments_of_one_class(make_trainer):
-    kinds = [Adder, Adder, Told]
-    trainer = make_trainer(**given(once(END), lambda: (kinds.pop(0) if len(kinds) > 1 else kinds[0])()))
-    with pytest.raises(RuntimeError, match=r"row \d of .*: its factory made a Told, and a Adder before"):
-        weights_of(trainer)
-
-
 def test_a_tool_cannot_change_the_arguments_it_was_called_with(make_trainer):
     class Taking(Adder):
         def take(self, cells: list[int]) -> str:

@@ -38,7 +38,7 @@ from trl_opsd.data.completions import COMPLETION, TOKENS, solutions_as_context, 
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
 from trl_opsd.data.outcomes import check_prompt_fn
 from trl_opsd.data.prompts import Intake
-from trl_opsd.environments import Environments, check_factory
+from trl_opsd.environments import Environments
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
@@ -316,8 +316,7 @@ def _described(tools: Any) -> Any:
 
 
 def _environments(factory: Any, tools: Any, args: OPSDConfig, train_dataset: Any, eval_dataset: Any) -> Environments:
-    """The environments of a factory that was checked, of each one instance."""
-    check_factory(factory)
+    """The environments of a factory, of each one instance."""
     if train_dataset is None and eval_dataset is None and (isinstance(factory, Mapping) or args.max_steps <= 0):
         lacking = "several environments, one named in each row" if isinstance(factory, Mapping) else "`max_steps`"
         raise ValueError(

@@ -72,18 +72,10 @@ class Episode:
     def begin(self, row: Mapping[str, Any], wait: Wait) -> tuple[Any, str | None]:
         """The observation at the start, and what only the teacher may read."""
         if self.environment is None:
-            made = self.kind.make()
-            if type(made) is not self.kind.of:
-                raise TypeError(f"its factory made a {type(made).__name__}, and a {self.kind.of.__name__} before.")
-            self.environment = made
+            self.environment = self.kind.make()
         observation = wait(self.environment.reset(**row))
         if isinstance(observation, str):
             observation = _clean(observation)
-        elif observation is not None and not (
-            isinstance(observation, list) and all(isinstance(part, Mapping) for part in observation)
-        ):
-            found = type(observation).__name__
-            raise TypeError(f"`reset` returned a {found}: expected text, parts of a message, or None.")
         return observation, self._told("get_privileged_context", wait)
 
     def answer(self, calls: Calls, wait: Wait) -> list[Called]:
@@ -212,8 +204,6 @@ class Environments:
             kind, where = self._kinds[name], f"row {number} of {batch}"
             if self.tells and tells_more(row):
                 raise ValueError(f"{where} tells its teacher more, and so do environments: remove one of both.")
-            if isinstance(row.get("prompt"), str):
-                raise ValueError(f"The prompt in {where} is text, but environments need messages.")
             if (place := taken[name]) == len(kind.pool):
                 kind.pool.append(Episode(kind))
             elif kind.pool[place].is_lost:
@@ -351,15 +341,6 @@ def as_described(tool: Callable[..., Any]) -> Callable[..., Any]:
         return tool(*args, **kwargs)
 
     return described
-
-
-def check_factory(factory: Any) -> None:
-    """Refuses what makes no environments (`TypeError`, `ValueError`), before anything is made."""
-    if isinstance(factory, Mapping):
-        if not factory:
-            raise ValueError("`environment_factory` is an empty dict: pass a function for each environment.")
-        if odd := [name for name in factory if not (isinstance(name, str) and name)]:
-            raise TypeError(f"`environment_factory` has the key {odd[0]!r}: expected names of environments.")
 
 
 def _in_words(error: BaseException) -> str:
