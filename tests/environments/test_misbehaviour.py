@@ -27,7 +27,6 @@ TOLD = {
     "returns an object": (call("misbehave", how="object"), "<class 'object'>"),
     "returns an image": (call("misbehave", how="image"), "{'error': 'This tool returned an image"),
     "returns an array": (call("misbehave", how="array"), "[0 1]"),
-    "raises what has no text": (call("misbehave", how="raise what has no text"), "{'error': 'Mute'}"),
     "awaits in its own way": (call("misbehave", how="await in its own way"), "\nwaited\n"),
     "is awaited": (call("wait", seconds=0.01), "waited 0.01"),
 }

@@ -210,7 +210,9 @@ class Environments:
                 kind.pool[place] = Episode(kind)
             taken[name] += 1
             self.episodes.append(kind.pool[place])
-            hidden = [*(["environment"] if self.are_several else []), *_without_prompt(row)]
+            hidden = {"environment"} if self.are_several else set[str]()
+            if row.get("prompt", EMPTY_PROMPT) == EMPTY_PROMPT:
+                hidden.add("prompt")
             given = {key: value for key, value in row.items() if key not in hidden}
             if "seed" in inspect.signature(kind.of.reset).parameters:
                 given = {"seed": seeds[number], **given}
@@ -289,7 +291,7 @@ def answers(tools: Tools, calls: Calls, wait: Wait) -> list[Called]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also `SystemExit`, and what is cancelled
-            found.append(Called(name, _clean(str({"error": _text(error)})), failed=True))
+            found.append(Called(name, _clean(str({"error": str(error)})), failed=True))
     return found
 
 
@@ -307,11 +309,6 @@ def _content(answer: Any) -> str:
 def _clean(text: str) -> str:
     """Text that tokenizers read: what UTF-8 cannot encode is a question mark, and there are no null characters."""
     return text.encode(errors="replace").decode().replace("\0", "")
-
-
-def _without_prompt(row: Mapping[str, Any]) -> list[str]:
-    """The column `prompt` of a row that had none."""
-    return ["prompt"] if row.get("prompt", EMPTY_PROMPT) == EMPTY_PROMPT else []
 
 
 def _told(row: Mapping[str, Any], observation: Any, context: str | None) -> dict[str, Any]:
@@ -344,11 +341,4 @@ def as_described(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, Late) else f"{type(error).__name__}: {_text(error)}"
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # of the tool's own class
-        return type(error).__name__
+    return str(error) if isinstance(error, Late) else f"{type(error).__name__}: {error}"
