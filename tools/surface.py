@@ -43,7 +43,7 @@ ALSO = (
     "trl_opsd.banner.Banner",
     "trl_opsd.cli.audit.measure.audit",
     "trl_opsd.cli.targets.write_targets",
-    "trl_opsd.host.Host",
+    "trl_opsd.rollout.host.Host",
     "trl_opsd.losses.objective.Objective",
     "trl_opsd.methods.base.MethodHost",
     "trl_opsd.models.backbone.logits_of",

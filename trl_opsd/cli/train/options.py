@@ -23,7 +23,7 @@ from trl_opsd.options.normalize import with_help
 from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
 if TYPE_CHECKING:
-    from trl_opsd import OPSDTrainer
+    from trl_opsd.trainer import OPSDTrainer
 
 Splits = Mapping[str, Dataset | IterableDataset]
 """Datasets by the name of a split."""
