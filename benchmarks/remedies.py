@@ -33,7 +33,7 @@ from real_model import distil
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner
 
 ROWS = 32
 """Completions of a step on arithmetic."""

@@ -40,7 +40,7 @@ FILE = ROOT / "tests" / "surface.json"
 MODULES = ("trl_opsd", "trl_opsd.losses", "trl_opsd.rollout", "trl_opsd.teacher", "trl_opsd.types")
 """Their `__all__`: of the first all names are public, of the others those that `PAGES` use."""
 ALSO = (
-    "trl_opsd.banner.Banner",
+    "trl_opsd.describe.Banner",
     "trl_opsd.cli.audit.measure.audit",
     "trl_opsd.cli.targets.write_targets",
     "trl_opsd.rollout.host.Host",

@@ -18,11 +18,11 @@ from transformers.integrations import is_fsdp_enabled
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import in_zero3_model
 from trl_opsd.arguments.prepared import prepared
-from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
+from trl_opsd.describe import Banner, published, text
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods
 from trl_opsd.loop.teaching import Teaching
@@ -234,7 +234,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.reads_images is None and (is_split or self.is_deepspeed_enabled):
             self.reads_images = True
         self._reward_names = [one.name for one in given.rewards]
-        self._described = Described(self, self._reward_names)
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not is_split:
@@ -253,9 +252,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.report:
             from trl_opsd.report.recording import Recording
 
-            self._recording = Recording(self.args.output_dir, self._about, is_traced="trackio" in self.args.report_to)
+            self._recording = Recording(
+                self.args.output_dir, partial(published, self), is_traced="trackio" in self.args.report_to
+            )
             self.add_callback(self._recording)
-        self.add_callback(Banner(self._announced, self._described.later))
+        self.add_callback(Banner(self))
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
@@ -490,23 +491,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if not self.is_built:
             return super().__repr__()
         self.restore_launch()
-        return self._described.text()
-
-    def _announced(self) -> str:
-        counted = self.dropped_prompts.copy()
-        text = self._described.text(reads_stream=True)
-        self.dropped_prompts.clear()  # displaying a stream's first row must not count it as dropped
-        self.dropped_prompts.update(counted)
-        return text
-
-    def _about(self) -> dict[str, str]:
-        from trl_opsd.loop.model_card import about
-
-        return about(self, self._settings_in_words())
-
-    def _settings_in_words(self) -> dict[str, str]:
-        """How it trains, by topic, for a model card."""
-        return self._described.settings()
+        return text(self)
 
     @property
     def divergence(self) -> Divergence:

@@ -315,7 +315,8 @@ def test_card_banner_and_tokenizer_are_the_adapters(make_trainer, tmp_path):
     assert all(f"with the adapter '{path}'; 3 teachers share its base" in text for path in paths.values())
     trainer.create_model_card()
     card = (Path(trainer.args.output_dir) / "README.md").read_text()
-    assert "Teacher `math`: the adapter `math` of `base` (a local `Qwen2ForCausalLM`)" in card
+    assert "- Teacher 'math': Qwen2ForCausalLM 'base'" in card
+    assert "with the adapter 'math'; 3 teachers share its base" in card
     words = tiny.tokenizer()
     words.add_tokens(["new"])
     words.save_pretrained(base)

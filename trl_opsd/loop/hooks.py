@@ -643,7 +643,7 @@ class TrainerHooks(TrainerMembers):
 
     @property
     def _paper(self) -> dict[str, str]:
-        from trl_opsd.loop.model_card import SELF_DISTILLATION
+        from trl_opsd.describe import SELF_DISTILLATION
 
         paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
         return paper
@@ -669,10 +669,10 @@ class TrainerHooks(TrainerMembers):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """As TRL's, with base model, teachers, objective, settings and figures in the `README.md` that it writes."""
+        """As TRL's, with models, objective and settings in the `README.md` that it writes."""
         folder = os.path.basename(os.path.realpath(self.args.output_dir))
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
-            from trl_opsd.loop.model_card import complete
+            from trl_opsd.describe import complete_card
 
-            complete(self, self._settings_in_words(), dataset_name)
+            complete_card(self)

@@ -69,7 +69,7 @@ class StoredTeacher(Teacher):
         """Requested rows, and those that the store had."""
 
     def __str__(self) -> str:
-        known = f"targets of {len(self._store.rows)} rows, {self._store.tokens} tokens, in {self._store.folder}"
+        known = f"targets of {len(self._store.rows)} rows, {self._store.tokens} tokens, in {str(self._store.folder)!r}"
         return f"{self.teacher}, after {known}" if self.teacher is not None else f"{self.said['is']}: {known}"
 
     def __getattr__(self, name: str) -> Any:
