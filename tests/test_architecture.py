@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent / "trl_opsd"
 
 FLOORS = {
     "errors": 0,
-    "monitor": 0,
+    "metrics": 0,
+    "progress": 0,
     "types": 0,
     "_compat": 1,
     "data": 1,

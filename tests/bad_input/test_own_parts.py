@@ -17,7 +17,7 @@ from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import OutputHead
 
 pytestmark = pytest.mark.refusal
-OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.monitor", "trl_opsd.types", "trl_opsd.trainer")
+OURS = ("trl_opsd.teacher", "trl_opsd.loop", "trl_opsd.metrics", "trl_opsd.types", "trl_opsd.trainer")
 
 
 class Own(Teacher):

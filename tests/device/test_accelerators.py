@@ -13,9 +13,9 @@ from support import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_opsd
+from trl_opsd import progress
 from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.memory import explain
-from trl_opsd.monitor import progress
 from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.rewards.functions import Rewards
 from trl_opsd.types import targets

@@ -16,7 +16,7 @@ from trl_opsd.data.datasets import by_name
 from trl_opsd.data.outcomes import reads_outcome
 from trl_opsd.losses import SampledReverseKL
 from trl_opsd.methods import METRICS
-from trl_opsd.monitor.metrics import evaluated_names
+from trl_opsd.metrics import evaluated_names
 from trl_opsd.options.rules import Rule, together
 from trl_opsd.options.table import Situation, shown
 

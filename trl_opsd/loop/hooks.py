@@ -46,10 +46,10 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, load_renamed, sampled
-from trl_opsd.monitor.progress import replace_default
 from trl_opsd.parallel.failure import Watchdog, set_group_timeout
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.progress import replace_default
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.loss import check_parts, columns
 from trl_opsd.types.targets import has_streams

@@ -25,9 +25,9 @@ from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.rows import BatchRow
+from trl_opsd.metrics import Mean, is_taken
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
-from trl_opsd.monitor.metrics import Mean, is_taken
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import above, from_to
 from trl_opsd.parallel.precision import autocast

@@ -27,7 +27,7 @@ from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
 from trl_opsd.methods.origin import Anchor
 from trl_opsd.methods.rows import BatchRow, Written
-from trl_opsd.monitor.metrics import evaluated_names
+from trl_opsd.metrics import evaluated_names
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import LossParts
 from trl_opsd.types.loss import columns

@@ -25,7 +25,7 @@ from trl_opsd.methods.origin import Anchor, Extrapolation
 from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import BatchRewards, RewardOptions
 from trl_opsd.methods.selection import TokenSelection
-from trl_opsd.monitor.metrics import OF_TRAINER, Metric
+from trl_opsd.metrics import OF_TRAINER, Metric
 from trl_opsd.options.normalize import with_help
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.rows import BatchRow, Written
-from trl_opsd.monitor.metrics import Metric
+from trl_opsd.metrics import Metric
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
 
 if TYPE_CHECKING:

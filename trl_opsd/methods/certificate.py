@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl_opsd.losses import ForwardKL, streamed_divergence
 from trl_opsd.losses.streamed import streamed_greedy
 from trl_opsd.methods.base import Method
-from trl_opsd.monitor.metrics import Logs, Metric
+from trl_opsd.metrics import Logs, Metric
 from trl_opsd.types import LazyLogits
 
 _LOGS = Logs(

@@ -13,7 +13,7 @@ from numpy import ndarray
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.methods.base import Generated, Method
-from trl_opsd.monitor.metrics import ALWAYS, STEPS, Logs, Metric
+from trl_opsd.metrics import ALWAYS, STEPS, Logs, Metric
 
 COMPARED_STEPS = 10
 """Optimizer steps at the start, and at the end, that are compared; both have to be complete."""

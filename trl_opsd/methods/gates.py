@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trl_opsd.methods.base import Generated, Method
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.monitor.metrics import BATCHES, Logs, Metric
+from trl_opsd.metrics import BATCHES, Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.table import NUMBER, Option, Values
 

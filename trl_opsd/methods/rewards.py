@@ -23,8 +23,8 @@ from trl_opsd._compat.trl import nanstd, parse_response
 from trl_opsd.data.outcomes import Outcome, texts_of
 from trl_opsd.methods.base import Generated, Method
 from trl_opsd.methods.rows import BatchRow
+from trl_opsd.metrics import STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
 from trl_opsd.models.checks import whole_checkpoint
-from trl_opsd.monitor.metrics import STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
 from trl_opsd.options.normalize import with_help
 from trl_opsd.options.table import NUMBERS, Option, at_least, one_of
 from trl_opsd.parallel.rng import preserved_rng

@@ -18,7 +18,7 @@ from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.monitor.metrics import STEPS, Logs, Metric
+from trl_opsd.metrics import STEPS, Logs, Metric
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
 from trl_opsd.types.loss import columns

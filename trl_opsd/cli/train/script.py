@@ -36,9 +36,9 @@ from trl_opsd.cli.train.options import (
     loaded_rewards,
 )
 from trl_opsd.config import OPSDConfig
-from trl_opsd.monitor.progress import PHASES
-from trl_opsd.monitor.progress import in_words as duration
 from trl_opsd.options.normalize import check_once
+from trl_opsd.progress import PHASES
+from trl_opsd.progress import in_words as duration
 from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
