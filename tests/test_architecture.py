@@ -36,13 +36,13 @@ FLOORS = {
     "describe": 5,
     "rollout": 6,
     "teacher": 6,
+    "arguments": 7,
     "fingerprint": 7,
-    "arguments": 8,
-    "loop": 9,
-    "trainer": 10,
-    "__init__": 11,
-    "cli": 11,
-    "__main__": 12,
+    "loop": 8,
+    "trainer": 9,
+    "__init__": 10,
+    "cli": 10,
+    "__main__": 11,
 }
 """A file imports its own package and lower floors only. The key is the file, or the folder it lies in."""
 

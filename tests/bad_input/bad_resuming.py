@@ -31,16 +31,6 @@ def torn(name: str, problem: str, tear: Callable[[Path], None]) -> Case:
     return Case("resume path torn", name, f"checkpoint-1 is not complete: {problem}", provoke)
 
 
-def torn_fingerprint(text: str) -> Case:
-    def provoke(lab: Lab) -> None:
-        checkpoint = lab.checkpoint()
-        (checkpoint / FILE).write_text(text)
-        (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
-        lab.make().train(resume_from_checkpoint=str(checkpoint))
-
-    return Case("resume path torn", f"fingerprint {text!r}", "the checkpoint is corrupted", provoke)
-
-
 def another(name: str, line: str, changed: Callable[[], dict[str, Any]]) -> Case:
     """Exactly one difference: its line is the only one in the message."""
 
@@ -200,7 +190,6 @@ CASES: list[Case] = [
     ),
     torn("a file is gone", "optimizer.pt is missing", lambda folder: (folder / "optimizer.pt").unlink()),
     torn("a manifest cut short", f"{MANIFEST} cannot be read", lambda folder: os.truncate(folder / MANIFEST, 40)),
-    *map(torn_fingerprint, ("", "{", '{"beta"', "[1]", "3")),
     *FINGERPRINT,
     *ADAPTERS,
 ]

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
-from trl_opsd import fingerprint
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd._compat.versions import warn_of_outside
 from trl_opsd.arguments.checks import (
@@ -147,7 +146,6 @@ def prepared(
     _check_kinds(model, optimizers, peft_config)
     args = checked_args(args, model, divergence)
     check_folder(args)
-    fingerprint.check_accepted(args.resume_with_changes)
     # 2. Options together with the other arguments, and the methods that these ask for.
     rewards = tuple(given_rewards(reward_funcs, reward_processing_classes))
     environments = None
