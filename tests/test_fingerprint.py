@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from support import tiny
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd.checkpoints.atomic_save import MANIFEST
+from trl_opsd.checkpoints import MANIFEST
 from trl_opsd.data.datasets import describe_rows
 from trl_opsd.fingerprint import FILE, _differing, describe_function
 from trl_opsd.losses import Divergence, ReverseKL

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from support import tiny
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.checkpoints.atomic_save import MANIFEST
+from trl_opsd.checkpoints import MANIFEST
 from trl_opsd.fingerprint import FILE
 from trl_opsd.losses import ForwardKL
 
@@ -176,12 +176,6 @@ FINGERPRINT = [
 CASES: list[Case] = [
     missing("the last of none", lambda lab: True, "There is no complete checkpoint"),
     missing("True as text", lambda lab: "True", "There is no complete checkpoint in"),
-    Case(
-        "resume path missing",
-        "a folder of checkpoints",
-        r"is not a checkpoint, but contains checkpoints\. The newest complete checkpoint there is .*checkpoint-1",
-        lambda lab: lab.make().train(resume_from_checkpoint=str(lab.checkpoint().parent)),
-    ),
     missing("no folder", lambda lab: "no/where", "There is no checkpoint no/where"),
     missing(
         "no folder among checkpoints",

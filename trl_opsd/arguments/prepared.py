@@ -30,7 +30,7 @@ from trl_opsd.arguments.checks import (
     warn_of_same_model,
 )
 from trl_opsd.arguments.rules import BUILDING, GENERATING_SEEN, LEARNING, SEEING, STORED, SURPRISES, UNSEEN
-from trl_opsd.checkpoints.atomic_save import check_disk, check_folder
+from trl_opsd.checkpoints import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, TOKENS, solutions_as_context, with_prompts

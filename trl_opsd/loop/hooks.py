@@ -25,7 +25,7 @@ from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sh
 from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.atomic_save import UNFINISHED, on_disk
+from trl_opsd.checkpoints import UNFINISHED, on_disk
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import COLUMNS

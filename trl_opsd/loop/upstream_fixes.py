@@ -27,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl_opsd._compat.sharding import reshard
 from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.resume import check_rates, newest_complete
+from trl_opsd.checkpoints import check_rates, newest_complete
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import Decoded, WholeStream, has_encoded_images
 from trl_opsd.loop.overrides import of_package
