@@ -165,5 +165,5 @@ def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContext
         kind = type(handler.callbacks[place])
         if kind in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             handler.callbacks[place] = shown = _Printed() if kind is PrinterCallback else Progress()
-            return shown.during
+            return None if shown.is_hidden else shown.during
     return None
