@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallbac
 from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd._compat.sharding import gathered_head, in_zero3_model, whole_head
 from trl_opsd.arguments.prepared import prepared
 from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
@@ -33,7 +33,7 @@ from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
-from trl_opsd.models.backbone import completion_hidden, context_of, gathered_head, preserved_mode, whole_head
+from trl_opsd.models.backbone import completion_hidden, context_of, preserved_mode
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import Reading

@@ -16,12 +16,12 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from tqdm import tqdm
 
 from trl_opsd import fingerprint
-from trl_opsd._compat.sharding import is_split_model
+from trl_opsd._compat.sharding import gathered_head, is_split_model
 from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.cli.train.script import build, leave_nothing, read
 from trl_opsd.data.completions import COMPLETION, TOKENS
 from trl_opsd.loop.stored import can_look_up, made_for, missing_rows
-from trl_opsd.models.backbone import gathered_head, preserved_mode, shape_of
+from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.store import HEADER, Described, Store, Writer, publish, said_of_head

@@ -15,9 +15,10 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import whole_head
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.next_rows import NextRows
-from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode, whole_head
+from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.prefetch import Prefetcher

@@ -15,9 +15,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.sharding import gathered_head
 from trl_opsd.data.byte_vocabulary import ByteVocabulary, valid_text
 from trl_opsd.losses.bytewise import MOST_MISSED, byte_logarithms, forks_needed
-from trl_opsd.models.backbone import gathered_head, shape_of
+from trl_opsd.models.backbone import shape_of
 from trl_opsd.models.forks import warn_without_forks
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.frozen import FrozenTeacher

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.sharding import is_split_model
+from trl_opsd._compat.sharding import gathered_head, is_split_model
 from trl_opsd.losses.streamed import streamed_known
-from trl_opsd.models.backbone import gathered_head
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.store import Described, Store, Writer, keys_of
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets, TeacherTargets

@@ -5,7 +5,7 @@ B rows · P prompt tokens · C completion tokens · L columns of a pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -371,3 +371,11 @@ class Completion:
     logprobs: list[float]
     """Log-probability of each generated token, in nats; empty unless requested. Before temperature and truncation, but
     after them from a server with `--logprobs-mode processed_logprobs`."""
+
+
+def cut_after_end(completion_ids: list[int], end_ids: Collection[int]) -> list[int]:
+    """Truncates a completion after its first end-of-sequence token, whichever of `end_ids` that is."""
+    for position, token in enumerate(completion_ids):
+        if token in end_ids:
+            return completion_ids[: position + 1]
+    return completion_ids
