@@ -197,8 +197,7 @@ class Reader:
         """The common kind of these prompts and of those before; refuses kinds that this tokenizer cannot complete."""
         kind = common_kind(prompts, kind)
         for prompt in {one.processor: one for one in reversed(prompts)}.values():
-            tokenizer = self.tokenizer_of(prompt)
-            if kind == "text" and (added := added_at_end(tokenizer)):
+            if kind == "text" and (added := self.of.appended.get(prompt.processor, self.of.appended[""])):
                 raise ValueError(
                     f"{prompt.where} is text, to which the tokenizer appends {added!r}, so the completion would follow "
                     "an end token: give messages, load the tokenizer with `add_eos_token=False`, or set "
@@ -320,6 +319,12 @@ class Readers:
     """Limits of the student's prompts."""
     teacher_limits: Mapping[str, PromptLimits] = field(default_factory=dict)
     """Limits of each teacher's prompts, by its name."""
+    appended: Mapping[str, str | None] = field(init=False)
+    """The token that each tokenizer appends to text, by the same names as `largest_ids`."""
+
+    def __post_init__(self) -> None:
+        appended = {name: added_at_end(one) for name, one in {"": self.tokenizer, **self.tokenizers}.items()}
+        object.__setattr__(self, "appended", appended)
 
     @property
     def student(self) -> Reader:

@@ -161,7 +161,7 @@ class _Places:
 
     def __init__(self, rollout: Rollout, lengths: Sequence[Length]) -> None:
         device, (_, columns) = rollout.prompt_ids.device, rollout.prompt_ids.shape
-        self.totals = [one.total for one in lengths]
+        self.totals = [prompt + completion for prompt, completion, _ in lengths]
         numbers_B4 = [(row, columns - one.prompt, self.totals[row], one.prompt) for row, one in enumerate(lengths)]
         self.rows_B, self.starts_B, self.totals_B, prompts_B = (
             torch.tensor(numbers_B4).to(device, non_blocking=True).unbind(1)
