@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.methods import Certificate, StudentQuantization
+from trl_opsd.methods import Certificate, Rewards, StudentQuantization
 
 FORMATS = {
     "int4": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),  # the same as `StudentQuantization("int4")`
@@ -104,8 +104,11 @@ def build(
         args=OPSDConfig(**config),
         train_dataset=rows(asked.task, config["per_device_train_batch_size"] * asked.steps),
         eval_dataset=rows(asked.task, asked.held_out, held_out=True),
-        reward_funcs=REWARDS[asked.task],
-        methods=[Certificate(), *([StudentQuantization(FORMATS[asked.format])] if quantised else [])],
+        methods=[
+            Rewards(REWARDS[asked.task]),
+            Certificate(),
+            *([StudentQuantization(FORMATS[asked.format])] if quantised else []),
+        ],
     )
 
 

@@ -21,7 +21,6 @@ FLOORS = {
     "data": 1,
     "_compat": 1,
     "environments": 2,
-    "rewards": 2,
     "parallel": 2,
     "errors": 3,
     "checkpoints": 4,

@@ -33,7 +33,7 @@ from trl_opsd.cli.main import app
 from trl_opsd.cli.train.options import ExtraArguments
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
-from trl_opsd.methods import METRICS, NAMED
+from trl_opsd.methods import METRICS, NAMED, Rewards
 from trl_opsd.models.probes import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,7 +224,7 @@ def _files() -> list[str]:
             num_generations=2,
         )
         rows = Dataset.from_list([{"prompt": "1+1="}] * 8)
-        OPSDTrainer(model, None, args, rows, reward_funcs=_length).train()
+        OPSDTrainer(model, None, args, rows, methods=[Rewards(_length)]).train()
         paths = [str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()]
     ours = [path for path in paths if re.search(r"(^|/)(opsd_|ema_teacher|completions/|report)", path)]
     return sorted({re.sub(r"\d+", "N", path) for path in ours})

@@ -20,6 +20,7 @@ from trl_opsd.data.readers import Reader
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import of_package
 from trl_opsd.losses.divergence import describe
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.checks import described, sizes
 from trl_opsd.models.tokenizers import readable
 from trl_opsd.options.normalize import SAMPLING
@@ -104,9 +105,9 @@ class Described:
             "objective",
             f"{describe(self.trainer.divergence)}, {tempered}{shape_in_words(args)}{self.trainer.methods.words}",
         )
-        if self.rewards:
+        if self.rewards and (rewards := self.trainer.methods.get(Rewards)) is not None:
             lacking = "" if self.trainer.train_dataset is None else ": training rows lack their columns"
-            logged = ", logged only" if self.trainer.teaching.logs_rewards else f", in evaluations only{lacking}"
+            logged = ", logged only" if rewards.logs_in_training else f", in evaluations only{lacking}"
             yield "rewards", ", ".join(self.rewards) + ("" if self.trainer.teaching.learned_rewards else logged)
         if self.trainer.methods.of_user:
             yield "methods", ", ".join(type(one).__name__ for one in self.trainer.methods.of_user)
@@ -203,7 +204,7 @@ class Described:
             name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
             later = {
                 "what the environment tells": readers.intake.is_told,
-                "a success of its group": trainer.args.teacher_context is not None,
+                "a success of its group": trainer.methods.fall_back,
                 "its own images": not {*TEACHER_IMAGE_COLUMNS}.isdisjoint(columns_of(dataset) or ()),
             }
             own = "the same" if readers.are_alike(request) else self._decoded(readers.teacher, request)

@@ -43,7 +43,6 @@ OTHERS = (
     "optimizer",
     "tools",
     "chat_template",
-    "reward_funcs",
     "methods",
     "functions",
     "processors",

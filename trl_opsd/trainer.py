@@ -33,6 +33,7 @@ from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import completion_hidden, context_of, gathered_head, preserved_mode, whole_head
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.forks import forked_hidden
@@ -104,17 +105,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
             The tokenizer of a teacher, to be compared with the student's. When `None`, the one at the teacher's path
             is; for a teacher passed as an object, at the path it was loaded from.
-        reward_funcs (`Callable`, [`~transformers.PreTrainedModel`], `str`, or a list of them, *optional*):
-            Rewards of completions, as TRL's `GRPOTrainer` takes them: functions, which may be coroutines, that get
-            `prompts`, `completions`, `completion_ids` and the columns of the dataset by name, and return a number or
-            `None` for each; or reward models, or their paths. See `docs/data.md`.
-        reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or a list of them, *optional*):
-            The tokenizers of reward models, `None` for a function. When `None`, those at the models' paths.
         teacher_prompt_fn (`Callable`, *optional*):
             Takes a row and the text of the student's completion, and returns what the teacher reads before that
             completion: text or messages. Overrides the columns.
         methods (list of [`Method`], *optional*):
-            Methods of your own, which weigh tokens, change what teachers read, or keep a state: `docs/extending.md`.
+            What changes or adds to a training, with its settings: `Rewards([function])`, others of the package
+            (`docs/reference.md`) or of your own (`docs/extending.md`).
 
     Attributes:
         rollout ([`RolloutBackend`]): the backend that `complete` calls.
@@ -148,10 +144,13 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     """
 
     _config_class = OPSDConfig
-    _answers: ClassVar = dict.fromkeys(
-        ("compute_metrics", "preprocess_logits_for_metrics"),
-        "pass `reward_funcs`, and an `eval_dataset`: an evaluation scores completions and logs `rewards/<name>/mean`.",
-    )
+    _answers: ClassVar = {
+        **OPSDConfig._answers,
+        **dict.fromkeys(
+            ("compute_metrics", "preprocess_logits_for_metrics"),
+            "pass `methods=[Rewards([function])]`, and an `eval_dataset`: an evaluation logs `rewards/<name>/mean`.",
+        ),
+    }
 
     def __init__(
         self,
@@ -172,8 +171,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         divergence: Divergence | str | None = None,
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
-        reward_funcs: Any = None,
-        reward_processing_classes: Any = None,
         methods: Sequence[Method] = (),
     ) -> None:
         share_tracebacks()  # first of all, as whatever follows may fail in one process
@@ -193,8 +190,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             divergence=divergence,
             teacher_processing_class=teacher_processing_class,
             teacher_prompt_fn=teacher_prompt_fn,
-            reward_funcs=reward_funcs,
-            reward_processing_classes=reward_processing_classes,
             methods=methods,
             row_columns=self.row_columns,
             pick=chosen_rollout,
@@ -233,7 +228,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         # One process may see an image before the others, which DeepSpeed's buckets of gradients do not allow either.
         if self.reads_images is None and (is_split or self.is_deepspeed_enabled):
             self.reads_images = True
-        self._reward_names = [one.name for one in given.rewards]
+        self._reward_names = [] if (rewards := self.methods.get(Rewards)) is None else rewards.names
         self._described = Described(self, self._reward_names)
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):

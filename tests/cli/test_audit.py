@@ -287,7 +287,7 @@ AFTER = {"after": (Mean(0.6, 0.1, 20), Mean(0.1, 0.1, 20))}
         ("broken", {**TRIED, "at_ends": 1e-5, "clipped": 1.0}),
         ("helps", {**TRIED, "at_ends": 1e-5}),
         ("broken", {**TRIED, "knows": SAME, "teacher_nats": -6.0}),
-        ("unknown", {"cannot": "there are no `reward_funcs`"}),
+        ("unknown", {"cannot": "there are no rewards"}),
     ],
 )
 def test_each_rule_has_its_verdict(tmp_path, word, given):

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trl_opsd
 from trl_opsd.environments.worker import Worker
 from trl_opsd.loop.memory import explain
+from trl_opsd.methods.reward_functions import Functions
 from trl_opsd.monitor import progress
 from trl_opsd.parallel.prefetch import Prefetcher
-from trl_opsd.rewards.functions import Rewards
 from trl_opsd.types import targets
 
 NAMES_CUDA = {
@@ -143,7 +143,7 @@ def test_threads_are_on_the_device_of_who_starts_them(monkeypatch):
 
     Worker().start(lambda wait: None).result()
     assert Prefetcher(iter([1])).take(wait=True) == [1]
-    Rewards(functions={"worth": worth}, weights=torch.ones(1)).of({"completions": ["a"], "prompts": ["b"]}, ["row 0"])
+    Functions({"worth": worth}).of({"completions": ["a"], "prompts": ["b"]}, ["row 0"])
     names = {"trl_opsd environment", "trl_opsd rows", *(one for one in seen if "rewards" in one)}
     assert seen == dict.fromkeys(names, 3)
     assert len(names) == 3

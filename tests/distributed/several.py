@@ -155,6 +155,8 @@ def build(
         "num_generations": 4,
         **options,
     }
+    rewards = tiny.rewards({"reward_funcs": [worth, second], **given}) if rewarded else []
+    given = {name: value for name, value in given.items() if name not in tiny.REWARDS}
     fsdp_on_cpu.allow()
     trainer = Pairing(
         model=str(folder / "student"),
@@ -164,8 +166,7 @@ def build(
         eval_dataset=make_rows(kind),
         processing_class=tiny.tokenizer(),
         rollout=Numbered(apart),
-        reward_funcs=[worth, second] if rewarded else None,
-        methods=[GroupSpread(), *(method() for method in methods)],
+        methods=[GroupSpread(), *(method() for method in methods), *rewards],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.read, trainer.taught, trainer.learned, trainer.pulled, trainer.controls = [], [], [], [], []

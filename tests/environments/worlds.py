@@ -19,6 +19,7 @@ from support import tiny
 from support.tool_calls import words
 
 from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd.methods.rewards import Rewards
 
 END = "<|im_end|>"
 
@@ -185,10 +186,10 @@ def figures(folder: Any, processes: int, eval_batch: int) -> dict[str, Any]:
     dataset = rows(8, start=list(range(8)))
     arguments = given(unevenly, Uneven, train_dataset=dataset, eval_dataset=dataset.select(range(5)))
     length, steps = arguments.pop("max_completion_length"), arguments.pop("max_steps")
-    options = {"max_completion_length": length, "max_steps": steps, "reward_weight": 0.1, "teacher_model_kind": "base"}
+    options = {"max_completion_length": length, "max_steps": steps, "teacher_model_kind": "base"}
     options |= {"num_generations": 2, "num_generations_eval": 1}
     sizes = {"per_device_train_batch_size": 8 // processes, "per_device_eval_batch_size": eval_batch}
-    arguments |= {"teacher_model": None, "reward_funcs": logging_starts}
+    arguments |= {"teacher_model": None, "methods": [Rewards(logging_starts, weight=0.1)]}
     trainer = OPSDTrainer(args=tiny.config(folder, shuffle_dataset=False, **options, **sizes), **arguments)
     evaluated = trainer.evaluate()
     trainer.train()

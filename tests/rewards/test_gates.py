@@ -102,14 +102,14 @@ def test_a_step_in_which_no_row_counts_changes_nothing(trained):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"reward_gate": 99.0}, "no completion passed `reward_gate=99.0`"),
+        ({"reward_gate": 99.0}, "no completion passed `gate=99.0`"),
         (
             {"reward_gate": "advantage", "reward_funcs": lambda completions, **_: [1.0] * len(completions)},
             "'advantage'`",
         ),
         (
             {"teacher_context": "group_success", "success_threshold": 9.5},
-            "no completion reached `success_threshold=9.5`",
+            "no completion reached `threshold=9.5`",
         ),
         ({"teacher_prompt_fn": lambda row, text, outcome: None}, "`teacher_prompt_fn` returned None"),
     ],
@@ -130,7 +130,7 @@ def test_truncated_completions_are_not_blamed_on_rewards(trained, caplog):
 
     trained(Nothing, teacher_context="group_success", success_threshold=1.5)
     [said] = [one.getMessage() for one in caplog.records if "taught nothing" in one.getMessage()]
-    assert "success_threshold" not in said
+    assert "threshold" not in said
 
 
 def test_an_evaluation_without_success_names_the_threshold(trained, caplog):
@@ -138,7 +138,7 @@ def test_an_evaluation_without_success_names_the_threshold(trained, caplog):
     caplog.clear()
     assert trainer.evaluate()["eval_gate/mean"] == 0
     [said] = [one.getMessage() for one in caplog.records if "`eval_loss` is unknown" in one.getMessage()]
-    assert "no completion reached `success_threshold=9.5`" in said
+    assert "no completion reached `threshold=9.5`" in said
 
 
 def test_a_row_without_a_reward_does_not_pass_a_gate(trained):

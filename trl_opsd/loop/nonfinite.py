@@ -26,7 +26,7 @@ from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
 from trl_opsd.losses.validation import is_ours
-from trl_opsd.methods.context import GroupSuccess, PromptFunction
+from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.parallel.failure import one_traceback
 from trl_opsd.teacher.stored import StoredTeacher, live
 from trl_opsd.types import LossParts
@@ -379,7 +379,7 @@ def agree(sums: Mapping[str, float]) -> bool:
 
 def no_token(trainer: OPSDTrainer) -> str:
     """Why no token of a step or an evaluation is in the loss, in words."""
-    args, is_training = trainer.args, trainer.model.training
+    rewards, is_training = trainer.methods.get(Rewards) or Rewards(), trainer.model.training
     gates = trainer._metrics["train" if is_training else "eval"].get("gate/mean")
     if not gates or any(gates):
         return (
@@ -387,9 +387,9 @@ def no_token(trainer: OPSDTrainer) -> str:
             "`weigh` or masks) are 0"
         )
     causes = {
-        f"no completion passed `reward_gate={args.reward_gate!r}`": is_training and args.reward_gate is not None,
-        f"no completion reached `success_threshold={args.success_threshold:g}`, or none that did fits the teacher's "
-        "context": trainer.methods.get(GroupSuccess),
+        f"no completion passed `gate={rewards.gate!r}` of `Rewards`": is_training and rewards.gate is not None,
+        f"no completion reached `threshold={rewards.threshold:g}` of `Rewards`, or none that did fits the teacher's "
+        "context": rewards.context is not None,
         "`teacher_prompt_fn` returned None": trainer.methods.get(PromptFunction),
     }
     found = [cause for cause, holds in causes.items() if holds] or ["teachers were told nothing"]

@@ -30,12 +30,11 @@ from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
-from trl_opsd.losses.divergence import describe
-from trl_opsd.methods import UNASKED
+from trl_opsd.methods.reward_functions import Given
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.rewards.given import Given
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.bytewise import ByteTeacher
@@ -65,7 +64,6 @@ class Teaching:
 
     def __init__(self, host: OPSDTrainer, given: Prepared, use_teachers: Callable[[Teachers], None]) -> None:
         self._host, self._given, self._use_teachers = host, given, use_teachers
-        self.logs_rewards = given.logs_rewards
         self.names: tuple[str, ...] = ()
         """Names of the teachers, in the order of their numbers; empty if there is one."""
         self.steps_ahead = 0
@@ -80,7 +78,7 @@ class Teaching:
         self._fixed: fingerprint.Fingerprint = {
             "student": fingerprint.describe_student(host.model, host.base_samples),
             "optimizer": fingerprint.describe_optimizer(host.optimizer, host.args),
-            "methods": [describe(one) for one in host.methods if type(one) not in UNASKED],
+            "methods": [one.described() for one in host.methods if one.resumed],
             "functions": {name: fingerprint.describe_function(one) for name, one in self._functions().items()},
         }
         """Entries of the fingerprint that describe what was passed."""
@@ -358,7 +356,6 @@ class Teaching:
             train_dataset=rows,
             adapter=describe_adapters(host.model),
             tools=[tool.__name__ for tool in host.tools or ()],
-            reward_funcs=[one.name for one in rewards],
             teacher_prompt_template=teacher_template,
             processors=fingerprint.describe_processors(self._processors()),
         )
@@ -383,7 +380,7 @@ class Teaching:
         prompt_fn = self._given.intake.prompt_fn
         return {
             **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
-            **{f"reward_funcs: {one.name}": one.source for one in self.learned_rewards if not one.is_model},
+            **{f"rewards: {one.name}": one.source for one in self.learned_rewards if not one.is_model},
             **{f"tools: {one.__name__}": one for one in self._host.tools or ()},
             **({} if self._given.environments is None else self._given.environments.sources),
         }
@@ -391,4 +388,5 @@ class Teaching:
     @property
     def learned_rewards(self) -> Sequence[Given]:
         """The rewards that training depends on."""
-        return self._given.learned_rewards
+        rewards = self._host.methods.get(Rewards)
+        return () if rewards is None or not self._host.methods.needs_rewards else rewards.given

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from numpy import ndarray
 from torch import Tensor
 
+from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.monitor.metrics import Metric
@@ -114,6 +115,7 @@ class Method:
         words (`str`): what it does to the loss, for the banner and the model card; empty for none.
         falls_back (`bool`): whether a teacher for whose context its prompt is too long reads the columns instead; when
             `False` that is an error.
+        resumed (`bool`): Whether a run resumes only with the same settings.
     """
 
     name: str = ""
@@ -130,6 +132,7 @@ class Method:
     in_groups: bool = False
     moves_target: bool = False
     words: str = ""
+    resumed: bool = True
 
     @property
     def whole_batch(self) -> bool:
@@ -150,10 +153,9 @@ class Method:
     def check(self, args: Any, teachers: Sequence[str]) -> None:
         """Checks the settings against the options and the names of the teachers, before anything is loaded."""
 
-    @classmethod
-    def of(cls, now: Any) -> Method | None:
-        """The method in a [`Situation`], `None` where no option enables it; called for those of the package only."""
-        return None
+    def described(self) -> str:
+        """Its settings in one line, which all processes share and a resume compares."""
+        return describe(self)
 
     def has(self, hook: str) -> bool:
         """Whether it overrides a hook; the trainer calls no others."""

@@ -33,7 +33,7 @@ class CollapseGuard(Method, TrainerCallback):
 
     warns: bool = True
 
-    whole_rows = whole_batch = False
+    whole_rows = whole_batch = resumed = False
     name = "course"
     metrics: ClassVar = {
         "completions/length_drift": Metric(

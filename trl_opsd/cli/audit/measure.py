@@ -298,7 +298,7 @@ def _measured(
         seconds=seconds,
     )
     if written.rewards is None:
-        return replace(found, cannot="there are no `reward_funcs`"), tokens, targets
+        return replace(found, cannot="there are no rewards"), tokens, targets
     if np.isnan(written.rewards).all():
         return replace(found, cannot="no completion got a reward"), tokens, targets
     both = [
