@@ -22,10 +22,10 @@ from audit_cases import CASES, WORDS, Case, servers
 from transformers import PrinterCallback, ProgressCallback
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.banner import Banner
 from trl_opsd.cli.audit.measure import audit
 from trl_opsd.cli.audit.shown import document, screen
 from trl_opsd.cli.audit.verdict import verdict
+from trl_opsd.describe import Banner
 from trl_opsd.errors import OPSDError
 
 COLUMNS = (

@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from two_teachers import rows as of_two_teachers
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.methods import Rewards
 
 MODELS = Path("out/audit/models")
 HELD_OUT = 200
@@ -102,7 +103,7 @@ def arithmetic(
         args=OPSDConfig(folder, seed=seed, **{**OPTIONS, "learning_rate": 5e-4, "top_p": 0.6, **options}),
         train_dataset=rows,
         eval_dataset=prompts_with_answers(held_out),
-        reward_funcs=right,
+        methods=[Rewards(right)],
     )
 
 
@@ -123,7 +124,7 @@ def self_taught(
         args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **given, **options}),
         train_dataset=prompts_with_answers(problems).add_column("privileged_context", told(problems)),
         eval_dataset=prompts_with_answers(held_out).add_column("privileged_context", told(held_out)),
-        reward_funcs=right,
+        methods=[Rewards(right)],
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
     )
 
@@ -216,7 +217,7 @@ def two_teachers(folder: str, seed: int, **options: Any) -> OPSDTrainer:
         args=OPSDConfig(folder, seed=seed, **{**OPTIONS, "learning_rate": 5e-4, "top_p": 0.6, **options}),
         train_dataset=of_two_teachers(draw(32 * 100, seed=1000 + seed)),
         eval_dataset=of_two_teachers(draw(HELD_OUT, held_out=True)),
-        reward_funcs=right,
+        methods=[Rewards(right)],
     )
 
 
@@ -280,7 +281,7 @@ def of_pictures(folder: str, seed: int, *, to_teacher: str = "crop", is_erased: 
         args=OPSDConfig(folder, seed=seed, **{**OPTIONS, **given}),
         train_dataset=rows(draw_scenes(32 * 60, seed=seed)),
         eval_dataset=rows(draw_scenes(HELD_OUT, held_out=True)),
-        reward_funcs=reads_digit,
+        methods=[Rewards(reads_digit)],
     )
 
 

@@ -30,7 +30,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback, ProgressCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner
 from trl_opsd.losses import Divergence
 from trl_opsd.methods.collapse import COMPARED_STEPS, SMALL
 

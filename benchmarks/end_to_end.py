@@ -252,7 +252,8 @@ def train(side: str, case: dict[str, str], args: argparse.Namespace) -> dict[str
             callbacks=[Watch()],
             **({"rollout": FixedRollout(recorded)} if side == "ours" and recorded else {}),
         )
-        trainer._compute_loss = meter.timed("loss", trainer._compute_loss)
+        loss = "_compared" if side == "ours" else "_compute_loss"
+        setattr(trainer, loss, meter.timed("loss", getattr(trainer, loss)))
         trainer.accelerator.backward = meter.timed("backward", trainer.accelerator.backward)
         meter.watch(trainer.accelerator.unwrap_model(trainer.model), "student", "forward")
         meter.watch(trainer.accelerator.unwrap_model(trainer.teacher_model), "teacher", "teach")

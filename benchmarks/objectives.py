@@ -30,7 +30,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.utils.logging import disable_progress_bar
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner
 
 ROWS = 64
 """Completions of a step, as in the examples."""

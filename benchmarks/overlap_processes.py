@@ -34,7 +34,7 @@ from support import serving, tiny
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner
 
 OVERLAPS = (None, "step", "ahead")
 ENDS = [200, 201, 202, 203]

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
+from trl_opsd.methods import Rewards
 
 SIZES["deep"] = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 3}
 MIXED, SUPERVISED = "off-policy to on-policy", "supervised"
@@ -82,8 +83,7 @@ def trainer(asked: argparse.Namespace, student: str, rows: Dataset, seed: int, *
         teacher_model=teacher,
         args=OPSDConfig(**common(asked, seed), **given),
         train_dataset=rows,
-        reward_funcs=[asked.reward],
-        methods=methods,
+        methods=[Rewards(asked.reward), *methods],
     )
 
 

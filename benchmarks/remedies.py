@@ -33,7 +33,8 @@ from real_model import distil
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner
+from trl_opsd.methods import Rewards
 
 ROWS = 32
 """Completions of a step on arithmetic."""
@@ -57,9 +58,9 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "half by teacher_confidence": {
         "methods": {"token_selection": {"criterion": "teacher_confidence", "fraction": 0.5}}
     },
-    "right ones only": {**GROUPS, "reward_gate": 1.0},
-    "weighted by advantage": {**GROUPS, "reward_gate": "advantage"},
-    "a group's success (SDPO)": {**GROUPS, "teacher_context": "group_success"},
+    "right ones only": {**GROUPS, "methods": [Rewards(right, gate=1.0)]},
+    "weighted by advantage": {**GROUPS, "methods": [Rewards(right, gate="advantage")]},
+    "a group's success (SDPO)": {**GROUPS, "methods": [Rewards(right, context="group_success")]},
     "EMA 0.05": {"teacher_model_kind": "ema"},
     "live teacher": {"teacher_model_kind": "live"},
     "live teacher, anchor 1": {"teacher_model_kind": "live", "methods": {"anchor": {"weight": 1.0}}},
@@ -104,12 +105,14 @@ def of_arithmetic(options: Mapping[str, Any], seed: int, tokens: int, folder: st
     rows = prompts_with_solutions(problems).add_column("answer", [one.answer for one in problems])
     alone = [[{"role": "user", "content": one.solution}] for one in problems]  # the reference without the question
     of_config = {name: value for name, value in options.items() if not isinstance(value, list)}
+    methods = [copy(one) for one in given] if isinstance(given := options.get("methods"), list) else []
+    if not any(isinstance(one, Rewards) for one in methods):
+        methods.append(Rewards(right))
     trainer = OPSDTrainer(
         model=READER,
         args=OPSDConfig(folder, **{**same, **of_config}),
-        methods=[copy(one) for one in given] if isinstance(given := options.get("methods"), list) else (),
+        methods=methods,
         train_dataset=rows.add_column("contrast_prompt", alone),
-        reward_funcs=right,
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
     )
 

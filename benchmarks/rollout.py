@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.utils import logging
 
 from trl_opsd import HFRollout
-from trl_opsd.data.completions import cut_after_end
 from trl_opsd.data.readers import PromptLimits
+from trl_opsd.types.rollout import cut_after_end
 
 END = 0
 BASE = 1000

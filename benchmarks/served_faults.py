@@ -30,7 +30,7 @@ from support.failing_server import pretended
 from transformers import AutoModelForCausalLM, PrinterCallback
 
 from trl_opsd import FixedRollout, OPSDError, OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner
 
 STEPS = 4
 _MIDDLE = 0.005

@@ -25,7 +25,7 @@ from support import serving, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner
 from trl_opsd.teacher import FrozenTeacher, Resident
 from trl_opsd.teacher.served import ServedTeacher
 from trl_opsd.types import Rollout

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from trl_opsd import OPSDConfig, OPSDTrainer
-from trl_opsd.methods import Certificate, StudentQuantization
+from trl_opsd.methods import Certificate, Rewards, StudentQuantization
 
 FORMATS = {
     "int4": IntxWeightOnlyConfig(torch.int4, PerGroup(32)),  # the same as `StudentQuantization("int4")`
@@ -94,6 +94,8 @@ def build(
         "divergence": "forward_kl",
         "per_device_eval_batch_size": 50,
         "eval_temperature": 0.0,  # greedy
+        "eval_on_start": True,
+        "eval_strategy": "epoch",
         "model_init_kwargs": {"dtype": "float32"},
         "teacher_model_init_kwargs": {"dtype": "float32"},  # else as its checkpoint is, and the KL has its rounding
         **given,
@@ -104,8 +106,11 @@ def build(
         args=OPSDConfig(**config),
         train_dataset=rows(asked.task, config["per_device_train_batch_size"] * asked.steps),
         eval_dataset=rows(asked.task, asked.held_out, held_out=True),
-        reward_funcs=REWARDS[asked.task],
-        methods=[Certificate(), *([StudentQuantization(FORMATS[asked.format])] if quantised else [])],
+        methods=[
+            Rewards(REWARDS[asked.task]),
+            Certificate(),
+            *([StudentQuantization(FORMATS[asked.format])] if quantised else []),
+        ],
     )
 
 

@@ -16,6 +16,7 @@ from arithmetic.task import draw, prompts, prompts_with_answers, right
 from transformers.utils.logging import disable_progress_bar
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.methods import Rewards
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         args=config,
         train_dataset=prompts(draw(64 * options.steps)),  # questions only: the student writes the answers
         eval_dataset=prompts_with_answers(held_out),
-        reward_funcs=right,  # as TRL's `GRPOTrainer` takes them; here for evaluations alone
+        methods=[Rewards(right)],  # functions as TRL's `GRPOTrainer` takes them; here for evaluations alone
     )
     print(
         f"{options.steps} steps; each row says how many are done.\n"

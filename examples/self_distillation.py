@@ -16,6 +16,7 @@ from arithmetic.task import draw, prompts_with_solutions, right
 from peft import LoraConfig
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.methods import Rewards
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             draw(64 * options.steps)
         ),  # "prompt", and for the teacher "privileged_context"
         eval_dataset=prompts_with_solutions(held_out).add_column("answer", [one.answer for one in held_out]),
-        reward_funcs=right,
+        methods=[Rewards(right)],
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"),
     )
     trainer.train()

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.methods import Rewards
 
 TEACHERS = {"sums": ADDER, "differences": SUBTRACTER}
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         args=config,
         train_dataset=rows(draw(64 * options.steps)),
         eval_dataset={name: rows(some) for name, some in domains.items()},
-        reward_funcs=right,
+        methods=[Rewards(right)],
     )
     table = {}
     for name, path in TEACHERS.items():

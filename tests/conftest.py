@@ -108,7 +108,7 @@ def _built(folder: Path, without_weights: bool, cls: type[OPSDTrainer] = OPSDTra
         config.save_pretrained(folder / f"no-weights-{width}")
         return str(folder / f"no-weights-{width}")
 
-    words = tiny.tokenizer()
+    words, rewards = tiny.tokenizer(), tiny.rewards(given)
     of_trainer = {name: value for name, value in given.items() if name in _ARGUMENTS}
     if not isinstance(of_trainer.get("methods", []), list | tuple):
         del of_trainer["methods"]  # an option of that name
@@ -122,7 +122,7 @@ def _built(folder: Path, without_weights: bool, cls: type[OPSDTrainer] = OPSDTra
     }
     if "args" not in given:
         arguments["args"] = tiny.config(folder, **{name: given[name] for name in given.keys() - of_trainer.keys()})
-    arguments["methods"] = [_unbound(one) for one in arguments.get("methods", ())]
+    arguments["methods"] = [_unbound(one) for one in (*arguments.get("methods", ()), *rewards)]
     return cls(**arguments)
 
 

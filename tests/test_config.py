@@ -67,7 +67,6 @@ def test_both_names_of_gradient_checkpointing_are_one_option(tmp_path):
         ({"beta": 0.02}, "`beta=0.02` is close to 0 or 1"),
         ({"beta": 0.97}, "generalised JSD and its gradient vanish"),
         ({"divergence": "forward_kl", "beta": 0.5}, "`beta=0.5` is ignored"),
-        ({"beta": 0.0, "reward_gate": 1.0}, "GRPO's penalty, which 0 turns off there, is the method `anchor` here"),
         ({"divergence": "total_variation", "beta": 0.5}, "`beta=0.5` is ignored"),
         ({"divergence": "forward_kl", "beta": 0.5, "anchor_weight": 0.1}, "`beta=0.5` is ignored"),
         ({"divergence": "jsd", "beta": 0.97}, "generalised JSD and its gradient vanish"),

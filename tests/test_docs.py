@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support import tiny
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from trl_opsd import OPSDConfig, OPSDTrainer
@@ -93,7 +94,7 @@ def test_options_and_metrics_that_a_page_recommends_exist(name):
     named = re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)?)(?:=[^`]*)?`", text)
     assert len(named) > 20
     unknown = {one for one in named if one.removeprefix("eval_") not in known and one not in known}
-    assert unknown <= {"reward_funcs", "methods"}, "arguments of the trainer"
+    assert unknown <= {"methods", *NAMED, *tiny.REWARDS.values()}, "an argument of the trainer, and settings"
 
 
 def python_blocks() -> list[tuple[str, str]]:

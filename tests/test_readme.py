@@ -141,7 +141,7 @@ def test_the_reward_of_the_data_page_is_accepted():
         "teacher": tiny.qwen2(48, seed=1),
         "dataset": tiny.rows(16).map(lambda row: {"answer": "4"}),
     }
-    names["args"] = trl_opsd.OPSDConfig("out", num_generations=2, reward_weight=0.1)
+    names["args"] = trl_opsd.OPSDConfig("out", num_generations=2)
     exec(exact, names)
     assert names["exact"](completions=[" 4 ", "5"], answer=["4", "4"]) == [1.0, 0.0]
     exec(tools.partition("\n\ntrainer =")[0], names)

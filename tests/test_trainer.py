@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import re
 
@@ -15,6 +16,7 @@ from support import tiny
 from transformers import AutoModelForCausalLM, BambaConfig, MixtralConfig
 
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer, RolloutBackend
+from trl_opsd.loop.batch import Batch
 
 
 def fingerprint(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -73,21 +75,20 @@ class TestTeacher:
 
     def test_targets_keep_no_larger_tensor_alive(self, make_trainer):
         trainer = make_trainer()
-        batch = trainer._generate_and_score_completions([{"prompt": "Once upon a time"}])
-        (hidden,) = (row.hidden for row in batch["teacher_rows"])
+        batch = trainer.score([{"prompt": "Once upon a time"}])
+        (hidden,) = (row.hidden for row in batch.targets.rows)
         assert hidden.untyped_storage().nbytes() == hidden.numel() * hidden.element_size()
 
     def test_targets_are_freed_after_their_last_micro_batch(self, make_trainer):
         class Watching(FixedRollout):
             def complete(self, prompt_ids, step):
-                held.append(trainer._dealer.is_dealt)
+                held.append(any(isinstance(one, Batch) for one in gc.get_objects()))
                 return super().complete(prompt_ids, step)
 
         held: list = []
         trainer = make_trainer(rollout=Watching(tiny.recorded(tiny.tokenizer())), gradient_accumulation_steps=2)
         trainer.train()
         assert held == [False] * 3
-        assert not trainer._dealer.is_dealt
 
     def test_the_shorter_context_of_a_teacher_sets_the_limit(self, make_trainer):
         with pytest.raises(
@@ -256,9 +257,9 @@ class TestEvaluation:
         trainer.model.eval()
         total = tokens = 0.0
         for prompt in tiny.PROMPTS[:3]:
-            batch = trainer._generate_and_score_completions([{"prompt": prompt}])
-            mean, _, count = trainer._compute_loss(trainer.model, batch, None)
-            total, tokens = total + mean.item() * count.item(), tokens + count.item()
+            batch = trainer.score([{"prompt": prompt}])
+            mean, count = trainer.compute_loss(trainer.model, batch).item(), batch.rollout.weights.sum().item()
+            total, tokens = total + mean * count, tokens + count
         assert loss == pytest.approx(total / tokens, rel=1e-5)
         assert tiny.logged(trainer, "eval_divergence/mean") == [pytest.approx(loss)]
 

@@ -42,8 +42,7 @@ from support import vision_language
 
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.data.completions import cut_after_end
-from trl_opsd.types.rollout import images_of, together
+from trl_opsd.types.rollout import cut_after_end, images_of, together
 
 VOCABULARY = 259
 PROMPTS = ["2+2=", "The sky is", "a", "Count: one", "red, green,", "x y z"]

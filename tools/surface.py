@@ -32,7 +32,7 @@ from trl_opsd.cli.main import app
 from trl_opsd.cli.train.options import ExtraArguments
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.losses.registry import Settings
-from trl_opsd.methods import METRICS, NAMED
+from trl_opsd.methods import METRICS, NAMED, Rewards
 from trl_opsd.models.probes import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,10 +40,10 @@ FILE = ROOT / "tests" / "surface.json"
 MODULES = ("trl_opsd", "trl_opsd.losses", "trl_opsd.rollout", "trl_opsd.teacher", "trl_opsd.types")
 """Their `__all__`: of the first all names are public, of the others those that `PAGES` use."""
 ALSO = (
-    "trl_opsd.banner.Banner",
+    "trl_opsd.describe.Banner",
     "trl_opsd.cli.audit.measure.audit",
     "trl_opsd.cli.targets.write_targets",
-    "trl_opsd.host.Host",
+    "trl_opsd.rollout.host.Host",
     "trl_opsd.losses.objective.Objective",
     "trl_opsd.methods.base.MethodHost",
     "trl_opsd.models.backbone.logits_of",
@@ -223,7 +223,7 @@ def _files() -> list[str]:
             num_generations=2,
         )
         rows = Dataset.from_list([{"prompt": "1+1="}] * 8)
-        OPSDTrainer(model, None, args, rows, reward_funcs=_length).train()
+        OPSDTrainer(model, None, args, rows, methods=[Rewards(_length)]).train()
         paths = [str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()]
     ours = [path for path in paths if re.search(r"(^|/)(opsd_|ema_teacher|completions/|report)", path)]
     return sorted({re.sub(r"\d+", "N", path) for path in ours})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -18,7 +19,6 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.losses.validation import check_clip
-from trl_opsd.methods import MethodOptions
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import (
     check_json,
@@ -49,7 +49,7 @@ from trl_opsd.parallel.failure import share_tracebacks
 
 @with_help
 @dataclass
-class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
+class OPSDConfig(StrictNames, DistillationConfig):
     """Configuration of [`OPSDTrainer`]: every field of [`~trl.DistillationConfig`], with its name, default and
     meaning, and the fields below.
 
@@ -152,6 +152,10 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
     environment_timeout: Annotated[float | None, Option(above(0) | None)] = None
     """Maximum seconds for each `reset` of an environment, all its calls in one turn, `get_reward` and `get_feedback`. A
     late call ends the episode, without a reward; a late `reset` ends the run. When `None`, no limit."""
+    feedback_template: Annotated[str, Option(partial(check_template, names=("feedback",)), resumed=True)] = (
+        "Feedback on an earlier attempt:\n\n{feedback}"
+    )
+    """Template, in the teacher's prompt, of what an environment's `get_feedback` returns."""
     teacher_prompt_template: Annotated[str | None, Option(check_template, resumed=True)] = None
     """Joins the prompt and the column `privileged_context` into the teacher's prompt; see `docs/teachers.md`."""
     teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None
@@ -222,6 +226,14 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         "methods",
     ]
 
+    answers: ClassVar = dict.fromkeys(
+        (
+            *("reward_funcs", "reward_processing_classes", "reward_weight", "reward_weights", "reward_gate"),
+            *("scale_rewards", "multi_objective_aggregation", "teacher_context", "success_threshold"),
+        ),
+        "pass `methods=[Rewards([function], weight=0.1)]`, or `methods: {rewards: {functions: [module.function]}}`.",
+    )
+
     def __post_init__(self) -> None:
         share_tracebacks()
         self.check_as_given()
@@ -234,8 +246,6 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         settle_loading(self)
         settle_sampling(self)
         self.teacher_prompt_template = named_as_here(self.teacher_prompt_template)
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
         check_values(self)
         refuse(AFTER, self)
         self.check_divergence(self.build_divergence())
@@ -299,11 +309,6 @@ class OPSDConfig(StrictNames, MethodOptions, DistillationConfig):
         """Whether the loss has different temperatures for student and teacher."""
         student, teacher = self.student_temperature, self.teacher_temperature
         return (student or self.temperature) != (teacher or self.temperature)
-
-    @property
-    def calls_rewards(self) -> bool:
-        """Whether training depends on rewards."""
-        return self.reward_weight > 0 or self.reward_gate is not None or self.teacher_context is not None
 
     def build_divergence(self) -> Divergence:
         """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""

@@ -20,7 +20,7 @@ from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
 from trl_opsd.models.backbone import model_shape, shape_of
 from trl_opsd.models.weights import Samples, digest, sample
-from trl_opsd.options.table import one_of, resumed, table
+from trl_opsd.options.table import resumed
 from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.base import innermost
 from trl_opsd.teacher.stored import StoredTeacher
@@ -29,26 +29,6 @@ logger = get_logger(__name__)
 
 FILE = "opsd_fingerprint.json"
 """The fingerprint's file in a checkpoint."""
-
-OPTIONS = (*(name for name, one in table(OPSDConfig).items() if one.resumed), "world_size")
-"""Options that determine the completions, the teacher's prompts, the rows of each step, and what is learned of them."""
-
-OTHERS = (
-    "divergence",
-    "train_dataset",
-    "teachers",
-    "teacher_weights",
-    "student",
-    "adapter",
-    "optimizer",
-    "tools",
-    "chat_template",
-    "reward_funcs",
-    "methods",
-    "functions",
-    "processors",
-)
-"""Names of the entries that are no options."""
 
 NESTED = ("adapter", "teacher_weights")
 """Entries that are compared key by key, over the keys both sides have: a newer version of a library may add some, and
@@ -75,12 +55,6 @@ def fingerprint(
         "functions": {**more["functions"], **{name: describe_function(one) for name, one in {**verbs, **own}.items()}},
     }
     return dict(json.loads(json.dumps(values, default=str)))
-
-
-def check_accepted(names: Sequence[str] | None) -> None:
-    """Refuses names in `resume_with_changes` that no fingerprint has."""
-    for name in names or ():
-        one_of(*OPTIONS, *OTHERS).check("resume_with_changes", name)
 
 
 def describe_student(student: CausalLM, handed_in: Samples | None) -> str:
@@ -161,21 +135,13 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
     warning.
     """
     path = Path(folder) / FILE
-    if not path.parent.is_dir():
-        raise ValueError(f"`resume_from_checkpoint={str(folder)!r}`: no such folder: pass the path of a checkpoint.")
     if not path.is_file():
         logger.warning(
             f"{folder} has no {FILE}, because another trainer saved it or `save_only_model=True` was set: the "
             "objective and the order of rows could not be compared with this run's."
         )
         return
-    try:
-        then = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError) as error:  # not JSON, or not an object
-        raise ValueError(
-            f"{path} cannot be read ({error}): the checkpoint is corrupted; resume from another."
-        ) from error
-    differing = _differing(then, now)
+    differing = _differing(json.loads(path.read_text(encoding="utf-8")), now)
     if refused := {name: line for name, line in differing.items() if name not in accepted}:
         raise ValueError(
             f"This run differs from the one that saved {folder}:\n"
@@ -188,22 +154,15 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """A line with both values for each entry of the checkpoint that differs."""
-    pairs = {name: _compared(name, value, now.get(name, "not recorded")) for name, value in sorted(then.items())}
-    if then.get("teachers") != now.get("teachers"):
-        pairs.pop("teacher_weights", None)  # other teachers have other weights
-    return {
-        name: f"  {name}: {before!r} in the checkpoint, {after!r} now"
-        for name, (before, after) in pairs.items()
-        if before != after
-    }
-
-
-def _compared(name: str, then: Any, now: Any) -> tuple[Any, Any]:
-    """Both values; of nested ones, only the keys that differ, and where a version may add some, that both have."""
-    if name == "functions" and isinstance(then, dict) and isinstance(now, dict):
-        parts = [part for part in sorted({*then, *now}) if then.get(part) != now.get(part)]
-        return {part: then.get(part) for part in parts}, {part: now.get(part) for part in parts}
-    if not (name in NESTED and isinstance(then, dict) and isinstance(now, dict) and then.keys() & now.keys()):
-        return then, now
-    parts = [part for part in then if part in now and then[part] != now[part]]
-    return {part: then[part] for part in parts}, {part: now[part] for part in parts}
+    differing = {}
+    for name, before in sorted(then.items()):
+        after = now.get(name, "not recorded")
+        if isinstance(before, dict) and isinstance(after, dict):
+            common = [part for part in before if part in after and name in NESTED]
+            parts = [part for part in common or {**before, **after} if before.get(part) != after.get(part)]
+            before, after = ({part: one.get(part) for part in parts} for one in (before, after))
+        if before != after:
+            differing[name] = f"  {name}: {before!r} in the checkpoint, {after!r} now"
+    if "teachers" in differing:
+        differing.pop("teacher_weights", None)  # other teachers have other weights
+    return differing

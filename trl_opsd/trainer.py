@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallbac
 from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
-from trl_opsd._compat.sharding import in_zero3_model
+from trl_opsd._compat.sharding import gathered_head, in_zero3_model, whole_head
 from trl_opsd.arguments.prepared import prepared
-from trl_opsd.banner import Banner, Described
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
 from trl_opsd.data.readers import PromptLimits, Readers
+from trl_opsd.describe import Banner, published, text
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.overrides import check_methods
 from trl_opsd.loop.teaching import Teaching
@@ -33,7 +33,8 @@ from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
-from trl_opsd.models.backbone import completion_hidden, context_of, gathered_head, preserved_mode, whole_head
+from trl_opsd.methods.rewards import Rewards
+from trl_opsd.models.backbone import completion_hidden, context_of, preserved_mode
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import Reading
@@ -104,17 +105,12 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teacher_processing_class ([`~transformers.PreTrainedTokenizerBase`] or a `dict` of them by name, *optional*):
             The tokenizer of a teacher, to be compared with the student's. When `None`, the one at the teacher's path
             is; for a teacher passed as an object, at the path it was loaded from.
-        reward_funcs (`Callable`, [`~transformers.PreTrainedModel`], `str`, or a list of them, *optional*):
-            Rewards of completions, as TRL's `GRPOTrainer` takes them: functions, which may be coroutines, that get
-            `prompts`, `completions`, `completion_ids` and the columns of the dataset by name, and return a number or
-            `None` for each; or reward models, or their paths. See `docs/data.md`.
-        reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or a list of them, *optional*):
-            The tokenizers of reward models, `None` for a function. When `None`, those at the models' paths.
         teacher_prompt_fn (`Callable`, *optional*):
             Takes a row and the text of the student's completion, and returns what the teacher reads before that
             completion: text or messages. Overrides the columns.
         methods (list of [`Method`], *optional*):
-            Methods of your own, which weigh tokens, change what teachers read, or keep a state: `docs/extending.md`.
+            What changes or adds to a training, with its settings: `Rewards([function])`, others of the package
+            (`docs/reference.md`) or of your own (`docs/extending.md`).
 
     Attributes:
         rollout ([`RolloutBackend`]): the backend that `complete` calls.
@@ -148,10 +144,13 @@ class OPSDTrainer(StrictNames, TrainerHooks):
     """
 
     _config_class = OPSDConfig
-    _answers: ClassVar = dict.fromkeys(
-        ("compute_metrics", "preprocess_logits_for_metrics"),
-        "pass `reward_funcs`, and an `eval_dataset`: an evaluation scores completions and logs `rewards/<name>/mean`.",
-    )
+    answers: ClassVar = {
+        **OPSDConfig.answers,
+        **dict.fromkeys(
+            ("compute_metrics", "preprocess_logits_for_metrics"),
+            "pass `methods=[Rewards([function])]`, and an `eval_dataset`: an evaluation logs `rewards/<name>/mean`.",
+        ),
+    }
 
     def __init__(
         self,
@@ -172,8 +171,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         divergence: Divergence | str | None = None,
         teacher_processing_class: PreTrainedTokenizerBase | Mapping[str, PreTrainedTokenizerBase] | None = None,
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
-        reward_funcs: Any = None,
-        reward_processing_classes: Any = None,
         methods: Sequence[Method] = (),
     ) -> None:
         share_tracebacks()  # first of all, as whatever follows may fail in one process
@@ -193,8 +190,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             divergence=divergence,
             teacher_processing_class=teacher_processing_class,
             teacher_prompt_fn=teacher_prompt_fn,
-            reward_funcs=reward_funcs,
-            reward_processing_classes=reward_processing_classes,
             methods=methods,
             row_columns=self.row_columns,
             pick=chosen_rollout,
@@ -218,7 +213,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         for one in self.methods:
             if isinstance(one, TrainerCallback):
                 self.add_callback(one)
-        self.turns = Turns(self, self._generation, self._get_tool_suffix_ids, tools or (), given.environments)
+        self.turns = None
+        if given.tools or given.environments is not None:
+            self.turns = Turns(self, self._generation, self._get_tool_suffix_ids, tools or (), given.environments)
         check_student(self.model, self.args)
         if train_dataset is not None:
             check_trainable(self.model, optimizers)
@@ -233,8 +230,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         # One process may see an image before the others, which DeepSpeed's buckets of gradients do not allow either.
         if self.reads_images is None and (is_split or self.is_deepspeed_enabled):
             self.reads_images = True
-        self._reward_names = [one.name for one in given.rewards]
-        self._described = Described(self, self._reward_names)
+        self._reward_names = [] if (rewards := self.methods.get(Rewards)) is None else rewards.names
         # TRL has seeded generation by now; building the rest must not advance the random state.
         with preserved_rng(self.accelerator.device):
             if not is_split:
@@ -253,9 +249,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.report:
             from trl_opsd.report.recording import Recording
 
-            self._recording = Recording(self.args.output_dir, self._about, is_traced="trackio" in self.args.report_to)
+            self._recording = Recording(
+                self.args.output_dir, partial(published, self), is_traced="trackio" in self.args.report_to
+            )
             self.add_callback(self._recording)
-        self.add_callback(Banner(self._announced, self._described.later))
+        self.add_callback(Banner(self))
 
     def _prove_divergence(self, divergence: Divergence) -> None:
         with preserved_rng(self.accelerator.device):
@@ -320,7 +318,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         mine = tokens_by_teacher(
             teachers.heads, targets, rollout.weights, objective.selection, host_BC, teachers.origin_head
         )
-        hidden_BCH = forked_hidden(student, rollout, self.reading_to_learn)
+        read = completion_hidden if rollout.forks is None else forked_hidden
+        hidden_BCH = read(student, rollout, self.reading_to_learn)
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (
             whole_head(student) as head,
@@ -490,23 +489,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if not self.is_built:
             return super().__repr__()
         self.restore_launch()
-        return self._described.text()
-
-    def _announced(self) -> str:
-        counted = self.dropped_prompts.copy()
-        text = self._described.text(reads_stream=True)
-        self.dropped_prompts.clear()  # displaying a stream's first row must not count it as dropped
-        self.dropped_prompts.update(counted)
-        return text
-
-    def _about(self) -> dict[str, str]:
-        from trl_opsd.loop.model_card import about
-
-        return about(self, self._settings_in_words())
-
-    def _settings_in_words(self) -> dict[str, str]:
-        """How it trains, by topic, for a model card."""
-        return self._described.settings()
+        return text(self)
 
     @property
     def divergence(self) -> Divergence:

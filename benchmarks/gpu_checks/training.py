@@ -89,10 +89,6 @@ class Phased(DistillationTrainer):
         self.peaks.note()
         return result
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self.clock("batch"):
-            return super()._generate_and_score_completions(inputs)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock("learn"):
             return super().training_step(*args, **kwargs)
@@ -101,11 +97,19 @@ class Phased(DistillationTrainer):
 class Ours(Phased, OPSDTrainer):
     """Ours."""
 
+    def score(self, rows: Any) -> Any:
+        with self.clock("batch"):
+            return super().score(rows)
+
 
 class Trls(Phased):
     """TRL's, with recorded completions."""
 
     recorded: FixedRollout
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self.clock("batch"):
+            return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, prompt_ids: Any, *_: Any) -> Any:
         return self.recorded.complete(prompt_ids, 0)

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pictures.student import make_student
 from pictures.task import draw_scenes, right, rows
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.methods import Rewards
 
 BATCH = 32
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         args=config,
         train_dataset=rows(draw_scenes(BATCH * options.steps, seed=options.seed), to_teacher=to_teacher),
         eval_dataset={shown: rows(held_out, shown, to_teacher) for shown in ("whole", "crop")},
-        reward_funcs=right,
+        methods=[Rewards(right)],
     )
     seconds = trainer.train().metrics["train_runtime"]
     trainer.save_model()

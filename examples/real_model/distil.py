@@ -35,6 +35,7 @@ from real_model.questions import FACTS, questions
 from real_model.rules import RULES
 
 from trl_opsd import OPSDConfig, OPSDTrainer
+from trl_opsd.methods import Rewards
 
 TOKENS = 32
 """The longest answer."""
@@ -163,7 +164,7 @@ def build(
         train_dataset=rows(rule, questions(), wanted),
         eval_dataset=rows(rule, questions(held_out=True)[::10], wanted),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-        reward_funcs=[follows, knows],
+        methods=[Rewards([follows, knows])],
     )
 
 

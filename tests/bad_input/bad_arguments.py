@@ -182,15 +182,6 @@ TWICE = [
 ]
 
 OTHERS = [
-    untouched(
-        "resume with unknown changes",
-        "misspelt",
-        "`resume_with_changes='temperatures'`: expected one of .* Did you mean 'temperature'",
-        resume_with_changes=["temperatures"],
-    ),
-    untouched(
-        "resume with unknown changes", "not compared", "Did you mean", resume_with_changes=["teacher", "learning_rates"]
-    ),
     Case(
         "divergence assigned",
         "a class",

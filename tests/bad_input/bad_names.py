@@ -30,8 +30,9 @@ CASES: list[Case] = [
     unknown("did you mean 'teacher_model_revision'", teacher_revision="main"),
     unknown("has no option 'zzz': docs/migration.md has the names of other trainers, docs/reference.md all", zzz=1),
     unknown("'max_new_tokenz': .*\n`OPSDConfig` has no option 'zzz': ", max_new_tokenz=1, zzz=1),
-    unknown_argument("'compute_metrics': pass `reward_funcs`, and an `eval_dataset`", "compute_metrics"),
-    unknown_argument("'preprocess_logits_for_metrics': pass `reward_funcs`", "preprocess_logits_for_metrics"),
+    unknown_argument(r"'compute_metrics': pass `methods=\[Rewards\(.*, and an `eval_dataset`", "compute_metrics"),
+    unknown_argument(r"'reward_funcs': pass `methods=\[Rewards\(", "reward_funcs"),
+    unknown(r"has no option 'reward_weight': pass `methods=\[Rewards\(", reward_weight=0.1),
     unknown_argument("did you mean 'peft_config'", "peft_cfg"),
     unknown_argument(r"it is an option, `args=OPSDConfig\(max_steps=...\)`", "max_steps"),
 ]

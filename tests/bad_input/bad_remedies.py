@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bad_rows import trained_on
-from cases import Case, Lab, method, option, untouched
+from cases import Case, Lab, method, untouched
 from datasets import Dataset
 from peft import LoraConfig
 
@@ -34,44 +34,40 @@ def _trains(lab: Lab, **given: Any) -> None:
 
 
 CASES: list[Case] = [
-    option("remedies", "`reward_gate='best'`: expected a finite number, 'reward' or 'advantage'", reward_gate="best"),
-    option("remedies", "`reward_gate=nan`", reward_gate=float("nan")),
-    method("remedies", "`num_generations=1` with `GroupSuccess`", teacher_context="group_success", reward_funcs=len),
-    method("remedies", "`num_generations=1` with `Gates`", reward_gate="advantage", reward_funcs=len),
-    method("remedies", "`overlap='step'` with `Gates`", reward_gate=1.0, overlap="step", reward_funcs=len),
+    method("remedies", r"gate='best'\)`: expected a valid number, .* or 'reward' or 'advantage'", reward_gate="best"),
+    method("remedies", r"gate=nan\)`: expected a finite number", reward_gate=float("nan")),
+    method("remedies", "`num_generations=1` with `Rewards`", teacher_context="group_success", reward_funcs=len),
+    method("remedies", "`num_generations=1` with `Rewards`", reward_gate="advantage", reward_funcs=len),
+    method("remedies", "`overlap='step'` with `Rewards`", reward_gate=1.0, overlap="step", reward_funcs=len),
     *(
         method(
             "remedies",
-            f"`lmbda=0` with `{name}`, which needs rewards of the student's completions",
+            "`lmbda=0` with `Rewards`, which needs rewards of the student's completions",
             **{"lmbda": 0, "num_generations": 2, "reward_funcs": len, **given},
         )
-        for name, given in (
-            ("BatchRewards", {"reward_weight": 0.5}),
-            ("Gates", {"reward_gate": 1.0}),
-            ("GroupSuccess", {"teacher_context": "group_success"}),
-        )
+        for given in ({"reward_weight": 0.5}, {"reward_gate": 1.0}, {"teacher_context": "group_success"})
     ),
-    Case(
+    untouched(
         "remedies",
         "outcomes of no completion of the student",
-        "a third argument, the rewards of all completions of a prompt, with `lmbda=0`",
-        lambda lab: lab.make(
-            teacher_prompt_fn=lambda row, completion, outcome: row["prompt"], reward_funcs=len, lmbda=0
-        ),
-        before_loading=True,
+        "`lmbda=0` with `PromptFunction`, which needs rewards of the student's completions",
+        teacher_prompt_fn=lambda row, completion, outcome: row["prompt"],
+        lmbda=0,
     ),
     Case(
         "remedies",
         "a gate without rewards",
-        "`Gates` without rewards: pass `reward_funcs`",
+        "`Rewards` without rewards: pass `methods=",
         lambda lab: lab.make(reward_gate=1.0),
         before_loading=True,
     ),
     Case(
         "remedies",
-        "a success without rewards",
-        "`GroupSuccess` without rewards",
-        lambda lab: lab.make(teacher_context="group_success", **EIGHT),
+        "two that make what teachers read",
+        "`teacher_prompt_fn` with `Rewards`, which makes what teachers read",
+        lambda lab: lab.make(
+            teacher_context="group_success", reward_funcs=len, teacher_prompt_fn=lambda row, completion: "a", **EIGHT
+        ),
         before_loading=True,
     ),
     Case(
@@ -83,7 +79,7 @@ CASES: list[Case] = [
     untouched(
         "remedies",
         "a function of rewards that there are not",
-        "takes a third argument, the rewards of all completions of a prompt, without `reward_funcs`",
+        "`PromptFunction` without rewards: pass `methods=",
         teacher_prompt_fn=lambda row, completion, outcome: "a",
     ),
     trained_on(

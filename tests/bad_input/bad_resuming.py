@@ -13,7 +13,7 @@ from peft import LoraConfig
 from support import tiny
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.checkpoints.atomic_save import MANIFEST
+from trl_opsd.checkpoints import MANIFEST
 from trl_opsd.fingerprint import FILE
 from trl_opsd.losses import ForwardKL
 
@@ -29,16 +29,6 @@ def torn(name: str, problem: str, tear: Callable[[Path], None]) -> Case:
         lab.make().train(resume_from_checkpoint=str(checkpoint))
 
     return Case("resume path torn", name, f"checkpoint-1 is not complete: {problem}", provoke)
-
-
-def torn_fingerprint(text: str) -> Case:
-    def provoke(lab: Lab) -> None:
-        checkpoint = lab.checkpoint()
-        (checkpoint / FILE).write_text(text)
-        (checkpoint / MANIFEST).unlink()  # else the manifest reveals the change
-        lab.make().train(resume_from_checkpoint=str(checkpoint))
-
-    return Case("resume path torn", f"fingerprint {text!r}", "the checkpoint is corrupted", provoke)
 
 
 def another(name: str, line: str, changed: Callable[[], dict[str, Any]]) -> Case:
@@ -186,12 +176,6 @@ FINGERPRINT = [
 CASES: list[Case] = [
     missing("the last of none", lambda lab: True, "There is no complete checkpoint"),
     missing("True as text", lambda lab: "True", "There is no complete checkpoint in"),
-    Case(
-        "resume path missing",
-        "a folder of checkpoints",
-        r"is not a checkpoint, but contains checkpoints\. The newest complete checkpoint there is .*checkpoint-1",
-        lambda lab: lab.make().train(resume_from_checkpoint=str(lab.checkpoint().parent)),
-    ),
     missing("no folder", lambda lab: "no/where", "There is no checkpoint no/where"),
     missing(
         "no folder among checkpoints",
@@ -200,7 +184,6 @@ CASES: list[Case] = [
     ),
     torn("a file is gone", "optimizer.pt is missing", lambda folder: (folder / "optimizer.pt").unlink()),
     torn("a manifest cut short", f"{MANIFEST} cannot be read", lambda folder: os.truncate(folder / MANIFEST, 40)),
-    *map(torn_fingerprint, ("", "{", '{"beta"', "[1]", "3")),
     *FINGERPRINT,
     *ADAPTERS,
 ]

@@ -117,7 +117,7 @@ DATASETS = [
     Case(
         "dataset too small",
         "a stream that ends before a batch is full",
-        "ended before filling one generation batch of 2 = 2 per device x 1 processes x 1 accumulation",
+        "ended before filling one generation batch",
         lambda lab: lab.make(train_dataset=prompts("a").to_iterable_dataset()).train(),
     ),
     trained_on(
@@ -130,9 +130,9 @@ DATASETS = [
     streamed("dataset without prompt", "row 0 of train_dataset has no column 'prompt'", {"question": "a"}),
     Case(
         "at least",
-        "a reward function by its name",
-        r"`reward_funcs\[0\]='accuracy_reward'`: no reward model can be loaded .* is passed itself, not by its name",
-        lambda lab: lab.make(reward_funcs="accuracy_reward"),
+        "a reward function by another name",
+        "`Rewards`: 'accuracy' was not found .*: expected `module.function`",
+        lambda lab: lab.make(reward_funcs="accuracy"),
         before_loading=True,
     ),
     Case(

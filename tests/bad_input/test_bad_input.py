@@ -106,7 +106,6 @@ PHRASES = (
     "optimizer of another model",
     "teacher given twice",
     "rollout given twice",
-    "resume with unknown changes",
     "divergence assigned",
     "package missing",
     "best model without evaluations",

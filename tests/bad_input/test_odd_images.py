@@ -158,7 +158,7 @@ def test_what_the_header_shows_is_refused_at_construction(make_trainer, case):
 
 @pytest.mark.refusal
 def test_a_stream_that_cannot_be_decoded_says_where():
-    stream = WholeStream(rows(BROKEN["cut PNG"][0], 20).to_iterable_dataset(), ["prompt", "image"], "empty")
+    stream = WholeStream(rows(BROKEN["cut PNG"][0], 20).to_iterable_dataset(), ["prompt", "image"])
     with pytest.raises(OSError, match="image file is truncated") as raised:
         list(stream)
     assert raised.value.__notes__ == [f"This was raised by the stream, after {stream.rows} rows."]
@@ -170,7 +170,7 @@ def test_processes_that_stream_the_same_images_agree():
         def made() -> Iterator[dict[str, Any]]:  # other objects each time
             yield from ({"images": [{"image": picture(seed)}]} for seed in seeds)
 
-        stream = WholeStream(IterableDataset.from_generator(made), ["images"], "empty")
+        stream = WholeStream(IterableDataset.from_generator(made), ["images"])
         list(stream)
         return stream.digest
 

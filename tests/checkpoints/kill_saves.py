@@ -19,8 +19,7 @@ import transformers.modeling_utils
 from support import tiny
 
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.checkpoints.atomic_save import problems
-from trl_opsd.checkpoints.resume import checkpoint_to_resume
+from trl_opsd.checkpoints import checkpoint_to_resume, problems
 
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 

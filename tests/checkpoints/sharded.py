@@ -18,8 +18,7 @@ from support import forks
 from support.witnessed_run import Watched
 from transformers import TrainerCallback
 
-from trl_opsd.checkpoints.atomic_save import problems
-from trl_opsd.checkpoints.resume import checkpoint_to_resume
+from trl_opsd.checkpoints import checkpoint_to_resume, problems
 
 Make = Callable[..., Watched]
 """[`watched.trainer`] with its models bound."""

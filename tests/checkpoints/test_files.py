@@ -14,10 +14,19 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-import trl_opsd
-from trl_opsd.checkpoints import atomic_save
-from trl_opsd.checkpoints.atomic_save import MANIFEST, UNFINISHED, begin, problems, publish, rotate, sync_files
-from trl_opsd.checkpoints.resume import check_launch, checkpoint_to_resume, newest_complete
+from trl_opsd import checkpoints
+from trl_opsd.checkpoints import (
+    MANIFEST,
+    UNFINISHED,
+    begin,
+    check_launch,
+    checkpoint_to_resume,
+    newest_complete,
+    problems,
+    publish,
+    rotate,
+    sync_files,
+)
 
 
 def written(run_dir: Path, step: int, text: str = "weights") -> Path:
@@ -43,38 +52,6 @@ def test_published_checkpoint_is_complete(tmp_path):
     assert folder == tmp_path / "checkpoint-3"
     assert problems(folder) == []
     assert newest_complete(tmp_path) == (folder, {})
-
-
-def test_versions_that_wrote_a_checkpoint_are_compared(tmp_path):
-    folder = saved(tmp_path, 3)
-    assert checkpoint_to_resume(True, tmp_path) == (folder, [])
-    manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["versions"]["trl_opsd"] == trl_opsd.__version__
-    manifest["versions"] |= {"trl_opsd": "0.0.9", "torch": "2.9.0"}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    for asked in (True, folder):
-        _, [said] = checkpoint_to_resume(asked, tmp_path)
-        assert f"trl_opsd 0.0.9 (now {trl_opsd.__version__})" in said
-        assert "torch 2.9.0 (now " in said
-        assert "trl 1" not in said
-    del manifest["versions"]  # as older manifests
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    assert checkpoint_to_resume(True, tmp_path) == (folder, [])
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "format": 3}))
-    with pytest.raises(ValueError, match="format 3 of a newer version of trl_opsd"):
-        checkpoint_to_resume(folder, tmp_path)
-
-
-def test_manifest_with_digests_is_read(tmp_path):
-    """Which every manifest had until sizes were enough; of a large file, one for each GiB."""
-    folder = saved(tmp_path, 3)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    for entry in manifest["files"].values():
-        entry["sha256"] = ["0" * 64, "1" * 64]
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "format": 1}))
-    assert problems(folder) == []
-    cut_a_file(folder)
-    assert problems(folder) == ["model.safetensors has 4 bytes instead of 9"]
 
 
 def test_files_and_folders_are_synced(tmp_path, monkeypatch):
@@ -270,12 +247,6 @@ def test_foreign_files_among_unfinished_checkpoints_are_kept(tmp_path):
     assert (unfinished / "notes" / "mine.txt").read_text() == "keep me"
 
 
-def test_file_in_place_of_unfinished_folder_is_refused(tmp_path):
-    (tmp_path / UNFINISHED).write_text("keep me")
-    with pytest.raises(ValueError, match="_unfinished is a file: expected a folder that this trainer created"):
-        begin(tmp_path)
-
-
 def stray(run_dir: Path) -> None:
     """Entries with checkpoint names that a killed run or a user may have left."""
     for name in ("checkpoint-4", "checkpoint-x", "checkpoint-", "checkpoint-6"):
@@ -382,18 +353,6 @@ class TestRotation:
         assert checkpoint_to_resume(True, tmp_path) == (new, [])
 
 
-@pytest.mark.refusal
-def test_symlink_in_place_of_unfinished_folder_is_refused(tmp_path):
-    elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
-    elsewhere.mkdir()
-    (elsewhere / "precious").write_text("precious")
-    run_dir.mkdir()
-    (run_dir / UNFINISHED).symlink_to(elsewhere)
-    with pytest.raises(ValueError, match="_unfinished is a symlink"):
-        begin(run_dir)
-    assert names(elsewhere) == {"precious"}
-
-
 def test_symlink_with_name_of_new_checkpoint_is_moved_aside(tmp_path):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "out"
     elsewhere.mkdir()
@@ -443,9 +402,9 @@ def test_save_on_each_node_must_match_disks_of_machines(tmp_path, monkeypatch, o
     """`tests/distributed/test_machines.py` has real disks."""
     found = [(rank, *each) for rank, each in enumerate(zip(sees, saves, strict=True))]
     own = []
-    monkeypatch.setattr(atomic_save, "gather_object", lambda mine: own.extend(mine) or found)
+    monkeypatch.setattr(checkpoints, "gather_object", lambda mine: own.extend(mine) or found)
     args = TrainingArguments(str(tmp_path / "out"), save_on_each_node=on_each_node, use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
-        atomic_save.check_disk(args)
+        checkpoints.check_disk(args)
     assert own == [(0, True, True)], "this process sees the mark"
     assert os.listdir(tmp_path / "out") == [], "and it is gone"

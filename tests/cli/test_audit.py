@@ -26,6 +26,7 @@ from trl_opsd.cli.audit.verdict import verdict
 from trl_opsd.cli.main import app
 from trl_opsd.losses import ForwardKL
 from trl_opsd.losses.objective import Objective
+from trl_opsd.methods import Rewards
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 WORDS = tiny.tokenizer()
@@ -144,7 +145,7 @@ def test_teacher_that_cannot_repair_a_slip_is_found_out(tmp_path):
         teacher_model=str(TEACHER),
         args=args,
         train_dataset=prompts_with_answers(draw(200)),
-        reward_funcs=right,
+        methods=[Rewards([right])],
     )
     found = audit(trainer, 32)
     one = found.candidates[0]
@@ -287,7 +288,7 @@ AFTER = {"after": (Mean(0.6, 0.1, 20), Mean(0.1, 0.1, 20))}
         ("broken", {**TRIED, "at_ends": 1e-5, "clipped": 1.0}),
         ("helps", {**TRIED, "at_ends": 1e-5}),
         ("broken", {**TRIED, "knows": SAME, "teacher_nats": -6.0}),
-        ("unknown", {"cannot": "there are no `reward_funcs`"}),
+        ("unknown", {"cannot": "there are no rewards"}),
     ],
 )
 def test_each_rule_has_its_verdict(tmp_path, word, given):

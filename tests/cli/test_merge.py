@@ -153,7 +153,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a dataset beside": ({"dataset_name": "rows"}, "`dataset_name` with `experts`"),
     "teachers beside": ({"teacher_models": {"a": "b"}}, "`teacher_models` with `experts`"),
     "a teacher beside": ({"teacher_model_kind": "base"}, "`teacher_model_kind` with `experts`"),
-    "rewards beside": ({"reward_funcs": ["accuracy_reward"]}, "`reward_funcs` with `experts`"),
+    "rewards beside": (
+        {"methods": {"rewards": {"functions": ["accuracy_reward"]}}},
+        "`functions` of `rewards`, and so has the task or the experts",
+    ),
 }
 
 

@@ -23,10 +23,9 @@ from typer.testing import CliRunner
 import trl_opsd
 from trl_opsd import ServerError
 from trl_opsd._compat.trl import DatasetMixtureConfig, ScriptArguments
-from trl_opsd.cli.main import app
+from trl_opsd.cli.main import app, explained
 from trl_opsd.cli.train import launch, script
 from trl_opsd.cli.train.options import OptionParser
-from trl_opsd.errors import explained
 
 ROOT = Path(trl_opsd.__file__).resolve().parent
 CONFIGS = ROOT / "accelerate_configs"

@@ -52,15 +52,12 @@ class Reading:
             Variables and attributes that hold a dict.
         listed (`Mapping[str, str]`):
             Constants that list names.
-        packers (`Mapping[str, str]`):
-            Functions that build a dict.
     """
 
     extended: Mapping[str, str]
     held: Mapping[str, str]
     dicts: Mapping[str, str]
     listed: Mapping[str, str]
-    packers: Mapping[str, str]
 
     def uses(self, package: Path = PACKAGE) -> list[Use]:
         """All names that are used in a package, in the order of its files."""
@@ -123,11 +120,6 @@ class _Walk(ast.NodeVisitor):
             for name in ast.walk(one.annotation) if one.annotation else ():
                 if isinstance(name, ast.Name) and name.id in self.kinds:
                     self.arguments[one.arg] = self.kinds[name.id]
-        if kind := self.reading.packers.get(node.name):
-            for one in ast.walk(node):
-                for key in one.keys if isinstance(one, ast.Dict) else ():
-                    if isinstance(key, ast.Constant):
-                        self.use(kind, key.value, WRITTEN, key)
         self.generic_visit(node)
         self.arguments = before
 
@@ -186,7 +178,7 @@ class _Walk(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _key(self, of: ast.expr, key: str, role: str, node: ast.AST) -> None:
-        if kind := self.reading.dicts.get(_last(of)):
+        if not isinstance(of, ast.Subscript) and (kind := self.reading.dicts.get(_last(of))):
             self.use(kind, key, role, node)
 
     def visit_Assign(self, node: ast.Assign) -> None:

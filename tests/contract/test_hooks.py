@@ -15,6 +15,7 @@ from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.loop.hooks import TrainerHooks
 from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
+from trl_opsd.types.loss import columns
 
 pytestmark = pytest.mark.quick
 
@@ -91,7 +92,7 @@ def test_row_is_parsed_once_and_keeps_all_columns(make_trainer):
             given.append(list(rows))
             return super().weigh(rollout, rows, targets)
 
-    make_trainer(Keeping)._generate_and_score_completions([{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}])
+    make_trainer(Keeping).score([{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}])
     taught, weighed = given
     assert all(map(operator.is_, taught, weighed))
     assert [dict(row) for row in weighed] == [{"prompt": "2+2=", "reward": 3}, {"prompt": "x"}]
@@ -101,13 +102,13 @@ def test_row_is_parsed_once_and_keeps_all_columns(make_trainer):
     ]
 
 
-def test_trl_methods_work_outside_of_training_and_keep_their_keys(make_trainer):
+def test_rows_are_scored_outside_of_training(make_trainer):
     trainer = make_trainer()
-    batch = trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
-    assert {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch"} <= set(batch)
-    assert [row.hidden.shape for row in batch["teacher_rows"]] == [(2, 48), (3, 48)]
-    loss, entropy_sum, tokens = trainer._compute_loss(trainer.model, batch, None)
-    assert min(loss, entropy_sum) > 0
+    batch = trainer.score([{"prompt": "2+2="}, {"prompt": "x"}])
+    assert [row.hidden.shape for row in batch.targets.rows] == [(2, 48), (3, 48)]
+    loss, sums, _ = trainer._compared(trainer.model, batch.rollout, batch.targets, None)
+    entropy, tokens = columns(sums, "student_entropy", "weight").sum(0)
+    assert min(loss, entropy) > 0
     assert tokens == 5
 
 
@@ -125,11 +126,11 @@ def test_an_empty_completion_becomes_a_masked_row(make_trainer):
     answers = tiny.recorded(words)
     answers[tuple(words("x")["input_ids"])] = []
     trainer = make_trainer(rollout=FixedRollout(answers))
-    both = trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
-    assert both["completion_mask"].tolist() == [[1, 1], [0, 0]]
-    assert both["num_items_in_batch"] == 2
-    alone = trainer._generate_and_score_completions([{"prompt": "2+2="}])
-    (loss, *_), (expected, *_) = (trainer._compute_loss(trainer.model, batch, None) for batch in (both, alone))
+    both = trainer.score([{"prompt": "2+2="}, {"prompt": "x"}])
+    assert both.rollout.completion_mask.tolist() == [[1, 1], [0, 0]]
+    assert both.rollout.weights.sum() == 2
+    alone = trainer.score([{"prompt": "2+2="}])
+    loss, expected = (trainer.compute_loss(trainer.model, batch) for batch in (both, alone))
     torch.testing.assert_close(loss, expected)
 
 

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.data.completions import cut_after_end
+from trl_opsd.types.rollout import cut_after_end
 
 SHORT = ("gemma3", "qwen2_5_vl")
 SEEING = [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in vision_language.SEEING]

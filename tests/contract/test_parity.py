@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain, islice
+
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from peft import LoraConfig
 from support import tiny
 from support.parity import TOLERANCE, Replaying, largest_gaps, losses, made, trained
+from torch.utils.data import BatchSampler
 from trl import DistillationConfig, DistillationTrainer
 
 from trl_opsd import HFRollout, OPSDConfig, OPSDTrainer
@@ -70,15 +75,21 @@ def test_the_logs_keep_the_names_and_values_of_trl(tmp_path):
         assert ours.state.log_history[0][name] == pytest.approx(trls.state.log_history[0][name], rel=1e-5)
 
 
-def test_each_epoch_has_the_row_order_of_trl(make_trainer):
-    trainer = make_trainer(gradient_accumulation_steps=2)
-    order, ours = DistillationTrainer._get_train_sampler(trainer), trainer._get_train_sampler()
-    trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-    for progress in (0, 0.5, 0.75):  # as after epochs that ended early
-        trainer.state.epoch = progress
-        trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
-        assert list(ours) == list(order)
-    assert len({tuple(order) for _ in range(3)}) == 3
+@pytest.mark.parametrize(("processes", "completions"), [(1, 1), (2, 1), (3, 1), (2, 2)])
+def test_each_process_gets_the_rows_of_trl_in_each_epoch(make_trainer, monkeypatch, processes, completions):
+    each = {"per_device_train_batch_size": completions, "num_generations": completions}
+    trainer = make_trainer(gradient_accumulation_steps=2, **each)
+    monkeypatch.setattr(Accelerator, "num_processes", processes)
+    for process in range(processes):
+        monkeypatch.setattr(Accelerator, "process_index", process)
+        order = DistillationTrainer._get_train_sampler(trainer)
+        order.mini_repeat_count, order.batch_size = completions, order.batch_size // completions
+        theirs = BatchSamplerShard(BatchSampler(order, 2 * completions, drop_last=False), processes, process)
+        ours = trainer.get_train_dataloader().batch_sampler
+        for epoch in range(3):
+            ours.set_epoch(epoch)
+            once = islice(theirs, 0, None, 2)  # it gives a step's rows to each of the calls
+            assert list(chain.from_iterable(ours)) == list(chain.from_iterable(once)) != []
 
 
 def test_a_checkpoint_of_trl_is_resumed_by_its_path(tmp_path):

@@ -7,8 +7,6 @@ import math
 from support import tiny
 from support.tool_calls import CALL, CallsOnce, words
 
-from trl_opsd.types import Rollout
-
 
 def test_tool_answers_are_completed_but_not_in_the_loss(make_trainer):
     tokenizer = words()
@@ -23,13 +21,11 @@ def test_tool_answers_are_completed_but_not_in_the_loss(make_trainer):
         max_completion_length=400,
         max_steps=2,
     )
-    batch = trainer._generate_and_score_completions([dataset[0], dataset[1]])
-    rollout = Rollout.unpack(batch)
-    text = tokenizer.decode(batch["completion_ids"][0])
+    rollout = trainer.score([dataset[0], dataset[1]]).rollout
+    text = tokenizer.decode(rollout.completion_ids[0])
     assert "<tool_response>\n4\n</tool_response>" in text
-    trained_on = tokenizer.decode(batch["completion_ids"][0][rollout.weights[0] == 1])
+    trained_on = tokenizer.decode(rollout.completion_ids[0][rollout.weights[0] == 1])
     assert trained_on == CALL + "four<|im_end|>"
-    assert batch["num_items_in_batch"] == rollout.weights.sum()
 
     trainer.train()
     log = trainer.state.log_history[0]

@@ -31,16 +31,16 @@ class Returning(OPSDTrainer):
 def oracle(trainer, batch):
     """The weighted mean of a dense KL in float64, its gradient by autograd, and both entropies."""
     student, teacher = (model.double() for model in (trainer.model, trainer.teacher.model))
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    rollout = batch.rollout
+    ids, mask = rollout.input_ids, rollout.attention_mask
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    start = batch["prompt_ids"].size(1) - 1
+    start = rollout.prompt_ids.size(1) - 1
     p, q = (
         model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, start:-1].log_softmax(-1)
         for model in (teacher, student)
     )
     width = p.size(1)
-    weights = batch["completion_mask"] * PER_POSITION.double().repeat(width)[:width]
+    weights = rollout.completion_mask * PER_POSITION.double().repeat(width)[:width]
     divergence = kl_div(q, p.detach(), reduction="none", log_target=True).sum(-1)
     loss = (weights * divergence).sum() / weights.sum()
     loss.backward()
@@ -56,8 +56,8 @@ def test_weights_apply_to_loss_gradient_denominator_and_logs(make_trainer):
     options = {"beta": 0.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1}
     trainer = make_trainer(Weighing, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, **options)
     batches = []
-    score = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda rows: batches.append(score(rows)) or batches[-1]
+    score = trainer.score
+    trainer.score = lambda rows: batches.append(score(rows)) or batches[-1]
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     after = [parameter.detach().clone() for parameter in trainer.model.parameters()]
@@ -67,9 +67,8 @@ def test_weights_apply_to_loss_gradient_denominator_and_logs(make_trainer):
         for parameter, value in zip(trainer.model.parameters(), before, strict=True):
             parameter.copy_(value)
     loss, gradients, (student, teacher), weights = oracle(trainer, batch)
-    assert set(batch["loss_weights"].unique().tolist()) > {0.25, 3.0}
-    torch.testing.assert_close(batch["loss_weights"].double(), weights)
-    assert batch["num_items_in_batch"] == pytest.approx(float(weights.sum()))
+    assert set(batch.rollout.weights.unique().tolist()) > {0.25, 3.0}
+    torch.testing.assert_close(batch.rollout.weights.double(), weights)
     for was, now, gradient in zip(before, after, gradients, strict=True):
         torch.testing.assert_close(was - now, gradient.float(), rtol=1e-4, atol=2e-6)
     (logged,) = (row for row in trainer.state.log_history if "loss" in row)
@@ -112,13 +111,13 @@ def test_invalid_weights_are_refused_before_the_loss(make_trainer, returned, err
     trainer = make_trainer(Returning)
     trainer.returned = returned
     with pytest.raises(error, match=message):
-        trainer._generate_and_score_completions([{"prompt": "2+2="}, {"prompt": "x"}])
+        trainer.score([{"prompt": "2+2="}, {"prompt": "x"}])
 
 
 def test_weights_apply_in_evaluation(make_trainer):
     trainer = make_trainer(Weighing, beta=0.0, eval_dataset=tiny.rows(4), per_device_eval_batch_size=4)
     batches = []
-    score = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda rows: batches.append(score(rows)) or batches[-1]
+    score = trainer.score
+    trainer.score = lambda rows: batches.append(score(rows)) or batches[-1]
     measured = trainer.evaluate()["eval_loss"]
     assert measured == pytest.approx(oracle(trainer, batches[0])[0], rel=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trl_opsd.data.completions import cut_after_end
+from trl_opsd.types.rollout import cut_after_end
 
 
 @pytest.mark.parametrize(

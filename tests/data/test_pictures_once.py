@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from trl_opsd.data.images import read_with_images
 from trl_opsd.data.pictures import Pictures
-from trl_opsd.loop import hooks
+from trl_opsd.loop import batch, hooks
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def test_a_picture_is_processed_once_and_before_its_step(trained, unit):
     """For both rows of its prompt, and a teacher that reads more; for one with other settings once more."""
     theirs = vision_language.processor("qwen2_5_vl", unit)
     given = {"teacher_model": vision_language.model("qwen2_5_vl", 48, 1, sees=True, unit=unit)}
-    with noted(theirs) as calls, patch.object(hooks, "ThreadPoolExecutor", AtOnce):
+    with noted(theirs) as calls, patch.object(batch, "ThreadPoolExecutor", AtOnce):
         counted = Counted(calls)
         trained(callbacks=[counted], teacher_processing_class=theirs, **given)
     assert counted.most == 1
@@ -120,7 +120,7 @@ def test_a_row_is_decoded_once_per_step(make_trainer):
     with patch.object(ImageFeature, "decode_example", **count):
         once = list(data), len(decoded)
         batches = list(trainer.get_train_dataloader())
-    assert [len(rows) for rows in batches] == [8] * 4
+    assert [len(rows) for rows in batches] == [4] * 4
     assert len(decoded) == 2 * once[1]
     for rows in batches:
         assert [row["prompt"] for row in rows[::2]] == [row["prompt"] for row in rows[1::2]]

@@ -117,6 +117,8 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def build(folder: Path, given: dict[str, Any], kind: type[OPSDTrainer] = OPSDTrainer) -> OPSDTrainer:
     """A trainer of tiny models, by arguments of the trainer and options."""
+    given = dict(given)
+    given["methods"] = [*tiny.rewards(given), *given.get("methods", ())]
     of_trainer = {name: one for name, one in given.items() if name in OF_TRAINER}
     options = {name: one for name, one in given.items() if name not in OF_TRAINER}
     defaults = {"model": tiny.qwen2(32), "teacher_model": tiny.qwen2(48, seed=1), "train_dataset": tiny.rows()}

@@ -36,7 +36,7 @@ def collapses(folder: Path) -> dict[str, Any]:
     options = {"learning_rate": 1.0, "max_steps": 24, "num_train_epochs": 99}
     trainer = faults.make_trainer(folder, tiny.qwen2(48, seed=1), **options)
     trainer.train()
-    return {"steps": trainer.state.global_step, "course": trainer.methods.get(CollapseGuard).course.state()}
+    return {"steps": trainer.state.global_step, "course": trainer.methods.get(CollapseGuard).state()}
 
 
 def fails(folder: Path, phase: str) -> None:

@@ -86,10 +86,14 @@ class Unequal(RolloutBackend):
 class Counting(OPSDTrainer):
     """Records the prompts that this process reads in each generation batch, and those that it trains on."""
 
-    def begin_batch(self, inputs: Any) -> Any:
-        requests = super().begin_batch(inputs)
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if inputs:  # those of a step come in its last call
+            self.read.append([row["prompt"] for row in inputs])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
         self.read.append([row["prompt"] for row in inputs])
-        return requests
+        return super().prediction_step(model, inputs, *more, **options)
 
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
         self.taught.append([row["prompt"] for row in rows])
@@ -184,7 +188,7 @@ def refused(make: Callable[[], Counting]) -> str:
         trainer = make()
         trainer.train()
     except ValueError as error:
-        return str(error) if trainer is None or not trainer.read else "too late"
+        return str(error) if trainer is None or not trainer.taught else "too late"
     return "nothing"
 
 

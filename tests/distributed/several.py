@@ -107,9 +107,14 @@ class Pairing(OPSDTrainer):
     learned, with how much it pulls.
     """
 
-    def begin_batch(self, inputs: Any) -> Any:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if inputs:  # those of a step come in its last call
+            self.read.append([row["prompt"] for row in inputs])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
         self.read.append([row["prompt"] for row in inputs])
-        return super().begin_batch(inputs)
+        return super().prediction_step(model, inputs, *more, **options)
 
     def teach(self, rollout: Any, rows: list[dict[str, Any]]) -> Any:
         texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
@@ -155,6 +160,8 @@ def build(
         "num_generations": 4,
         **options,
     }
+    rewards = tiny.rewards({"reward_funcs": [worth, second], **given}) if rewarded else []
+    given = {name: value for name, value in given.items() if name not in tiny.REWARDS}
     fsdp_on_cpu.allow()
     trainer = Pairing(
         model=str(folder / "student"),
@@ -164,8 +171,7 @@ def build(
         eval_dataset=make_rows(kind),
         processing_class=tiny.tokenizer(),
         rollout=Numbered(apart),
-        reward_funcs=[worth, second] if rewarded else None,
-        methods=[GroupSpread(), *(method() for method in methods)],
+        methods=[GroupSpread(), *(method() for method in methods), *rewards],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.read, trainer.taught, trainer.learned, trainer.pulled, trainer.controls = [], [], [], [], []

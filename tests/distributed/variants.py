@@ -22,7 +22,7 @@ from visits import SkipNear
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.sharding import trained_parameters, whole
-from trl_opsd.host import Host
+from trl_opsd.rollout.host import Host
 
 Trainer = TypeVar("Trainer", bound=OPSDTrainer)
 

@@ -82,7 +82,7 @@ def test_no_row_waits_for_another(make_trainer):
     )
     trainer.rollout.seconds = 0.1
     start = time.perf_counter()
-    trainer._generate_and_score_completions(list(trainer.train_dataset))
+    trainer.score(list(trainer.train_dataset))
     # 16 rows of up to 16 turns of 0.1 s each, one after the other, would take 12 s; the longest row takes 1.6 s.
     assert time.perf_counter() - start < 6
 
@@ -108,16 +108,16 @@ def test_server_error_is_raised_where_rows_are_taken(make_trainer):
 
     trainer = make_trainer(**given(turns, rollout=Down(turns)))
     with pytest.raises(ConnectionError, match="gone"):
-        trainer._generate_and_score_completions(list(trainer.train_dataset))
+        trainer.score(list(trainer.train_dataset))
 
 
 def test_a_batch_that_failed_leaves_nothing_for_the_next(make_trainer):
     trainer = make_trainer(**given(turns, Afterwards, rollout=Server(turns)))
     teach, trainer.teach = trainer.teach, lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        trainer._generate_and_score_completions(list(trainer.train_dataset))
+        trainer.score(list(trainer.train_dataset))
     trainer.teach = teach
     fewer = list(trainer.train_dataset)[2:]
-    batch = trainer._generate_and_score_completions(fewer)
-    assert len(batch["completion_ids"]) == len(fewer)
+    batch = trainer.score(fewer)
+    assert len(batch.rollout.completion_ids) == len(fewer)
     assert [one.total for one in trainer.environments] == [1 + 2, 1]

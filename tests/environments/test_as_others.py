@@ -14,8 +14,6 @@ from peft import LoraConfig
 from support import forks, tiny
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_opsd.types import Rollout
-
 EXAMPLES, DOCS = (Path(__file__).parents[2] / name for name in ("examples", "docs"))
 
 
@@ -129,7 +127,7 @@ def test_grpo_offers_hooks_unless_a_subclass_hides_them(make_trainer, tmp_path):
     assert not any("get_" in text for text in honest[0])
     assert "Tool get_privileged_context not found" in honest[1][0]
     ours = make_trainer(**given(turns, Shop, train_dataset=dataset))
-    ours._generate_and_score_completions([dict(row) for row in dataset])
+    ours.score([dict(row) for row in dataset])
     assert [[*map(ours.processing_class.decode, batch)] for batch in ours.rollout.asked] == honest
 
 
@@ -143,7 +141,7 @@ def test_ids_and_masks_are_those_of_trls_grpo(make_trainer, tmp_path):
     their_rows = [dict(row) for row in dataset]
     batch = theirs._generate_and_score_completions(their_rows)
     ours = make_trainer(**given(turns, train_dataset=dataset))
-    rollout = Rollout.unpack(ours._generate_and_score_completions([dict(row) for row in dataset]))
+    rollout = ours.score([dict(row) for row in dataset]).rollout
     assert ours.rollout.asked == theirs.script.asked
     pairs = zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True)
     assert rollout.completion_lists() == [ids[real].tolist() for ids, real in pairs]

@@ -117,7 +117,7 @@ def test_students_act_in_an_openenv_server_and_its_state_teaches(make_trainer, s
     assert losses[0] > 0
     assert losses[0] != losses[1]
 
-    rollout = Rollout.unpack(trainer._generate_and_score_completions(list(dataset)))
+    rollout = trainer.score(list(dataset)).rollout
     tokenizer = trainer.processing_class
     for row, (prompt, completion) in enumerate(zip(rollout.prompt_lists(), rollout.completion_lists(), strict=True)):
         assert f"count {row} Guess.<|im_end|>" in tokenizer.decode(prompt)

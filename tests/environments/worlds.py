@@ -19,6 +19,7 @@ from support import tiny
 from support.tool_calls import words
 
 from trl_opsd import OPSDTrainer, RolloutBackend
+from trl_opsd.methods.rewards import Rewards
 
 END = "<|im_end|>"
 
@@ -91,8 +92,6 @@ class Adder:
             raise SystemExit(3)
         if how == "raise":
             raise RuntimeError("no such table")
-        if how == "raise what has no text":
-            raise type("Mute", (Exception,), {"__str__": lambda _: 1 / 0})
         if how == "await in its own way":
             return asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, "waited"))
         return {
@@ -130,10 +129,9 @@ class Drawn(Adder):
 class Tasks(OPSDTrainer):
     """Records the task of each row of this process, by batch."""
 
-    def begin_batch(self, inputs: Any) -> Any:
-        requests = super().begin_batch(inputs)
+    def teach(self, rollout: Any, rows: Any) -> Any:
         self.tasks = [*getattr(self, "tasks", ()), [one.task for one in self.environments]]
-        return requests
+        return super().teach(rollout, rows)
 
 
 def flat(lists: Iterable[list[Any]]) -> list[Any]:
@@ -185,10 +183,10 @@ def figures(folder: Any, processes: int, eval_batch: int) -> dict[str, Any]:
     dataset = rows(8, start=list(range(8)))
     arguments = given(unevenly, Uneven, train_dataset=dataset, eval_dataset=dataset.select(range(5)))
     length, steps = arguments.pop("max_completion_length"), arguments.pop("max_steps")
-    options = {"max_completion_length": length, "max_steps": steps, "reward_weight": 0.1, "teacher_model_kind": "base"}
+    options = {"max_completion_length": length, "max_steps": steps, "teacher_model_kind": "base"}
     options |= {"num_generations": 2, "num_generations_eval": 1}
     sizes = {"per_device_train_batch_size": 8 // processes, "per_device_eval_batch_size": eval_batch}
-    arguments |= {"teacher_model": None, "reward_funcs": logging_starts}
+    arguments |= {"teacher_model": None, "methods": [Rewards(logging_starts, weight=0.1)]}
     trainer = OPSDTrainer(args=tiny.config(folder, shuffle_dataset=False, **options, **sizes), **arguments)
     evaluated = trainer.evaluate()
     trainer.train()

@@ -11,6 +11,7 @@ import torch
 from controls import Constant, Shuffled, Unprivileged
 from oracle import FACTORS, PULL, REWARDS, TABLES
 from small_methods import AlongCompletion, AnchoredBy, Discounted, ShortAtFirst
+from support import tiny
 from turns import EqualTurns
 from visits import SkipFlatGroups, SkipNear, Visits
 
@@ -84,12 +85,16 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "hint": lambda row, text: oracle.hint(row["prompt"], text),
         "judgement": lambda row, text, of: oracle.judgement(row["prompt"], text, [reward for _, reward in of.group]),
     },
-    "reward_funcs": {name: [*map(rewarding, functions)] for name, functions in REWARDS.items()},
     "environment_factory": {"silent": Silent},
 }
 
 
+REWARD_FUNCS = {name: [*map(rewarding, functions)] for name, functions in REWARDS.items()}
+
+
 def functions_of(options: dict[str, Any]) -> dict[str, Any]:
     """What of the options is none: the trainer's arguments, which have names there; taken out of the options."""
-    methods = [METHODS[name]() for name in options.pop("methods", ())]
+    if "reward_funcs" in options:
+        options["reward_funcs"] = REWARD_FUNCS[options["reward_funcs"]]
+    methods = [*(METHODS[name]() for name in options.pop("methods", ())), *tiny.rewards(options)]
     return {"methods": methods} | {key: named[options.pop(key)] for key, named in FUNCTIONS.items() if key in options}

@@ -7,7 +7,6 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from support.scores import known_teacher
 
 from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd.cli.targets import flush, keep_targets
-from trl_opsd.methods import METRICS, MethodOptions
+from trl_opsd.methods import METRICS
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.teacher import prefix, prefix_choice
 
 RATE, LIMIT = 0.03, 550
@@ -86,7 +86,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a user's method": {"methods": ["one"]},
     "no guard": {"collapse_guard": None},
     "quantised": {"student_quantization": "fp8"},
-    "certified": {"certificate": True},
+    "certified": {"certificate": True, "eval_on_start": True, "eval_strategy": "steps"},
     "student's tokens": {"known": "student_top_k"},
     "teacher's tokens": {"known": "teacher_top_k"},
     "tokens of both": {"known": "both_top_k"},
@@ -141,6 +141,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     *((name, KNOWN, "teacher") for name in ("stored", ALONE)),
     ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a KnownTeacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
+    *((name, {"a prompt of the completion", "a prompt of rewards"}, "`teacher_prompt_fn` with") for name in SUCCESS),
 ]
 """What is refused with each of these, and what the error says."""
 
@@ -270,7 +271,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
         teacher, named = {"told": teacher, **several}, ["told", "other" if "other" in several else "told"]
         columns["teacher"] = [named[number % 2] for number in range(len(prompts))]
     is_long = bool({*names} & SKIPPING)
-    is_told = len(columns) > 1 or "teacher_context" in options or is_acted
+    is_told = len(columns) > 1 or bool({*names} & SUCCESS) or is_acted
     # Prompts of a few tokens would not be worth it.
     short = mock.patch.object(prefix_choice, "LEAST", 2), mock.patch.dict(prefix.PASS_TOKENS, cpu=1)
     with warnings.catch_warnings(), short[0], short[1]:
@@ -278,8 +279,9 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
         try:
             args = tiny.config(
                 folder, **options, per_device_train_batch_size=2, gradient_accumulation_steps=rows // 2 // processes,
-                per_device_eval_batch_size=2, max_steps=3 if is_long else 2, shuffle_dataset=False, optim="sgd",
-                learning_rate=RATE, max_grad_norm=1e9, **({"teacher_prompt_template": TEMPLATE} if is_told else {}),
+                per_device_eval_batch_size=2, max_steps=(most := 3 if is_long else 2), eval_steps=most, optim="sgd",
+                shuffle_dataset=False, learning_rate=RATE, max_grad_norm=1e9,
+                **({"teacher_prompt_template": TEMPLATE} if is_told else {}),
             )  # fmt: skip
             trainer = Recorded(
                 model=student,
@@ -390,7 +392,8 @@ def test_options_together_equal_float64(tmp_path, names):
 
 def test_every_option_of_a_method_is_in_the_pairs():
     """With a value other than its default; whether that has an effect is tested below."""
-    options = {one.name: one.default for one in fields(MethodOptions)} | dict.fromkeys(tiny.SETTINGS)
+    options = dict.fromkeys([*tiny.SETTINGS, "feedback_template"])
+    options |= {flat: getattr(Rewards, name) for flat, name in tiny.REWARDS.items() if name != "tokenizers"}
     tried = {key for given in VARIANTS.values() for key, value in given.items() if value != options.get(key)}
     functions = {key for key in signature(OPSDTrainer).parameters if key.endswith(("_fn", "_funcs", "methods"))}
     assert {*options, *functions} - tried == set()
@@ -401,7 +404,7 @@ EFFECTS = [
 ]
 UNSEEN = {
     "num_generations", "environment_factory", "reward_funcs", "collapse_guard", "certificate",
-    "teacher_prefix_cache_gb", "stored", "cross_tokenizer_missed",
+    "eval_on_start", "eval_strategy", "teacher_prefix_cache_gb", "stored", "cross_tokenizer_missed",
 }  # fmt: skip
 """What has no effect on the loss of given completions by itself."""
 

@@ -132,15 +132,13 @@ def test_resuming_a_finished_run_trains_no_step(tmp_path, caplog, options, raise
     assert result.global_step == again.state.global_step == again.state.max_steps == done
     assert all(map(torch.equal, again.model.parameters(), run.model.parameters())), "also where the best is another"
     assert f"checkpoint-{done} is at step {done} of {done}" in caplog.text
-    assert "train_loss" not in result.metrics | again.state.log_history[-1]
     assert files() == saved
     if raised is not None:
         whole, longer = made(tmp_path / "whole", **raised), made(tmp_path, **raised)
         whole.train()
-        result = longer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{done}"))
+        longer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{done}"))
         assert longer.witness.written == whole.witness.written[done:] != []
         assert longer.witness.weights == whole.witness.weights[done:]
-        assert "train_loss" in result.metrics
 
 
 def rates(run: Watched) -> list[float]:

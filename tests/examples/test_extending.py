@@ -57,9 +57,9 @@ def test_the_page_has_the_examples_this_file_runs():
 
 def test_a_custom_method_weighs_tokens(run):
     trainer = run("A method")
-    batch = trainer._generate_and_score_completions([{"prompt": "2+2="}])
-    expected = [1.02**place for place in range(int(batch["completion_mask"].sum()))]
-    assert batch["loss_weights"][0, : len(expected)].tolist() == pytest.approx(expected)
+    batch = trainer.score([{"prompt": "2+2="}])
+    expected = [1.02**place for place in range(int(batch.rollout.completion_mask.sum()))]
+    assert batch.rollout.weights[0, : len(expected)].tolist() == pytest.approx(expected)
     assert all("late/tokens" in one for one in trainer.state.log_history if "loss" in one)
 
 
@@ -126,9 +126,9 @@ def test_a_custom_divergence_is_minimised_and_recorded_in_checkpoints(run):
 @pytest.mark.quick
 def test_custom_weights_are_applied(run):
     trainer = run("Weights")
-    batch = trainer._generate_and_score_completions([{"prompt": "2+2="}])
-    expected = [0.9**place for place in range(int(batch["completion_mask"].sum()))]
-    assert batch["loss_weights"][0, : len(expected)].tolist() == pytest.approx(expected)
+    batch = trainer.score([{"prompt": "2+2="}])
+    expected = [0.9**place for place in range(int(batch.rollout.completion_mask.sum()))]
+    assert batch.rollout.weights[0, : len(expected)].tolist() == pytest.approx(expected)
 
 
 def test_custom_teacher_is_called_once_per_batch_and_examined_once(run):

@@ -48,7 +48,6 @@ SMALLER = {
     "teacher_offload": "none",
     "max_tokens_per_microbatch": 200,
     "num_generations": 2,
-    "success_threshold": 0.0,
 }
 """Options that only say how large a run is, and where; set where a recipe has them."""
 ALWAYS = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "bf16": False}
@@ -105,14 +104,15 @@ def run(request, disk, tmp_path_factory):
         one = {"model": disk.teacher, "dataset": rows(name, folder), "metric": f"{__name__}.length"}
         models["experts"] = {expert: {**one, "test": one["dataset"]} for expert in options["experts"]}
     smaller = {option: value for option, value in SMALLER.items() if option in options} | ALWAYS
+    if "rewards" in (options.get("methods") or {}):
+        options["methods"]["rewards"] |= {"functions": [f"{__name__}.length"], "threshold": 0.0}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump({**options, **models, **smaller, "output_dir": str(folder / "out")}))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Teachers, "targets", reading)
         patched.setattr(Experts, "evaluate", lambda *_: None)  # tests/cli/test_merge.py measures
-        rewards = ["--reward_funcs", f"{__name__}.length"] if name == "sdpo" else []
         data = [] if "experts" in options else ["--dataset_name", rows(name, folder)]
-        trainer = train.main(["--config", str(file), *data, *rewards])
+        trainer = train.main(["--config", str(file), *data])
     decode = trainer.processing_class.decode
     read = [(decode(prompt), decode(completion), teacher) for prompt, completion, teacher in read]
     return SimpleNamespace(name=name, options=options, trainer=trainer, read=read)

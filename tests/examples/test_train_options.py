@@ -17,9 +17,8 @@ from small_methods import Discounted
 from support import tiny
 from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
-from trl.rewards import accuracy_reward
 
-from trl_opsd.cli.train.options import OptionParser, loaded_rewards
+from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.cli.train.script import check_options, loaded
 from trl_opsd.methods import Anchor, made
 
@@ -218,11 +217,6 @@ def test_mistake_in_the_file_is_refused_with_nearest_name(config, refused, tmp_p
 def test_file_that_is_no_mapping_of_unique_keys_is_refused(refused, tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     assert message in refused("--config", str(tmp_path / "run.yaml"))
-
-
-def test_one_reward_in_a_file_is_a_list_of_one(config):
-    assert OptionParser().given(config(reward_funcs="accuracy_reward")).extra.reward_funcs == ["accuracy_reward"]
-    assert loaded_rewards(["accuracy_reward"]) == [accuracy_reward]
 
 
 def test_methods_of_file_and_command_line_get_their_settings(config):

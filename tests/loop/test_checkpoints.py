@@ -18,8 +18,7 @@ from support import tiny
 from transformers import TrainerState
 
 from trl_opsd import OPSDError, ServerError
-from trl_opsd.checkpoints.atomic_save import MANIFEST, UNFINISHED, problems
-from trl_opsd.checkpoints.resume import checkpoint_to_resume
+from trl_opsd.checkpoints import MANIFEST, UNFINISHED, checkpoint_to_resume, problems
 from trl_opsd.loop import checkpoints
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}

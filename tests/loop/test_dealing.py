@@ -237,21 +237,18 @@ def test_contradictory_batching_options_are_refused(tmp_path, options, message):
         tiny.config(tmp_path, **options)
 
 
-class Alone(OPSDTrainer):
-    """Learns in a step of its own."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        self.accelerator.backward(loss)
-        self._step += 1
-        return loss.detach()
+class UserLoader(OPSDTrainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, shuffle=True, collate_fn=list)
 
 
-def test_own_training_step_that_leaves_rows_out_is_refused(make_trainer):
-    make_trainer(Alone, per_device_train_batch_size=8, max_steps=1).train()
-    with pytest.raises(ValueError, match=r"has \d micro-batches.*call `super\(\).training_step`"):
-        make_trainer(Alone, per_device_train_batch_size=8, max_steps=1, max_tokens_per_microbatch=20).train()
+def test_a_step_learns_from_all_rows_of_a_loader_of_ones_own(make_trainer):
+    losses = []
+    for kind in (OPSDTrainer, UserLoader):
+        trainer = make_trainer(kind, gradient_accumulation_steps=4, max_steps=1)
+        trainer.train()
+        losses += tiny.logged(trainer, "loss")
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 class TwoFaced(torch.optim.SGD):
@@ -298,7 +295,7 @@ def test_sharded_model_reading_by_row_makes_one_pass_each(monkeypatch, make_trai
     trainer = make_trainer(max_tokens_per_microbatch=20)
     trainer.reading = Reading(0)
     with pytest.raises(ValueError, match="every process needs the same number of rows"):
-        trainer._dealer._groups([3, 4])
+        dealing.check_budget(trainer)
 
 
 def test_token_budget_counts_padding_to_a_multiple(make_trainer):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import tiny
-from transformers import ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from trl_opsd import FixedRollout, OPSDTrainer
 
@@ -57,7 +57,7 @@ def test_an_interrupted_training_leaves_nothing_behind(make_trainer, event):
     watch = Watch()
     before_sigterm = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(
-        callbacks=[Impatient(event), watch, ProgressCallback()], neftune_noise_alpha=5.0, enable_jit_checkpoint=True,
+        callbacks=[Impatient(event), watch], neftune_noise_alpha=5.0, enable_jit_checkpoint=True,
         gradient_accumulation_steps=2, eval_dataset=tiny.rows(4), eval_strategy="steps", eval_steps=1,
         per_device_eval_batch_size=2, save_strategy="steps", save_steps=1, gradient_checkpointing=True,
     )  # fmt: skip
@@ -66,8 +66,6 @@ def test_an_interrupted_training_leaves_nothing_behind(make_trainer, event):
     assert hooks(trainer) == []
     assert signal.getsignal(signal.SIGTERM) is before_sigterm
     assert not trainer.is_in_train
-    bars = [one for one in trainer.callback_handler.callbacks if isinstance(one, ProgressCallback)]
-    assert [(one.training_bar, one.prediction_bar) for one in bars] == [(None, None)] * len(bars)
     watch.noise.clear()
 
     again = trainer.train()
@@ -123,16 +121,7 @@ def test_jit_checkpoints_outside_the_main_thread_are_refused(make_trainer):
 
     trainer, [error] = trained(enable_jit_checkpoint=True)
     assert isinstance(error, ValueError)
-    assert "`train` was called in the thread 'worker': Python handles signals only in the main thread" in str(error)
+    assert "signal only works in main thread" in str(error)
     assert trainer.state.global_step == 0
     trainer, errors = trained()
     assert (trainer.state.global_step, errors) == (1, [])
-
-
-@pytest.mark.parametrize("name", ["_step", "_current_train_step_time"])
-def test_resetting_an_attribute_missing_from_trl_is_an_error(make_trainer, name):
-    trainer = make_trainer(max_steps=1)
-    vars(trainer)[f"{name}_renamed"] = vars(trainer).pop(name)
-    with pytest.raises(AttributeError, match=rf"Trainer has no `{name}`: trl_opsd was not tested"):
-        trainer.train()
-    assert name not in vars(trainer)

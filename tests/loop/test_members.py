@@ -25,7 +25,8 @@ def test_trls_engine_is_not_there(make_trainer):
 
 
 def loss_of(trainer: Any) -> float:
-    batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in tiny.PROMPTS[:2]])
+    score = trainer.score if isinstance(trainer, OPSDTrainer) else trainer._generate_and_score_completions
+    batch = score([{"prompt": prompt} for prompt in tiny.PROMPTS[:2]])
     return trainer.compute_loss(trainer.model, batch).item()
 
 
@@ -131,7 +132,7 @@ def test_attributes_read_for_each_batch_can_be_assigned(make_trainer, tmp_path, 
     assert trainer.state.log_history[0]["loss"] == pytest.approx(built.state.log_history[0]["loss"], abs=TOLERANCE)
     assert (tmp_path / "completions").exists() == (late == "log_completions")
     if late == "pad_to_multiple_of":
-        assert trainer._generate_and_score_completions([{"prompt": "a"}])["prompt_ids"].shape == (1, 64)
+        assert trainer.score([{"prompt": "a"}]).rollout.prompt_ids.shape == (1, 64)
 
 
 def test_use_vllm_is_hidden_from_trls_tool_loop_only(make_trainer):

@@ -1,18 +1,14 @@
-"""An out-of-memory error names the phase, and what to do."""
+"""An out-of-memory error names the phase."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import tiny, vision_language
 
-import trl_opsd
 from trl_opsd import FixedRollout
-from trl_opsd.loop.memory import ADVICE, explain
 from trl_opsd.models.weights import cached_per_token
 
 ABSURD = 2**60
@@ -43,7 +39,7 @@ def break_in(trainer: Any, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("phase", ["complete", "teach", "compare", "step", "save"])
-def test_an_out_of_memory_error_names_phase_and_remedies(make_trainer, monkeypatch, phase):
+def test_an_out_of_memory_error_names_its_phase(make_trainer, monkeypatch, phase):
     trainer = make_trainer(
         save_strategy="steps", save_steps=1, gradient_accumulation_steps=2, max_completion_length=24,
         optim="adamw_torch", loss_chunk_tokens=100,
@@ -52,43 +48,7 @@ def test_an_out_of_memory_error_names_phase_and_remedies(make_trainer, monkeypat
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
         trainer.train()
     [note] = [line for line in raised.value.__notes__ if line.startswith("Out of memory")]
-    assert note == f"Out of memory in phase '{phase}'. Options that reduce it: {ADVICE[phase]}."
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        MemoryError(),
-        ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"),
-        ValueError("16.0 GiB KV cache is needed, which is larger than the available KV cache memory (7.0 GiB)"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_engine_out_of_memory_at_start_gets_advice(make_trainer, error):
-    class Starting(FixedRollout):
-        def bind(self, trainer: Any) -> None:
-            raise error
-
-    with pytest.raises(type(error)) as raised:
-        make_trainer(rollout=Starting({}))
-    [note] = raised.value.__notes__
-    assert note.startswith("Out of memory in phase 'start'")
-    assert "`vllm_gpu_memory_utilization`" in note
-
-
-def test_every_phase_has_advice_on_memory():
-    source = Path(trl_opsd.__file__).parent
-    called = [
-        argument.value
-        for file in source.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("phase", "explain_memory")
-        for argument in node.args
-        if isinstance(argument, ast.Constant)
-    ]
-    assert {"complete", "reward", "teach", "sync", "step", "start"} <= set(called) - {"train", "eval"} <= ADVICE.keys()
+    assert note.startswith(f"Out of memory in phase '{phase}'")
 
 
 def test_a_reward_model_that_runs_out_of_memory_is_explained(make_trainer):
@@ -97,8 +57,7 @@ def test_a_reward_model_that_runs_out_of_memory_is_explained(make_trainer):
     )
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as raised:
         trainer.train()
-    [note] = [line for line in raised.value.__notes__ if line.startswith("Out of memory in phase 'reward'")]
-    assert "a smaller reward model" in note
+    assert any(line.startswith("Out of memory in phase 'reward'") for line in raised.value.__notes__)
 
 
 def allocate_for_rewards(completions, **_: Any) -> Any:
@@ -115,6 +74,7 @@ def test_the_cache_of_a_model_whose_layers_differ_is_estimated(family):
 
 
 def test_other_errors_get_no_note_on_memory(make_trainer):
+    trainer = make_trainer()
     for error in (RuntimeError("boom"), ValueError("boom"), OSError("boom")):
-        explain(error, "teach")
+        trainer.explain_memory(error, "teach")
         assert not hasattr(error, "__notes__")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from itertools import pairwise
 
 import pytest
@@ -15,7 +13,6 @@ from support import faults, tiny
 
 from trl_opsd import OPSDTrainer
 from trl_opsd._compat.deepspeed import settings_without_gradient_check
-from trl_opsd.loop.nonfinite import RECORD
 
 
 def poison(trainer, side, steps=(2,)):
@@ -25,13 +22,9 @@ def poison(trainer, side, steps=(2,)):
     return watching
 
 
-def record(folder):
-    return [json.loads(line) for line in (folder / RECORD).read_text().splitlines()]
-
-
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4, target_modules="all-linear")], ids=["full", "lora"])
 @pytest.mark.parametrize("side", ["teacher", "student", "gradient"])
-def test_skipped_step_changes_nothing(make_trainer, tmp_path, side, lora):
+def test_skipped_step_changes_nothing(make_trainer, caplog, side, lora):
     trainer = make_trainer(nonfinite="skip", peft_config=lora, lr_scheduler_type="linear", weight_decay=0.1)
     watching = poison(trainer, side)
     trainer.train()
@@ -42,7 +35,9 @@ def test_skipped_step_changes_nothing(make_trainer, tmp_path, side, lora):
     steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
     assert steps == {2}
     assert tiny.logged(trainer, "nonfinite/skipped_steps") == [0, 1, 1]
-    assert [(one["side"], one["step"], one["ranks"]) for one in record(tmp_path)] == [(side, 2, [0])]
+    [said] = [one.getMessage() for one in caplog.records if "Skipped: " in one.getMessage()]
+    assert side in said
+    assert said.endswith("NaN or infinite in step 2 on rank 0.")
 
 
 class Spoiled(OPSDTrainer):
@@ -67,14 +62,14 @@ class SpoiledSecond(Spoiled):
 
 
 @pytest.mark.quick
-def test_one_bad_micro_step_of_several_skips_the_whole_step(make_trainer, tmp_path):
+def test_one_bad_micro_step_of_several_skips_the_whole_step(make_trainer, caplog):
     trainer = make_trainer(Spoiled, nonfinite="skip", gradient_accumulation_steps=2, max_steps=1)
     watching = faults.Watching(trainer.model)
     trainer.add_callback(watching)
     trainer.train()
     assert len(trainer.parts) == 2
     assert faults.same(watching.before[1], watching.now())
-    assert len(record(tmp_path)) == 1
+    assert caplog.text.count("Skipped: ") == 1
 
 
 @pytest.mark.parametrize(("steps", "fails"), [((1, 3), False), ((2, 3), True)], ids=str)
@@ -90,22 +85,13 @@ def test_more_consecutive_skipped_steps_than_limit_are_an_error(make_trainer, st
     assert trainer.state.global_step == (2 if fails else 3)
 
 
-def test_non_finite_gradient_of_one_weight_names_no_rank(make_trainer, tmp_path):
+def test_non_finite_gradient_of_one_weight_names_no_rank(make_trainer):
     trainer = make_trainer(max_grad_norm=0.0)
     trainer.model.lm_head.weight.register_hook(lambda gradient: gradient * float("inf"))
     before = [one.detach().clone() for one in trainer.model.parameters()]
     with pytest.raises(FloatingPointError, match=r"student's gradient is NaN or infinite in step 1: the student's wei"):
         trainer.train()
     assert faults.same(before, list(trainer.model.parameters()))
-    assert record(tmp_path)[0]["ranks"] == []
-
-
-def test_unwritable_record_does_not_hide_the_error(make_trainer, tmp_path):
-    (tmp_path / RECORD).mkdir()
-    trainer = make_trainer()
-    poison(trainer, "student")
-    with pytest.raises(FloatingPointError, match="The student's logits are NaN or infinite in step 2 on rank 0"):
-        trainer.train()
 
 
 @pytest.mark.quick
@@ -113,10 +99,9 @@ class TestEvaluation:
     def spoiled(self, make_trainer, **options):
         return make_trainer(SpoiledSecond, eval_dataset=tiny.rows(4), per_device_eval_batch_size=2, **options)
 
-    def test_nan_in_evaluation_is_an_error(self, make_trainer, tmp_path):
-        with pytest.raises(FloatingPointError, match=r"NaN or infinite in an evaluation after step 0 on rank 0\. Load"):
+    def test_nan_in_evaluation_is_an_error(self, make_trainer):
+        with pytest.raises(FloatingPointError, match=r"NaN or infinite in an evaluation after step 0 on rank 0: "):
             self.spoiled(make_trainer).evaluate()
-        assert record(tmp_path)[0]["evaluating"] is True
 
     def test_skipped_evaluation_batch_does_not_count_in_the_loss(self, make_trainer):
         trainer = self.spoiled(make_trainer, nonfinite="skip")
@@ -142,7 +127,7 @@ class TestScaledLoss:
         monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
         return trainer
 
-    def test_overflows_of_too_large_loss_scale_are_no_error(self, make_trainer, monkeypatch, tmp_path):
+    def test_overflows_of_too_large_loss_scale_are_no_error(self, make_trainer, monkeypatch, caplog):
         trainer = self.scaling(make_trainer, monkeypatch, scale=2.0**120, max_steps=8, nonfinite_skip_limit=8)
         watching = faults.Watching(trainer.model)
         trainer.add_callback(watching)
@@ -153,7 +138,7 @@ class TestScaledLoss:
         unmoved = [faults.same(before, after) for before, after in pairwise(weights)]
         assert left_out == unmoved
         assert set(left_out) == {True, False}
-        assert not (tmp_path / RECORD).exists()
+        assert "Skipped: " not in caplog.text
 
     def test_gradient_that_no_loss_scale_makes_finite_is_an_error(self, make_trainer, monkeypatch):
         trainer = self.scaling(make_trainer, monkeypatch, scale=1.0, nonfinite_skip_limit=2)
@@ -181,16 +166,6 @@ def test_deepspeed_settings_that_skip_the_gradient_check_are_found(config, blind
 def test_deepspeed_checks_gradients_by_default():
     assert DeepSpeedZeroConfig(stage=2).compute_grad_norm is True
     assert DeepSpeedBF16Config().check_grad_overflow is True
-
-
-def test_every_line_of_record_is_valid_json(make_trainer, tmp_path):
-    trainer = make_trainer()
-    poison(trainer, "teacher")
-    with pytest.raises(FloatingPointError):
-        trainer.train()
-    line = (tmp_path / RECORD).read_text()
-    assert not re.search(r"NaN|Infinity", line)
-    assert json.loads(line)["sums"][0]["teacher_entropy"] == "nan"
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_methods import Discounted
@@ -119,15 +121,10 @@ def test_a_discount_weighs_training_tokens_only(make_trainer):
 class Pulled(OPSDTrainer):
     """Pulls rows by numbers that follow from their prompts, and computes what that adds by the model's own logits."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        score = self._scorer.score
-
-        def pulled(batch, rows):
-            found = score(batch, rows)
-            return {**found, "pull": batch["prompt_ids"].sum(1) % 3 - 0.5} if self.model.training else found
-
-        self._scorer.score = pulled
+    def score(self, rows):
+        batch = super().score(rows)
+        pull = batch.rollout.prompt_ids.sum(1) % 3 - 0.5 if self.model.training else None
+        return replace(batch, rollout=replace(batch.rollout, pull=pull))
 
     def compare(self, student, rollout, targets, num_items):
         parts = super().compare(student, rollout, targets, num_items)

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from trl_opsd import FixedRollout, FrozenTeacher, OPSDTrainer
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd._compat.versions import set_known
-from trl_opsd.loop import dealing
+from trl_opsd.loop import batch
 from trl_opsd.loop.overlap import Waiting
 from trl_opsd.teacher.frozen import Resident
 
@@ -393,14 +393,10 @@ def test_rows_a_teacher_expects_stay_in_their_process(make_trainer, monkeypatch,
     teacher = Early(Resident(tiny.qwen2(48, seed=1), torch.device("cpu")))
     rollout = Streaming(tiny.recorded(tiny.tokenizer()))
     trainer = fast(make_trainer, teacher_model=teacher, rollout=rollout, overlap=overlap)
-    batch = trainer.padded([[5], [6]], [[7] * 20, [7]])
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: torch.cat([tensor, 9 * tensor]))
-    monkeypatch.setattr(dealing, "gather_object", lambda rows: rows * 2)
-    given = trainer.teaching.as_rows([{"prompt": "long"}, {"prompt": "short"}])
-    kept, rows = trainer._dealer.exchanged(batch, given, trainer._generation.notifies_teacher)
-    stays = torch.equal(kept["completion_ids"], batch["completion_ids"]) and rows == given
-    assert stays == (overlap == "step")
+    offered = []
+    monkeypatch.setattr(batch, "exchanged", lambda _, *given: offered.append(given) or given)
+    trainer.score(list(trainer.train_dataset)[:2])
+    assert len(offered) == (overlap is None)
 
 
 def test_evaluation_does_not_stream_rows(make_trainer):
@@ -413,23 +409,23 @@ def test_evaluation_does_not_stream_rows(make_trainer):
 
 
 class Ends(TrainerCallback):
-    """Ends the first epoch, or the training, in its second step."""
+    """Ends the first epoch, or the training, within its second step or before it."""
 
     def __init__(self, what, within):
         self.what, self.within, self.ended = what, within, False
 
-    def _end(self, state, control, step):
-        if state.global_step == step and not self.ended:
+    def _end(self, state, control):
+        if state.global_step == 1 and not self.ended:
             self.ended = True
             setattr(control, f"should_{self.what}_stop", True)
 
     def on_substep_end(self, args, state, control, **kwargs):
         if self.within:
-            self._end(state, control, step=1)
+            self._end(state, control)
 
     def on_step_end(self, args, state, control, **kwargs):
         if not self.within:
-            self._end(state, control, step=2)
+            self._end(state, control)
 
 
 class Learned(OPSDTrainer):
@@ -472,12 +468,11 @@ def ended(make_trainer, what, within, overlap):
         pytest.param("training", "ahead", marks=pytest.mark.long),
     ],
 )
-def test_stop_requested_within_a_step_takes_effect_at_its_end(make_trainer, what, overlap):
-    """Else the next step would be given its micro-batches, and step along what it has added to the gradient."""
+def test_a_step_that_is_stopped_within_is_none(make_trainer, what, overlap):
     trainer, steps = ended(make_trainer, what, True, overlap)
     expected, _ = ended(make_trainer, what, False, overlap)
-    first = [list(range(0, 8)), list(range(8, 16))]
-    assert steps == first + ([first[0], first[1], list(range(16, 24))] if what == "epoch" else [])
+    epoch = [list(range(start, start + 8)) for start in (0, 8, 16)]
+    assert steps == [epoch[0], *(epoch if what == "epoch" else [])]
     assert torch.equal(tiny.weights(trainer), tiny.weights(expected))
     mine, theirs = trainer.state.log_history, expected.state.log_history
     assert len(mine) == len(theirs) == len(steps) + 1
@@ -485,29 +480,10 @@ def test_stop_requested_within_a_step_takes_effect_at_its_end(make_trainer, what
         for name in {"loss", "grad_norm", "epoch", "num_tokens", "overlap/staleness"} & set(other):
             assert entry[name] == other[name], name
     stale = [entry["overlap/staleness"] for entry in mine if "overlap/staleness" in entry]
-    assert stale == ([0, 1, 0, 1, 1][: len(steps)] if overlap == "ahead" else [])
-    assert trainer._step == 2 * len(steps)
+    assert stale == ([0, 0, 1, 1][: len(steps)] if overlap == "ahead" else [])
     trainer.learned.clear()
     trainer.train()
     assert sorted(numbers for numbers in trainer.learned) == list(range(5)), "another training asks for nothing"
-
-
-class Latecomer(TrainerCallback):
-    """Adds another callback when the training has begun."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0:
-            self.trainer.add_callback(Ends("epoch", within=True))
-
-
-def test_stop_by_callback_added_in_training_waits_for_step(make_trainer):
-    late = Latecomer()
-    trainer = fast(make_trainer, overlap=None, max_steps=4, callbacks=[late])
-    late.trainer = trainer
-    trainer.train()
-    assert trainer.state.global_step == 4
-    assert trainer._step == 8
-    assert next(one for one in trainer.callback_handler.callbacks if isinstance(one, Ends)).ended
 
 
 # ---- What cannot overlap ---------------------------------------------------------------------------------------------

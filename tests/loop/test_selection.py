@@ -311,7 +311,7 @@ def test_own_code_that_undoes_selection_is_reported(make_trainer, caplog):
         trainer = make_trainer(Rewrapped, token_selection="student_entropy", **ONE_STEP)
         trainer.copies = copies
         trainer.train()
-        assert ("`token_selection='student_entropy'` was not applied" in caplog.text) is not copies
+        assert ("`TokenSelection('student_entropy')` was not applied" in caplog.text) is not copies
 
 
 def test_banner_and_card_name_the_selection(make_trainer, tmp_path):

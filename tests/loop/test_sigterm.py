@@ -12,7 +12,7 @@ from support.witnessed_run import trainer
 from transformers import TrainerCallback
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.checkpoints.atomic_save import problems
+from trl_opsd.checkpoints import problems
 
 AT = 3
 

@@ -118,13 +118,6 @@ def test_trainers_repeat_each_other_unless_random_numbers_are_drawn_between(make
     assert run(second) != expected
 
 
-def test_new_run_beside_checkpoints_of_another_warns(make_trainer, tmp_path, caplog):
-    make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
-    assert "Starting a new run" not in caplog.text
-    make_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
-    assert "checkpoint-1 is left from an earlier one" in caplog.text
-
-
 def test_teacher_left_in_training_mode_reads_without_dropout(make_trainer):
     teacher, modes = tiny.qwen2(48, seed=1), []
     trainer = make_trainer(teacher_model=teacher, max_steps=1)

@@ -77,7 +77,7 @@ def test_an_evaluation_without_a_token_has_no_loss(make_trainer, caplog):
 
     metrics = make_trainer(Nothing, eval_dataset=tiny.rows()).evaluate()
     assert math.isnan(metrics["eval_loss"])
-    assert "`eval_loss` is unknown: it has no token in the loss" in caplog.text
+    assert "`eval_loss` is unknown: no token has a weight in the loss" in caplog.text
 
 
 def test_a_misspelt_verb_is_refused(make_trainer):

@@ -24,7 +24,7 @@ from torchao.quantization.granularity import PerGroup
 from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, PhimoeConfig
 
-from trl_opsd import OPSDTrainer
+from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd._compat.peft import plain_layer, without_peft
 from trl_opsd._compat.sharding import trained_parameters, whole
 from trl_opsd._compat.torchao import fake_quantized, save_quantized
@@ -70,7 +70,8 @@ def trainer_of(folder: Any, kind: Any, of: Any = None, peft_config: Any = None, 
     student, teacher = of or models()
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1, "optim": "sgd"}
     options |= {"divergence": "reverse_kl", "learning_rate": 1.0, "max_grad_norm": 0.0, "shuffle_dataset": False}
-    options |= {"student_quantization": kind, "certificate": True, "max_completion_length": 60, **given}
+    options |= {"student_quantization": kind, "certificate": True, "eval_on_start": True, **given}
+    options |= {"max_completion_length": 60}
     rows = tiny.rows(8)
     fsdp_on_cpu.allow()
     return OPSDTrainer(
@@ -287,7 +288,7 @@ REFUSED: list[tuple[Any, str]] = [
     (QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int4, group_size=32)), "a `QATConfig` with such a config as"),
     (
         IntxWeightOnlyConfig(torch.int4, PerGroup(48)),
-        ": IntxWeightOnlyConfig does not work for model.layers.0.self_attn.q_proj with 64 input",
+        "IntxWeightOnlyConfig does not work for model.layers.0.self_attn.q_proj with 64 input",
     ),
 ]
 
@@ -306,11 +307,11 @@ def test_students_that_cannot_be_quantised_are_refused(tmp_path):
     zero.model.layers[0].mlp.up_proj.weight.data[3] = 0
     with pytest.raises(ValueError, match=r"NaN of model.layers.0.mlp.up_proj, which has zeros alone, or rows of them"):
         trainer_of(tmp_path, "fp8", (zero, teacher))
-    with pytest.raises(ValueError, match="a model without a path, but its base is saved quantised from there"):
+    with pytest.raises(ValueError, match="the model has no path, but beside an adapter"):
         trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"]))
     models()[0].save_pretrained(tmp_path / "base")
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match="the adapter is a variant of LoRA such as DoRA, but beside a quantised base"):
+    with pytest.raises(ValueError, match="the adapter is a variant of LoRA such as DoRA"):
         trainer_of(tmp_path, "int4", (student, teacher), LoraConfig(target_modules=["q_proj"], use_dora=True))
     student, _ = models()
     trainer_of(tmp_path, "int4", (student, teacher))
@@ -409,3 +410,64 @@ def test_student_with_an_adapter_is_synced_quantised(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(trainer.model.eval()(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)
     assert without_peft(trainer.model).config._name_or_path
+
+
+# ---- Certificates ---------------------------------------------------------------------------------------------------
+
+
+def certified(folder: Any, **given: Any) -> Any:
+    rows = tiny.rows(8)
+    return OPSDTrainer(
+        model=tiny.qwen2(32, seed=0),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=tiny.config(folder, **{"certificate": True, **given}),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(5)),
+        processing_class=WORDS,
+        rollout=FixedRollout(tiny.recorded(WORDS)),
+    )
+
+
+def certificate_of(number: int) -> tuple[float, float, float]:
+    """In float64, row by row; the last is the mean over rows of their mean KL."""
+    student, teacher = tiny.qwen2(32, seed=0).double(), tiny.qwen2(48, seed=1).double()
+    kls, same = [], []
+    for prompt, ids in list(tiny.recorded(WORDS).items())[:number]:
+        read, at = torch.tensor([[*prompt, *ids]]), slice(len(prompt) - 1, len(prompt) + len(ids) - 1)
+        with torch.no_grad():
+            own, target = (one(read).logits[0, at].log_softmax(-1) for one in (student, teacher))
+        kls.append((target.exp() * (target - own)).sum(-1))
+        same.append((own.argmax(-1) == target.argmax(-1)).double())
+    of_rows = sum(float(one.mean()) for one in kls) / len(kls)
+    return float(torch.cat(kls).mean()), float(torch.cat(same).mean()), of_rows
+
+
+def certificate_in(folder: Any) -> list[float]:
+    faulthandler.dump_traceback_later(forks.SECONDS, exit=True)
+    trainer = certified(folder, per_device_eval_batch_size=2)
+    found = trainer.evaluate()
+    faulthandler.cancel_dump_traceback_later()
+    return [found[f"eval_certificate/{name}"] for name in ("kl", "agreement")]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "alone",
+        pytest.param("ddp", marks=[pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(forks.SECONDS + 60)]),
+    ],
+)
+def test_rows_that_only_fill_a_batch_are_not_certified(tmp_path, strategy):
+    found = certificate_in(tmp_path) if strategy == "alone" else forks.results(strategy, certificate_in, tmp_path)[0]
+    assert found == pytest.approx(certificate_of(5)[:2], rel=1e-5)
+
+
+def test_each_token_counts_alike_whatever_counts_alike_in_the_loss(tmp_path):
+    options = {"loss_aggregation": "rows", "divergence": "forward_kl", "per_device_eval_batch_size": 2}
+    found = certified(tmp_path, **options).evaluate()
+    kl, agreement, of_rows = certificate_of(5)
+    assert abs(kl - of_rows) > 1e-3
+    assert found["eval_certificate/kl"] == pytest.approx(kl, rel=1e-5)
+    assert found["eval_certificate/agreement"] == pytest.approx(agreement, rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(of_rows, rel=1e-5)
+    assert found["eval_divergence/mean"] == found["eval_loss"]

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import BartConfig, Phi3Config
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models import backbone
 from trl_opsd.models.backbone import completion_hidden
 from trl_opsd.models.padding import PADDED, Reading, prove_reading
 from trl_opsd.models.probes import PADDING, Probed
 from trl_opsd.teacher.frozen import FrozenTeacher, Resident
 from trl_opsd.types import Rollout
+from trl_opsd.types.rollout import cut_after_end
 
 CPU = torch.device("cpu")
 BY_LENGTH, ALONE = Reading(0), Reading(0, batches_equal_lengths=False)
@@ -299,9 +299,9 @@ class TestTrainer:
             return attend(*given, attn_mask=attn_mask, is_causal=is_causal, **more)
 
         class Masking(OPSDTrainer):
-            def begin_batch(self, inputs):
+            def score(self, rows):
                 calls.clear()
-                return super().begin_batch(inputs)
+                return super().score(rows)
 
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
         make_trainer(Masking, model=tiny.qwen2(num_key_value_heads=1), max_steps=1).train()

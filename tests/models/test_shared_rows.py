@@ -7,8 +7,7 @@ import torch
 from support import tiny
 from transformers import Gemma3TextConfig, MistralConfig
 
-from trl_opsd.loop.dealing import _unpadded
-from trl_opsd.models.shared_rows import check_shareable
+from trl_opsd.models.shared_rows import _unpadded, check_shareable
 from trl_opsd.types import Rollout, RowTargets, TeacherTargets
 
 pytestmark = pytest.mark.quick

@@ -77,13 +77,6 @@ def test_overridden_sampling_settings_of_the_checkpoint_warn_once(make_trainer, 
     assert caplog.text.count("generation config has") == 1
 
 
-@pytest.mark.parametrize(("warmup_steps", "is_said"), [(5, True), (4, False)])
-def test_warmup_longer_than_the_epochs_warns_at_train(make_trainer, caplog, warmup_steps, is_said):
-    make_trainer(warmup_steps=warmup_steps, max_steps=-1, num_train_epochs=1, lr_scheduler_type="linear").train()
-    said = "`warmup_steps=5`, but training has 4 steps and ends before reaching `learning_rate=0.0001`"
-    assert (said in caplog.text) is is_said
-
-
 @pytest.mark.parametrize(
     ("metric", "several", "close"),
     [

@@ -92,7 +92,7 @@ def test_report_does_not_change_the_training(trained, tmp_path):
     assert log_of(tmp_path / "True") == json.loads(json.dumps(recorded.state.log_history))
     page = (tmp_path / "True" / "report.html").read_text()
     assert page.count("<figure>") >= 5
-    for topic, said in (("student", "an unnamed Qwen2ForCausalLM"), ("objective", "ReverseKL() at temperature"),
+    for topic, said in (("student", "Qwen2ForCausalLM, "), ("objective", "ReverseKL(), temperature"),
                         ("steps", "3 of 4 prompts each"), ("optimizer", "AdamW, learning rate 0.0001")):  # fmt: skip
         assert f"<dt>{topic}</dt><dd>{said}" in page
     of_ends = [one for one in found if (one.split, one.step) != ("eval", 2)]

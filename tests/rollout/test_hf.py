@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd.data.completions import cut_after_end
 from trl_opsd.models.padding import Reading
 from trl_opsd.rollout.decode import KnownTokensOnly
 from trl_opsd.rollout.generate import Batching
+from trl_opsd.types.rollout import cut_after_end
 
 BY_LENGTH = Reading(0)
 PROMPTS = ["2+2=", "The sky is", "a", "Count: one two"]

@@ -22,8 +22,8 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from trl_opsd.data.completions import cut_after_end
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
+from trl_opsd.types.rollout import cut_after_end
 
 ENDS = list(range(0, tiny.VOCABULARY, 12))
 """So many end tokens that the rows of a batch end one after the other."""

@@ -31,8 +31,8 @@ from transformers import (
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.vllm import engine
 from trl_opsd._compat.vllm.engine import VLLMEngine
-from trl_opsd.data.completions import cut_after_end
 from trl_opsd.rollout import vllm as backend
+from trl_opsd.types.rollout import cut_after_end
 
 # Compiling takes eight times as long as all else that an engine does here; `make real` starts one that does. A cache of
 # a GiB, the least that can be asked for, takes half of a start to fill with zeros.

@@ -1,4 +1,4 @@
-"""A student to generate for without training it: the smallest [`trl_opsd.host.Host`], for benchmarks and tests."""
+"""A student to generate for without training it: the smallest [`Host`](rollout/host.py), for benchmarks and tests."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from trl_opsd import OPSDConfig
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.types import Rollout
 
 CHAT_TEMPLATE = (
@@ -201,6 +202,21 @@ def with_methods(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("certificate"):
         methods["certificate"] = {}
     return {**found, **({"methods": methods} if methods else {})}
+
+
+REWARDS = {
+    "reward_funcs": "functions", "reward_processing_classes": "tokenizers", "reward_weight": "weight",
+    "reward_weights": "weights", "scale_rewards": "scale", "multi_objective_aggregation": "aggregation",
+    "reward_gate": "gate", "teacher_context": "context", "success_threshold": "threshold",
+}  # fmt: skip
+"""Settings of `Rewards` by the names that TRL and tests have for them."""
+
+
+def rewards(given: dict[str, Any]) -> list[Rewards]:
+    """`Rewards` with such settings, taken out of what is given to a trainer and its config; none where all are off."""
+    settings = {REWARDS[name]: given.pop(name) for name in [*given] if name in REWARDS}
+    found = {name: value for name, value in settings.items() if value is not None and (name, value) != ("weight", 0)}
+    return [Rewards(**found)] if found else []
 
 
 def options(folder: Any, **overrides: Any) -> dict[str, Any]:

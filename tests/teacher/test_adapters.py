@@ -81,8 +81,8 @@ def given(teachers: dict[str, str]) -> dict[str, Any]:
 
 def step(trainer: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of all rows."""
-    inputs = trainer._generate_and_score_completions(list(trainer.train_dataset))
-    loss = trainer._compute_loss(trainer.model, inputs, torch.tensor(50.0))[0]
+    inputs = trainer.score(list(trainer.train_dataset))
+    loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=torch.tensor(50.0))
     loss.backward()
     return loss.item(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
 
@@ -143,9 +143,9 @@ def test_a_student_on_the_same_base_lends_its_weights(make_trainer, experts):
     assert "of it are others'" in repr(trainer).replace("\n", " ").replace("  ", "")
 
     batch = list(trainer.train_dataset)[:3]
-    before = [row.hidden.clone() for row in trainer._generate_and_score_completions(batch)["teacher_rows"]]
+    before = [row.hidden.clone() for row in trainer.score(batch).targets.rows]
     trainer.train()
-    after = [row.hidden for row in trainer._generate_and_score_completions(batch)["teacher_rows"]]
+    after = [row.hidden for row in trainer.score(batch).targets.rows]
     assert all(map(torch.equal, before, after)), "the teacher moved"
     assert not any(parameter.requires_grad for parameter in trainer.teachers["math"].model.parameters())
     checkpoint = Path(trainer.args.output_dir) / "checkpoint-3"
@@ -301,8 +301,7 @@ def test_a_teacher_that_generates_is_its_adapter(make_trainer, experts):
     written = []
     for teachers in (paths, merged(paths)):
         trainer = make_trainer(**given(teachers), lmbda=0.0, seq_kd=True, top_k=1, per_device_train_batch_size=8)
-        batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
-        written.append(batch["completion_ids"].tolist())
+        written.append(trainer.score(list(trainer.train_dataset)).rollout.completion_ids.tolist())
     assert written[0] == written[1]
     assert len(set(map(tuple, written[0]))) > 3
 
@@ -315,7 +314,8 @@ def test_card_banner_and_tokenizer_are_the_adapters(make_trainer, tmp_path):
     assert all(f"with the adapter '{path}'; 3 teachers share its base" in text for path in paths.values())
     trainer.create_model_card()
     card = (Path(trainer.args.output_dir) / "README.md").read_text()
-    assert "Teacher `math`: the adapter `math` of `base` (a local `Qwen2ForCausalLM`)" in card
+    assert "- Teacher 'math': Qwen2ForCausalLM 'base'" in card
+    assert "with the adapter 'math'; 3 teachers share its base" in card
     words = tiny.tokenizer()
     words.add_tokens(["new"])
     words.save_pretrained(base)

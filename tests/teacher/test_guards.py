@@ -75,7 +75,7 @@ def test_a_broken_student_is_named(make_trainer):
     trainer = make_trainer()
     with torch.no_grad():
         trainer.model.model.norm.weight[0] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"The student's logits are NaN or infinite.* Lower the learning rate"):
+    with pytest.raises(FloatingPointError, match="The student's logits are NaN or infinite"):
         trainer.train()
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from support import tiny
 
 from trl_opsd import FixedRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner
 
 TEXTS = ["2+2=", "The sky is"]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
@@ -43,9 +43,7 @@ def make(tmp_path, rows, conversational=False, teacher=None, **given):
 
 def targets(trainer):
     """The teacher's hidden states for both rows, by token."""
-    rows = list(trainer.train_dataset)
-    batch = trainer._generate_and_score_completions(rows)
-    return [row.hidden for row in batch["teacher_rows"]]
+    return [row.hidden for row in trainer.score(list(trainer.train_dataset)).targets.rows]
 
 
 def direct(trainer, teacher_prompts):
@@ -88,10 +86,10 @@ def test_targets_of_conversations_equal_a_direct_forward(tmp_path, more):
 def test_the_student_never_reads_the_privileged_context(tmp_path):
     plain = make(tmp_path, [{}, {}])
     told = make(tmp_path, [{"privileged_context": "it is 4"}] * 2)
-    batches = [trainer._generate_and_score_completions(list(trainer.train_dataset)) for trainer in (plain, told)]
+    batches = [trainer.score(list(trainer.train_dataset)) for trainer in (plain, told)]
     for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
-        assert torch.equal(batches[0][name], batches[1][name])
-    plain_rows, told_rows = (batch["teacher_rows"] for batch in batches)
+        assert torch.equal(*(getattr(batch.rollout, name) for batch in batches))
+    plain_rows, told_rows = (batch.targets.rows for batch in batches)
     assert not any(torch.equal(one.hidden, other.hidden) for one, other in zip(plain_rows, told_rows, strict=True))
 
 
@@ -159,7 +157,7 @@ def test_completion_ids_are_never_encoded_again(tmp_path):
     read = []
     reading = trainer.teacher.targets
     trainer.teacher.targets = lambda rollout: read.append(rollout) or reading(rollout)
-    trainer._generate_and_score_completions(list(trainer.train_dataset))
+    trainer.score(list(trainer.train_dataset))
     assert [ids[ids != 0].tolist() for ids in read[0].completion_ids] == odd
 
 
@@ -259,7 +257,7 @@ def test_rows_too_long_for_the_teacher_are_dropped_on_request(tmp_path):
 def test_the_prompt_built_by_a_function_is_checked(tmp_path, made, error, message):
     trainer = make(tmp_path, [{}, {}], teacher_prompt_fn=lambda row, text: made)
     with pytest.raises(error, match=message):
-        trainer._generate_and_score_completions(list(trainer.train_dataset))
+        trainer.score(list(trainer.train_dataset))
 
 
 def test_with_a_function_teacher_columns_may_be_none(tmp_path):
@@ -290,7 +288,7 @@ def test_a_row_beyond_the_context_of_the_teacher_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"for row 0 .* has 60 prompt tokens and 10 completion tokens, but its context is 64 tokens"
     ):
-        trainer._generate_and_score_completions([{"prompt": trainer.processing_class.decode([40] * 60)}])
+        trainer.score([{"prompt": trainer.processing_class.decode([40] * 60)}])
 
 
 @pytest.mark.refusal

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from support.failing_server import Scoring, pretended
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.cli.targets import write_targets
-from trl_opsd.loop.nonfinite import RECORD
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.teacher.store import HEADER, Described, Store, Writer, keys_of
 from trl_opsd.teacher.stored import MissingTargetsError, StoredTeacher
@@ -265,23 +263,6 @@ def test_targets_of_another_run_are_refused(trained, written, given, message):
     folder = written()
     with pytest.raises(ValueError, match=f"(?s){message}"):
         trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder), **given})
-
-
-def test_nan_on_disk_names_the_targets(make_trainer, trained, tmp_path):
-    trainer = make_trainer(**OPTIONS)
-    with torch.no_grad():
-        trainer.teacher.model.get_input_embeddings().weight.fill_(float("nan"))
-    write_targets(trainer, tmp_path / "targets")
-    alone = {**OPTIONS, "teacher_model": None, "teacher_targets": str(tmp_path / "targets")}
-    with pytest.raises(FloatingPointError):
-        trained(**alone, output_dir=str(tmp_path / "run"))
-    with pytest.raises(FloatingPointError):
-        trainer.train()
-    sides = [
-        [json.loads(line)["side"] for line in (folder / RECORD).read_text().splitlines()]
-        for folder in (tmp_path / "run", Path(trainer.args.output_dir))
-    ]
-    assert sides == [["targets"], ["teacher"]]
 
 
 WEIGHED = {"loss_aggregation": "teachers", "teacher_weights": {"one": 3.0, "other": 1.0}}

@@ -82,7 +82,7 @@ def test_changes_of_the_padded_form_are_kept():
     targets.hidden[1, 2] = 7.0
     expected[3 + 2] = 7.0
     assert targets.rows is None
-    again = TeacherTargets.unpack({**kept_by_row(targets, rollout.weights).pack(), "completion_ids": torch.ones(6, 40)})
+    again = kept_by_row(targets, rollout.weights).select(range(6))
     assert torch.equal(kept(again), expected)
     assert torch.equal(again.hidden, targets.hidden)
 
@@ -91,8 +91,7 @@ def test_rows_survive_a_new_order_and_a_narrower_micro_batch():
     rollout = ragged()
     targets = frozen(tiny.qwen2(48, 1)).targets(rollout)
     chosen = [3, 0, 5]
-    rows = [targets.pack()["teacher_rows"][row] for row in chosen]
-    part = TeacherTargets.unpack({"teacher_rows": rows, "completion_ids": rollout.completion_ids[chosen, :12]})
+    part = targets.select(chosen).cut(12)
     assert torch.equal(part.hidden, targets.hidden[chosen, :12])
 
 
@@ -157,18 +156,18 @@ def test_losses_and_weights_equal_padded_targets_to_the_bit(trained, case):
 
 def test_each_row_keeps_the_width_and_dtype_of_its_teacher(make_trainer):
     trainer = make_trainer(**several(64, torch.bfloat16))
-    batch = trainer._generate_and_score_completions(list(trainer.train_dataset))
-    kinds = [(row.hidden.size(1), row.hidden.dtype) for row in batch["teacher_rows"]]
+    batch = trainer.score(list(trainer.train_dataset))
+    kinds = [(row.hidden.size(1), row.hidden.dtype) for row in batch.targets.rows]
     assert kinds == [(48, torch.float32), (64, torch.bfloat16)] * 4
-    targets = TeacherTargets.unpack(batch)
+    targets = batch.targets
     given = [
-        share.of_teacher(CPU) for share in tokens_by_teacher(trainer.teachers.heads, targets, batch["loss_weights"])
+        share.of_teacher(CPU) for share in tokens_by_teacher(trainer.teachers.heads, targets, batch.rollout.weights)
     ]
     assert [(one.size(1), one.dtype) for one in given] == kinds[:2]
     assert (targets.hidden.size(2), targets.hidden.dtype) == (64, torch.float32)
     assert not targets.hidden[::2, :, 48:].any()
     again = [
-        share.of_teacher(CPU) for share in tokens_by_teacher(trainer.teachers.heads, targets, batch["loss_weights"])
+        share.of_teacher(CPU) for share in tokens_by_teacher(trainer.teachers.heads, targets, batch.rollout.weights)
     ]
     assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(given, again, strict=True))
 

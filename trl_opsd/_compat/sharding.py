@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trl_opsd._compat.deepspeed import empty_twin, gathered
+from trl_opsd.types import OutputHead
 
 
 def is_split_model(model: nn.Module) -> bool:
@@ -39,20 +40,33 @@ def class_of(model: nn.Module) -> type[nn.Module]:
     return type(model)
 
 
+def gathered_head(*heads: OutputHead | None) -> AbstractContextManager[Any]:
+    """Gathers heads that ZeRO-3 has sharded while the context is open; a no-op otherwise."""
+    from trl_opsd._compat.trl import maybe_gather_lm_head_ctx
+
+    parts = [part for head in heads if head is not None for part in (head.weight, head.bias)]
+    context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(
+        *(part for part in parts if part is not None and in_zero3(part))
+    )
+    return context
+
+
 @contextmanager
-def unsharded(layer: nn.Module) -> Iterator[None]:
-    """Gathers a layer's parameters while the context is open, if FSDP2 has sharded them."""
-    if not (isinstance(layer, FSDPModule) and any(isinstance(one, DTensor) for one in layer.parameters())):
-        yield
-        return
+def whole_head(model: Any) -> Iterator[OutputHead]:
+    """The head of a model, gathered while the context is open if ZeRO-3 or FSDP2 has sharded it. Collective."""
+    layer = model.get_output_embeddings()
     # FSDP2 gathers before the layer's own forward, but the head's weight is used without calling it. Its gradient is
     # reduced together with those of all other layers.
-    split: FSDPModule = layer
-    split.unshard()
+    is_split = any(isinstance(one, DTensor) for one in layer.parameters()) and isinstance(layer, FSDPModule)
+    if is_split:
+        layer.unshard()
     try:
-        yield
+        head = OutputHead.of(model)
+        with gathered_head(head):
+            yield head
     finally:
-        split.reshard()
+        if is_split:
+            layer.reshard()
 
 
 def keep_float32(accelerator: Accelerator, accumulation: Mapping[str, Any]) -> None:

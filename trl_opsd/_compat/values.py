@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
 
-__all__ = ["NotNegative", "Positive", "Share", "fitting", "pydantic"]
+__all__ = ["Finite", "NotNegative", "Positive", "Share", "fitting", "pydantic"]
 
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
 """A finite number above 0; a comparison with NaN fails."""
 NotNegative = Annotated[float, Ge(0), Lt(math.inf)]
+Finite = pydantic.FiniteFloat
 Share = Annotated[float, Gt(0), Le(1)]
 
 
@@ -26,4 +27,5 @@ def fitting(hint: Any, value: Any) -> Any:
     try:
         return adapter.validate_python(value)
     except pydantic.ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"].removeprefix("Input should be ")) from None
+        found = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in error.errors())
+        raise ValueError(" or ".join(found)) from None

@@ -38,8 +38,6 @@ from trl_opsd.models.checks import (
     same_weights,
 )
 from trl_opsd.options.rules import batch_in_words, prompts_of_step
-from trl_opsd.rewards.given import Given
-from trl_opsd.rewards.given import check_columns as check_reward_columns
 from trl_opsd.teacher.checks import location, servers, teacher_loading
 
 logger = get_logger(__name__)
@@ -148,16 +146,10 @@ def may_have(datasets: Mapping[str, AnyDataset | None], names: Collection[str]) 
 # ---- Rewards --------------------------------------------------------------------------------------------------------
 
 
-def check_rows_of_rewards(
-    rewards: Sequence[Given],
-    datasets: Mapping[str, AnyDataset | None],
-    args: OPSDConfig,
-    row_columns: Collection[str],
-    reads_solutions: bool,
-    are_learned: bool,
-    more: Collection[str] = (),
-) -> bool:
-    """Checks that functions can be called for all rows; returns whether they can in training, if it only logs them."""
+def columns_of_rewards(
+    datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, row_columns: Collection[str], reads_solutions: bool
+) -> dict[str, Collection[str] | None]:
+    """The columns of each dataset that reward functions get, `None` where they are not known."""
     known: dict[str, Collection[str] | None] = {}
     for where, dataset in datasets.items():
         if dataset is None:
@@ -167,14 +159,7 @@ def check_rows_of_rewards(
             seen = {one for one in columns if one in row_columns or not args.remove_unused_columns}
             columns = [*seen, *(("solution",) if reads_solutions and "privileged_context" in seen else ())]
         known[where] = columns
-    for where, names in known.items():
-        try:
-            check_reward_columns(rewards, {where: names}, more)
-        except ValueError:  # rows of an evaluation may have columns that those of training do not need
-            if are_learned or where != "train_dataset":
-                raise
-            known = {one: known[one] for one in known if one != where}
-    return "train_dataset" in known
+    return known
 
 
 # ---- Chat templates -------------------------------------------------------------------------------------------------
@@ -311,11 +296,11 @@ def check_completions(dataset: AnyDataset | None, tools: Any, from_dataset: bool
             check_completion(row, f"row {number} of train_dataset")
 
 
-def needs_privilege(student: Any, args: OPSDConfig, teacher_prompt_fn: Any) -> bool:
+def needs_privilege(student: Any, args: OPSDConfig, is_told: bool) -> bool:
     """Whether a column has to give the teacher context, because it starts as the student and reads nothing else."""
     kind = args.teacher_model_kind  # without the adapter it came with, a student is another model
     is_another = kind is None or (kind == "base" and not isinstance(student, str) and is_peft(student))
-    return not (is_another or teacher_prompt_fn is not None or args.teacher_template_kwargs or args.teacher_context)
+    return not (is_another or is_told or args.teacher_template_kwargs)
 
 
 def check_train_size(dataset: AnyDataset, args: OPSDConfig) -> None:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
-from trl_opsd import fingerprint
 from trl_opsd._compat.trl import DistillationConfig, get_config_model_id
 from trl_opsd._compat.versions import warn_of_outside
 from trl_opsd.arguments.checks import (
@@ -24,28 +23,27 @@ from trl_opsd.arguments.checks import (
     check_completions,
     check_datasets,
     check_models,
-    check_rows_of_rewards,
     check_template,
+    columns_of_rewards,
     looked_through,
     needs_privilege,
     warn_of_same_model,
 )
 from trl_opsd.arguments.rules import BUILDING, GENERATING_SEEN, LEARNING, SEEING, STORED, SURPRISES, UNSEEN
-from trl_opsd.checkpoints.atomic_save import check_disk, check_folder
+from trl_opsd.checkpoints import check_disk, check_folder
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.completions import COMPLETION, TOKENS, solutions_as_context, with_prompts
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets, Rows, by_name, look_ahead
-from trl_opsd.data.outcomes import check_prompt_fn
 from trl_opsd.data.prompts import Intake
-from trl_opsd.environments import Environments, check_factory
+from trl_opsd.environments import Environments
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.losses import Divergence
-from trl_opsd.losses.divergence import describe
 from trl_opsd.methods import built
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import check
 from trl_opsd.methods.quantization import StudentQuantization
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.tokenizers import (
     check_processing_class,
     check_sees,
@@ -61,7 +59,6 @@ from trl_opsd.options.table import (
     check_same_options,
     shared_options,
 )
-from trl_opsd.rewards.given import Given, given_rewards
 from trl_opsd.teacher.checks import (
     check_named_once,
     check_teachers,
@@ -102,12 +99,6 @@ class Prepared:
     """What tokens stand for, with `cross_tokenizer`: those of the student under an empty name, and of each teacher."""
     methods: tuple[Method, ...]
     """In their order, those of the user last."""
-    rewards: tuple[Given, ...]
-    """Reward functions and models, with their names and tokenizers."""
-    learned_rewards: tuple[Given, ...]
-    """Those that training depends on: all or none."""
-    logs_rewards: bool
-    """Whether they are called in training even if it does not depend on them."""
     environments: Environments | None
     tools: Sequence[Callable[..., Any]] | None
     """As templates describe them, those of the environments too."""
@@ -131,8 +122,6 @@ def prepared(
     teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None,
     divergence: Any,
     rollout: Any,
-    reward_funcs: Any,
-    reward_processing_classes: Any,
     methods: Sequence[Method],
     optimizers: Any,
     tools: Any,
@@ -147,14 +136,10 @@ def prepared(
     _check_kinds(model, optimizers, peft_config)
     args = checked_args(args, model, divergence)
     check_folder(args)
-    fingerprint.check_accepted(args.resume_with_changes)
     # 2. Options together with the other arguments, and the methods that these ask for.
-    rewards = tuple(given_rewards(reward_funcs, reward_processing_classes))
     environments = None
     if environment_factory is not None:
         environments = _environments(environment_factory, tools, args, train_dataset, eval_dataset)
-        taken = [one.name for one in rewards]
-        rewards = (*rewards, *(Given(name, source, None) for name, source in environments.rewards(taken).items()))
         if train_dataset is None and args.max_steps > 0 and not environments.are_several:
             train_dataset = _rows_of_step(args)
     # Targets on disk alone name their teachers, which rules and methods read.
@@ -164,6 +149,9 @@ def prepared(
     if is_stored:
         stored = stored_teachers(args)
         teacher_model = stored if len(stored) > 1 else next(iter(stored.values()))
+    methods = built(args, methods, teacher_prompt_fn, environments is not None)
+    check(args, methods, environments, train_dataset is not None)
+    rewards = next((one for one in methods if isinstance(one, Rewards)), None)
     now = Situation(
         args=args,
         teacher_names=tuple(teacher_model) if isinstance(teacher_model, Mapping) else (),
@@ -171,17 +159,13 @@ def prepared(
         tools=_described(tools) if environments is None else environments.tools,
         environments=environments,
         objective=divergence,
-        rewards=[one.name for one in rewards],
-        reward_sources=rewards,
-        needs_context=needs_privilege(model, args, teacher_prompt_fn),
+        rewards=[] if rewards is None else rewards.names,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         teacher_prompt_fn=teacher_prompt_fn,
         row_columns=tuple(row_columns),
     )
     refuse((*(() if train_dataset is None else LEARNING), *BUILDING), now)
-    methods = built(now, methods)
-    check(now, methods)
     # 3. The rollout, the teachers, and functions of the user.
     picked = pick(rollout, args)
     refuse(STORED if is_stored else (), now)
@@ -191,13 +175,12 @@ def prepared(
         method.check(args, tuple(models))
     if processing_class is not None:
         check_processing_class(processing_class)
-    if teacher_prompt_fn is not None:
-        check_prompt_fn(teacher_prompt_fn)
     # 4. Columns: what rows have, and who reads it.
     by_default = None if environments is None else EMPTY_PROMPT
     train_dataset = with_prompts(train_dataset, "train_dataset", by_default)
     eval_dataset = with_prompts(eval_dataset, "eval_dataset", by_default)
-    needs_context = now.needs_context
+    is_rewarded = rewards is not None and rewards.context is not None
+    needs_context = needs_privilege(model, args, teacher_prompt_fn is not None or is_rewarded)
     is_told = environments is not None and environments.tells
     if needs_context and not is_told:
         train_dataset, eval_dataset = solutions_as_context(train_dataset), solutions_as_context(eval_dataset)
@@ -225,15 +208,16 @@ def prepared(
     is_same_model = not is_quantised and not differs and warn_of_same_model(model, models, args, datasets, tells_more)
     # 5. Processes agree.
     if args.world_size > 1:
-        check_same_options(gather_object([{**_named(args, models), "methods": [*map(describe, methods)]}]))
+        check_same_options(gather_object([{**_named(args, models), "methods": [one.described() for one in methods]}]))
         check_disk(args)
     # 6. Rows, each of them.
     row_columns = tuple(row_columns)
     if args.lmbda < 1:
         check_completions(train_dataset, now.tools, not args.seq_kd)
         row_columns = row_columns if args.seq_kd else (*row_columns, COMPLETION, TOKENS)
-    are_learned = any(one.needs_rewards for one in methods)
-    logs_rewards = check_rows_of_rewards(rewards, datasets, args, row_columns, needs_context, are_learned, more)
+    if rewards is not None:
+        columns = columns_of_rewards(datasets, args, row_columns, needs_context)
+        rewards.check_rows(columns, more, any(one.needs_rewards for one in methods))
     rows = looked_through(datasets, args, intake, row_columns)
     # 7. Tokenizers and processors: who reads images.
     if processing_class is None:
@@ -271,9 +255,6 @@ def prepared(
             text_tokenizer(processing_class), models, teacher_processing_class, args, rows, intake
         ),
         methods=methods,
-        rewards=rewards,
-        learned_rewards=rewards if are_learned else (),
-        logs_rewards=logs_rewards,
         environments=environments,
         tools=now.tools,
         is_same_model=is_same_model,
@@ -316,8 +297,7 @@ def _described(tools: Any) -> Any:
 
 
 def _environments(factory: Any, tools: Any, args: OPSDConfig, train_dataset: Any, eval_dataset: Any) -> Environments:
-    """The environments of a factory that was checked, of each one instance."""
-    check_factory(factory)
+    """The environments of a factory, of each one instance."""
     if train_dataset is None and eval_dataset is None and (isinstance(factory, Mapping) or args.max_steps <= 0):
         lacking = "several environments, one named in each row" if isinstance(factory, Mapping) else "`max_steps`"
         raise ValueError(

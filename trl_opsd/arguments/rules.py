@@ -13,10 +13,9 @@ from transformers import Trainer
 from trl_opsd._compat.sharding import launched
 from trl_opsd.data.completions import COMPLETION
 from trl_opsd.data.datasets import by_name
-from trl_opsd.data.outcomes import reads_outcome
 from trl_opsd.losses import SampledReverseKL
 from trl_opsd.methods import METRICS
-from trl_opsd.monitor.metrics import evaluated_names
+from trl_opsd.metrics import evaluated_names
 from trl_opsd.options.rules import Rule, together
 from trl_opsd.options.table import Situation, shown
 
@@ -89,28 +88,6 @@ BUILDING = (
         "`teacher_prompt_fn` with `seq_kd=True`: the function needs a completion, but the teacher needs its prompt "
         "to generate one: add a column 'teacher_prompt' or 'privileged_context' instead.",
     ),
-    Rule(
-        lambda now: (
-            now.teacher_prompt_fn is not None
-            and reads_outcome(now.teacher_prompt_fn)
-            and (
-                (not now.rewards and "without `reward_funcs`")
-                or (now.overlap == "step" and "with `overlap='step'`")
-                or (now.lmbda == 0 and "with `lmbda=0`")
-            )
-        ),
-        "`teacher_prompt_fn` takes a third argument, the rewards of all completions of a prompt, {1}: take two "
-        "arguments, or change that.",
-    ),
-    Rule(
-        lambda now: (
-            now.rewards
-            and now.reward_weights is not None
-            and len(now.reward_weights) != (functions := len(now.rewards) - _of_environments(now))
-            and (len(now.reward_weights), functions)
-        ),
-        "`reward_weights` has {1[0]} numbers, but there are {1[1]} `reward_funcs`: expected one number for each.",
-    ),
     *EVALUATING,
     Rule(
         lambda now: (
@@ -118,8 +95,6 @@ BUILDING = (
             and (
                 (now.overlap == "ahead" and shown("overlap", now.overlap))
                 or (now.lmbda < 1 and shown("lmbda", now.lmbda))
-                or (now.teacher_prompt_fn is not None and now.environments.tells and "`teacher_prompt_fn`")
-                or (now.teacher_context and now.environments.tells and shown("teacher_context", now.teacher_context))
             )
         ),
         "`environment_factory` with {1}: an environment begins with each row, and tells what its teacher reads: remove "
@@ -142,11 +117,6 @@ BUILDING = (
     ),
 )
 """Of a trainer."""
-
-
-def _of_environments(now: Situation) -> int:
-    """Rewards that environments give, which weigh 1."""
-    return 0 if now.environments is None else len(now.environments.rewards(()))
 
 
 def _metric(now: Situation) -> tuple[str, str] | None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from re import fullmatch
 from typing import Annotated, Any
@@ -11,9 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-import trl_opsd
-import trl_opsd._compat  # which drops what libraries say when they are imported
-from trl_opsd.errors import explained
+from trl_opsd.errors import OPSDError
 
 
 def train(context: typer.Context) -> None:
@@ -98,7 +102,6 @@ def audit(
 
     Exit status: 0, 1 if no verdict is helps or unknown, 2 for a wrong option, model or row.
     """
-    import sys
     from contextlib import redirect_stdout
     from tempfile import TemporaryDirectory
 
@@ -143,12 +146,10 @@ def doctor(
 
     Exit status: 0 if no check failed, 1 if one failed, 2 if the models cannot be loaded.
     """
-    import sys
     from contextlib import redirect_stdout
 
     from trl_opsd.cli.doctor.checks import document, examine, show
     from trl_opsd.cli.doctor.pair import collected, load_pair, read_settings
-    from trl_opsd.loop.memory import is_out_of_memory
 
     with redirect_stdout(sys.stderr):  # what libraries print is not part of the answer
         settings = wrong = None
@@ -166,12 +167,8 @@ def doctor(
             by_bytes = settings is not None and settings.given.config.cross_tokenizer is not None
             pair = load_pair(*models, tiny, loading, by_bytes)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
-            more = (
-                " Both models are loaded in float32, 4 bytes per parameter; --tiny needs those of their heads."
-                * is_out_of_memory(error)
-            )
             which = "" if any(str(one) in str(error) for one in models) else f"{' and '.join(map(repr, models))}: "
-            raise ValueError(f"{which}{error}{more}") from error
+            raise ValueError(f"{which}{error}") from error
         with collected():  # what a trainer says of prompts that are not the user's
             findings = examine(pair, settings or wrong, vllm)
     print(document(pair, findings)) if as_json else show(pair, findings)
@@ -315,6 +312,37 @@ def report(
 TRACEBACK = "--traceback"
 
 
+@contextmanager
+def explained(command: Callable[[], str], whole: bool) -> Iterator[None]:
+    """Ends a command with one sentence where the error explains itself: status 2 for a wrong argument, 1 for a failed
+    run. Any other error, a bug, is raised, and with `whole` all are; `command` returns how the sentence begins.
+    """
+    try:
+        yield
+    except Exception as error:
+        if whole or not _is_explained(error):
+            raise
+        if _ends_first(error):
+            said = [f"{command()}: error: {error}", "`--traceback` shows where it was raised."]
+            print(*said, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr, flush=True)
+        sys.exit(1 if isinstance(error, OPSDError) else 2)
+
+
+def _is_explained(error: Exception) -> bool:
+    """Whether this error was written for a user: it is ours, the system's, or was raised by a `raise` statement."""
+    if isinstance(error, ValueError | TypeError | ImportError):
+        return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise")
+    return isinstance(error, OPSDError | OSError) and not isinstance(error, BrokenPipeError)  # of `| head`
+
+
+def _ends_first(error: Exception) -> bool:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return True
+    from trl_opsd.parallel.failure import ends_first  # imports torch
+
+    return ends_first(error)
+
+
 class _Commands(TyperGroup):
     """The commands; each ends with one sentence for an error that explains itself, unless `--traceback` is given."""
 
@@ -340,7 +368,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(trl_opsd.__version__)
+        typer.echo(metadata.version("trl_opsd"))
         raise typer.Exit
 
 

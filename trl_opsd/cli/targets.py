@@ -16,12 +16,12 @@ from datasets import Dataset, Features, List, Value, load_dataset
 from tqdm import tqdm
 
 from trl_opsd import fingerprint
-from trl_opsd._compat.sharding import is_split_model
+from trl_opsd._compat.sharding import gathered_head, is_split_model
 from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.cli.train.script import build, leave_nothing, read
 from trl_opsd.data.completions import COMPLETION, TOKENS
 from trl_opsd.loop.stored import can_look_up, made_for, missing_rows
-from trl_opsd.models.backbone import gathered_head, preserved_mode, shape_of
+from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.store import HEADER, Described, Store, Writer, publish, said_of_head
@@ -86,7 +86,7 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
             path = _part(trainer, folder, number)
             if all(gather_object([path.exists() or not count])):
                 continue
-            rows = trainer.begin_batch(inputs)
+            rows = trainer._batches.begin(inputs)
             written = trainer._generation.write(rows, trainer.prompt_ids_of(rows)).completions
             if count:
                 keep_completions(trainer, path, inputs[:count], written[:count])
@@ -124,13 +124,13 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
         trainer.model.train()
         trainer.methods.begin()
         for number, inputs in enumerate(_batches(trainer, "teach")):
-            trainer._generate_and_score_completions(inputs)
+            trainer.score(inputs)
             if number == 0:
                 _check_room(folder, writers, len(inputs), trainer.train_dataset)
         flush(trainer, writers)
         if can_look_up(trainer):
             for inputs in _left_over(trainer):
-                trainer._generate_and_score_completions(inputs)
+                trainer.score(inputs)
             flush(trainer, writers)
     return writers
 
@@ -198,12 +198,12 @@ def _part(trainer: OPSDTrainer, folder: Path, number: int) -> Path:
 
 def _batches(trainer: OPSDTrainer, doing: str) -> Iterator[list[dict[str, Any]]]:
     """This process's generation batches of an epoch, as a training reads them; of a stream, `max_steps` of them."""
-    calls = trainer.args.gradient_accumulation_steps  # in each, TRL's loader reads the rows of the step again
-    is_stream = not isinstance(trainer.train_dataset, Dataset)
-    steps = trainer.args.max_steps if is_stream else None
-    batches = islice(trainer.get_train_dataloader(), 0, None if steps is None else steps * calls, calls)
-    total = steps or len(trainer.get_train_dataloader()) // calls
-    yield from tqdm(batches, desc=doing, total=total, unit="batch", disable=not trainer.show_progress)
+    loader, calls = trainer.get_train_dataloader(), trainer.args.gradient_accumulation_steps
+    steps = len(loader) // calls if isinstance(trainer.train_dataset, Dataset) else trainer.args.max_steps
+    rows = iter(loader)
+    for _ in tqdm(range(steps), desc=doing, unit="batch", disable=not trainer.show_progress):
+        if batch := [row for call in islice(rows, calls) for row in call]:
+            yield batch
 
 
 def _rows(trainer: OPSDTrainer) -> Iterator[tuple[list[dict[str, Any]], int]]:

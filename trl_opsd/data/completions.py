@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trl_opsd.data.prompts import check_prompt, tells_more
 from trl_opsd.data.survey import has_transform
 from trl_opsd.data.tokenization import check_parts
+from trl_opsd.types.rollout import cut_after_end
 
 logger = get_logger(__name__)
 
@@ -175,11 +176,3 @@ def _warn_of_loss(answer: Any, text: str) -> None:
             "the text before '</think>': the student learns the rendered answer. If this is not intended, give prompts "
             "and completions as text."
         )
-
-
-def cut_after_end(completion_ids: list[int], end_ids: Collection[int]) -> list[int]:
-    """Truncates a completion after its first end-of-sequence token, whichever of `end_ids` that is."""
-    for position, token in enumerate(completion_ids):
-        if token in end_ids:
-            return completion_ids[: position + 1]
-    return completion_ids

@@ -84,10 +84,9 @@ def check_alike(each: Sequence[dict[str, str]]) -> None:
 class WholeStream(TorchStream):
     """All rows of a stream, in order, in every process, so that accelerate shards by rows instead of files."""
 
-    def __init__(self, stream: IterableDataset, columns: Collection[str], if_empty: str) -> None:
+    def __init__(self, stream: IterableDataset, columns: Collection[str]) -> None:
         self._stream = stream
         self._columns = columns
-        self._if_empty = if_empty
         self.rows = self.digest = 0  # of this pass so far; the digest is a CRC-32 that processes compare
 
     def set_epoch(self, epoch: int) -> None:
@@ -107,14 +106,14 @@ class WholeStream(TorchStream):
             self.digest = zlib.crc32(read.encode(), self.digest)
             yield row
         if not self.rows:
-            raise ValueError(self._if_empty)
+            raise ValueError("the stream is empty: pass one with rows.")
 
 
 @final
 class Decoded(TorchRows):
     """The rows of a dataset; a row that repeats, in a batch or in the next, is decoded once.
 
-    TRL's loader reads the rows of a step again for each call in it, and a row for each of its completions.
+    A row is read for each of its completions.
     """
 
     def __init__(self, dataset: Dataset) -> None:

@@ -83,11 +83,8 @@ class Prompt:
     """The name of the teacher whose own processor reads its images; empty for the student's processor."""
     environment: str = ""
     """The one of several environments whose tools the template describes; empty where all rows have the same tools."""
-
-    @property
-    def has_images(self) -> bool:
-        """Whether a model's processor has to read it."""
-        return self.kind == "messages" and bool(places(self.value))
+    has_images: bool = False
+    """Whether a model's processor has to read it."""
 
     @property
     def has_parts(self) -> bool:
@@ -113,7 +110,7 @@ class Prompt:
                 "generates, and the chat template would start another turn: remove the answer, `prompt = "
                 "messages[:-1]`, or rename the column to 'messages', which is split that way."
             )
-        return cls(value, kind, where)
+        return cls(value, kind, where, has_images=kind == "messages" and bool(places(value)))
 
 
 def common_kind(prompts: Iterable[Prompt], kind: str | None = None) -> str | None:
@@ -263,7 +260,9 @@ class Intake:
             return row
         check_columns(row, where, self.teachers if len(self.teachers) > 1 else ())
         teacher = self._teacher_of(row, where)
-        images, named = images_in(row, IMAGE_COLUMNS, where), f"The prompt in {where}"
+        images, named = None, f"The prompt in {where}"
+        if not row.keys().isdisjoint(IMAGE_COLUMNS):
+            images = images_in(row, IMAGE_COLUMNS, where)
         student = self._acting(_seen(Prompt.of(row["prompt"], named), images), row)
         if student.has_images and self.processors.get("", "") is None:
             raise ValueError(
@@ -429,6 +428,6 @@ def _seen(prompt: Prompt, images: list[Any] | None, replaces: bool = False) -> P
                 "[{'role': 'user', 'content': '...'}]."
             )
         return prompt
-    if not images and not places(prompt.value):
+    if not images and not prompt.has_images:
         return prompt
-    return replace(prompt, value=filled(prompt.value, images, prompt.where, replaces))
+    return replace(prompt, value=filled(prompt.value, images, prompt.where, replaces), has_images=True)

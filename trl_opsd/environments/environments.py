@@ -72,18 +72,10 @@ class Episode:
     def begin(self, row: Mapping[str, Any], wait: Wait) -> tuple[Any, str | None]:
         """The observation at the start, and what only the teacher may read."""
         if self.environment is None:
-            made = self.kind.make()
-            if type(made) is not self.kind.of:
-                raise TypeError(f"its factory made a {type(made).__name__}, and a {self.kind.of.__name__} before.")
-            self.environment = made
+            self.environment = self.kind.make()
         observation = wait(self.environment.reset(**row))
         if isinstance(observation, str):
             observation = _clean(observation)
-        elif observation is not None and not (
-            isinstance(observation, list) and all(isinstance(part, Mapping) for part in observation)
-        ):
-            found = type(observation).__name__
-            raise TypeError(f"`reset` returned a {found}: expected text, parts of a message, or None.")
         return observation, self._told("get_privileged_context", wait)
 
     def answer(self, calls: Calls, wait: Wait) -> list[Called]:
@@ -212,15 +204,15 @@ class Environments:
             kind, where = self._kinds[name], f"row {number} of {batch}"
             if self.tells and tells_more(row):
                 raise ValueError(f"{where} tells its teacher more, and so do environments: remove one of both.")
-            if isinstance(row.get("prompt"), str):
-                raise ValueError(f"The prompt in {where} is text, but environments need messages.")
             if (place := taken[name]) == len(kind.pool):
                 kind.pool.append(Episode(kind))
             elif kind.pool[place].is_lost:
                 kind.pool[place] = Episode(kind)
             taken[name] += 1
             self.episodes.append(kind.pool[place])
-            hidden = [*(["environment"] if self.are_several else []), *_without_prompt(row)]
+            hidden = {"environment"} if self.are_several else set[str]()
+            if row.get("prompt", EMPTY_PROMPT) == EMPTY_PROMPT:
+                hidden.add("prompt")
             given = {key: value for key, value in row.items() if key not in hidden}
             if "seed" in inspect.signature(kind.of.reset).parameters:
                 given = {"seed": seeds[number], **given}
@@ -299,7 +291,7 @@ def answers(tools: Tools, calls: Calls, wait: Wait) -> list[Called]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also `SystemExit`, and what is cancelled
-            found.append(Called(name, _clean(str({"error": _text(error)})), failed=True))
+            found.append(Called(name, _clean(str({"error": str(error)})), failed=True))
     return found
 
 
@@ -317,11 +309,6 @@ def _content(answer: Any) -> str:
 def _clean(text: str) -> str:
     """Text that tokenizers read: what UTF-8 cannot encode is a question mark, and there are no null characters."""
     return text.encode(errors="replace").decode().replace("\0", "")
-
-
-def _without_prompt(row: Mapping[str, Any]) -> list[str]:
-    """The column `prompt` of a row that had none."""
-    return ["prompt"] if row.get("prompt", EMPTY_PROMPT) == EMPTY_PROMPT else []
 
 
 def _told(row: Mapping[str, Any], observation: Any, context: str | None) -> dict[str, Any]:
@@ -353,21 +340,5 @@ def as_described(tool: Callable[..., Any]) -> Callable[..., Any]:
     return described
 
 
-def check_factory(factory: Any) -> None:
-    """Refuses what makes no environments (`TypeError`, `ValueError`), before anything is made."""
-    if isinstance(factory, Mapping):
-        if not factory:
-            raise ValueError("`environment_factory` is an empty dict: pass a function for each environment.")
-        if odd := [name for name in factory if not (isinstance(name, str) and name)]:
-            raise TypeError(f"`environment_factory` has the key {odd[0]!r}: expected names of environments.")
-
-
 def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, Late) else f"{type(error).__name__}: {_text(error)}"
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # of the tool's own class
-        return type(error).__name__
+    return str(error) if isinstance(error, Late) else f"{type(error).__name__}: {error}"

@@ -15,9 +15,10 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import whole_head
 from trl_opsd.loop.generation import Generation
-from trl_opsd.loop.next_rows import NextRows
-from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode, whole_head
+from trl_opsd.loop.loader import NextRows
+from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.prefetch import Prefetcher
@@ -110,7 +111,7 @@ class Ahead:
     def _probed(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> tuple[Rollout, Tensor]:
         # The longest row gives most tokens; all are of one row, so that the measurement is one short forward.
         row = max(range(len(completions)), key=lambda number: min(len(completions[number]), PROBED))
-        rollout = Rollout.unpack(self._host.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]]))
+        rollout = self._host.padded(prompt_ids[row : row + 1], [completions[row][:PROBED]])
         return rollout, self._log_probabilities(rollout)
 
     def _distance(self) -> float:

@@ -9,7 +9,6 @@ is still empty.
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,15 +22,22 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.sharding import whole_numel
-from trl_opsd.checkpoints.atomic_save import UNFINISHED, begin, numbered, on_disk, publish, recover, rotate, sync_files
-from trl_opsd.checkpoints.resume import (
+from trl_opsd.checkpoints import (
+    UNFINISHED,
     Settings,
+    begin,
     check_launch,
     checkpoint_to_resume,
     not_taken,
+    numbered,
+    on_disk,
+    publish,
+    recover,
     remedy,
+    rotate,
     set_rates,
     settings_of,
+    sync_files,
 )
 
 if TYPE_CHECKING:
@@ -185,13 +191,6 @@ class _StopOnSigterm(TrainerCallback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handles SIGTERM within the context; raises outside the main thread, where Python cannot handle signals."""
-        here = threading.current_thread()
-        if here is not threading.main_thread():
-            raise ValueError(
-                f"`enable_jit_checkpoint=True`, but `train` was called in the thread {here.name!r}: Python handles "
-                "signals only in the main thread, so a SIGTERM would end this run without a checkpoint. Call `train` "
-                "in the main thread, or set the option to False."
-            )
         self._received = self.stopping = False
         before = signal.signal(signal.SIGTERM, self._receive)
         try:

@@ -26,6 +26,7 @@ from trl_opsd.rollout import RolloutBackend
 from trl_opsd.rollout.returned import begin_with_prompts, checked_completions, checked_stream
 
 if TYPE_CHECKING:
+    from trl_opsd.loop.turns import Turns
     from trl_opsd.parallel.prefetch import Closable
     from trl_opsd.rollout.teacher_rollout import TeacherRollout
     from trl_opsd.trainer import OPSDTrainer
@@ -63,11 +64,7 @@ class Generation:
         self._is_overridden = overrides(self._host, "complete")
         if self._host.args.overlap == "ahead":
             self._check_generates_apart(rollout)
-        try:
-            rollout.bind(self._host)
-        except Exception as error:
-            self._host.explain_memory(error, "start")
-            raise
+        rollout.bind(self._host)
         self.rollout = rollout
         _users[id(rollout)] = self
 
@@ -90,7 +87,13 @@ class Generation:
     @property
     def streams(self) -> bool:
         """Whether rows can be generated one by one, as `complete` would."""
-        return self._host.turns.are_apart or not (self._is_overridden or self._host.tools)
+        return self._apart is not None or not (self._is_overridden or self._host.tools)
+
+    @property
+    def _apart(self) -> Turns | None:
+        """What has rows go their way without waiting for others; `None` where they wait, or have one turn."""
+        turns = self._host.turns
+        return turns if turns is not None and turns.are_apart else None
 
     @property
     def notifies_teacher(self) -> bool:
@@ -106,8 +109,8 @@ class Generation:
 
     def stream(self, prompt_ids: list[list[int]]) -> Closable[tuple[int, list[int]]]:
         """Generates as `complete`: the number of each prompt with its completion, checked, as it ends."""
-        if self._host.turns.are_apart:
-            return self._host.turns.stream(prompt_ids)
+        if self._apart is not None:
+            return self._apart.stream(prompt_ids)
         self.be_ready()
         rows = self.rollout.stream([ids.copy() for ids in prompt_ids], self._host.state.global_step)
         return checked_stream(rows, self._host, prompt_ids, type(self.rollout).__name__)
@@ -173,9 +176,10 @@ class Generation:
 
     def turned(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> Written:
         """These first turns, and with tools those that follow. Collective."""
-        if not self._host.tools:
+        turns = self._host.turns
+        if turns is None or not self._host.tools:
             return Written(prompt_ids, completions)
-        written = self._host.turns.run(prompt_ids, completions)
+        written = turns.run(prompt_ids, completions)
         while self.turn([]) is not None:  # later turns of other processes
             pass
         return written
@@ -196,7 +200,7 @@ class Generation:
         """A completion for each prompt, from the dataset, the teacher or the student; empty if skipped. Collective."""
         args = self._host.args
         if not self._host.model.training or (args.lmbda == 1 and not self._host.methods.may_skip):
-            return self._checked(prompt_ids)
+            return self._asked(prompt_ids)
         self.be_ready()  # verifies the student, even if it generates nothing in this batch
         found: dict[int, list[int]] = {number: [] for number, row in enumerate(self.rows) if not row.prompt_weight}
         given = {number: row for number, row in enumerate(self.rows) if row.is_off_policy and row.prompt_weight}
@@ -212,27 +216,23 @@ class Generation:
     def _together(self, prompt_ids: list[list[int]]) -> list[list[int]] | None:
         """The student's completions; `None` where no process has prompts. Collective."""
         rows = torch.tensor([len(prompt_ids)], device=self._host.accelerator.device)
-        return self._checked(prompt_ids) if self._host.accelerator.gather(rows).any() else None
+        return self._asked(prompt_ids) if self._host.accelerator.gather(rows).any() else None
 
-    def _checked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        if prompt_ids or (of_package(self._host.complete) and of_package(self.rollout.complete)):
-            return self._written(prompt_ids)
-        # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
-        self._written(self._surplus)
-        return []
-
-    def _written(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def _asked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns, as token ids up to the first end token; raises if these cannot be trained on."""
         if self._by is not None:  # in place of the rollout, whoever calls that
             return self._by.complete(prompt_ids) if prompt_ids else []
         host, name = self._host, type(self.rollout).__name__
+        # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
+        is_surplus = not (prompt_ids or (of_package(host.complete) and of_package(self.rollout.complete)))
+        prompt_ids = self._surplus if is_surplus else prompt_ids
         complete = self.overlapping if self.overlapping is not None and host.model.training else host.complete
-        completions = host.turns.first(prompt_ids) if host.turns.are_apart else complete(prompt_ids)
+        completions = complete(prompt_ids) if self._apart is None else self._apart.first(prompt_ids)
         if self._is_overridden:
             name = f"{type(host).__name__}.complete"
             completions = checked_completions(completions, host, prompt_ids, name)
         self.look_at_first(prompt_ids, completions, name)
-        return completions
+        return [] if is_surplus else completions
 
     def look_at_first(self, prompt_ids: list[list[int]], completions: list[list[int]], name: str) -> None:
         """Warns if the first completions contain their prompts."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,41 +17,38 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
-from transformers import ProcessorMixin, Trainer
+from transformers import ProcessorMixin
 
 from trl_opsd._compat.deepspeed import recompute_buffers
 from trl_opsd._compat.peft import called_before_peft, is_peft, without_peft
 from trl_opsd._compat.sharding import is_split_model, keep_float32, launched, sharing_rows_ourselves
-from trl_opsd._compat.threads import device_setter
 from trl_opsd._compat.trl import DistillationConfig, DistillationTrainer
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.atomic_save import UNFINISHED, on_disk
+from trl_opsd.checkpoints import UNFINISHED, on_disk
 from trl_opsd.data.completions import solutions_as_context, with_prompts
 from trl_opsd.data.pictures import Pictures
 from trl_opsd.data.prompts import COLUMNS
 from trl_opsd.environments.environments import EMPTY_PROMPT
-from trl_opsd.loop.batch import Batches
+from trl_opsd.loop.batch import Batch, Batches
 from trl_opsd.loop.checkpoints import Checkpoints
-from trl_opsd.loop.dealing import Dealer, parts_to_learn
 from trl_opsd.loop.generation import Generation
+from trl_opsd.loop.loader import NextRows
 from trl_opsd.loop.members import TrainerMembers
-from trl_opsd.loop.memory import explain
-from trl_opsd.loop.next_rows import NextRows
 from trl_opsd.loop.nonfinite import NonfiniteGuard
-from trl_opsd.loop.scoring import Scorer
+from trl_opsd.loop.step import Step
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_processes
 from trl_opsd.loop.stored import check_rows
 from trl_opsd.loop.teaching import Teaching
-from trl_opsd.methods.rows import BatchRow
+from trl_opsd.methods.base import Part
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.models.weights import Samples, load_renamed, sampled
-from trl_opsd.monitor.progress import replace_default
-from trl_opsd.parallel.failure import Watchdog, set_group_timeout
+from trl_opsd.parallel.failure import Watchdog
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.progress import replace_default
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.loss import check_parts, columns
+from trl_opsd.types.loss import check_parts
 from trl_opsd.types.targets import has_streams
 
 if TYPE_CHECKING:
@@ -60,9 +57,6 @@ if TYPE_CHECKING:
     from trl_opsd.methods.order import Methods
 
 logger = get_logger(__name__)
-
-_THREADS = min(4, os.cpu_count() or 1)
-"""Threads that read pictures, which mostly releases the interpreter's lock."""
 
 
 class TrainerHooks(TrainerMembers):
@@ -84,8 +78,8 @@ class TrainerHooks(TrainerMembers):
     methods: Methods
     """What is done to rows, tokens and the objective beside the four verbs."""
     teaching: Teaching
-    _threads: ThreadPoolExecutor | None
-    """What reads the pictures of this step and the next."""
+    tokenizing: RLock
+    """Held while a prompt or an answer is tokenized: threads of rows do so too, and options differ for teachers."""
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
     reading: Reading = PADDED
@@ -95,7 +89,6 @@ class TrainerHooks(TrainerMembers):
     """A multimodal processor, saved with the weights, so that the folder loads as the original model does."""
     loads: int = 0
     """How often the weights of a checkpoint were loaded."""
-    _step: int
     _signature_columns: list[str] | None
 
     def __init__(
@@ -150,26 +143,22 @@ class TrainerHooks(TrainerMembers):
         watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)
         watches = [one for one in (watchdog, show) if one is not None]
         self._stats = StepStats(self, lambda: PhaseClock(*watches, explain=self.explain_memory))
-        self._generation, self._scorer = Generation(self), Scorer(self)
-        self._dealer = Dealer(self, lambda rows: self._generate_and_score_completions(rows))
-        self._batches = Batches(
-            *(self, self._generation, self._dealer, self._scorer, self._stats),
-            metrics=self._metrics,
-            texts=self._logs,
-        )
+        self._generation = Generation(self)
         self._next = NextRows(self, self._drop_ahead)
         pins = self.args.dataloader_pin_memory and has_streams(self.accelerator.device)
-        self.pictures, self._threads = Pictures(pins), None
+        self.pictures, self.tokenizing = Pictures(pins), RLock()
+        self._batches = Batches(self, self._generation, self._stats, self._next, self._metrics, self._logs)
         if self.args.overlap == "step":
             from trl_opsd.loop.overlap import Overlap
 
-            self._overlap = Overlap(self, self._generation, self._dealer, self._batches)
+            self._overlap = Overlap(self, self._generation, self._batches)
         elif self.args.overlap == "ahead":
             from trl_opsd.loop.ahead import Ahead
 
             self._ahead = Ahead(self, self._generation, self._next)
         if (overlapping := self._overlap or self._ahead) is not None:
             self._generation.overlapping = overlapping.complete
+        self._one_step = Step(self, self._overlap)
 
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
@@ -217,8 +206,6 @@ class TrainerHooks(TrainerMembers):
             )
         self.restore_launch()
         check_rows(self)
-        self._dealer.forget()
-        set_known(self, _step=0, _current_train_step_time=0.0)
         self._metrics["train"].clear()
         self._stats.clear()
         self.methods.begin()
@@ -244,8 +231,7 @@ class TrainerHooks(TrainerMembers):
 
     def _drop_ahead(self) -> None:
         """Drops what was made for a step that never comes."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._batches.stop_reading()
         self._drop_images()
         if self._ahead is not None:
             self._ahead.cancel()
@@ -283,117 +269,86 @@ class TrainerHooks(TrainerMembers):
 
     # ---- An optimizer step: its micro-steps -------------------------------------------------------------------------
 
-    # By transformers before each optimizer step: the rows of its micro-steps.
+    # By transformers before each optimizer step: the rows of its calls.
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """As transformers'; with `overlap='ahead'` or images it also reads the rows of the next step."""
+        """As transformers', but the last call gets all rows; with `overlap='ahead'` or images reads a step ahead."""
         fetch = super().get_batch_samples
         if self._ahead is not None or self.reads_images is not False:  # processes of one stream read alike
             fetch = partial(self._next.batch, fetch)
-        return fetch(epoch_iterator, num_batches, device)
+        calls, number = fetch(epoch_iterator, num_batches, device)
+        rows = [row for call in calls for row in call]
+        return [*([] for _ in calls[1:]), *([rows] if calls else [])], number
 
-    # By transformers, for each micro-step; the optimizer step follows the last of `gradient_accumulation_steps`.
+    # By transformers, `gradient_accumulation_steps` times a step; all of it happens in the last call.
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if not self.accelerator.gradient_state.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        start = perf_counter()
         with self._stats.phase("compare", "train"):
-            loss = self._learn(model, inputs, num_items_in_batch)
-        if self._call == 0:
-            self._dealer.forget()  # its targets must not stay in memory during the next rollout or an evaluation
+            loss = self._guard.note_loss(self._one_step.learn(model, inputs))
+        self._metrics["train"]["step_time"].append(perf_counter() - start)
         return loss
 
-    def _learn(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """The loss of a call, after a forward and backward pass for each of its micro-batches."""
-        start, trl_step = perf_counter(), super().training_step
-
-        def learn(is_last: bool) -> Tensor:
-            if not is_last:  # past TRL's, which would count it as a call
-                return Trainer.training_step(self, model, inputs, num_items_in_batch)
-            # TRL times only its own call, which trains on the last micro-batch.
-            self._current_train_step_time += perf_counter() - start
-            return self._guard.note_loss(trl_step(model, inputs, num_items_in_batch))
-
-        if self._overlap is not None and self._overlap.is_on:
-            if self.accelerator.gradient_state.sync_gradients:
-                return self._overlap.step(model, inputs, learn)
-            self._step += 1  # the step is taken after a later call
-            return torch.zeros((), device=self.args.device)
-        parts = self._dealer.parts(inputs, self._call)
-        return torch.stack(self._dealer.losses(parts, model, learn)).sum()
+    # By transformers' `training_step`, for each micro-batch.
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        return generation_batch
 
     @property
     def interrupted(self) -> bool:
         """Whether a SIGTERM ended the last training early, after a checkpoint (`enable_jit_checkpoint`)."""
         return self._checkpoints.interrupted
 
-    @property
-    def _call(self) -> int:
-        """Index of the next call of `training_step` within an optimizer step."""
-        return int(self._step % self.args.gradient_accumulation_steps)
-
-    # By `training_step` of TRL, once a micro-batch; by TRL's `prediction_step` in an evaluation.
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        if not self.model.training:
-            return self._generate_and_score_completions(generation_batch)
-        return self._dealer.only_part(generation_batch, self._call)
-
     # ---- A generation batch -----------------------------------------------------------------------------------------
 
-    # By the dealer in the first micro-step of an optimizer step; by `_prepare_inputs` for a batch of an evaluation.
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._batches.make(inputs)
-
-    def begin_batch(self, inputs: list[dict[str, Any]]) -> list[BatchRow]:
-        """Reads and checks the rows of a generation batch, and counts it. Collective."""
-        if self.accelerator.num_processes > 1:
-            set_group_timeout(self.args.ddp_timeout_delta)  # in each batch: a library may have made a group since
-        self.check_same_rows("train" if self.model.training else "eval")
-        self.pictures.begin(self.model.training)
-        told = self.turns.begin(inputs, self.teaching.batch_name, self._stats.now.batches)
-        rows: list[BatchRow] = self.teaching.read_rows(told)
-        if self.reads_images is not False:
-            later = self._next.rows if self.model.training else []
-            readings = self.teaching.readings_of
-            self._threads = ThreadPoolExecutor(_THREADS, "trl_opsd images", device_setter())
-            for task in (*readings([row.request for row in rows], ahead=False), *readings(later, ahead=True)):
-                self._threads.submit(task)
-            self._threads.shutdown(wait=False)  # once these are done
-        self._generation.mark(rows)
-        self.methods.before(rows)
-        self._stats.now.batches += 1
-        return rows
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """Completes rows of a dataset and has teachers score them, as in a training or an evaluation. Collective."""
+        return self._batches.make(rows)
 
     # ---- The loss of a micro-batch ----------------------------------------------------------------------------------
 
-    # By transformers' `training_step`, for each micro-batch; by TRL's `prediction_step` in an evaluation.
+    # By transformers' `training_step`, for each micro-batch, and by `prediction_step`.
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As TRL's, without two numbers of its log that would each wait for the device."""
-        if self.model.training and (total := inputs.get("num_items_in_batch")) is not None:
-            # Weights may add up to less than 1, which is TRL's lower bound. Processes' gradients are averaged.
-            num_items_in_batch = total.where(total > 0, 1.0) / self.accelerator.num_processes
+        """The loss of a micro-batch, with statistics of its rows.
+
+        Args:
+            model (`torch.nn.Module`):
+                The student, as launchers have wrapped it.
+            inputs (`Batch`):
+                Its rollout, targets and rows.
+            return_outputs (`bool`, *optional*, defaults to `False`):
+                Whether to return a pair, whose second entry is `None`.
+            num_items_in_batch (`torch.Tensor`, *optional*):
+                What the loss is divided by; in an evaluation `None`, for the weight of the tokens of the batch.
+        """
         student = self.accelerator.unwrap_model(model)
-        losses, rows_of = [], []
-        parts: Iterable[tuple[Mapping[str, Any], bool]] = [(inputs, True)]
+        parts: Iterable[tuple[Rollout, TeacherTargets, bool]] = [(inputs.rollout, inputs.targets, True)]
         if self.row_group is not None and self.model.training:
-            parts = parts_to_learn(self.row_group, inputs, self.model, self.reading, self.accelerator.device)
-        for part, is_last in parts:
-            loss, *_ = self._forward_redirection(model, student, self._compute_loss, student, part, num_items_in_batch)
+            from trl_opsd.models.shared_rows import parts_to_learn
+
+            device = self.accelerator.device
+            parts = parts_to_learn(self.row_group, inputs.rollout, inputs.targets, self.model, self.reading, device)
+        losses, sums_of = [], []
+        for rollout, targets, is_last in parts:
+            loss, sums, scored = self._forward_redirection(
+                *(model, student, self._compared, student, rollout, targets, num_items_in_batch)
+            )
             if not is_last:  # DeepSpeed accepts several backward passes before a step
                 engine = self.accelerator.deepspeed_engine_wrapped
                 engine.backward(loss, sync_gradients=False, scale_wrt_gas=False)
             losses.append(loss if is_last else loss.detach())
-            (rows, scored), self._stats.latest = self._stats.latest, None
-            rows_of.append(rows)
-        loss, rows = torch.stack(losses).sum(), torch.cat(rows_of)
+            sums_of.append(sums)
+        loss, sums = torch.stack(losses).sum(), torch.cat(sums_of)
         # No collective may run inside the wrapper's forward, so the sums of this process are reduced here. The host
         # waits for them, and for other processes, once per step: before the backward pass that the step follows.
         if self.model.training:
-            self._scorer.warn_if_unscored(scored)
-            self._stats.add(inputs, rows, scored)
+            self._stats.add(Part(inputs.rows, inputs.rollout, sums, scored))
             if not self.accelerator.gradient_state.sync_gradients:
                 return (loss, None) if return_outputs else loss
             counted = self._stats.reduced()
         else:
-            counted = [self._stats.evaluated(inputs, rows, self.gather_distinct_rows(rows))]
+            counted = [self._stats.evaluated(inputs.rollout, sums, self.gather_distinct_rows(sums))]
         finite = [self._is_finite(*one) for one in counted]  # each is counted, also after one that is not
         if not all(finite):
             loss = loss * math.nan  # and so the gradient in each process: every optimizer's own check skips the step
@@ -401,19 +356,19 @@ class TrainerHooks(TrainerMembers):
             self._stats.end_step()
         return (loss, None) if return_outputs else loss
 
-    # By `compute_loss`, inside the forward of the student's distributed wrapper: no collectives in it.
-    def _compute_loss(self, unwrapped_student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple:
-        # TRL calls this method in place of the `forward` that accelerate wrapped in autocast.
-        rollout = Rollout.unpack(inputs).cut()
-        targets = TeacherTargets.unpack(inputs).cut(rollout.completion_ids.size(1))
-        with autocast(self.accelerator):
-            parts = self.compare(unwrapped_student, rollout, targets, num_items_in_batch)
+    # Inside the forward of the student's distributed wrapper: no collectives in it.
+    def _compared(
+        self, student: Any, rollout: Rollout, targets: TeacherTargets, num_items: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The loss, its statistics of each row, and `LossParts.scored`."""
+        rollout = rollout.cut()
+        targets = targets.cut(rollout.completion_ids.size(1))
+        with autocast(self.accelerator):  # of the wrapper's own `forward`, which is not called
+            parts = self.compare(student, rollout, targets, num_items)
         check_parts(parts, rollout, f"{type(self).__name__}.compare", self.model.training)
-        self._stats.latest = self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
         if self.model.training:
-            self._guard.watch(unwrapped_student)
-        weight, student_entropy = columns(parts.rows, "weight", "student_entropy").sum(0)
-        return parts.loss, student_entropy, weight
+            self._guard.watch(student)
+        return parts.loss, self._stats.by_teacher(parts.rows, targets.teacher), parts.scored
 
     def _is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
         """Counts a micro-batch; returns whether its loss is finite in all processes."""
@@ -481,8 +436,10 @@ class TrainerHooks(TrainerMembers):
         return self._stats.phase(name)
 
     def explain_memory(self, error: Exception, phase: str) -> None:
-        """Adds to an out-of-memory error the phase, and the options that reduce what it needs."""
-        explain(error, phase)
+        """Adds its phase to an out-of-memory error; of nested phases the innermost."""
+        ran_out = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+        if ran_out and not any("Out of memory" in one for one in getattr(error, "__notes__", ())):
+            error.add_note(f"Out of memory in phase {phase!r}: docs/troubleshooting.md lists what reduces it.")
 
     # ---- Evaluations ------------------------------------------------------------------------------------------------
 
@@ -536,7 +493,8 @@ class TrainerHooks(TrainerMembers):
 
     def as_read(self, datasets: Any, where: str) -> Any:
         """Datasets with their columns renamed to ours."""
-        datasets = with_prompts(datasets, where, None if self.turns.environments is None else EMPTY_PROMPT)
+        acting = self.turns is not None and self.turns.environments is not None
+        datasets = with_prompts(datasets, where, EMPTY_PROMPT if acting else None)
         return solutions_as_context(datasets) if self.reads_solutions else datasets
 
     def _checked(self, dataset: Any, where: str) -> Any:
@@ -585,10 +543,10 @@ class TrainerHooks(TrainerMembers):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple:
-        with self._stats.phase("compare", "eval"):
-            loss, _, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with self._stats.phase("compare", "eval"), torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self.score(inputs)).detach()
         completions, self._stats.completions = self._stats.completions, None
-        return loss, None if prediction_loss_only else completions, labels
+        return loss, None if prediction_loss_only else completions, None
 
     # ---- Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -643,7 +601,7 @@ class TrainerHooks(TrainerMembers):
 
     @property
     def _paper(self) -> dict[str, str]:
-        from trl_opsd.loop.model_card import SELF_DISTILLATION
+        from trl_opsd.describe import SELF_DISTILLATION
 
         paper: dict[str, str] = super()._paper if self.args.teacher_model_kind is None else SELF_DISTILLATION
         return paper
@@ -669,10 +627,10 @@ class TrainerHooks(TrainerMembers):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """As TRL's, with base model, teachers, objective, settings and figures in the `README.md` that it writes."""
+        """As TRL's, with models, objective and settings in the `README.md` that it writes."""
         folder = os.path.basename(os.path.realpath(self.args.output_dir))
         super().create_model_card(model_name or (self.hub_model_id or folder).split("/")[-1], dataset_name, tags)
         if self.is_world_process_zero():
-            from trl_opsd.loop.model_card import complete
+            from trl_opsd.describe import complete_card
 
-            complete(self, self._settings_in_words(), dataset_name)
+            complete_card(self)

@@ -25,12 +25,13 @@ from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
 from trl_opsd.losses.registry import Settings, divergence_of
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.rows import BatchRow
+from trl_opsd.metrics import Mean, is_taken
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
-from trl_opsd.monitor.metrics import Mean, is_taken
 from trl_opsd.options.normalize import end_tokens
 from trl_opsd.options.table import above, from_to
 from trl_opsd.parallel.precision import autocast
+from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import PromptIds
 
 if TYPE_CHECKING:
@@ -40,12 +41,35 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerMembers"]
 
-_FINAL = ("teacher_model", "train_dataset", "eval_dataset")
+
+class _Final:
+    """An attribute that is read when the trainer is built, and cannot be assigned later."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, host: Any, owner: Any = None) -> Any:
+        return self if host is None else host.__dict__[self._name]
+
+    def __set__(self, host: Any, value: Any) -> None:
+        if host.is_built and value is not getattr(host, self._name):
+            _refuse(host, self._name)
+        host.__dict__[self._name] = value
+
+
+def _refuse(host: Any, name: str) -> None:
+    raise AttributeError(
+        f"`trainer.{name}` is read when the trainer is built, and is final: build another trainer with it.",
+        name=name,
+        obj=host,
+    )
 
 
 class TrainerMembers(UpstreamFixes):
     """TRL's trainer with attributes of ours, and with the members of `Host`."""
 
+    train_dataset: Any = _Final()
+    eval_dataset: Any = _Final()
     eos_token_ids: list[int]
     processors: Mapping[str, ProcessorMixin | None]
     """What reads images: the student's processor under an empty name, and those of teachers that have their own."""
@@ -59,20 +83,11 @@ class TrainerMembers(UpstreamFixes):
     """The processes that share rows with this one; `None` without sequence parallelism."""
     is_built: bool = False
     """Whether construction has ended."""
-    turns: Turns
-    """What tools and environments answer, and how completions go on after that."""
+    turns: Turns | None
+    """What tools and environments answer, and how completions go on after that; `None` where there are neither."""
     _generation: Generation
 
     # ---- Attributes -------------------------------------------------------------------------------------------------
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self.is_built and name in _FINAL and value is not getattr(self, name):
-            raise AttributeError(
-                f"`trainer.{name}` is read when the trainer is built, and is final: build another trainer with it.",
-                name=name,
-                obj=self,
-            )
-        super().__setattr__(name, value)
 
     @property
     def beta(self) -> float | None:
@@ -130,7 +145,8 @@ class TrainerMembers(UpstreamFixes):
     @property
     def environments(self) -> list[Any] | None:
         """The environment of each row of the batch; `None` without `environment_factory`."""
-        return None if self.turns.environments is None else self.turns.environments.current
+        acting = None if self.turns is None else self.turns.environments
+        return None if acting is None else acting.current
 
     @property
     def teacher_model(self) -> Any:
@@ -140,6 +156,8 @@ class TrainerMembers(UpstreamFixes):
     @teacher_model.setter
     def teacher_model(self, teacher_model: Any) -> None:
         """Ignores the `None` that TRL assigns while it builds the student."""
+        if self.is_built and teacher_model is not self.teacher_model:
+            _refuse(self, "teacher_model")
 
     # ---- Host: numbers and words ------------------------------------------------------------------------------------
 
@@ -208,11 +226,11 @@ class TrainerMembers(UpstreamFixes):
 
         The tools in them are those of one of several environments, or all.
         """
-        with self.turns.tokenizing:
+        with self.tokenizing:
             ours = self.chat_template_kwargs, self.tools
             # TRL's method reads the attributes and has no arguments for them.
             self.chat_template_kwargs = {**ours[0], **chat_template_kwargs}
-            if environment and self.turns.environments is not None:
+            if environment and self.turns is not None and self.turns.environments is not None:
                 self.__dict__["tools"] = self.turns.environments.tools_of(environment)
             try:
                 prompt_ids, _, _ = super()._tokenize_prompts(prompts)
@@ -284,15 +302,25 @@ class TrainerMembers(UpstreamFixes):
         prompt_ids: Sequence[list[int]],
         completions: Sequence[list[int]],
         masks: Sequence[list[int]] | None = None,
-    ) -> dict[str, Tensor]:
-        """TRL's keys for rows; an empty completion is one masked token of padding. Masks are 0 for what tools said."""
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        both = *self._padded(prompt_ids, "left"), *self._padded(completions, "right")
-        found = dict(zip(names, both, strict=True))
+    ) -> Rollout:
+        """Rows on the device; an empty completion is one masked token of padding. Masks are 0 for what tools said,
+        which is part of a completion but was not sampled by the student, and has no weight.
+        """
+        prompts, prompt_mask = self._padded(prompt_ids, "left")
+        ids, mask = self._padded(completions, "right")
+        tool_mask = None
         if masks is not None:
             padded = pad([torch.tensor(one or [1]) for one in masks], 1, "right", self.pad_to_multiple_of)
-            found["tool_mask"] = padded.to(self.accelerator.device)
-        return found
+            tool_mask = padded.to(self.accelerator.device)
+        weights = ((mask if tool_mask is None else mask * tool_mask) != 0).float()
+        return Rollout(
+            prompt_ids=prompts,
+            prompt_mask=prompt_mask,
+            completion_ids=ids,
+            completion_mask=mask,
+            weights=weights,
+            tool_mask=tool_mask,
+        )
 
     def _padded(self, rows: Sequence[list[int]], side: str) -> tuple[Tensor, Tensor]:
         """Token ids and mask, [B, L], on the device; the mask by length, never by the value of a token."""

@@ -7,13 +7,10 @@ Knows the sums of a loss over all processes, by the names in [`LossParts.ROW_NAM
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -25,19 +22,11 @@ from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
-from trl_opsd.losses.validation import is_ours
-from trl_opsd.methods.context import GroupSuccess, PromptFunction
 from trl_opsd.parallel.failure import one_traceback
-from trl_opsd.teacher.stored import StoredTeacher, live
 from trl_opsd.types import LossParts
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
-
-__all__ = ["RECORD", "NonfiniteGuard"]
-
-RECORD = "opsd_nonfinite.jsonl"
-"""File in the output folder with one JSON object per line and finding."""
 
 logger = get_logger(__name__)
 
@@ -82,12 +71,6 @@ class NonfiniteGuard:
         """Watches a training, whose processes end together when one fails: only the first prints its traceback."""
         self._begin()
         self._first_sums = Counter()
-        groups = getattr(self._trainer.optimizer, "param_groups", ())
-        if any(group.get("maximize") for group in groups):
-            logger.warning(
-                "The optimizer has `maximize=True`, which moves the student away from its teacher. Remove it, unless "
-                "the divergence is negative."
-            )
         with one_traceback():
             try:
                 yield
@@ -126,30 +109,18 @@ class NonfiniteGuard:
         teacher that says nothing.
         """
         evaluating = not self._trainer.model.training
-        if self._first_sums is not None and not evaluating:
-            self._first_sums.update(named)
-        side = nonfinite_side(named)
         if not evaluating:
             self._weight = (self._weight or 0.0) + named["weight"]
+            if self._first_sums is not None:
+                self._first_sums.update(named)
+        side = nonfinite_side(named)
         if side is None:
             self._check_teacher(named)
             return True
         # `rows` are sums of each row of this process, [B, columns]: which processes broke is gathered only now.
         mine = dict(zip(LossParts.ROW_NAMES, rows.sum(0).tolist(), strict=False))  # columns of teachers may follow
-        each = tuple(gather_object([mine]))
-        divergence, teachers = self._trainer.divergence, self._trainer.teaching.teachers.values()
-        is_stored = any(isinstance(live(one), StoredTeacher) for one in teachers)
-        self._report(
-            Finding(
-                step=self._trainer.state.global_step + (not evaluating),
-                side="targets" if side == "teacher" and is_stored else side,
-                ranks=tuple(rank for rank, sums in enumerate(each) if nonfinite_side(sums) is not None),
-                sums=each,
-                evaluating=evaluating,
-                temperature=min(self._trainer.temperatures),
-                own_divergence=None if is_ours(divergence) else type(divergence).__name__,
-            )
-        )
+        sides = gather_object([nonfinite_side(mine)])
+        self._report(side, [rank for rank, found in enumerate(sides) if found is not None], evaluating)
         return False
 
     def note_loss(self, loss: Tensor) -> Tensor:
@@ -169,27 +140,27 @@ class NonfiniteGuard:
         vocabulary = self._trainer.teaching.readers.student_limits.vocabulary
         if sums["tokens"] and vocabulary > 1 and sums["teacher_uniform"] >= sums["tokens"]:
             raise ValueError(
-                f"The teacher gives all {vocabulary} tokens the same logit: its head is zeroed or was not loaded; "
-                "reload it. The student's weights are unchanged by this step."
+                f"The teacher gives all {vocabulary} tokens the same logit: its head is zeroed or was not loaded."
             )
         if self.may_be_same and not self._trainer.methods.pulls and agree(sums):
             logger.warning(
-                "The first divergence is 0: teacher and student distributions are identical, so nothing is learned. Is "
-                "it the same model, without context that only the teacher sees?"
+                "The first divergence is 0: teacher and student distributions are identical, so nothing is learned."
             )
         self.may_be_same = False
 
-    def _report(self, finding: Finding) -> None:
-        """Records a finding, at most once per step, and marks the step as one to skip, or raises."""
+    def _report(self, side: str, ranks: Sequence[int], evaluating: bool = False) -> None:
+        """Marks the step as one to skip, with a warning once a step, or raises."""
         if self._will_skip:
             return
-        args = self._trainer.args
-        if args.should_save:
-            _append(Path(args.output_dir) / RECORD, finding.as_json())
+        args, step = self._trainer.args, self._trainer.state.global_step
+        # Of averaged gradients the rank is not known.
+        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+        when = f"an evaluation after step {step}" if evaluating else f"step {step + 1}"
+        found = f"{_WHAT[side]} NaN or infinite in {when}{where}"
         if args.nonfinite == "raise":
-            raise NonFiniteError(str(finding))
-        logger.warning(f"Skipped: {finding}")
-        self._will_skip = not finding.evaluating  # an evaluation has no step to skip
+            raise NonFiniteError(f"{found}: the student's weights are unchanged by it (docs/troubleshooting.md).")
+        logger.warning(f"Skipped: {found}.")
+        self._will_skip = not evaluating  # an evaluation has no step to skip
 
     # ---- The gradient -----------------------------------------------------------------------------------------------
 
@@ -206,18 +177,17 @@ class NonfiniteGuard:
             # Collective, but only after the norm, which all processes share, was not finite.
             each = gather_object([[side for side, broken in self._broken.items() if broken]])
             side = "loss" if any("loss" in sides for sides in each) else "gradient"
-            ranks = tuple(rank for rank, sides in enumerate(each) if side in sides)
-            self._report(Finding(step=self._trainer.state.global_step + 1, side=side, ranks=ranks))
+            self._report(side, [rank for rank, sides in enumerate(each) if side in sides])
         skips = broken or self._will_skip or self.is_empty
         if skips and not self.is_empty:
             self._count_skipped()
         else:
             self._skipped_in_a_row = 0
             if self._first_sums and norm is not None:
-                has_weight = self._first_sums["weight"]
-                why = nothing_learned(self._first_sums, number) if has_weight else no_token(self._trainer)
-                if why:
-                    logger.warning(f"The first step taught nothing: {why}.")
+                if not self._first_sums["weight"]:
+                    logger.warning("The first step taught nothing: no token has a weight in the loss.")
+                elif number == 0 and not agree(self._first_sums):
+                    logger.warning("The first step taught nothing: its gradient is 0, although the models differ.")
         self.was_empty, self._will_skip, self._weight = self.is_empty, False, None
         if not (is_deepspeed or scales_loss):
             if skips:
@@ -233,9 +203,7 @@ class NonfiniteGuard:
         if self._skipped_in_a_row > (limit := self._trainer.args.nonfinite_skip_limit):
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} consecutive optimizer steps had a NaN or infinite loss or gradient "
-                f"(`nonfinite_skip_limit={limit}`): the student's weights are unchanged since then. {RECORD} in the "
-                "output folder records where the values arose; lower the learning rate, or resume from an earlier "
-                "checkpoint."
+                f"(`nonfinite_skip_limit={limit}`): the student's weights are unchanged since then."
             )
 
     def _check_launch(self) -> None:
@@ -250,8 +218,7 @@ class NonfiniteGuard:
         if self._trainer.args.nonfinite == "skip":
             raise ValueError(
                 f"`nonfinite='skip'` needs DeepSpeed to check gradients, but the value of {settings} disables that: "
-                "keep its default, with ZeRO stage 1 or above, or set `nonfinite='raise'`, which then checks only the "
-                "loss."
+                "keep its default, with ZeRO stage 1 or above, or set `nonfinite='raise'`."
             )
         logger.warning(
             f"DeepSpeed does not check gradients with this value of {settings}, so only the loss is checked before "
@@ -259,106 +226,28 @@ class NonfiniteGuard:
         )
 
 
-def _append(file: Path, line: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(line + "\n")
-    except OSError as error:  # a full disk must not hide the finding
-        logger.warning(f"{file} could not be written: {error}")
-
-
 _WHAT = {
-    "weights": (
-        "The weights of tokens are NaN or infinite",
-        "Check the `loss_weights` that `weigh` or your own method has put into the batch.",
-    ),
-    "teacher": (
-        "The teacher's logits are NaN or infinite",
-        "Load the teacher in another dtype (bfloat16 instead of float16), or repair its weights. If your own teacher "
-        "excludes tokens, use a finite value such as -1e4 instead of -inf.",
-    ),
-    "targets": (
-        "The logits that the targets on disk give are NaN or infinite",
-        "Write them again with `trl-opsd targets`, to another folder, with the teacher in another dtype than then.",
-    ),
-    "student": (
-        "The student's logits are NaN or infinite",
-        "Lower the learning rate, or resume from an earlier checkpoint.",
-    ),
-    "divergence": (
-        "The divergence is infinite, because one model gives probability 0 to a token that the other expects,",
-        "Remove the masking of logits in that model, or use another `divergence`.",
-    ),
-    "loss": (
-        "The loss is NaN or infinite, although its sums (`LossParts.rows`) are finite,",
-        "Check the `loss` in the `LossParts` that `compare` returns.",
-    ),
-    "gradient": (
-        "The loss is finite, but the student's gradient is NaN or infinite",
-        "Lower the learning rate, compute in another dtype (bfloat16 instead of float16), or, if it is always the same "
-        "rank, check the device.",
-    ),
+    "weights": "The weights of tokens are",
+    "teacher": "The teacher's logits are",
+    "student": "The student's logits are",
+    "divergence": "The logits of both models are finite, but the divergence is",
+    "loss": "The sums of the loss (`LossParts.rows`) are finite, but the `loss` is",
+    "gradient": "The loss is finite, but the student's gradient is",
 }
-"""What is not finite by its side, and what to do."""
-_SMALL_TEMPERATURE = 1e-2
+"""What is not finite by its side."""
 
 
 def nonfinite_side(sums: Mapping[str, float]) -> str | None:
     """Where the first NaN or infinity of these sums arose; `"divergence"` if both models are finite."""
     # NaN weights make every sum NaN, and NaN logits of either model the divergence: the cause comes first.
-    arises_in = {
+    names = {
         "weights": "weight",
         "teacher": "teacher_entropy",
         "student": "student_entropy",
         "divergence": "divergence",
     }
-    return next((side for side, name in arises_in.items() if not math.isfinite(sums[name])), None)
+    return next((side for side, name in names.items() if not math.isfinite(sums[name])), None)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What is not finite, where and when; `str` gives the error message."""
-
-    step: int
-    """Optimizer step, counted from 1: the one in progress, or the last one before an evaluation."""
-    side: str
-    """`"weights"`, `"teacher"`, `"targets"` (on disk), `"student"`, `"divergence"`, `"loss"` or `"gradient"`."""
-    ranks: tuple[int, ...]
-    """Ranks of the processes it came from; empty if unknown because gradients were already averaged."""
-    sums: tuple[dict[str, float], ...] = ()
-    """Sums of each process, by the names in [`LossParts.ROW_NAMES`]; empty for a loss or a gradient."""
-    evaluating: bool = False
-    temperature: float = 1.0
-    """The smaller of those that the logits of both models are divided by."""
-    own_divergence: str | None = None
-    """The class of a divergence of the user's own."""
-
-    def __str__(self) -> str:
-        where = f" on rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
-        when = f"in an evaluation after step {self.step}" if self.evaluating else f"in step {self.step}"
-        unchanged = "" if self.evaluating else ": the student's weights are unchanged by this step"
-        what, remedy = _WHAT[self.side]
-        if self.side == "divergence" and self.own_divergence is not None:
-            what = f"`{self.own_divergence}`, or its gradient, is NaN or infinite for finite logits of both models,"
-            remedy = (
-                f"Check logarithms, roots and quotients in `{self.own_divergence}.value`, also in the branch that "
-                "`where` does not select."
-            )
-        elif self.side in ("teacher", "targets", "student", "divergence") and self.temperature < _SMALL_TEMPERATURE:
-            what = what.partition(", because")[0]
-            remedy = (
-                f"Logits are divided by a temperature of {self.temperature:g}, which may be the only cause: raise it."
-            )
-        return f"{what} {when}{where}{unchanged}. {remedy}"
-
-    def as_json(self) -> str:
-        """One line of JSON; NaN and infinities are strings."""
-        sums = [{name: one if math.isfinite(one) else str(one) for name, one in each.items()} for each in self.sums]
-        return json.dumps({**asdict(self), "sums": sums}, allow_nan=False)
-
-
-# ---- Finite, but nothing is learned ---------------------------------------------------------------------------------
 
 _SAME = 1e-6
 """Nats per token: rounding error of the divergence between a float32 model and its copy."""
@@ -375,37 +264,3 @@ def agree(sums: Mapping[str, float]) -> bool:
     if not weight or abs(sums["divergence"]) / weight >= _SAME:
         return False
     return abs(sums["student_entropy"] - sums["teacher_entropy"]) / weight < _ALIKE
-
-
-def no_token(trainer: OPSDTrainer) -> str:
-    """Why no token of a step or an evaluation is in the loss, in words."""
-    args, is_training = trainer.args, trainer.model.training
-    gates = trainer._metrics["train" if is_training else "eval"].get("gate/mean")
-    if not gates or any(gates):
-        return (
-            "it has no token in the loss. All completions are empty or excluded as truncated, or all weights (from "
-            "`weigh` or masks) are 0"
-        )
-    causes = {
-        f"no completion passed `reward_gate={args.reward_gate!r}`": is_training and args.reward_gate is not None,
-        f"no completion reached `success_threshold={args.success_threshold:g}`, or none that did fits the teacher's "
-        "context": trainer.methods.get(GroupSuccess),
-        "`teacher_prompt_fn` returned None": trainer.methods.get(PromptFunction),
-    }
-    found = [cause for cause, holds in causes.items() if holds] or ["teachers were told nothing"]
-    return f"all rows have a weight of 0 (`gate/mean`): {'; '.join(found)}"
-
-
-def nothing_learned(sums: Mapping[str, float], gradient_norm: float) -> str | None:
-    """Why the student did not learn from the tokens of an optimizer step, in words, or `None`.
-
-    A gradient of 0 is right where both models [`agree`], as at the start of self-distillation.
-    """
-    if gradient_norm != 0 or agree(sums):
-        return None
-    return (
-        f"its gradient is exactly 0, although the divergence is {sums['divergence'] / sums['weight']:.3g} nats per "
-        "token and the models differ. The student's probabilities are saturated (a `temperature` far below 1), the "
-        "gradient is below the range of its dtype, or the divergence is flat there, because it is bounded (`clamp`) or "
-        "does not depend on the student"
-    )

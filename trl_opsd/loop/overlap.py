@@ -7,8 +7,9 @@ known with the last row: until then losses are divided by a constant, and the gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,8 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from trl_opsd._compat.deepspeed import rescaled
-from trl_opsd.loop.batch import Batches
-from trl_opsd.loop.dealing import Dealer, Parts
+from trl_opsd.loop.batch import Batch, Batches
+from trl_opsd.loop.dealing import check_budget
 from trl_opsd.loop.generation import Generation
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import preserved_mode
@@ -26,19 +27,17 @@ from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout
 
 if TYPE_CHECKING:
+    from trl_opsd.loop.step import MicroBatches
     from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 
 
 class Overlap:
-    """Generates, teaches and trains on rows of one step concurrently.
+    """Generates, teaches and trains on rows of one step concurrently."""
 
-    `training_step` is called as often as without, and does all of an optimizer step in the last of these calls.
-    """
-
-    def __init__(self, host: OPSDTrainer, generation: Generation, dealer: Dealer, batches: Batches) -> None:
-        self._host, self._generation, self._dealer, self._batches = host, generation, dealer, batches
+    def __init__(self, host: OPSDTrainer, generation: Generation, batches: Batches) -> None:
+        self._host, self._generation, self._batches = host, generation, batches
         self._weight, self._constant, self._last_weight = 1.0, 1.0, 0.0
         """The denominator of the step: known at its end, provisional until then, and the last that was not 0."""
 
@@ -76,13 +75,13 @@ class Overlap:
         with closing(self._generation.stream(prompt_ids)) as rows:
             for row, completion in rows:
                 found[row] = completion
-                ended = Rollout.unpack(host.padded([prompt_ids[row]], [completion]))
+                ended = host.padded([prompt_ids[row]], [completion])
                 host.teaching.expect(ended, [self._generation.rows[row]])
         return [found[row] for row in range(len(prompt_ids))]
 
-    def step(self, model: Any, inputs: Any, learn: Callable[[bool], Tensor]) -> Tensor:
-        """The loss of a whole step, whose micro-batches `learn` trains on."""
-        *early, last = self._dealer.losses(self._arriving(inputs), model, learn)
+    def rescaled(self, model: Any, losses: Sequence[Tensor]) -> Tensor:
+        """The loss of a step and its gradient, as if its denominator had been known from the beginning."""
+        *early, last = losses
         factor = self._constant / self._weight
         if not self._host.is_deepspeed_enabled:  # which has stepped already, with `_scaled_last`
             for parameter in model.parameters():
@@ -101,39 +100,40 @@ class Overlap:
         most = rows * self._host.accelerator.num_processes * args.max_completion_length
         return 2.0 ** round(math.log2(self._last_weight or most))
 
-    def _arriving(self, inputs: Any) -> Parts:
-        """The micro-batches of a step as their rows come, each with whether it is the last. Collective."""
+    def arriving(self, inputs: Sequence[Any]) -> MicroBatches:
+        """The micro-batches of a step as their rows come. Collective."""
         host, accelerator = self._host, self._host.accelerator
         start, learned = perf_counter(), []
         self._constant = self._expected()
         host.teaching.teachers.forget_expected()
-        rows = self._generation.rows = host.begin_batch(inputs)
+        rows = self._generation.rows = self._batches.begin(inputs)
         prompt_ids = host.prompt_ids_of(rows)
         waiting = self._waiting(prompt_ids)
         weight = torch.zeros((), device=accelerator.device)
         with self._generation.rollout.session(), closing(self._begun(prompt_ids)) as prefetched:
             while True:
                 part = self._next(waiting, prefetched, prompt_ids, rows)
-                weight += part["loss_weights"].sum()
+                weight += part.rollout.weights.sum()
                 # Every process takes part in each round until all have trained on their rows: a sharded student's
                 # forward is collective.
                 left = torch.tensor([waiting.left], device=accelerator.device)
                 if not accelerator.gather(left).any():
                     break
-                yield {**part, "num_items_in_batch": torch.tensor(self._constant, device=accelerator.device)}, False
+                yield part, torch.tensor(self._constant, device=accelerator.device), False
                 learned.append(perf_counter())
         # The last micro-batch trains after this: by now the denominator is known.
         completions = [waiting.completions[row] for row in range(len(rows))]
         self._generation.look_at_first(prompt_ids, completions, type(self._generation.rollout).__name__)
         written = self._generation.turned(prompt_ids, completions)
-        host.turns.end(rows)
+        if host.turns is not None:
+            host.turns.end(rows)
         self._batches.note(rows, written)
         torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same
         total = float(accelerator.gather(weight).sum())
         # A step without loss tokens has losses of 0, whatever divides them.
         self._weight, self._last_weight = total or 1.0, total or self._last_weight
         with self._scaled_last() as divisor:
-            yield {**part, "num_items_in_batch": torch.tensor(divisor, device=accelerator.device)}, True
+            yield part, torch.tensor(divisor, device=accelerator.device), True
         learned.append(perf_counter())
         host.record("overlap/first_backward", learned[0] - start)
         host.record("overlap/last_row", prefetched.last - start)
@@ -141,7 +141,7 @@ class Overlap:
 
     def _waiting(self, prompt_ids: Sequence[list[int]]) -> Waiting:
         args = self._host.args
-        self._dealer.check_budget()
+        check_budget(self._host)
         return Waiting(
             list(map(len, prompt_ids)),
             rows=args.per_device_train_batch_size,
@@ -161,12 +161,13 @@ class Overlap:
         prefetched: Prefetcher[tuple[int, list[int]]],
         prompt_ids: list[list[int]],
         rows: Sequence[BatchRow],
-    ) -> dict[str, Any]:
+    ) -> Batch:
         """The next micro-batch, scored; of weight 0 if this process has trained on all its rows. Collective."""
         host = self._host
 
-        def padded(numbers: Sequence[int]) -> dict[str, Tensor]:
-            masks = [host.turns.ended[row].mask for row in numbers] if host.turns.ended else None
+        def padded(numbers: Sequence[int]) -> Rollout:
+            acted = {} if host.turns is None else host.turns.ended
+            masks = [acted[row].mask for row in numbers] if acted else None
             rows_of = [prompt_ids[row] for row in numbers], [waiting.completions[row] for row in numbers]
             return host.padded(*rows_of, masks)
 
@@ -174,12 +175,13 @@ class Overlap:
             came = prefetched.take(wait)
             for row, completion in came:
                 waiting.add(row, completion)
-                host.turns.tell(row, rows[row])
+                if host.turns is not None:
+                    host.turns.tell(row, rows[row])
                 if host.reads_logprobs:
                     self._generation.note_logprobs(rows[row], prompt_ids[row], completion)
             if came and host.teaching.begins_early:
                 numbers = [row for row, _ in came]
-                host.teaching.expect(Rollout.unpack(padded(numbers)), [rows[row] for row in numbers])
+                host.teaching.expect(padded(numbers), [rows[row] for row in numbers])
 
         if waiting.left:
             come(wait=False)
@@ -190,7 +192,8 @@ class Overlap:
         numbers = taken or [waiting.shortest()]
         batch = self._batches.scored(padded(numbers), [rows[row] for row in numbers])
         if not taken:
-            batch["loss_weights"] = torch.zeros_like(batch["loss_weights"])
+            none = replace(batch.rollout, weights=torch.zeros_like(batch.rollout.weights))
+            return replace(batch, rollout=none)
         return batch
 
     def _scaled_last(self) -> AbstractContextManager[float]:

@@ -13,7 +13,7 @@ VERBS = ("complete", "teach", "weigh", "compare")
 
 _OF_BATCHES = (
     *("_prepare_inputs", "_generate_and_score_completions", "_generate", "_generate_single_turn", "_tool_call_loop"),
-    *("_tokenize_prompts", "_get_last_hidden_state", "_compute_loss"),
+    *("_tokenize_prompts", "_get_last_hidden_state", "_compute_loss", "_get_train_sampler"),
 )
 """Methods of TRL's trainer that make or read a batch there; here an override would have no effect, or a stale one."""
 

@@ -21,15 +21,14 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
 
-from trl_opsd.loop.nonfinite import no_token
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.base import Part
 from trl_opsd.methods.collapse import is_repetition
-from trl_opsd.methods.origin import Anchor
 from trl_opsd.methods.rows import BatchRow, Written
-from trl_opsd.monitor.metrics import evaluated_names
+from trl_opsd.methods.targets import Anchor
+from trl_opsd.metrics import evaluated_names
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.types import LossParts
+from trl_opsd.types import LossParts, Rollout
 from trl_opsd.types.loss import columns
 
 if TYPE_CHECKING:
@@ -145,14 +144,12 @@ class StepStats:
     def __init__(self, trainer: OPSDTrainer, clock: Callable[[], PhaseClock]) -> None:
         self._trainer = trainer
         self._accounts = {mode: _Accounts(clock()) for mode in ("train", "eval")}
-        self._waiting: list[tuple[Mapping[str, Any], Tensor, Tensor | None]] = []
-        """Micro-batches that are not reduced yet, with `LossParts.scored`."""
+        self._waiting: list[Part] = []
+        """Micro-batches that are not reduced yet."""
         self._step: tuple[Counter[str], list[np.ndarray | None]] = Counter(), []
         """Sums over the step, and what methods have tallied of it."""
         self._completed: list[dict[str, Tensor]] | None = None
         """What is counted of the completions of each batch of the evaluation in progress."""
-        self.latest: Any = None
-        """Rows of `by_teacher` and `LossParts.scored` of the latest forward pass, for its caller."""
         self.completions: Tensor | None = None
         """[B, C], the completions of an evaluation's last batch, padded with -100."""
 
@@ -186,26 +183,22 @@ class StepStats:
         is_its_B1T = is_its_BT[:, None].to(rows.device, rows.dtype, non_blocking=True)
         return torch.cat([rows, (columns(rows, *_BY_TEACHER)[..., None] * is_its_B1T).flatten(1)], dim=1)
 
-    def add(self, batch: Mapping[str, Any], rows: Tensor, scored: Tensor | None) -> None:
-        """Adds a micro-batch of the step; `rows` are those of `by_teacher`."""
-        # Targets are the largest, and not needed.
-        kept = {name: one for name, one in batch.items() if not name.startswith("teacher_rows")}
-        self._waiting.append((kept, rows, scored))
+    def add(self, part: Part) -> None:
+        """Adds a micro-batch of the step; its `sums` are those of `by_teacher`."""
+        self._waiting.append(part)
 
     def reduced(self) -> list[Counted]:
         """The micro-batches that were added since, summed over processes. Waits for the device; collective."""
         waiting, self._waiting = self._waiting, []
-        parts = [Part(batch.get("rows") or (), batch, rows, scored) for batch, rows, scored in waiting]
         # Processes that share rows count parts of them.
-        tallied = [] if self._trainer.row_group is not None else [self._trainer.methods.tally(one) for one in parts]
+        tallied = [] if self._trainer.row_group is not None else [self._trainer.methods.tally(one) for one in waiting]
         tallied_of = [None if each[0] is None else torch.stack(each).sum(0) for each in zip(*tallied, strict=True)]
         # One reduction of everything that is known by now, before the backward pass that the step follows.
-        known = torch.stack([rows.sum(0) for _, rows, _ in waiting])
+        known = torch.stack([one.sums.sum(0) for one in waiting])
         more = [one.to(known).flatten() for one in tallied_of if one is not None]
         found = self._trainer.accelerator.reduce(torch.cat([known.flatten(), *more]), "sum")
         values = iter(found.tolist())  # the one wait of a step
-        of_each = [list(islice(values, len(rows[0]))) for _, rows, _ in waiting]
-        sums = [self._named(batch, of) for (batch, _, _), of in zip(waiting, of_each, strict=True)]
+        sums = [self._named(one.rollout, list(islice(values, len(one.sums[0])))) for one in waiting]
         tallies = [
             None if one is None else np.array(list(islice(values, one.numel())), dtype=np.float32).reshape(one.shape)
             for one in tallied_of
@@ -214,23 +207,23 @@ class StepStats:
         for named in sums:
             totals.update(named)  # a sum of counters would drop what is below 0
         self._step = totals, tallies
-        return [(named, rows) for named, (_, rows, _) in zip(sums, waiting, strict=True)]
+        return [(named, one.sums) for named, one in zip(sums, waiting, strict=True)]
 
-    def evaluated(self, batch: Mapping[str, Any], rows: Tensor, distinct: Tensor) -> Counted:
+    def evaluated(self, rollout: Rollout, rows: Tensor, distinct: Tensor) -> Counted:
         """A batch of an evaluation, by its `distinct` rows of all processes. Waits for the device."""
-        self.completions = batch["completion_ids"].masked_fill(batch["completion_mask"] == 0, NO_TOKEN)
-        return self._named(batch, distinct.sum(0).tolist()), rows
+        self.completions = rollout.completion_ids.masked_fill(rollout.completion_mask == 0, NO_TOKEN)
+        return self._named(rollout, distinct.sum(0).tolist()), rows
 
-    def _named(self, batch: Mapping[str, Any], sums: Sequence[float]) -> dict[str, float]:
+    def _named(self, rollout: Rollout, sums: Sequence[float]) -> dict[str, float]:
         teachers = self._trainer.teaching.names
         of_teachers = [f"{name}/{teacher}" for name in _BY_TEACHER for teacher in teachers]
         named = dict(zip((*LossParts.ROW_NAMES, *of_teachers), sums, strict=True))
-        weighs = self._trainer.learns_from_draws and batch.get("logprobs") is not None
+        weighs = self._trainer.learns_from_draws and rollout.logprobs is not None
         are_whole, spelling = self._trainer.teaching.teachers.are_whole, self._trainer.teaching.spelling
         # The sums of an option that is off are 0, which would be logged as if measured.
         is_on = {
             "clipped": self._trainer.args.kl_clip is not None,
-            "pulled": batch.get("pull") is not None,
+            "pulled": rollout.pull is not None,
             "anchored": self._trainer.methods.get(Anchor) is not None,
             "importance": weighs,
             "gated": weighs and getattr(self._trainer.divergence, "clip_min", None) is not None,
@@ -248,7 +241,7 @@ class StepStats:
         trainer, table = self._trainer, list[dict[str, int]]()
         ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
         teachers = trainer.teaching.names
-        turns = trainer.turns.counts or [(1, 0, 0)] * len(rows)
+        turns = (trainer.turns and trainer.turns.counts) or [(1, 0, 0)] * len(rows)
         for number, (row, prompt) in enumerate(zip(rows, written.prompt_ids, strict=True)):
             # An empty completion counts as one token, of padding.
             ids = written.completions[number] or [trainer.processing_class.pad_token_id]
@@ -315,7 +308,7 @@ class StepStats:
         self._trainer.methods.evaluated(accounts.totals)
         weight = accounts.totals["weight"]
         if not weight:
-            logger.warning(f"`{prefix}_loss` is unknown: {no_token(self._trainer)}.")
+            logger.warning(f"`{prefix}_loss` is unknown: no token has a weight in the loss.")
         found = {
             **accounts.metrics(per_batch=False),
             **of_all_processes(recorded, weighted=True),

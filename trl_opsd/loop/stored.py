@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
@@ -16,7 +17,6 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.stored import StoredTeacher
 from trl_opsd.teacher.teachers import Teachers
-from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import images_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def missing_rows(host: OPSDTrainer, dataset: Dataset) -> list[int]:
 def _missing(host: OPSDTrainer, rows: Sequence[BatchRow]) -> list[int]:
     prompt_ids = host.prompt_ids_of(rows)
     completions = [host.given_completion(row, ids) for row, ids in zip(rows, prompt_ids, strict=True)]
-    rollout = Rollout.unpack({**host.padded(prompt_ids, completions), "row_images": images_of(rows)})
+    rollout = replace(host.padded(prompt_ids, completions), images=images_of(rows))
     read = host.teaching.prompts.read(rollout, rows)
     return host.teaching.teachers.missing(read, [row.request.teacher for row in rows])
 

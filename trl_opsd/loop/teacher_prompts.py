@@ -37,14 +37,13 @@ class TeacherPrompts:
         """The prompts of the rows' teachers after these completions."""
         if not self._readers.intake.rewrites:
             return [row.request.of_teacher for row in rows]
-        texts = self._host.processing_class.batch_decode(completions, skip_special_tokens=True)
-        return [self._after(row, text) for row, text in zip(rows, texts, strict=True)]
-
-    def _after(self, row: BatchRow, completion_text: str) -> Prompt:
-        request = row.request
-        if not row.prompt_weight:
-            return request.of_teacher
-        return self._or_none(row, self._host.methods.teacher_prompt(row, completion_text, request.of_teacher))
+        texts, rewritten = self._host.processing_class.batch_decode(completions, skip_special_tokens=True), []
+        for row, text in zip(rows, texts, strict=True):
+            prompt: Prompt | None = row.request.of_teacher
+            if row.prompt_weight:
+                prompt = self._host.methods.teacher_prompt(row, text, row.request.of_teacher)
+            rewritten.append(self._or_none(row, prompt))
+        return rewritten
 
     def _or_none(self, row: BatchRow, prompt: Prompt | None) -> Prompt:
         row.gate *= float(prompt is not None)

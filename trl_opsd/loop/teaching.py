@@ -14,12 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
-from trl_opsd.arguments.checks import (
-    check_train_size,
-    look_at,
-    student_limits,
-    surveyed,
-)
+from trl_opsd.arguments.checks import check_train_size, look_at, student_limits, surveyed
 from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead
@@ -30,12 +25,11 @@ from trl_opsd.data.tokenization import largest_id, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
-from trl_opsd.losses.divergence import describe
-from trl_opsd.methods import UNASKED
+from trl_opsd.methods.reward_functions import Given
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import shape_of
 from trl_opsd.parallel.precision import autocast
-from trl_opsd.rewards.given import Given
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.bytewise import ByteTeacher
@@ -43,7 +37,6 @@ from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.stored import MissingTargetsError, live
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets
 from trl_opsd.types.targets import kept_by_row
 
 if TYPE_CHECKING:
@@ -65,7 +58,6 @@ class Teaching:
 
     def __init__(self, host: OPSDTrainer, given: Prepared, use_teachers: Callable[[Teachers], None]) -> None:
         self._host, self._given, self._use_teachers = host, given, use_teachers
-        self.logs_rewards = given.logs_rewards
         self.names: tuple[str, ...] = ()
         """Names of the teachers, in the order of their numbers; empty if there is one."""
         self.steps_ahead = 0
@@ -80,7 +72,7 @@ class Teaching:
         self._fixed: fingerprint.Fingerprint = {
             "student": fingerprint.describe_student(host.model, host.base_samples),
             "optimizer": fingerprint.describe_optimizer(host.optimizer, host.args),
-            "methods": [describe(one) for one in host.methods if type(one) not in UNASKED],
+            "methods": [one.described() for one in host.methods if one.resumed],
             "functions": {name: fingerprint.describe_function(one) for name, one in self._functions().items()},
         }
         """Entries of the fingerprint that describe what was passed."""
@@ -94,11 +86,7 @@ class Teaching:
             template=host.args.teacher_template_kwargs,
             tokenizer=host.processing_class,
             placeholders=frozenset(host.placeholders),
-            settings=(
-                host.chat_template_kwargs,
-                [tool.__name__ for tool in host.tools or ()],
-                self._processors(),
-            ),
+            settings=(host.chat_template_kwargs, [tool.__name__ for tool in host.tools or ()], self._processors()),
             student_limits=student_limits(host.model, host.args),
         )
         mine = given.vocabularies.get("")
@@ -111,7 +99,10 @@ class Teaching:
         rows = self._admit(self._given.rows, self.readers.student)
         self._student_readers = self.readers
         self.build_teachers(self._given.models)
-        self._admit_for_teachers(rows)
+        self._admit(rows, self.readers.teacher)
+        if self.readers.contrast is not None:
+            self._admit(rows, self.readers.contrast)
+        self.readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
         self._of_engine = self._limits_of_engine(rows)
         self.readers = self.readers if self._of_engine is None else self.readers.within(self._of_engine)
 
@@ -181,12 +172,6 @@ class Teaching:
             if isinstance(teacher := live(teacher), FrozenTeacher) and self._host.processors[processor] is not None:
                 with autocast(self._host.accelerator):
                     teacher.prove_images(self._host.probe_prompts(processor))
-
-    def _admit_for_teachers(self, rows: dict[str, Rows]) -> None:
-        self._admit(rows, self.readers.teacher)
-        if self.readers.contrast is not None:
-            self._admit(rows, self.readers.contrast)
-        self.readers = self.readers.bounded_by_teacher(columns_of(self._host.train_dataset) or ())
 
     def _limits_of_engine(self, rows: Mapping[str, Rows]) -> PromptLimits | None:
         """Those of an engine in this process: room for the longest row, where it is known, as its cache holds one."""
@@ -298,21 +283,7 @@ class Teaching:
         if before is not None and (after := self.teachers.tokens) is not None:
             self._host.record("teacher/tokens", after[0] - before[0], len(rows))
             self._host.record("teacher/prefix_saved", after[1] - before[1], len(rows))
-        if self.spelling is not None:
-            self._warn_of_little(rollout, found)
         return found
-
-    def _warn_of_little(self, rollout: Rollout, targets: TeacherTargets) -> None:
-        """Warns once if less than half of a batch's bytes can be compared."""
-        assert self.spelling is not None
-        outcomes = sum(int(self.spelling.table.length[ids].sum()) for ids in rollout.ended().completion_lists() if ids)
-        most = self._host.args.cross_tokenizer_missed
-        held = sum(int((row.missed <= most).sum()) for row in targets.rows or () if isinstance(row, ByteTargets))
-        if outcomes and held < outcomes / 2:
-            logger.warning_once(
-                f"Only {held / outcomes:.0%} of the bytes of {self.batch_name} can be compared between the tokenizers: "
-                "`cross/escape` and `cross/lost` say why (docs/tokenizers.md)."
-            )
 
     @property
     def begins_early(self) -> bool:
@@ -358,7 +329,6 @@ class Teaching:
             train_dataset=rows,
             adapter=describe_adapters(host.model),
             tools=[tool.__name__ for tool in host.tools or ()],
-            reward_funcs=[one.name for one in rewards],
             teacher_prompt_template=teacher_template,
             processors=fingerprint.describe_processors(self._processors()),
         )
@@ -383,7 +353,7 @@ class Teaching:
         prompt_fn = self._given.intake.prompt_fn
         return {
             **({} if prompt_fn is None else {"teacher_prompt_fn": prompt_fn}),
-            **{f"reward_funcs: {one.name}": one.source for one in self.learned_rewards if not one.is_model},
+            **{f"rewards: {one.name}": one.source for one in self.learned_rewards if not one.is_model},
             **{f"tools: {one.__name__}": one for one in self._host.tools or ()},
             **({} if self._given.environments is None else self._given.environments.sources),
         }
@@ -391,4 +361,5 @@ class Teaching:
     @property
     def learned_rewards(self) -> Sequence[Given]:
         """The rewards that training depends on."""
-        return self._given.learned_rewards
+        rewards = self._host.methods.get(Rewards)
+        return () if rewards is None or not self._host.methods.needs_rewards else rewards.given

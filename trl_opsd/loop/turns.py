@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Event, RLock
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from trl_opsd._compat.threads import start_thread
@@ -76,8 +76,6 @@ class Turns:
         """Token ids of tools' answers, and of the beginning of the next turn."""
         self._tools = {tool.__name__: tool for tool in tools}
         self._awaiting = Worker() if any(map(inspect.iscoroutinefunction, tools)) else None
-        self.tokenizing = RLock()
-        """Held while a prompt or an answer is tokenized: threads of rows do so too, and options differ for teachers."""
         self.ended: dict[int, Trajectory] = {}
         """Rows of the batch that went their way alone, by their numbers."""
         self.counts: list[tuple[int, int, int]] = []
@@ -110,22 +108,17 @@ class Turns:
         if self.ended:
             rows = [self.ended[row] for row in range(len(prompt_ids))]
         else:
-            rows = [*map(Trajectory, prompt_ids, self._episodes(len(prompt_ids)))]
-            firsts = enumerate(zip(rows, completions, strict=True))
-            calling = {number: calls for number, (row, ids) in firsts if (calls := self._grow(row, ids))}
-            while calling := self._may_go_on(rows, calling):
+            episodes = [None] * len(prompt_ids) if self.environments is None else self.environments.episodes
+            rows = [*map(Trajectory, prompt_ids, episodes)]
+            calling = [row for row, ids in zip(rows, completions, strict=True) if self._grow(row, ids)]
+            while calling:
                 with self._host.phase("act"):
-                    answered = self._answered([rows[number] for number in calling])
-                pairs = zip(calling, answered, strict=True)
-                asked = [number for number, called in pairs if self._asks(rows[number], called)]
+                    answered = self._answered(calling)
+                asked = [row for row, called in zip(calling, answered, strict=True) if self._asks(row, called)]
                 if not asked:
                     break
-                written = self._generation.turn([rows[number].context for number in asked]) or ()
-                calling = {
-                    number: calls
-                    for number, ids in zip(asked, written, strict=True)
-                    if (calls := self._grow(rows[number], ids))
-                }
+                written = self._generation.turn([row.context for row in asked]) or ()
+                calling = [row for row, ids in zip(asked, written, strict=True) if self._grow(row, ids)]
         self.counts = [(row.turns, row.calls, row.failures) for row in rows]
         masks, said, ids = ([getattr(row, name) for row in rows] for name in ("mask", "messages", "ids"))
         return Written(prompt_ids, ids, masks, said)
@@ -173,13 +166,16 @@ class Turns:
         ask = self._generation.rollout.one_by_one([*map(list.copy, prompt_ids)], self._host.state.global_step)
         came: SimpleQueue[tuple[int, Trajectory | BaseException]] = SimpleQueue()
         unwanted, said = Event(), self._said
-        rows = [*map(Trajectory, prompt_ids, self._episodes(len(prompt_ids)))]
+        environments = self.environments
+        assert environments is not None
+        episodes = environments.episodes  # a later batch has others
+        rows = [*map(Trajectory, prompt_ids, episodes)]
 
         def act(number: int) -> None:
             row = rows[number]
             try:
                 self._act(number, row, ask, unwanted)
-                said[number] = self._feedback(row)
+                (said[number],) = environments.feedback([episodes[number]])
                 came.put((number, row))
             except BaseException as error:  # raised where rows are taken
                 came.put((number, error))
@@ -210,47 +206,27 @@ class Turns:
         while not unwanted.is_set():
             context = row.context
             (ids,) = checked_completions([ask(number, context)], self._host, [context], name)
-            calls = self._grow(row, ids)
-            if not self._may_go_on({number: row}, {number: calls}):
+            if not (self._grow(row, ids) and self._asks(row, *self._answered([row]))):
                 return
-            (called,) = self._answered([row])
-            if not self._asks(row, called):
-                return
-
-    def _feedback(self, row: Trajectory) -> str | None:
-        assert self.environments is not None
-        assert row.episode is not None
-        (said,) = self.environments.feedback([row.episode])
-        return said
-
-    def _episodes(self, rows: int) -> Sequence[Episode | None]:
-        return [None] * rows if self.environments is None else self.environments.episodes
 
     # ---- A row ------------------------------------------------------------------------------------------------------
 
-    def _may_go_on(
-        self, rows: Mapping[int, Trajectory] | Sequence[Trajectory], calling: Mapping[int, Calls]
-    ) -> dict[int, Calls]:
-        """The rows that call something, and may."""
-        most = self._host.max_tool_calling_iterations
-        return {number: calls for number, calls in calling.items() if calls and rows[number].turns <= most}
-
-    def _grow(self, row: Trajectory, ids: list[int]) -> Calls:
-        """Adds a turn of the student; returns its calls."""
+    def _grow(self, row: Trajectory, ids: list[int]) -> bool:
+        """Adds a turn of the student; whether it calls something, and may."""
         before = row.context
         ids = ids[: self._host.limits.completion - len(row.ids)]
         row.ids, row.mask, row.turns = row.ids + ids, row.mask + [1] * len(ids), row.turns + 1
         if row.turns == 1:
             row.first = ids
         elif not ids:
-            return ()
+            return False
         # An empty completion cannot be parsed, so a padding token stands for it.
         row.messages.append(self._parsed(row, ids or [self._host.processing_class.pad_token_id], before))
-        return _calls(row)
+        return bool(_calls(row)) and row.turns <= self._host.max_tool_calling_iterations
 
     def _parsed(self, row: Trajectory, ids: list[int], before: list[int]) -> dict[str, Any]:
         tools = self._host.tools if row.episode is None else list(row.episode.kind.tools.values())
-        with self.tokenizing:
+        with self._host.tokenizing:
             message: dict[str, Any] = parse_response(self._host.processing_class, ids, prefix=before, tools=tools)
         return message
 
@@ -263,7 +239,7 @@ class Turns:
         characters = sum(len(one["content"]) for one in said)
         if not said or characters > _LONGEST * limits.completion:
             return False
-        with self.tokenizing:
+        with self._host.tokenizing:
             suffix = self._suffix(said)
         length = len(row.ids) + len(suffix)
         fits = limits.context is None or len(row.prompt_ids) + length < limits.context

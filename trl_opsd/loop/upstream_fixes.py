@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,106 +20,25 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import IterableDataset
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_opsd._compat.sharding import reshard
 from trl_opsd._compat.trl import DistillationTrainer, repeat_iterable_dataset
 from trl_opsd._compat.versions import set_known
-from trl_opsd.checkpoints.resume import check_rates, newest_complete
+from trl_opsd.checkpoints import check_rates
 from trl_opsd.config import OPSDConfig
-from trl_opsd.data.datasets import Decoded, WholeStream, has_encoded_images
+from trl_opsd.data.datasets import WholeStream
+from trl_opsd.loop.loader import train_loader
 from trl_opsd.loop.overrides import of_package
 from trl_opsd.models.checks import check_optimizer
-from trl_opsd.options.rules import batch_in_words
 
 __all__ = ["UpstreamFixes"]
 
 logger = get_logger(__name__)
 
-_BARS = ("training_bar", "prediction_bar")
-
-
-@contextmanager
-def _cleanup_on_error(trainer: Trainer) -> Iterator[None]:
-    """If the body raises, leaves the trainer as a completed training would; weights, optimizer and state stay.
-
-    transformers does so after a training that ended well only (trainer.py:1968). In a notebook the same trainer is
-    often trained again after a Ctrl-C; what the next training resets by itself is left alone.
-    """
-    try:
-        yield
-    except BaseException:
-        set_known(trainer, is_in_train=False)
-        handle = getattr(trainer, "neftune_hook_handle", None)
-        if handle is not None:
-            handle.remove()  # the next training adds its own, and would add the noise twice
-        for callback in trainer.callback_handler.callbacks:
-            for name in _BARS:
-                close = getattr(getattr(callback, name, None), "close", None)
-                if close is not None:
-                    close()
-                    setattr(callback, name, None)
-        raise
-
-
 # ---- Epochs and steps ---------------------------------------------------------------------------------------------
-
-
-@final
-class _EpochOrder(TrainerCallback):
-    """Gives the rows of each epoch the order of an uninterrupted run, also when a run resumes in the middle.
-
-    TRL's `RepeatSampler` draws each epoch from one generator, which no checkpoint has, and it has no `set_epoch` that
-    transformers would call (trl/trainer/utils.py:925). Epochs are counted here, as `state.epoch` counts steps and falls
-    behind where a callback ends an epoch early.
-    """
-
-    def __init__(self) -> None:
-        self.sampler: Any = None
-        self._next = 0
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._next = int(state.epoch or 0)
-
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        number, self._next = self._next, self._next + 1
-        sampler = self.sampler
-        if sampler is not None and sampler.shuffle:
-            sampler.generator.manual_seed(sampler.seed)
-            for _ in range(number):
-                torch.randperm(sampler.num_samples, generator=sampler.generator)
-
-
-@final
-class _WholeSteps(TrainerCallback):
-    """Defers the end of an epoch or a training that a callback requests within an optimizer step to the step's end.
-
-    transformers leaves such a step at once (trainer.py:1896): its gradient so far is added to the next one, whose first
-    calls TRL gives the remaining micro-batches.
-    """
-
-    def __init__(self) -> None:
-        self._epoch = self._training = False
-
-    def come_last(self, callbacks: list[Any]) -> None:
-        """Moves itself behind callbacks that were added since; a later one could still end the step early."""
-        if callbacks[-1] is not self:
-            callbacks[:] = [*(one for one in callbacks if one is not self), self]
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._epoch = self._training = False
-
-    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._epoch |= control.should_epoch_stop
-        self._training |= control.should_training_stop
-        control.should_epoch_stop = control.should_training_stop = False
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        control.should_epoch_stop |= self._epoch
-        control.should_training_stop |= self._training
-        self._epoch = self._training = False
 
 
 # ---- What only an override can mend -------------------------------------------------------------------------------
@@ -142,16 +61,8 @@ class UpstreamFixes(DistillationTrainer):
     """The streams that are read now to `"train"` and to `"eval"`; `None` for another dataset."""
     _deepspeed_config: dict[str, Any] | None = None
     """DeepSpeed's config before an engine was built; an engine fills in values for its own number of steps."""
-    _was_finished: bool = False
-    """Whether the latest training resumed from a checkpoint that has all of its steps."""
     _launch: dict[str, Any] | None = None
     """The launch's state when the trainer was complete."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._epoch_order, self._whole_steps = _EpochOrder(), _WholeSteps()
-        self.add_callback(self._epoch_order)
-        self.add_callback(self._whole_steps)
 
     # By the user; the last of our `train`s before transformers'.
     def train(
@@ -161,41 +72,28 @@ class UpstreamFixes(DistillationTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """As transformers'. Under DeepSpeed each training builds an engine, and so an optimizer, of its own."""
-        with _cleanup_on_error(self):
-            if self.is_deepspeed_enabled:
-                self._restore_deepspeed_config()
-                # transformers would train on in the engine of an earlier training or evaluation (trainer.py:1679).
-                set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the engine
-            reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
+        if self.is_deepspeed_enabled:
+            self._restore_deepspeed_config()
+            # transformers would train on in the engine of an earlier training or evaluation (trainer.py:1679).
+            set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the engine
+        reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
+        try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except BaseException:
+            # transformers does so after a training that ended well only (trainer.py:1968).
+            set_known(self, is_in_train=False)
+            if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
+                handle.remove()  # the next training adds its own, and would add the noise twice
+            raise
 
     # Once a training.
     def get_train_dataloader(self) -> DataLoader:
-        """As TRL's, which repeats the rows of a stream for accumulation only, not `num_generations` times."""
-        stream, number = self.train_dataset, self.args.num_generations
-        if number == 1 or not isinstance(stream, IterableDataset):
-            return super().get_train_dataloader()
-        if self.shuffle_dataset:
-            stream = stream.shuffle(seed=self.args.seed)
-        calls = self.args.gradient_accumulation_steps
-        rows = self.args.per_device_train_batch_size * self.accelerator.num_processes * calls
-        return self._get_dataloader(
-            dataset=repeat_iterable_dataset(stream, number, rows // number, calls),
-            description="Training",
-            batch_size=self._train_batch_size * calls,
-            is_training=True,
-        )
+        """Reads the rows of a step once; TRL's reads them again for each call of `training_step`."""
+        loader = train_loader(self)
+        self._streams = {**self._streams, "train": loader.stream}
+        return loader
 
-    # By `get_train_dataloader`, where the dataset is no stream.
-    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        sampler: Any = super()._get_train_sampler(dataset)
-        number = self.args.num_generations
-        # TRL's sampler repeats each of `batch_size` prompts, so that a step has as many rows as before.
-        set_known(sampler, mini_repeat_count=number, batch_size=sampler.batch_size // number)
-        self._epoch_order.sampler = sampler
-        return sampler
-
-    # Once a training, and once for each dataset of an evaluation or a prediction.
+    # Once for each dataset of an evaluation or a prediction.
     def _get_dataloader(
         self,
         dataset: Any,
@@ -205,40 +103,30 @@ class UpstreamFixes(DistillationTrainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        args, stream, options = self.args, None, dict[str, Any]()
-        number = 1 if is_training else args.num_generations_eval or args.num_generations
+        args, stream = self.args, None
+        # transformers keeps a loader with workers for the next dataset too (trainer.py:925), and its order goes on.
+        options: dict[str, Any] = {"dataloader_persistent_workers": False}
+        number = args.num_generations_eval or args.num_generations
         if isinstance(dataset, IterableDataset):
             if number > 1:
                 dataset = repeat_iterable_dataset(dataset, number)
-            stream = dataset = WholeStream(dataset, self.row_columns, self._if_empty(description, is_training))
+            stream = dataset = WholeStream(dataset, self.row_columns)
             # Several workers would each read all of it.
-            options.update(
-                dataloader_num_workers=0, dataloader_prefetch_factor=None, dataloader_persistent_workers=False
-            )
+            options.update(dataloader_num_workers=0, dataloader_prefetch_factor=None)
             # Else the main process would read for all; `WholeStream` splits the rows itself.
             self.accelerator.dataloader_config.dispatch_batches = False
-        elif not is_training:
-            # transformers keeps such a loader for the next dataset too (trainer.py:925), and its order goes on.
-            options.update(dataloader_persistent_workers=False)
-            if not len(dataset):
-                raise ValueError(f"{description}: the dataset is empty: pass one with rows.")
-            if number > 1:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
-                order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
-                dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
-        elif has_encoded_images(dataset):
-            dataset = Decoded(self._remove_unused_columns(dataset, description=description))
-        self._streams = {**self._streams, "train" if is_training else "eval": stream}
+        elif not len(dataset):
+            raise ValueError(f"{description}: the dataset is empty: pass one with rows.")
+        elif number > 1:  # the rows themselves: accelerate has to know how many there are, not a sampler alone
+            order = range(len(dataset)) if sampler_fn is None else list(sampler_fn(dataset))
+            dataset, sampler_fn = dataset.select(np.repeat(order, number)), SequentialSampler
+        self._streams = {**self._streams, "eval": stream}
         before = {name: getattr(args, name) for name in options}
         args.__dict__.update(options)  # what transformers builds the loader with
         try:
-            loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-            if args.dataloader_persistent_workers:
-                # Workers are seeded when they start. A seed drawn from training's random state would be drawn once in
-                # a whole run, and once more in a resumed one.
-                loader.base_dataloader.generator = torch.Generator().manual_seed(args.seed)
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         finally:
             args.__dict__.update(before)
-        return loader
 
     # Once a training, when its number of steps is known, and before anything of a checkpoint but weights is loaded.
     def _init_training_state(
@@ -254,13 +142,6 @@ class UpstreamFixes(DistillationTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if resume_from_checkpoint is None:
-            self._was_finished = False
-            left, _ = newest_complete(Path(self.args.output_dir))
-            if left is not None:
-                logger.warning(
-                    f"Starting a new run, but {left} is left from an earlier one: `resume_from_checkpoint=True` "
-                    "resumes from the checkpoint with the highest number. Remove it, or choose another `output_dir`."
-                )
             return begin
         if self._streams.get("train") is not None and not self.args.ignore_data_skip:
             # transformers counts all steps of a stream as its first pass (huggingface/transformers#33544).
@@ -268,38 +149,20 @@ class UpstreamFixes(DistillationTrainer):
             passes, steps = _position(state)
             begin = passes, steps * self.args.gradient_accumulation_steps
         # It compares the steps with `max_steps` after a step only (trainer.py:1600), and would train one more.
-        self._was_finished = self.state.global_step >= max_steps
-        if not self._was_finished:
+        if self.state.global_step < max_steps:
             return begin
-        logger.warning(
-            f"No steps left: {resume_from_checkpoint} is at step {self.state.global_step} of {max_steps}. To continue "
-            "training, raise `max_steps` or `num_train_epochs`."
-        )
+        logger.warning(f"No steps left: {resume_from_checkpoint} is at step {self.state.global_step} of {max_steps}.")
         return num_train_epochs, 0  # no epoch is left for transformers' loop
 
     # Once a training, after the optimizer was made and before a checkpoint is loaded into it.
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As transformers', which trains without a word where the rate is 0 or the optimizer has no weight to step."""
-        given = self.lr_scheduler
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         check_rates(scheduler, num_training_steps)
         # One that was passed has been checked. Some launchers replace the parameters.
         if not of_package(self.create_optimizer) and not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             check_optimizer(self.model, self.optimizer)
-        warmup = self.args.get_warmup_steps(num_training_steps)
-        if given is None and warmup > num_training_steps:
-            logger.warning(
-                f"`warmup_steps={self.args.warmup_steps:g}`, but training has {num_training_steps} steps and ends "
-                f"before reaching `learning_rate={self.args.learning_rate}`. Set fewer; a value below 1 is a fraction "
-                "of all steps."
-            )
         return scheduler
-
-    # For each micro-step.
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        self._whole_steps.come_last(self.callback_handler.callbacks)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss
 
     # For each dataset of an evaluation or a prediction, within a training and apart from one.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -312,12 +175,6 @@ class UpstreamFixes(DistillationTrainer):
         # transformers counts the rows of a process, and keeps those that pad the last batch (trainer.py:2958).
         found = output.predictions
         return output._replace(num_samples=stream.rows, predictions=None if found is None else found[: stream.rows])
-
-    # For each log, and at the end of a training.
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self._was_finished:
-            logs.pop("train_loss", None)  # of no step, which would be 0
-        super().log(logs, start_time)
 
     # ---- A trainer that is used again ---------------------------------------------------------------------------
 
@@ -363,14 +220,6 @@ class UpstreamFixes(DistillationTrainer):
         """Gathers one entry per row of a batch, without those that only fill the last of an evaluation. Collective."""
         whole: Tensor = self.accelerator.gather(rows)
         return whole[: self.distinct_rows]
-
-    def _if_empty(self, description: str, is_training: bool) -> str:
-        if not is_training:
-            return f"{description}: the stream is empty: pass one with rows."
-        return (
-            f"The stream `train_dataset` ended before filling one generation batch of {batch_in_words(self.args)}: add "
-            "rows, or lower one of those numbers."
-        )
 
     # ---- An evaluation before a training ------------------------------------------------------------------------
 

@@ -90,7 +90,8 @@ def eager_(
         chosen = [log_RV.gather(-1, ids_R1).squeeze(-1) for log_RV in (log_student_RV, log_teacher_RV)]
         log_sampled_R = chosen[0]
         first_R = (chosen[1] >= total_R.log().neg_()).to(total_R)
-        of_sampled = drawn(divergence, sampled, *chosen)
+        if sampled.pull is not None or isinstance(divergence, SampledReverseKL):
+            of_sampled = drawn(divergence, sampled, *chosen)
         if of_sampled.force is not None and gradient_RV is not None:
             push_RV = gradient_of(of_sampled.force, probs_RV, sampled.ids)
     value_R, found_RV, cut_R = of_sampled.value, push_RV, zero_R

@@ -21,9 +21,9 @@ from trl_opsd.types.bytewise import ByteTable
 from trl_opsd.types.spelled import Spelled
 
 
-def heads_beside(teacher: OutputHead, origin: OutputHead | None) -> dict[str, OutputHead]:
-    """The heads of what stands beside a teacher: a contrast is its own, in another context."""
-    return {"contrast": teacher, "origin": origin or teacher}
+def head_beside(name: str, teacher: OutputHead, origin: OutputHead | None) -> OutputHead:
+    """The head of states beside a teacher's, by what they are for: a contrast is its own, in another context."""
+    return origin if name == "origin" and origin is not None else teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

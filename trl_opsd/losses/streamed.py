@@ -276,7 +276,10 @@ class _Fold:
         for group in _spans(0, tokens, max(1, group_tokens)):
             for tile in _spans(group.start, group.stop, tile_tokens):
                 student.project_(student_CV, tile)
-                project_target_(teacher, others, [teacher_CV, *others_CV], tile, _block_rows(teacher_CV))
+                if others:
+                    project_target_(teacher, others, [teacher_CV, *others_CV], tile, _block_rows(teacher_CV))
+                else:
+                    teacher.project_(teacher_CV, tile)
                 if anchor is not None:
                     products_TCV[-1].copy_(student_CV)
                 some_2KV = products_2CV[:, looked_at(tokens, tile)]

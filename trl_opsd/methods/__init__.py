@@ -8,40 +8,25 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 from trl_opsd.methods.aggregation import Aggregation
 from trl_opsd.methods.base import Method
-from trl_opsd.methods.certificate import Certificate
 from trl_opsd.methods.collapse import CollapseGuard
-from trl_opsd.methods.context import ContextOptions, GroupSuccess, PromptFunction
-from trl_opsd.methods.contrast import Contrast
-from trl_opsd.methods.gates import GateOptions, Gates
 from trl_opsd.methods.off_policy import OffPolicy
-from trl_opsd.methods.origin import Anchor, Extrapolation
-from trl_opsd.methods.quantization import StudentQuantization
-from trl_opsd.methods.rewards import BatchRewards, RewardOptions
+from trl_opsd.methods.quantization import Certificate, StudentQuantization
+from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.methods.selection import TokenSelection
-from trl_opsd.monitor.metrics import OF_TRAINER, Metric
-from trl_opsd.options.normalize import with_help
-
-
-@with_help
-@dataclass
-class MethodOptions(RewardOptions, GateOptions, ContextOptions):
-    """The options of methods, which are fields of [`OPSDConfig`]."""
-
+from trl_opsd.methods.targets import Anchor, Contrast, Extrapolation
+from trl_opsd.metrics import OF_TRAINER, Metric
 
 METHODS: tuple[type[Method], ...] = (
     StudentQuantization,
     OffPolicy,
-    BatchRewards,
-    Gates,
+    Rewards,
     PromptFunction,
-    GroupSuccess,
     Contrast,
     Extrapolation,
     Anchor,
@@ -61,14 +46,12 @@ NAMED: Mapping[str, type[Method]] = MappingProxyType(
         "contrast": Contrast,
         "extrapolation": Extrapolation,
         "off_policy": OffPolicy,
+        "rewards": Rewards,
         "student_quantization": StudentQuantization,
         "token_selection": TokenSelection,
     }
 )
 """Those that are passed, by their names in `OPSDConfig(methods=...)`."""
-
-UNASKED = (BatchRewards, Gates, PromptFunction, GroupSuccess, CollapseGuard)
-"""Those whose settings are options or arguments, or change nothing; a fingerprint does not list them."""
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {**OF_TRAINER, **{name: metric for one in METHODS for name, metric in one.metrics.items()}}
@@ -111,15 +94,17 @@ def _imported(name: str) -> type[Method]:
     return found
 
 
-def built(now: Any, given: Sequence[Method]) -> tuple[Method, ...]:
-    """The methods of a trainer in a [`Situation`]: those of the package in their order, and then the user's."""
-    passed = [*made(now.methods), *given]
+def built(args: Any, given: Sequence[Method], teacher_prompt_fn: Any, has_environments: bool) -> tuple[Method, ...]:
+    """The methods of a trainer: those of the package in their order, and then the user's."""
+    passed = [*made(args.methods), *given]
     for one in passed:
         if not isinstance(one, Method):
             what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
             raise TypeError(f"`methods` contains {what}: expected instances of subclasses of `trl_opsd.Method`.")
-    unasked: list[Method] = [asked for kind in METHODS if (asked := kind.of(now)) is not None]
-    unasked += [CollapseGuard(), *([OffPolicy()] if now.lmbda < 1 else [])]
+    unasked: list[Method] = [CollapseGuard()]
+    unasked += [OffPolicy()] if args.lmbda < 1 else []
+    unasked += [Rewards()] if has_environments else []
+    unasked += [] if teacher_prompt_fn is None else [PromptFunction(teacher_prompt_fn)]
     kinds = {type(one) for one in passed}
     found = [*passed, *(one for one in unasked if type(one) not in kinds)]
     found.sort(key=lambda one: METHODS.index(type(one)) if type(one) in METHODS else len(METHODS))

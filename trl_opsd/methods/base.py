@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from numpy import ndarray
 from torch import Tensor
 
+from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.rows import BatchRow, Written
-from trl_opsd.monitor.metrics import Metric
+from trl_opsd.metrics import Metric
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class Generated:
     """B of them."""
     written: Written
     """Their prompts and completions as token ids."""
-    tokens: Mapping[str, Tensor]
-    """The same, padded: TRL's keys."""
+    rollout: Rollout
+    """The same, padded."""
     counts: Mapping[str, Tensor]
     """[R] each, what was counted of all completions: `"length"`, `"generated"` and others of `StepStats.completed`."""
     is_training: bool
@@ -78,9 +79,9 @@ class Part:
     """A micro-batch after its loss."""
 
     rows: Sequence[BatchRow]
-    """B of them; empty in a batch that was built elsewhere."""
-    batch: Mapping[str, Any]
-    """What the loss read, without the teacher's targets."""
+    """B of them."""
+    rollout: Rollout
+    """What the loss read."""
     sums: Tensor
     """[B, columns], statistics of each row: `LossParts.rows`, read with [`~types.loss.columns`]."""
     scored: Tensor | None
@@ -114,6 +115,7 @@ class Method:
         words (`str`): what it does to the loss, for the banner and the model card; empty for none.
         falls_back (`bool`): whether a teacher for whose context its prompt is too long reads the columns instead; when
             `False` that is an error.
+        resumed (`bool`): Whether a run resumes only with the same settings.
     """
 
     name: str = ""
@@ -130,6 +132,7 @@ class Method:
     in_groups: bool = False
     moves_target: bool = False
     words: str = ""
+    resumed: bool = True
 
     @property
     def whole_batch(self) -> bool:
@@ -150,10 +153,9 @@ class Method:
     def check(self, args: Any, teachers: Sequence[str]) -> None:
         """Checks the settings against the options and the names of the teachers, before anything is loaded."""
 
-    @classmethod
-    def of(cls, now: Any) -> Method | None:
-        """The method in a [`Situation`], `None` where no option enables it; called for those of the package only."""
-        return None
+    def described(self) -> str:
+        """Its settings in one line, which all processes share and a resume compares."""
+        return describe(self)
 
     def has(self, hook: str) -> bool:
         """Whether it overrides a hook; the trainer calls no others."""

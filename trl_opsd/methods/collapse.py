@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from statistics import median
 from typing import Any, ClassVar, final
 
@@ -13,10 +12,14 @@ from numpy import ndarray
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.methods.base import Generated, Method
-from trl_opsd.monitor.metrics import ALWAYS, STEPS, Logs, Metric
+from trl_opsd.metrics import ALWAYS, STEPS, Logs, Metric
 
 COMPARED_STEPS = 10
 """Optimizer steps at the start, and at the end, that are compared; both have to be complete."""
+SMALL = 0.2
+"""Nats per token: lower bound of the divergence that another is compared with."""
+TAIL, GRAM = 32, 4
+"""Tokens at the end of a completion, and tokens of an n-gram; in a repetition at most half of these are distinct."""
 
 logger = get_logger(__name__)
 
@@ -33,7 +36,7 @@ class CollapseGuard(Method, TrainerCallback):
 
     warns: bool = True
 
-    whole_rows = whole_batch = False
+    whole_rows = whole_batch = resumed = False
     name = "course"
     metrics: ClassVar = {
         "completions/length_drift": Metric(
@@ -51,8 +54,6 @@ class CollapseGuard(Method, TrainerCallback):
         """Mean length and share of repetitions of the step's completions."""
         self._warned: set[str] = set()
 
-    # ---- A step -----------------------------------------------------------------------------------------------------
-
     def generated(self, batch: Generated) -> None:
         of = batch.counts
         if batch.is_training:
@@ -65,54 +66,29 @@ class CollapseGuard(Method, TrainerCallback):
         self._sums = sums
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        signs = self._end_step()
-        for name in (one for one in signs if one not in self._warned):
-            logger.warning(f"Sign of a collapse at step {state.global_step}: {signs[name]}.")
-            self._warned.add(name)
-
-    def _end_step(self) -> dict[str, str]:
-        """The signs of a collapse by name, after the step was added to the course."""
         sums, self._sums = self._sums, {}
         if not sums.get("weight") or self._texts is None:  # skipped, or no completion of the student's
-            return {}
+            return
         length, repeated = self._texts
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         self.course.add(Figures(**means, length=length, repeated=repeated))
         self.host.record("completions/length_drift", self.course.drift)
-        return self.course.signs(clipped=self.host.args.kl_clip is not None) if self.warns else {}
-
-    # ---- Checkpoints ------------------------------------------------------------------------------------------------
+        signs = self.course.signs(clipped=self.host.args.kl_clip is not None) if self.warns else ()
+        for name in (one for one in signs if one not in self._warned):
+            self._warned.add(name)
+            logger.warning(
+                f"Sign of a collapse at step {state.global_step}: {name} (docs/distributed.md). Medians of the first "
+                f"{COMPARED_STEPS} steps: {_medians(self.course.first)}; of the last: {_medians(self.course.last)}."
+            )
 
     def state(self) -> Mapping[str, Any]:
-        return self.course.state()
+        return asdict(self.course)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.course = Course.of(state)
+        self.course = Course(*([Figures(**one) for one in state[name]] for name in ("first", "last")))
 
 
-# ---- The course of a run --------------------------------------------------------------------------------------------
-
-GROWN = 4.0
-"""Factor over the divergence of the first steps, or of the very first, before which nothing was changed."""
-LARGE = 2.5
-"""Nats per token above which it is compared with a single step, which may be low by chance."""
-SMALL = 0.2
-"""Nats per token: lower bound of the divergence that another is compared with."""
-FALLEN = 0.1
-"""Share of an entropy (the student's largest at the start, and the teacher's now) or of a length."""
-EMPTY, SHORTER = 2.0, 0.5
-"""Tokens of an empty answer; and the largest share of the initial length that it may be."""
-STAYED = 0.5
-"""Share of the initial divergence from which on the teacher still disagrees."""
-REPEATED = 0.5
-"""Share of completions that end in a repetition; a run that starts above half of it is not judged."""
-BELOW = -0.05
-"""Nats per token of a clipped divergence; 0 is where student and teacher agree."""
-TAIL, GRAM = 32, 4
-"""Tokens at the end of a completion, and tokens of an n-gram; in a repetition at most half of these are distinct."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of an optimizer step: means over its tokens (nats) or completions, of all processes."""
 
@@ -124,84 +100,56 @@ class Figures:
     repeated: float
     """Share of the completions that end in a repetition."""
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in asdict(self).items())
 
+
+@dataclass
 class Course:
     """The first and the last steps of a run."""
 
-    def __init__(self) -> None:
-        self._first: list[Figures] = []
-        self._last: deque[Figures] = deque(maxlen=COMPARED_STEPS)
+    first: list[Figures] = field(default_factory=list)
+    last: list[Figures] = field(default_factory=list)
 
     def add(self, step: Figures) -> None:
         """Adds the figures of the next step."""
-        (self._first if len(self._first) < COMPARED_STEPS else self._last).append(step)
+        (self.first if len(self.first) < COMPARED_STEPS else self.last).append(step)
+        del self.last[:-COMPARED_STEPS]
 
     @property
     def drift(self) -> float:
         """Length of the latest completions relative to the mean of the first steps; there has to be a step."""
-        first = sum(one.length for one in self._first) / len(self._first)
-        latest = self._last[-1] if self._last else self._first[-1]
+        first = sum(one.length for one in self.first) / len(self.first)
+        latest = (self.last or self.first)[-1]
         return latest.length / first if first else 1.0
 
-    def signs(self, clipped: bool = False) -> dict[str, str]:
-        """Signs of a collapse, by the name of the figure; empty for a healthy run, and in the first 20 steps."""
-        if len(self._last) < COMPARED_STEPS:
-            return {}
-        first, last, very_first, found = _medians(self._first), _medians(self._last), self._first[0], {}
-        # At a rate far too high the third step has collapsed: then not the first ten but the very first is a reference.
-        now, before, at_once = (abs(one.divergence) for one in (last, first, very_first))
-        if now > GROWN * max(before, SMALL) or (now >= LARGE and now > GROWN * at_once):
-            found["divergence"] = (
-                f"the divergence is {last.divergence:.3g} nats per token (first step: {very_first.divergence:.3g}, "
-                f"first {COMPARED_STEPS}: {first.divergence:.3g}): the student moves away from its teacher. Lower the "
-                "learning rate, use a longer warmup, or a bounded divergence"
-            )
-        # Clipped entries are bounded from above only, so the divergence may be below 0.
-        if clipped and last.divergence < BELOW:
-            found["clip"] = (
-                f"the clipped divergence is {last.divergence:.3g} nats per token, but should be 0 at best: entries "
-                "above `kl_clip` cost no more, while negative entries still lower the loss. Raise or remove `kl_clip`, "
-                "or use `divergence='jsd'`, which has no negative entries"
-            )
-        # Not against its start alone: to become as certain as the teacher is the aim.
-        begin = max(one.student_entropy for one in self._first)
-        if last.student_entropy < FALLEN * min(begin, last.teacher_entropy):
-            found["entropy"] = (
-                f"the student's entropy is {last.student_entropy:.2g} nats, down from {begin:.2g}, while the teacher's "
-                f"is {last.teacher_entropy:.2g}: the student is certain where its teacher is not. Lower the learning "
-                "rate, or use `divergence='forward_kl'`, which is mode-covering"
-            )
-        shortest = min(max(1.0, min(EMPTY, FALLEN * first.length)), SHORTER * first.length)
-        if last.length <= shortest and now >= STAYED * before:
-            found["length"] = (
-                f"completions have {last.length:.3g} tokens, down from {first.length:.3g}, but the divergence has "
-                "hardly fallen: the student stops at once. Check the end tokens and the teacher's prompts, or lower "
-                "the learning rate"
-            )
-        if last.repeated >= REPEATED and first.repeated <= REPEATED / 2:
-            found["repetition"] = (
-                f"{last.repeated:.0%} of the completions end in a repetition, up from {first.repeated:.0%}: the "
-                "teacher only continues repetitive text. Lower the learning rate, `max_completion_length` or `top_p`"
-            )
-        return found
-
-    def state(self) -> dict[str, Any]:
-        """The whole state, in numbers that JSON stores exactly."""
-        return {"first": [asdict(one) for one in self._first], "last": [asdict(one) for one in self._last]}
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Course:
-        """The inverse of [`state`]."""
-        self = cls()
-        self._first = [Figures(**one) for one in state["first"]]
-        self._last.extend(Figures(**one) for one in state["last"])
-        return self
+    def signs(self, clipped: bool = False) -> list[str]:
+        """The figures that are signs of a collapse; none of a healthy run, or in the first 20 steps."""
+        if len(self.last) < COMPARED_STEPS:
+            return []
+        first, last = _medians(self.first), _medians(self.last)
+        now, before, at_once = (abs(one.divergence) for one in (last, first, self.first[0]))
+        certain = max(one.student_entropy for one in self.first)
+        short = min(max(1.0, min(2.0, 0.1 * first.length)), 0.5 * first.length)
+        found = {
+            # At a rate far too high the third step has collapsed: then not the first ten but the very first is a
+            # reference, which may be low by chance.
+            "divergence": now > 4 * max(before, SMALL) or (now >= 2.5 and now > 4 * at_once),
+            # Clipped entries are bounded from above only, so the divergence may be below 0.
+            "clip": clipped and last.divergence < -0.05,
+            # Not against its start alone: to become as certain as the teacher is the aim.
+            "entropy": last.student_entropy < 0.1 * min(certain, last.teacher_entropy),
+            # Shorter completions are no collapse where the student has learned them from its teacher.
+            "length": last.length <= short and now >= 0.5 * before,
+            # A run that starts with many is not judged.
+            "repetition": last.repeated >= 0.5 and first.repeated <= 0.25,
+        }
+        return [name for name, is_sign in found.items() if is_sign]
 
 
 def _medians(steps: Iterable[Figures]) -> Figures:
     # Medians: one odd step is no collapse.
-    columns = zip(*map(astuple, steps), strict=True)
-    return Figures(**dict(zip(Figures.__dataclass_fields__, map(median, columns), strict=True)))
+    return Figures(*map(median, zip(*map(astuple, steps), strict=True)))
 
 
 def is_repetition(ids: Sequence[int]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trl_opsd._compat.values import NotNegative
 from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.monitor.metrics import STEPS, Logs, Metric
+from trl_opsd.metrics import STEPS, Logs, Metric
 from trl_opsd.types.loss import columns
 
 _MIXED = Logs(STEPS, "`lmbda` below 1; not where processes share rows", evaluated=False)

@@ -21,9 +21,10 @@ from torch import Tensor
 from trl_opsd._compat.sharding import launched
 from trl_opsd._compat.values import fitting
 from trl_opsd.data.prompts import Prompt
+from trl_opsd.environments import Environments
 from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
-from trl_opsd.methods.context import PromptFunction
+from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.options.table import LARGEST_WEIGHT, shown
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
@@ -31,27 +32,38 @@ from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
 M = TypeVar("M", bound=Method)
 
 
-def check(now: Any, methods: Sequence[Method]) -> None:
-    """Checks the settings of methods, and what each needs against the options and arguments in a [`Situation`]."""
-    is_divided, lacks_rewards = launched(now.args).sp_enabled, now.train_dataset is not None and not now.rewards
+def check(args: Any, methods: Sequence[Method], environments: Environments | None, is_training: bool) -> None:
+    """Checks the settings of methods, and what each needs against options, environments and rewards."""
     for one in methods:
-        name = type(one).__name__
         _check_settings(one)
+        if isinstance(one, Rewards):
+            one.find(environments)
+        if one.has("state") and not one.has("restore"):
+            raise TypeError(f"`{type(one).__name__}.state` without `restore`: a resume would begin without it.")
+    lacks_rewards = is_training and not any(one.given for one in methods if isinstance(one, Rewards))
+    tells = environments is not None and environments.tells
+    is_divided, replacing = launched(args).sp_enabled, [one for one in methods if _replaces_prompts(one)]
+    for one in methods:
+        name, replaces = type(one).__name__, one in replacing
         for is_met, beside, why in (
-            (one.by_token and now.cross_tokenizer, "`cross_tokenizer='bytes'`", "reads distributions over tokens"),
+            (one.by_token and args.cross_tokenizer, "`cross_tokenizer='bytes'`", "reads distributions over tokens"),
             (one.whole_rows and is_divided, "`sp_size`", "reads whole rows"),
-            (one.whole_batch and now.overlap == "step", "`overlap='step'`", "needs all completions of a step at once"),
-            (one.skips and now.overlap, shown("overlap", now.overlap), "skips prompts by what it saw a step before"),
-            (one.skips and now.environments is not None, "`environment_factory`", "skips prompts"),
-            (one.in_groups and now.num_generations == 1, "`num_generations=1`", "compares completions of a prompt"),
-            (one.needs_rewards and not now.lmbda, "`lmbda=0`", "needs rewards of the student's completions"),
+            (one.whole_batch and args.overlap == "step", "`overlap='step'`", "needs all completions of a step at once"),
+            (one.skips and args.overlap, shown("overlap", args.overlap), "skips prompts by what it saw a step before"),
+            (one.skips and environments is not None, "`environment_factory`", "skips prompts"),
+            (replaces and tells, "`environment_factory`", "makes what teachers read, as these environments do"),
+            (replaces and len(replacing) > 1, "`teacher_prompt_fn`", "makes what teachers read"),
+            (one.in_groups and args.num_generations == 1, "`num_generations=1`", "compares completions of a prompt"),
+            (one.needs_rewards and not args.lmbda, "`lmbda=0`", "needs rewards of the student's completions"),
         ):
             if is_met:
                 raise ValueError(f"{beside} with `{name}`, which {why}: change one of them.")
         if one.needs_rewards and lacks_rewards:
-            raise ValueError(f"`{name}` without rewards: pass `reward_funcs` to `OPSDTrainer`.")
-        if one.has("state") and not one.has("restore"):
-            raise TypeError(f"`{name}.state` without `restore`: a resume would begin without it: define both.")
+            raise ValueError(f"`{name}` without rewards: pass `methods=[Rewards([...])]` with functions.")
+
+
+def _replaces_prompts(method: Method) -> bool:
+    return _is_ours(method) and method.has("teacher_prompt")
 
 
 def _check_settings(method: Method) -> None:
@@ -216,9 +228,21 @@ class Methods:
             values_B = [getattr(row, column) for row in rows]
             if any(one != 1 for one in values_B):
                 weights_BC = weights_BC * weights_BC.new_tensor(values_B).unsqueeze(1)
+        self._record_gates(rows)
         for one in self._of("weighed"):
             weights_BC = _checked(one.weighed(_given(weights_BC, one), rows), weights_BC, one, "weighed")
         return weights_BC
+
+    def _record_gates(self, rows: Sequence[BatchRow]) -> None:
+        """Logs the mean gate of all rows that were generated, where rewards or environments may set it. Collective."""
+        intake, rewards = self._host.teaching.readers.intake, self.get(Rewards)
+        of_rewards = rewards is not None and rewards.gate is not None and self._host.model.training
+        if of_rewards or self.reads_outcomes or (intake.needs_context and intake.is_told):
+            gates = [row.gate for row in rows if row.prompt_weight and not row.is_padding]
+            sums = torch.tensor([sum(gates), len(gates)], dtype=torch.float32, device=self._host.accelerator.device)
+            total, count = self._host.accelerator.reduce(sums, "sum").tolist()
+            if count:
+                self._host.record("gate/mean", total / count, count)
 
     def objective(self, objective: Objective) -> Objective:
         for one in self._of("objective"):

@@ -1,15 +1,18 @@
-"""Trains a student as it will be served: linear layers with quantised weights, saved quantised."""
+"""Trains a student as it will be served, with quantised weights, and measures how far it is from its teacher then.
+
+N tokens
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
+import torch
 from accelerate.logging import get_logger
-from torch import nn
-from tqdm.auto import tqdm
+from torch import Tensor, nn
 
 from trl_opsd._compat.deepspeed import loading
 from trl_opsd._compat.peft import (
@@ -20,12 +23,16 @@ from trl_opsd._compat.peft import (
     why_not_plain_lora,
     without_peft,
 )
-from trl_opsd._compat.sharding import class_of, whole_numel
+from trl_opsd._compat.sharding import class_of
 from trl_opsd._compat.torchao import FakeQuantizedLinear, FakeQuantizer, base_config, prepare, save_quantized
 from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd.losses import ForwardKL, streamed_divergence
+from trl_opsd.losses.streamed import streamed_greedy
 from trl_opsd.methods.base import Method
+from trl_opsd.metrics import Logs, Metric
 from trl_opsd.models.checks import PLACE_OPTIONS
 from trl_opsd.models.weights import first_change, sample
+from trl_opsd.types import LazyLogits
 
 FOLDER = "quantized"
 """The folder of the quantised student, beside its weights."""
@@ -59,18 +66,12 @@ class StudentQuantization(Method):
 
     def build(self) -> None:
         """Prepares the student; nothing of it has computed yet."""
-        given, model = self.format, self.host.model
-        shown = f"`StudentQuantization({repr(given) if isinstance(given, str) else type(given).__name__})`"
-        if is_peft(model) and (reason := why_not_plain_lora(model)):
-            raise ValueError(
-                f"{shown}: {reason}, but beside a quantised base only plain LoRA computes the same once it is saved: "
-                "use a `LoraConfig` without that, or train all weights."
-            )
+        model = self.host.model
         self._base = str(get_config_model_id(without_peft(model).config) or "") if is_peft(model) else ""
-        if is_peft(model) and not self._base:
+        if is_peft(model) and (reason := why_not_plain_lora(model) or ("" if self._base else "the model has no path")):
             raise ValueError(
-                f"{shown} with an adapter on a model without a path, but its base is saved quantised from there: pass "
-                "the path of the model, or a model that was loaded from one."
+                f"`StudentQuantization`: {reason}, but beside an adapter only the base of plain LoRA is saved "
+                "quantised, from the path that it was loaded from."
             )
         layers, self._kept = {}, []
         inside = {id(one) for one in without_peft(model).get_decoder().modules()}
@@ -83,29 +84,16 @@ class StudentQuantization(Method):
                 self._kept.append(name)
         if not layers:
             raise ValueError(
-                f"{shown}: {type(without_peft(model)).__name__} has no `nn.Linear` in its decoder, and nothing else is "
-                "quantised here: remove the method."
+                f"`StudentQuantization`: {type(without_peft(model)).__name__} has no `nn.Linear` in its decoder, and "
+                "nothing else is quantised."
             )
-        try:
-            quantizer = FakeQuantizer.of(self._config, layers, self.host.accelerator.device)
-        except ValueError as error:
-            raise ValueError(f"{shown}: {error}") from error
-        prepare(layers, quantizer)
-        numbers = {id(one): whole_numel(one) for one in model.parameters()}
-        of_layers = sum(numbers[id(one.weight)] for one in layers.values())
-        share = of_layers / sum(numbers.values())
-        if share < 0.5:
-            logger.warning(
-                f"{shown} quantises {share:.0%} of the parameters: others are embeddings, or experts in one "
-                "tensor per layer, which stay as they are."
-            )
+        prepare(layers, FakeQuantizer.of(self._config, layers, self.host.accelerator.device))
 
     def saved(self, folder: Path, in_checkpoint: bool) -> None:
         """Saves the student quantised; beside an adapter its base, which no checkpoint changes, so not with each."""
         source: str | Path = folder
-        base, place = without_peft(self.host.model), dict[str, Any]()
+        base, place, into = without_peft(self.host.model), dict[str, Any](), folder / FOLDER
         kind: Any = class_of(base)
-        device, into = self.host.accelerator.device, folder / FOLDER
         if is_peft(self.host.model):
             if in_checkpoint:
                 return
@@ -116,17 +104,12 @@ class StudentQuantization(Method):
                 found = kind.from_pretrained(source, use_safetensors=True, **place)
             theirs = {name: sample(one) for name, one in base_parameters(found).items()}
             if (changed := first_change(self.host.base_samples, theirs)) is not None:
-                logger.warning(
-                    f"{into} is not written: {changed} of {source} is not that of the student's base. Save the base "
-                    "before an adapter is put on it, and load it from there."
-                )
+                logger.warning(f"{into} is not written: {changed} of {source} is not that of the student's base.")
                 return
         # PEFT finds no weight in a layer of compressed-tensors.
         packs = not is_peft(self.host.model)
-        save_quantized(kind, source, into, self._config, self._kept, device, packs, **place)
+        save_quantized(kind, source, into, self._config, self._kept, self.host.accelerator.device, packs, **place)
         (self.host.processor or self.host.processing_class).save_pretrained(into)
-        before, after = (sum(one.stat().st_size for one in Path(at).glob("*.safetensors")) for at in (source, into))
-        tqdm.write(f"{into.parent.name}/{FOLDER}: {after / 1e6:.4g} MB, unquantised {before / 1e6:.4g} MB")
 
 
 def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
@@ -135,3 +118,35 @@ def _linear(model: Any) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and id(module) not in inside:
             yield plain_layer(name), module
+
+
+_LOGS = Logs(
+    "mean over the tokens in the loss of an evaluation, of all processes", "the method `certificate`", trained=False
+)
+
+
+@final
+class Certificate(Method):
+    """Has evaluations measure KL(teacher‖student) at temperature 1 and the share of tokens with the same likeliest
+    token; with `eval_on_start=True` before the first step, too, which is what quantising alone costs.
+    """
+
+    by_token = needs_whole = True
+    whole_rows = False
+    metrics: ClassVar = {
+        "certificate/kl": Metric("nats", "KL(teacher‖student) per token at temperature 1.", _LOGS),
+        "certificate/agreement": Metric("1", "Share of tokens where both models have the same likeliest one.", _LOGS),
+    }
+
+    def read(self, student: LazyLogits, teacher: LazyLogits, weights: Tensor) -> None:
+        counts = weights != 0  # each token alike, whatever counts alike in the loss
+        if not (total := int(counts.sum())):
+            return
+        student, teacher = replace(student, temperature=1.0), replace(teacher, temperature=1.0)
+        args, vocabulary = self.host.args, self.host.current_objective.vocabulary
+        how = {"chunk_tokens": args.loss_chunk_tokens, "vocabulary": vocabulary}
+        with torch.no_grad():
+            kl_N = streamed_divergence(student, teacher, ForwardKL(), **how).divergence
+        same_N = streamed_greedy(student, **how) == streamed_greedy(teacher, **how)
+        self.host.record("certificate/kl", float(kl_N[counts].mean()), total)
+        self.host.record("certificate/agreement", float(same_N[counts].float().mean()), total)

@@ -1,4 +1,4 @@
-"""Rewards completions in the process that generated them, and gives each row its advantage among those of its prompt.
+"""Rewards completions, and has rewards decide what is learned: an advantage, which rows count, what teachers read.
 
 B rows of this process · R rows of all · F reward functions · G prompts · n completions of each
 """
@@ -7,30 +7,41 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from pandas import DataFrame
 from torch import Tensor
 
 from trl_opsd._compat.trl import nanstd, parse_response
-from trl_opsd.data.outcomes import Outcome, texts_of
+from trl_opsd._compat.values import Finite, NotNegative
+from trl_opsd.data.outcomes import Outcome, check_prompt_fn, reads_outcome, texts_of
+from trl_opsd.data.prompts import SUCCESS_TEMPLATE
+from trl_opsd.environments import Environments
+from trl_opsd.losses.divergence import describe
 from trl_opsd.methods.base import Generated, Method
+from trl_opsd.methods.reward_functions import (
+    NOT_PASSED,
+    Functions,
+    Given,
+    RewardModel,
+    check_columns,
+    given_rewards,
+    placed_model,
+)
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.models.checks import whole_checkpoint
-from trl_opsd.monitor.metrics import STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
-from trl_opsd.options.normalize import with_help
-from trl_opsd.options.table import NUMBERS, Option, at_least, one_of
+from trl_opsd.metrics import BATCHES, STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
 from trl_opsd.parallel.rng import preserved_rng
-from trl_opsd.rewards.functions import RewardModel, Rewards, loaded_model
-from trl_opsd.rewards.given import NOT_PASSED, Given
 from trl_opsd.types import Rollout
+
+logger = get_logger(__name__)
 
 _EPSILON = 1e-4
 """Added to each standard deviation before a division, as in TRL."""
@@ -40,39 +51,54 @@ _REWARDS = Logs(
 )
 
 
-@with_help
-@dataclass
-class RewardOptions:
-    reward_weight: Annotated[
-        float,
-        Option(at_least(0), resumed=True, words="plus {:g} times the policy gradient of rewards"),
-    ] = 0.0
-    """Weight of the policy gradient of `reward_funcs` beside the divergence. At 0 the trainer only logs rewards."""
-    reward_weights: Annotated[list[float] | None, Option(NUMBERS | None, resumed=True)] = None
-    """Weight of each reward function in their sum, as in TRL's `GRPOConfig`. When `None`, each has 1."""
-    scale_rewards: Annotated[str, Option(one_of("group", "batch", "none"), resumed=True)] = "group"
-    """Whose standard deviation divides the rewards, as in TRL's `GRPOConfig`: of a prompt's rewards (`"group"` or
-    `True`), of the step's (`"batch"`), or none (`"none"` or `False`)."""
-    multi_objective_aggregation: Annotated[
-        str, Option(one_of("sum_then_normalize", "normalize_then_sum"), resumed=True)
-    ] = "sum_then_normalize"
-    """Whether the trainer scales the sum of several rewards, or each before it adds them, as in TRL's `GRPOConfig`."""
-
-
 @final
-class BatchRewards(Method):
-    """Calls reward functions; where training does not depend on rewards, it logs them, and nothing else changes."""
+@dataclass
+class Rewards(Method):
+    """Calls reward functions and models, and environments that reward, and logs what they give; at a `weight` of 0,
+    without `gate` and `context`, nothing else changes. A trainer with environments has one unasked.
+
+    Args:
+        functions (`Callable`, [`~transformers.PreTrainedModel`], `str`, or a list of them, *optional*): As TRL's
+            `GRPOTrainer` takes them; a name is `"module.function"`, that of a function in `trl.rewards`, or the path of
+            a reward model.
+        weight (`float`, *optional*, defaults to 0): Weight of the policy gradient of rewards beside the divergence.
+        weights (`list[float]`, *optional*): Weight of each function in their sum. When `None`, each has 1, as those of
+            environments always have.
+        scale (`str`, *optional*, defaults to `"group"`): Whose standard deviation divides the rewards: of a prompt's
+            (`"group"`), of the step's (`"batch"`), or `"none"`.
+        aggregation (`str`, *optional*, defaults to `"sum_then_normalize"`): Whether the sum of several rewards is
+            scaled, or each before they are added (`"normalize_then_sum"`).
+        gate (`float` or `str`, *optional*): In training, which completions of the student count in the loss: those with
+            a reward of at least this number, or all, weighted by `"reward"` or by `"advantage"` where these are above 0
+            (arXiv 2605.06188).
+        context (`str`, *optional*): `"group_success"` shows the teacher another completion of the same prompt whose
+            reward is high enough (SDPO, arXiv 2601.20802); a row without one, and without context in the columns, does
+            not count.
+        threshold (`float`, *optional*, defaults to 1): Minimum reward of a completion that is shown to the teacher.
+        tokenizers (`list`, *optional*): The tokenizers of reward models, `None` for a function. When `None`, those at
+            the models' paths.
+    """
+
+    functions: Any = ()
+    weight: NotNegative = 0.0
+    weights: list[Finite] | None = None
+    scale: Literal["group", "batch", "none"] = "group"
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    gate: Finite | Literal["reward", "advantage"] | None = None
+    context: Literal["group_success"] | None = None
+    threshold: Finite = 1.0
+    tokenizers: Any = None
 
     whole_rows = False
     metrics: ClassVar = {
         "rewards/<name>/mean": Metric("of the function", "Mean of this function's rewards, without `None`.", _REWARDS),
         "rewards/<name>/std": Metric("of the function", "Standard deviation of this function's rewards.", _REWARDS),
-        "reward": Metric("of the functions", "Sum of a completion's rewards times `reward_weights`.", _REWARDS),
+        "reward": Metric("of the functions", "Sum of a completion's rewards times their `weights`.", _REWARDS),
         "reward_std": Metric("of the functions", "Standard deviation of `reward`.", _REWARDS),
         "frac_reward_zero_std": Metric(
             "1",
             "Share of completions in a prompt (or step) whose rewards are all equal.",
-            Logs(STEPS, "`reward_weight` above 0", evaluated=False),
+            Logs(STEPS, "a method that needs rewards", evaluated=False),
         ),
         "pull/mean": Metric(
             "nats",
@@ -80,34 +106,100 @@ class BatchRewards(Method):
             Logs(WEIGHTED, "rows with a `pull`", evaluated=False),
             "pulled / weight",
         ),
+        "gate/mean": Metric(
+            "1",
+            "Weight of a row by its reward; 0 where the teacher has no prompt of its own.",
+            Logs(BATCHES, "`gate` or `context` of `rewards`, or a `teacher_prompt_fn` that takes rewards"),
+        ),
     }
 
-    def __init__(self, rewards: Sequence[Given], weight: float) -> None:
-        self._given, self._weight = rewards, weight
-        self.needs_rewards = self.in_groups = self.pulls = weight > 0
-        self._rewards: Rewards
-        self._evaluated: list[Tensor] | None = None
-        """[*, F] each, rewards of the evaluation in progress: each row once, in the order of generation."""
-        self._texts: dict[str, list[str]] = {}
-        """Prompts and completions of these rows, for `log_completions` only."""
-
-    @classmethod
-    def of(cls, now: Any) -> BatchRewards | None:
-        return cls(now.reward_sources, now.reward_weight) if now.reward_sources or now.reward_weight else None
+    # ---- Before anything is loaded ----------------------------------------------------------------------------------
 
     @property
     def whole_batch(self) -> bool:
         """Whether training depends on rewards; logged ones may come later."""
         return self.needs_rewards
 
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        told = [f"plus {self.weight:g} times the policy gradient of rewards"] * self.pulls
+        return ", ".join(told + [f"rows gated by their reward ({self.gate})"] * (self.gate is not None))
+
+    def has(self, hook: str) -> bool:
+        return super().has(hook) and (hook != "teacher_prompt" or self.context is not None)
+
+    def find(self, environments: Environments | None) -> None:
+        """Finds the functions and those of environments, in `given`, and what is done with their rewards."""
+        shows, self.pulls = self.context is not None, self.weight > 0
+        self.reads_outcomes = self.falls_back = shows
+        self.needs_rewards = self.pulls or shows or self.gate is not None
+        self.in_groups = self.pulls or shows or self.gate == "advantage"
+        own = given_rewards(self.functions, self.tokenizers)
+        if self.weights is not None and len(self.weights) != len(own):
+            raise ValueError(
+                f"`Rewards(weights=...)` has {len(self.weights)} numbers, but there are {len(own)} `functions`: "
+                "expected one number for each."
+            )
+        of_environments = {} if environments is None else environments.rewards([one.name for one in own])
+        self.given = [*own, *(Given(name, source) for name, source in of_environments.items())]
+
+    def check(self, args: Any, teachers: Sequence[str]) -> None:
+        """Warns of GRPO's `beta`."""
+        if args.beta == 0 and args.divergence is None and self.needs_rewards:
+            logger.warning(
+                "`beta=0` is the forward KL from the teacher, as in TRL's `DistillationConfig`; GRPO's penalty, which "
+                "0 turns off there, is the method `anchor` here. Set `divergence='forward_kl'` if you mean it."
+            )
+
+    def check_rows(
+        self, columns: Mapping[str, Collection[str] | None], more: Collection[str], is_learned: bool
+    ) -> None:
+        """Checks that functions can be called for the columns of each dataset, `None` where they are not known.
+
+        Rows of a training that does not depend on rewards may lack some: it logs none then.
+        """
+        self.resumed, self.logs_in_training = is_learned, "train_dataset" in columns
+        for where, names in columns.items():
+            try:
+                check_columns(self.given, where, names or (), more) if names is not None else None
+            except ValueError:
+                if is_learned or where != "train_dataset":
+                    raise
+                self.logs_in_training = False
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the functions and models, in the log."""
+        return [one.name for one in self.given]
+
+    def described(self) -> str:
+        return describe(replace(self, functions=self.names, tokenizers=None))
+
     def build(self) -> None:
-        self._rewards = _built(self._given, self.host)
+        host, functions = self.host, {}
+        for number, one in enumerate(self.given):
+            functions[one.name] = one.source
+            if one.is_model:
+                assert one.tokenizer is not None, "it was loaded with the arguments"
+                model = placed_model(one.source, f"Rewards.functions[{number}]", host.accelerator.device)
+                rows = host.args.per_device_train_batch_size
+                functions[one.name] = RewardModel(model, one.tokenizer, host.chat_template_kwargs, rows)
+        self._functions = Functions(functions)
+        self._weights = torch.ones(len(functions))  # those of environments come last
+        if self.weights:
+            self._weights[: len(self.weights)] = torch.tensor(self.weights, dtype=torch.float32)
+        self._evaluated: list[Tensor] | None = None
+        """[*, F] each, rewards of the evaluation in progress: each row once, in the order of generation."""
+        self._texts: dict[str, list[str]] = {}
+        """Prompts and completions of these rows, for `log_completions` only."""
+
+    # ---- A generation batch -----------------------------------------------------------------------------------------
 
     def generated(self, batch: Generated) -> None:
         host, tells = self.host, self.host.methods.reads_outcomes
         is_trained = batch.is_training and host.methods.needs_rewards
-        is_logged = batch.is_training and host.teaching.logs_rewards
-        if not (is_trained or is_logged or self._evaluated is not None or tells):
+        is_logged = batch.is_training and self.logs_in_training
+        if not self.given or not (is_trained or is_logged or self._evaluated is not None or tells):
             return
         # A function that draws random numbers must not change a training that only logs its rewards.
         apart = nullcontext() if is_trained or tells else preserved_rng(host.accelerator.device)
@@ -122,14 +214,18 @@ class BatchRewards(Method):
             elif self._evaluated is not None:
                 self._evaluated.append(host.gather_distinct_rows(rewards_BF).cpu())
                 if host.log_completions:
-                    self._keep_texts(batch.tokens, len(self._evaluated[-1]))
+                    self._keep_texts(batch.rollout, len(self._evaluated[-1]))
             if is_trained or is_logged:
                 self._record(rewards_RF)
+        if self.gate is not None and batch.is_training:
+            for row in batch.rows:
+                if row.by_student:
+                    row.gate *= gate(self.gate, row.reward, row.advantage)
 
     def _set_rewards(self, rewards_RF: Tensor, batch: Generated) -> None:
         """Gives each row its reward and, where teachers read them, the completions of its prompt with theirs."""
         host, args = self.host, self.host.args
-        totals = _total(rewards_RF, self._rewards.weights).tolist()
+        totals = _total(rewards_RF, self._weights).tolist()
         batch.rewards = [None if math.isnan(one) else one for one in totals]
         first = host.accelerator.process_index * len(batch.rows)
         for place, row in enumerate(batch.rows, start=first):
@@ -137,7 +233,7 @@ class BatchRewards(Method):
         if not host.methods.reads_outcomes:
             return
         number = args.num_generations if batch.is_training else args.num_generations_eval or args.num_generations
-        texts = texts_of(host.processing_class, Rollout.unpack(batch.tokens).completion_lists())
+        texts = texts_of(host.processing_class, batch.rollout.completion_lists())
         everyone = list(zip(gather_object(texts), batch.rewards, strict=True))
         for place, row in enumerate(batch.rows, start=first):
             start = place - place % number
@@ -145,19 +241,21 @@ class BatchRewards(Method):
             row.outcome = Outcome(group[place - start][1], place - start, group)
 
     def _set_advantages(self, rewards_RF: Tensor, batch: Generated) -> None:
-        args, rows = self.host.args, batch.rows
-        values_R, is_flat_R = advantages(
-            rewards_RF,
-            self._rewards.weights,
-            args.num_generations,
-            args.scale_rewards,
-            args.multi_objective_aggregation,
-        )
+        rows, number = batch.rows, self.host.args.num_generations
+        values_R, is_flat_R = advantages(rewards_RF, self._weights, number, self.scale, self.aggregation)
         first = self.host.accelerator.process_index * len(rows)
         for row, value in zip(rows, values_R[first : first + len(rows)].tolist(), strict=True):
             row.advantage = value
-            row.pull += self._weight * value
+            row.pull += self.weight * value
         self.host.record("frac_reward_zero_std", float(is_flat_R[batch.counts["asked"] > 0].float().mean()))
+
+    def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
+        request, outcome = row.request, row.outcome
+        solution = None if outcome is None else outcome.success(self.threshold)
+        if solution is None:
+            return prompt if request.tells_more else None
+        intake = self.host.teaching.readers.intake
+        return intake.with_context(request["prompt"], solution, request.where, SUCCESS_TEMPLATE)
 
     # ---- Calling the functions --------------------------------------------------------------------------------------
 
@@ -167,7 +265,7 @@ class BatchRewards(Method):
         metrics: dict[str, list[float]] = defaultdict(list)
         numbers = [number for number, row in enumerate(rows) if row.by_student and not row.is_padding]
         of_student = [rows[number] for number in numbers]
-        rollout = Rollout.unpack(batch.tokens)
+        rollout = batch.rollout
         ids = rollout.completion_lists()
         completions = self._completions_of(rollout, ids, rows) if conversations is None else conversations
         arguments = {
@@ -177,10 +275,10 @@ class BatchRewards(Method):
             "trainer_state": self.host.state,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }
-        if (environments := self.host.turns.environments) is not None:
-            arguments["environments"] = [environments.current[number] for number in numbers]
-        found = torch.full((len(rows), len(self._rewards.functions)), torch.nan)
-        found[numbers] = self._rewards.of(arguments, [row.request.where for row in of_student])
+        if (environments := self.host.environments) is not None:
+            arguments["environments"] = [environments[number] for number in numbers]
+        found = torch.full((len(rows), len(self._functions.functions)), torch.nan)
+        found[numbers] = self._functions.of(arguments, [row.request.where for row in of_student])
         # Means over the calls of `log_metric` in all processes.
         everyone = gather_object([dict(metrics)])
         for name in sorted({name for theirs in everyone for name in theirs}):
@@ -230,11 +328,11 @@ class BatchRewards(Method):
     def of_evaluation(self) -> Tensor:
         """[N], the rewards of the rows of the evaluation in progress, NaN for one without any."""
         assert self._evaluated, "an evaluation has begun, and has rows"
-        return _total(torch.cat(self._evaluated), self._rewards.weights)
+        return _total(torch.cat(self._evaluated), self._weights)
 
-    def _keep_texts(self, tokens: Mapping[str, Any], number: int) -> None:
+    def _keep_texts(self, rollout: Rollout, number: int) -> None:
         """Keeps the texts of a batch with so many distinct rows. Collective."""
-        rollout, decode = Rollout.unpack(tokens), self.host.processing_class.batch_decode
+        decode = self.host.processing_class.batch_decode
         for name, ids in {"prompt": rollout.prompt_lists(), "completion": rollout.completion_lists()}.items():
             texts = gather_object(decode(ids, skip_special_tokens=True))
             self._texts[name] += texts[:number]  # the others pad the last batch
@@ -243,36 +341,55 @@ class BatchRewards(Method):
         """Writes a table of an evaluation, one line per row, next to those that TRL writes of trainings."""
         folder, step = Path(self.host.args.output_dir or "") / "completions", self.host.state.global_step
         folder.mkdir(parents=True, exist_ok=True)
-        columns = dict(zip(self._rewards.functions, rewards_RF.T.tolist(), strict=True))
+        columns = dict(zip(self._functions.functions, rewards_RF.T.tolist(), strict=True))
         DataFrame({"step": step, **self._texts, **columns}).to_parquet(folder / f"{prefix}_{step:05d}.parquet")
 
     def _record(self, rewards_RF: Tensor) -> None:
-        totals_R = _total(rewards_RF, self._rewards.weights)
-        for name, values_R in zip(self._rewards.functions, rewards_RF.T, strict=True):
+        totals_R = _total(rewards_RF, self._weights)
+        for name, values_R in zip(self._functions.functions, rewards_RF.T, strict=True):
             self.host.record(f"rewards/{name}/mean", float(values_R.nanmean()))
             self.host.record(f"rewards/{name}/std", float(nanstd(values_R)))
         self.host.record("reward", float(totals_R.nanmean()))
         self.host.record("reward_std", float(nanstd(totals_R)))
 
 
-def _built(rewards: Sequence[Given], trainer: Any) -> Rewards:
-    """The functions of all rewards, with their models loaded."""
-    args, functions = trainer.args, {}
-    for number, one in enumerate(rewards):
-        function = one.source
-        if one.is_model:
-            assert one.tokenizer is not None, "it was loaded with the arguments"
-            with whole_checkpoint(f"reward_funcs[{number}]"):
-                model = loaded_model(function) if isinstance(function, str) else function
-            placed = model if getattr(model, "hf_device_map", None) else model.to(trainer.accelerator.device)
-            function = RewardModel(
-                placed, one.tokenizer, trainer.chat_template_kwargs, args.per_device_train_batch_size
-            )
-        functions[one.name] = function
-    weights = torch.ones(len(functions))  # those of environments come last, with a weight of 1
-    if args.reward_weights:
-        weights[: len(args.reward_weights)] = torch.tensor(args.reward_weights, dtype=torch.float32)
-    return Rewards(functions=functions, weights=weights)
+def gate(kind: float | str, reward: float | None, advantage: float) -> float:
+    """The weight of a completion in the loss by its reward, `None` where it has none: `Rewards.gate`."""
+    if reward is None or math.isnan(reward):
+        return 0.0
+    if isinstance(kind, str):
+        return max(0.0, {"reward": reward, "advantage": advantage}[kind])
+    return float(reward >= kind)
+
+
+@final
+@dataclass
+class PromptFunction(Method):
+    """Has a function of the user make the teacher's prompt of a row and its completion: `teacher_prompt_fn`."""
+
+    function: Any
+
+    whole_rows = resumed = False  # a fingerprint has its name among those of functions
+
+    def __post_init__(self) -> None:
+        self.reads_outcomes = self.needs_rewards = reads_outcome(self.function)
+
+    def check(self, args: Any, teachers: Sequence[str]) -> None:
+        check_prompt_fn(self.function)
+
+    def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
+        request = row.request
+        try:
+            found = self.function(dict(request), completion_text, *([row.outcome] if self.reads_outcomes else ()))
+        except Exception as error:
+            # The user's own exception goes on, with the row named.
+            columns = sorted(request)
+            error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, which has the columns {columns}.")
+            raise
+        intake = self.host.teaching.readers.intake
+        if found is None and self.reads_outcomes:
+            return None
+        return intake.prompt_of(request, found, f"What `teacher_prompt_fn` returned for {request.where}")
 
 
 # ---- Advantages, as TRL's GRPO computes them ------------------------------------------------------------------------

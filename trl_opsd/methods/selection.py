@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
+from accelerate.logging import get_logger
 from numpy import ndarray
 from torch import Tensor
 
@@ -18,10 +19,12 @@ from trl_opsd.losses.objective import Objective
 from trl_opsd.losses.token_selection import Selection
 from trl_opsd.methods.base import Method, Part
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.monitor.metrics import STEPS, Logs, Metric
+from trl_opsd.metrics import STEPS, Logs, Metric
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.types import Rollout
 from trl_opsd.types.loss import columns
+
+logger = get_logger(__name__)
 
 _SALT = 1
 """Separates the seeds of token selection from those of `lmbda`."""
@@ -94,13 +97,15 @@ class TokenSelection(Method):
 
     def tally(self, part: Part) -> Tensor:
         """[4]: tokens that were selected, tokens to select from, tokens that were scored, and their scores."""
+        if self.selection.is_late and part.scored is None:
+            logger.warning_once(
+                f"`TokenSelection({self.criterion!r})` was not applied: `super().compare` applies it, but your own "
+                "`compare` did not return its `scored` (change what it returns with `dataclasses.replace`)."
+            )
         weight_B, tokens_B = columns(part.sums, "weight", "tokens").unbind(1)
         counted_B = (weight_B > 0).to(part.sums.dtype)  # a row repeated only to keep collectives matched has no weight
-        if self.selection.is_late:
-            candidates_B = (part.batch["loss_weights"] != 0).sum(1)
-        else:
-            candidates_B = Rollout.unpack(part.batch).generated.sum(1)
-        sums_2 = torch.stack([tokens_B, candidates_B.to(part.sums)]).mul(counted_B).sum(1)
+        candidates_BC = part.rollout.counts if self.selection.is_late else part.rollout.generated
+        sums_2 = torch.stack([tokens_B, candidates_BC.sum(1).to(part.sums)]).mul(counted_B).sum(1)
         return torch.cat([sums_2, sums_2.new_zeros(2) if part.scored is None else part.scored.to(sums_2)])
 
     def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from trl_opsd._compat.peft import CausalLM, without_peft
-from trl_opsd._compat.sharding import in_zero3, is_split_model, unsharded, whole_shape
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import is_split_model, whole_shape
 from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
 from trl_opsd.types import Length, OutputHead, Rollout
@@ -112,6 +113,8 @@ def padded_hidden(
         places_BW = before + columns_W.minimum(totals_B1 - 1)  # padding may lie beyond the context
         hidden_BWH = hidden_states(model, ids_BW, whole_mask, places_BW, past=past)
         return _at(hidden_BWH, places.predicting_BC - before)
+    if rollout.images is None and reading.dummy_image_prompt is None:
+        return _at(hidden_states(model, ids_BW, mask_BW), places.predicting_BC)
     images: Sequence[RowImages | None] = rollout.images or [None] * len(lengths)
     if reading.dummy_image_prompt is not None and mask_BW is not None and all(one is None for one in images):
         ids_BW, mask_BW = (
@@ -177,7 +180,7 @@ def context_of(model: CausalLM) -> int | None:
 
 def backbone_of(model: CausalLM) -> Any:
     """The module of a causal language model, bare or wrapped by `peft`, that computes hidden states."""
-    causal_lm = without_peft(model)
+    causal_lm = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     backbone = causal_lm.base_model
     # The text part of a multimodal model has that model's `base_model_prefix`, so `base_model` misses it (Llama 4).
     return getattr(causal_lm, "model", causal_lm) if backbone is causal_lm else backbone
@@ -269,29 +272,9 @@ def shape_of(head: OutputHead) -> tuple[int, int]:
     return rows, width
 
 
-def gathered_head(*heads: OutputHead | None) -> AbstractContextManager[Any]:
-    """Gathers heads that ZeRO-3 has sharded while the context is open; a no-op otherwise."""
-    tensors = [part for head in heads if head is not None for part in (head.weight, head.bias)]
-    parts = [part for part in tensors if part is not None and in_zero3(part)]
-    split = list({id(part): part for part in parts}.values())  # a teacher may share the student's head
-    from trl_opsd._compat.trl import maybe_gather_lm_head_ctx
-
-    context: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(*split)
-    return context
-
-
 def model_shape(model: CausalLM) -> tuple[int, int]:
     """V and H of a model's head."""
     return shape_of(OutputHead.of(model))
-
-
-@contextmanager
-def whole_head(model: CausalLM) -> Iterator[OutputHead]:
-    """The head of a model, gathered while the context is open if ZeRO-3 or FSDP2 has sharded it. Collective."""
-    with unsharded(model.get_output_embeddings()):
-        head = OutputHead.of(model)
-        with gathered_head(head):
-            yield head
 
 
 def logits_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from trl_opsd._compat.peft import CausalLM, without_peft
-from trl_opsd._compat.sharding import is_split
+from trl_opsd._compat.sharding import is_split, whole_head
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.models.backbone import (
     Run,
@@ -36,7 +36,6 @@ from trl_opsd.models.backbone import (
     preserved_mode,
     seen,
     shape_of,
-    whole_head,
 )
 from trl_opsd.models.padding import PADDED, Read, Reading, agree, distances, gap_of_packing, prove_reading
 from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise

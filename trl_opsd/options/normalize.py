@@ -292,15 +292,8 @@ def _shown(name: str, value: Any) -> str:
 _Class = TypeVar("_Class", bound=type[Any])
 
 
-_LISTED: dict[type, list[str]] = {}
-"""What the docstrings of decorated classes list."""
-
-
 def with_help(described: _Class) -> _Class:
-    """Decorates a dataclass: the text under a field is its `help`, and the docstring lists the annotated fields.
-
-    Those that it inherits from decorated ones follow its own.
-    """
+    """Decorates a dataclass: the text under a field is its `help`, and the docstring lists the annotated fields."""
     try:
         source = ast.parse(dedent(getsource(described)))
     except OSError:  # an installation without sources
@@ -316,7 +309,5 @@ def with_help(described: _Class) -> _Class:
                     kind = ast.unparse(annotation.slice.elts[0]).removesuffix(" | None")
                     default = "" if one.default is None else f", defaults to `{one.default!r}`"
                     listed += [f"    {name} (`{kind}`, *optional*{default}):", f"        {meaning}"]
-    listed += [line for base in described.__bases__ for line in _LISTED.get(base, ())]
-    _LISTED[described] = listed
     described.__doc__ = "\n".join([cleandoc(described.__doc__ or ""), "", "Parameters:", *listed])
     return described

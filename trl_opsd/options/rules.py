@@ -469,12 +469,5 @@ AFTER = (
     _several_alike("num_generations"),
     _several_alike("num_generations_eval"),
     *EVALUATION,
-    # rewards
-    Rule(
-        lambda args: args.beta == 0 and args.divergence is None and args.calls_rewards,
-        "`beta={0.beta:g}` is the forward KL from the teacher, as in TRL's `DistillationConfig`; GRPO's penalty, which "
-        "0 turns off there, is the method `anchor` here. Set `divergence='forward_kl'` if you mean it.",
-        warns=True,
-    ),
 )
 """Of options as they are read."""

@@ -89,11 +89,6 @@ def integer(low: int, expected: str = "", high: float = math.inf) -> Values:
     )
 
 
-NUMBERS = Values(
-    "a list of finite numbers, one for each function",
-    lambda value: isinstance(value, list | tuple) and all(is_number(one) and math.isfinite(one) for one in value),
-)
-NUMBER = _number("a finite number", math.isfinite)
 LARGEST_WEIGHT = 1e20
 """Of a token in the loss: sums of weighted nats are float32, whose maximum is 3e38."""
 SET = Values("not None", lambda value: value is not None)
@@ -131,15 +126,11 @@ class Situation:
     """The divergence that was passed, which overrides that of the options."""
     rewards: Sequence[str] = ()
     """Names of the reward functions."""
-    reward_sources: Sequence[Any] = ()
-    """These, with what gives the rewards."""
     train_dataset: Any = None
     eval_dataset: Any = None
     teacher_prompt_fn: Any = None
     row_columns: Collection[str] = ()
     """Columns that are read."""
-    needs_context: bool = False
-    """Whether a row counts only where the teacher reads something that the student does not."""
     rollout: Any = None
     """What generates, once it is chosen."""
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from trl_opsd.monitor.progress import PHASES, evaluated, in_words
+from trl_opsd.progress import PHASES, evaluated, in_words
 from trl_opsd.report.records import PAGE, Recorded, about, log_of, recorded_in
 from trl_opsd.report.samples import Sample
 from trl_opsd.types.loss import TENTHS

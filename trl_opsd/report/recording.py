@@ -13,7 +13,7 @@ from zlib import crc32
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_opsd.monitor.progress import evaluated
+from trl_opsd.progress import evaluated
 from trl_opsd.report.records import Recorded, append, keep_until, state_file, tell
 from trl_opsd.report.samples import Sample, Token
 from trl_opsd.types import Rollout

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_opsd.checkpoints.resume import newest_complete
+from trl_opsd.checkpoints import newest_complete
 from trl_opsd.report.samples import Sample, Token
 
 FOLDER = "report"

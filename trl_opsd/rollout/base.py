@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
-from trl_opsd.host import Host
+from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.returned import rows_of
 from trl_opsd.types import Completion
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from trl_opsd.data.completions import cut_after_end
-from trl_opsd.host import Host
 from trl_opsd.parallel.prefetch import Closable
+from trl_opsd.rollout.host import Host
+from trl_opsd.types.rollout import cut_after_end
 
 _TELLING = 8
 """Prompt tokens per batch above which a repetition is no coincidence."""

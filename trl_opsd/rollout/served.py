@@ -18,12 +18,12 @@ from accelerate.utils import broadcast_object_list
 
 from trl_opsd._compat.peft import is_peft
 from trl_opsd.config import OPSDConfig
-from trl_opsd.host import Host
 from trl_opsd.http.client import Responses
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.generation_client import GenerationClient, shared_errors
+from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.several import Servers
 from trl_opsd.rollout.sync_proof import RELATIVE, SyncProof
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, note, version_of

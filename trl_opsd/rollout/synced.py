@@ -16,10 +16,10 @@ from torch import Tensor
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.sharding import in_zero3, local, trained_parameters
 from trl_opsd.config import OPSDConfig
-from trl_opsd.host import Host
 from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import Engine, RolloutBackend
 from trl_opsd.rollout.generation_config import assigned, check_followed
+from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.sync_proof import Proof, SyncProof
 from trl_opsd.types import Completion
 from trl_opsd.types.rollout import RowImages

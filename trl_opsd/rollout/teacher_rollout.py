@@ -17,11 +17,11 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import splits_student
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.readers import PromptLimits
-from trl_opsd.host import Host
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.padding import Reading
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.rollout.hf import HFRollout
+from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.returned import checked_completions
 
 logger = get_logger(__name__)

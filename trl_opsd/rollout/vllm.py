@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from trl_opsd._compat.vllm.engine import VLLMEngine, why_no_sleep_mode
 from trl_opsd._compat.vllm.supported import LORA_RANKS, why_no_adapter
 from trl_opsd.config import OPSDConfig
-from trl_opsd.host import Host
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.synced import SyncedRollout, check_student, dtype_of, version_of
 from trl_opsd.rollout.vllm_sampling import sampling_options
 from trl_opsd.rollout.weight_sync import (

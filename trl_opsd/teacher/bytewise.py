@@ -15,13 +15,14 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trl_opsd._compat.sharding import gathered_head
 from trl_opsd.data.byte_vocabulary import ByteVocabulary, valid_text
 from trl_opsd.losses.bytewise import MOST_MISSED, byte_logarithms, forks_needed
-from trl_opsd.models.backbone import gathered_head, shape_of
+from trl_opsd.models.backbone import shape_of
 from trl_opsd.models.forks import warn_without_forks
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.teachers import check_depends_on_input, prove_alignment, scored
+from trl_opsd.teacher.teachers import check_depends_on_input, is_ours, prove_alignment, scored
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.bytewise import OUTCOMES, ByteTargets, CoveringTree, byte_head
 from trl_opsd.types.spelled import Spelled
@@ -79,8 +80,7 @@ class ByteTeacher(Teacher):
             warn_without_forks("teacher", most_missed)
         self.teacher, self._student, self.its = teacher, student, its.within(shape_of(teacher.head)[0])
         self._temperature, self._chunk_tokens, self._cache_device = temperature, chunk_tokens, cache_device
-        # The teachers of this package align their targets.
-        self._is_unproved = not str(type(teacher).targets.__module__).startswith(str(__package__))
+        self._is_unproved = not is_ours(teacher)
 
     def __str__(self) -> str:
         return f"{self.teacher}, by bytes"

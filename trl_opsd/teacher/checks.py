@@ -162,7 +162,7 @@ def _check_one(teacher_model: Any, student: Any, called: str, args: OPSDConfig) 
         is_reward = isinstance(teacher_model, list | tuple) or inspect.isroutine(teacher_model)
         raise TypeError(
             f"{called} is a {type(teacher_model).__name__}: expected a path, a `PreTrainedModel`, a `PeftModel`, "
-            f"a `trl_opsd.Teacher`, or a dict of them by name{'; pass rewards as `reward_funcs=`' * is_reward}."
+            f"a `trl_opsd.Teacher`, or a dict of them by name{'; rewards are `methods=[Rewards(...)]`' * is_reward}."
         )
     if args.teacher_model_init_kwargs and not isinstance(teacher_model, str):
         raise ValueError(

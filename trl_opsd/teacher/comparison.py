@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_opsd.losses import reduce
 from trl_opsd.losses.bytewise import forks_needed
-from trl_opsd.losses.objective import Objective, heads_beside
+from trl_opsd.losses.objective import Objective, head_beside
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.losses.token_selection import Selection
@@ -113,9 +113,10 @@ def tokens_by_teacher(
         if targets.teacher is not None:
             kept = [_as_of(head, states) for states in kept]
         beside = {
-            name: fetch([one[row].hidden for row in theirs] or [_no_states(it)], weights_BC.device)
+            name: fetch(
+                [one[row].hidden for row in theirs] or [_no_states(head_beside(name, head, origin))], weights_BC.device
+            )
             for name, one in targets.beside.items()
-            for it in [heads_beside(head, origin)[name]]
         }
         found.append(
             TeacherTokens(
@@ -249,8 +250,9 @@ def compared(
         teacher_head = teacher_heads[share.teacher]
         weights_N = None if share.weights_N is None else share.weights_N.to(device, non_blocking=True)
         student_NH, teacher_NH = share.of_student(hidden_BCH, device), share.of_teacher(device)
-        heads = heads_beside(teacher_head, origin)
-        beside = {name: (share.of_teacher(device, name), heads[name]) for name in share.beside}
+        beside = {
+            name: (share.of_teacher(device, name), head_beside(name, teacher_head, origin)) for name in share.beside
+        }
         pair = (student_NH, head), (teacher_NH, teacher_head)
         return objective.of(*pair, weights_N, sampled, beside, share.spelled)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -24,11 +24,11 @@ from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.forks import FORKS, forked_hidden
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, Reading
-from trl_opsd.models.prefix import PASSES, Past, hidden_after
+from trl_opsd.models.prefix import PASSES, hidden_after
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
 from trl_opsd.models.weights import Samples, sampled
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.prefix import PrefixMemory, SharedPrefixes, planned
+from trl_opsd.teacher.prefix import Plan, PrefixMemory, SharedPrefixes
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.rollout import PromptIds
 from trl_opsd.types.targets import Keeper
@@ -143,25 +143,27 @@ def score_groups(
     cache_device: str = "auto",
     progress: bool = False,
     reading: Reading = PADDED,
-    pasts: Sequence[Past] = (),
+    plan: Plan | None = None,
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
 
     The rows have [`~types.Rollout.ended`], so that no state is computed that is not needed; those of each group begin
-    with its past, if there is one.
+    with the prefix of a plan, if there is one.
     """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
+    read = completion_hidden if rollout.forks is None else forked_hidden
     with torch.no_grad():
+        pasts = None if plan is None else plan.shared.read(plan, run)
         for number, rows in enumerate(bar):
             of_pass = rollout.select(rows).cut().to(device)
-            if number < len(pasts) and pasts[number].tokens:
+            if pasts is not None and pasts[number].tokens:
                 hidden_nCH = run(hidden_after, of_pass, pasts[number], reading)
             else:
-                hidden_nCH = run(forked_hidden, of_pass, reading)
+                hidden_nCH = run(read, of_pass, reading)
             keeper.put(rows, hidden_nCH)
         # Surplus passes re-read one row so that collectives stay matched between processes.
-        for _ in range(passes - len(groups)):
+        for _ in range(passes - len(groups) - (0 if plan is None else len(plan.segments))):
             run(completion_hidden, rollout.select([0]).cut().to(device), reading)
     return keeper.targets()
 
@@ -329,11 +331,11 @@ class FrozenTeacher(Teacher):
             return pass_groups(self.model, lengths, device, reading, self._pass_bytes, few, before)
 
         prefixes, reading = (self.prefixes, self.reading) if rollout.forks is None else (None, self._reading_forks)
-        with preserved_mode(self.model), planned(prefixes, rollout, split, reading) as plan:
-            passes = self.placement.passes_to_run(plan.passes)
+        shared = nullcontext() if prefixes is None else prefixes.planned(rollout, split, reading)
+        with preserved_mode(self.model), shared as plan:
+            groups = split(rollout.sizes, 0) if plan is None else plan.rows
+            passes = self.placement.passes_to_run(len(groups) + (0 if plan is None else len(plan.segments)))
             with self.placement.reading(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since
                     self.model.eval()
-                pasts = plan.pasts(run)
-                passes -= len(plan.segments)
-                return score_groups(run, rollout, plan.rows, passes, device, *kept, reading, pasts)
+                return score_groups(run, rollout, groups, passes, device, *kept, reading, plan)

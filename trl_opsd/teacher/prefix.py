@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -110,24 +110,16 @@ class PrefixMemory:
 class Plan:
     """The passes over the rows of a rollout: those that read segments, and after them those that read rows."""
 
-    rows: list[list[int]]
+    shared: SharedPrefixes
+    call: int
+    rows: list[list[int]] = field(default_factory=list)
     """The rows of each pass."""
     prefixes: list[Ids] = field(default_factory=list)
-    """What the rows of each of these passes have in common and do not read, perhaps nothing; without any, nothing."""
+    """What the rows of each of these passes have in common and do not read, perhaps nothing."""
     segments: list[list[Ids]] = field(default_factory=list)
     """The prefixes whose ends are read by each pass before."""
     begins: list[int] = field(default_factory=list)
     """Where the segments of each pass begin; the tokens before are the same, and read or kept before it."""
-    call: int = 0
-    shared: SharedPrefixes | None = None
-
-    @property
-    def passes(self) -> int:
-        return len(self.rows) + len(self.segments)
-
-    def pasts(self, run: Run) -> list[Past]:
-        """Makes the passes that read segments, and returns what is before the rows of each of the others."""
-        return [] if self.shared is None else self.shared.read(self, run)
 
 
 class SharedPrefixes:
@@ -175,8 +167,11 @@ class SharedPrefixes:
             logger.warning(f"`teacher_prefix_cache_gb` has no effect on this teacher. {error}")
 
     @contextmanager
-    def planned(self, rollout: Rollout, split: Split, reading: Reading) -> Iterator[Plan]:
-        """The passes over these rows; what they have read is kept when the context ends."""
+    def planned(self, rollout: Rollout, split: Split, reading: Reading) -> Iterator[Plan | None]:
+        """The passes over these rows; what they have read is kept when the context ends. `None` if the model cannot."""
+        if not self.works:
+            yield None
+            return
         call = self._memory.next_call()
         reshard(self._model)  # FSDP2 leaves some parameters gathered, whose values are others than those of a shard
         state = state_of([one for one in self._model.parameters() if not one.requires_grad])
@@ -186,7 +181,8 @@ class SharedPrefixes:
         prompts, lengths = _prompts(rollout, reading), [one.total for one in rollout.measured()]
         earlier, kept = [np.frombuffer(key, np.int64) for key in self._prompts], [one.ids for one in self.kept]
         wanted = chosen_prefixes(prompts, lengths, earlier, kept, self._pass_tokens)
-        plan = replace(_plan(prompts, rollout.sizes, self._affordable(wanted, call), split), call=call, shared=self)
+        plan = Plan(self, call)
+        _fill(plan, prompts, rollout.sizes, self._affordable(wanted, call), split)
         read = sum(len(ids) - at for some, at in zip(plan.segments, plan.begins, strict=True) for ids in some)
         unread = sum(len(ids) * len(rows) for ids, rows in zip(plan.prefixes, plan.rows, strict=True))
         self.computed += sum(lengths) - unread + read
@@ -200,7 +196,7 @@ class SharedPrefixes:
             self._prompts = dict.fromkeys([*others, *now][-REMEMBERED:])
 
     def read(self, plan: Plan, run: Run) -> list[Past]:
-        """See [`~Plan.pasts`]."""
+        """Makes the passes that read segments, and returns what is before the rows of each of the others."""
         for some, begin in zip(plan.segments, plan.begins, strict=True):
             parent = self._longest(some[0][:begin])
             past = Past() if parent is None else parent.past(begin)
@@ -245,20 +241,9 @@ class SharedPrefixes:
         return begins
 
 
-@contextmanager
-def planned(prefixes: SharedPrefixes | None, rollout: Rollout, split: Split, reading: Reading) -> Iterator[Plan]:
-    """The passes over the rows of a rollout, which are read whole without `prefixes`."""
-    if prefixes is None or not prefixes.works:
-        yield Plan(split(rollout.sizes, 0))
-        return
-    with prefixes.planned(rollout, split, reading) as plan:
-        yield plan
-
-
-def _plan(prompts: Sequence[Ids], sizes: Sequence[int], begins: dict[bytes, int], split: Split) -> Plan:
-    """The passes over rows of these sizes, with the prefixes in `begins`, and where the segment of each begins."""
+def _fill(plan: Plan, prompts: Sequence[Ids], sizes: Sequence[int], begins: dict[bytes, int], split: Split) -> None:
+    """Adds the passes over rows of these sizes, with the prefixes in `begins`, and where the segment of each begins."""
     used = [np.frombuffer(key, np.int64) for key in begins]
-    plan = Plan([])
     ends: dict[tuple[int, bytes], list[Ids]] = {}
     for ids, begin in zip(used, begins.values(), strict=True):
         if begin < len(ids):
@@ -276,7 +261,6 @@ def _plan(prompts: Sequence[Ids], sizes: Sequence[int], begins: dict[bytes, int]
         for group in split([sizes[row] - len(prefix) for row in rows], len(prefix)):
             plan.rows.append([rows[number] for number in group])
             plan.prefixes.append(prefix)
-    return plan
 
 
 def _prompts(rollout: Rollout, reading: Reading) -> list[Ids]:

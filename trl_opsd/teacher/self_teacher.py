@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -22,7 +22,7 @@ from trl_opsd.models.padding import Reading
 from trl_opsd.models.weights import first_change, sampled
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import max_over_processes, pass_groups, score_groups
-from trl_opsd.teacher.prefix import SharedPrefixes, planned
+from trl_opsd.teacher.prefix import SharedPrefixes
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.targets import kept_by_row
 
@@ -224,12 +224,12 @@ class OwnTeacher(Teacher):
             if self.prefixes is not None and self.prefixes.works is None:
                 with self._as_teacher():
                     self.prefixes.prove(self._run, self.reading)
-            with planned(self.prefixes, rollout, split, self.reading) as plan, self._as_teacher():
+            shared = nullcontext() if self.prefixes is None else self.prefixes.planned(rollout, split, self.reading)
+            with shared as plan, self._as_teacher():
+                groups = split(rollout.sizes, 0) if plan is None else plan.rows
                 # A sharded student's forward is collective, so all processes run the same number of passes.
-                passes = max_over_processes(plan.passes, device)
-                pasts = plan.pasts(self._run)
-                passes -= len(plan.segments)
-                return score_groups(self._run, rollout, plan.rows, passes, device, *kept, self.reading, pasts)
+                passes = max_over_processes(len(groups) + (0 if plan is None else len(plan.segments)), device)
+                return score_groups(self._run, rollout, groups, passes, device, *kept, self.reading, plan)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from trl_opsd.checkpoints.atomic_save import sync
+from trl_opsd.checkpoints import sync
 from trl_opsd.types import OutputHead, Rollout, RowTargets
 from trl_opsd.types.known import TokenHead
 

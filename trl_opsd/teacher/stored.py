@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.sharding import is_split_model
+from trl_opsd._compat.sharding import gathered_head, is_split_model
 from trl_opsd.losses.streamed import streamed_known
-from trl_opsd.models.backbone import gathered_head
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.store import Described, Store, Writer, keys_of
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets, TeacherTargets
@@ -69,7 +68,7 @@ class StoredTeacher(Teacher):
         """Requested rows, and those that the store had."""
 
     def __str__(self) -> str:
-        known = f"targets of {len(self._store.rows)} rows, {self._store.tokens} tokens, in {self._store.folder}"
+        known = f"targets of {len(self._store.rows)} rows, {self._store.tokens} tokens, in {str(self._store.folder)!r}"
         return f"{self.teacher}, after {known}" if self.teacher is not None else f"{self.said['is']}: {known}"
 
     def __getattr__(self, name: str) -> Any:

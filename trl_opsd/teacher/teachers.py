@@ -51,11 +51,11 @@ class Teachers(dict[str, Teacher]):
         self._sharded = {
             name for name, one in its_own.items() if isinstance(one, FrozenTeacher) and is_split_model(one.model)
         }
-        # The teachers of this package align their targets. A class made by `exec` may have no module at all.
-        ours = str(__package__)
-        self._unproved = {
-            name for name, one in by_name.items() if not str(type(live(one)).targets.__module__).startswith(ours)
-        }
+        self._unproved = {name for name, one in by_name.items() if not is_ours(live(one))}
+        self.are_whole = not any(isinstance(one.head, TokenHead) for one in by_name.values())
+        """Whether whole distributions of all are known, not the probabilities of some tokens alone."""
+        every = {id(own := innermost(one)): own for one in (*by_name.values(), origin) if one is not None}.values()
+        self._prefixes = [one for own in every if (one := getattr(own, "prefixes", None)) is not None]
 
     @property
     def only(self) -> Teacher | None:
@@ -96,21 +96,13 @@ class Teachers(dict[str, Teacher]):
     @property
     def tokens(self) -> tuple[int, int] | None:
         """Tokens that teachers with shared prefixes have read so far, and that they have not; `None` without any."""
-        every = {id(own := innermost(one)): own for one in (*self.values(), self.origin) if one is not None}.values()
-        each = [
-            prefixes for one in every if (prefixes := getattr(one, "prefixes", None)) and prefixes.works is not False
-        ]
+        each = [one for one in self._prefixes if one.works is not False]
         return (sum(one.computed for one in each), sum(one.saved for one in each)) if each else None
 
     @property
     def heads(self) -> list[OutputHead]:
         """The output head of each, in order."""
         return [teacher.head for teacher in self.values()]
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether whole distributions of all are known, not the probabilities of some tokens alone."""
-        return not any(isinstance(one, TokenHead) for one in self.heads)
 
     @property
     def origin_head(self) -> OutputHead | None:
@@ -195,11 +187,18 @@ class Teachers(dict[str, Teacher]):
             self.average.load(folder)
 
 
+def is_ours(teacher: Teacher) -> bool:
+    """Whether its targets are made in this package, which aligns them."""
+    # A class made by `exec` may have no module at all.
+    return str(type(teacher).targets.__module__).startswith(str(__package__))
+
+
 def scored(teacher: Teacher, rollout: Rollout) -> TeacherTargets:
-    """The targets of a rollout, after the check of their shape."""
+    """The targets of a rollout; those of a user's teacher after the check of their shape."""
     with torch.no_grad():
         targets = teacher.targets(rollout)
-    check_targets(targets, rollout, f"{type(teacher).__name__}.targets", width=shape_of(teacher.head)[1])
+    if not is_ours(teacher):
+        check_targets(targets, rollout, f"{type(teacher).__name__}.targets", width=shape_of(teacher.head)[1])
     return targets
 
 

@@ -5,7 +5,7 @@ B rows · P prompt tokens · C completion tokens · L columns of a pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -184,29 +184,6 @@ class Rollout:
             images=images_of(prompts),
         )
 
-    @classmethod
-    def unpack(cls, batch: Mapping[str, Any]) -> Rollout:
-        """Builds a rollout from the row-aligned tensors that TRL passes between generation and loss."""
-        mask, tool_mask = batch["completion_mask"], batch.get("tool_mask")
-        weights = batch.get("loss_weights")
-        if weights is None:
-            # Output of tools is part of the completion, but was not sampled by the student.
-            weights = ((mask if tool_mask is None else mask * tool_mask) != 0).float()
-        return cls(
-            prompt_ids=batch["prompt_ids"],
-            prompt_mask=batch["prompt_mask"],
-            completion_ids=batch["completion_ids"],
-            completion_mask=mask,
-            weights=weights,
-            tool_mask=tool_mask,
-            lengths=None if (known := batch.get("lengths")) is None else tuple(known),
-            begins_at=batch.get("begins_at"),
-            pull=batch.get("pull"),
-            logprobs=batch.get("logprobs"),
-            on_host=batch.get("weights_on_host"),
-            images=None if (images := batch.get("row_images")) is None else tuple(images),
-        )
-
     @property
     def counts(self) -> Tensor:
         """[B, C], whether the token's weight in the loss is not 0."""
@@ -371,3 +348,11 @@ class Completion:
     logprobs: list[float]
     """Log-probability of each generated token, in nats; empty unless requested. Before temperature and truncation, but
     after them from a server with `--logprobs-mode processed_logprobs`."""
+
+
+def cut_after_end(completion_ids: list[int], end_ids: Collection[int]) -> list[int]:
+    """Truncates a completion after its first end-of-sequence token, whichever of `end_ids` that is."""
+    for position, token in enumerate(completion_ids):
+        if token in end_ids:
+            return completion_ids[: position + 1]
+    return completion_ids

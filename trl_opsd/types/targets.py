@@ -16,9 +16,6 @@ from torch import Tensor
 
 from trl_opsd.types.rollout import Rollout
 
-_BESIDE = "teacher_rows_"
-"""Begins the names of states beside the teacher's, in a batch."""
-
 
 @dataclass(frozen=True, slots=True)
 class RowTargets:
@@ -130,19 +127,12 @@ class TeacherTargets:
             teacher = teacher[:1].repeat(rows).index_copy(0, torch.tensor(numbers), teacher)
         return TeacherTargets.by_row(spread(self.rows), self.tokens, teacher, beside)
 
-    def pack(self) -> dict[str, Any]:
-        """The row-aligned values that are dealt to micro-batches, of targets kept by row."""
+    def select(self, numbers: Sequence[int]) -> TeacherTargets:
+        """The targets of the given rows, in the given order, of targets kept by row."""
         assert self.rows is not None, "only `rows` do not depend on the longest completion of a batch"
-        packed = {"teacher_rows": list(self.rows)}
-        packed.update({f"{_BESIDE}{name}": list(rows) for name, rows in self.beside.items()})
-        return packed if self.teacher is None else {**packed, "teacher_number": self.teacher}
-
-    @classmethod
-    def unpack(cls, batch: Mapping[str, Any]) -> TeacherTargets:
-        """The inverse of [`~TeacherTargets.pack`], on any subset of the rows."""
-        beside = {name[len(_BESIDE) :]: tuple(rows) for name, rows in batch.items() if name.startswith(_BESIDE)}
-        tokens = batch["completion_ids"].size(1)
-        return cls.by_row(batch["teacher_rows"], tokens, batch.get("teacher_number"), beside)
+        beside = {name: tuple(rows[number] for number in numbers) for name, rows in self.beside.items()}
+        teacher = None if self.teacher is None else self.teacher[torch.tensor(numbers, dtype=torch.long)]
+        return TeacherTargets.by_row([self.rows[number] for number in numbers], self.tokens, teacher, beside)
 
 
 CACHE_BYTES = 1_000_000_000

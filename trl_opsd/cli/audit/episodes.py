@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trl_opsd.cli.audit.tokens import FEW, Mean, Tokens
-from trl_opsd.methods.rewards import BatchRewards
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import Rollout
@@ -43,19 +43,20 @@ def episode(trainer: OPSDTrainer, inputs: list[dict[str, Any]], writer: Beginnin
 
     Environments are reset with the same seeds in each call, so that a row is the same task whoever completes it.
     """
-    rewards = next((one for one in trainer.methods if isinstance(one, BatchRewards)), None)
+    rewards = trainer.methods.get(Rewards)
     with trainer.methods.evaluation("audit"):
         batches = trainer._stats.now.batches
-        rows = trainer.begin_batch(inputs)
+        rows = trainer._batches.begin(inputs)
         trainer._stats.now.batches = batches  # the seeds of an evaluation follow from the batches before
         start = perf_counter()
         with trainer._generation.written_by(writer) if writer is not None else nullcontext():
             written = trainer._generation.write(rows, trainer.prompt_ids_of(rows))
         seconds = perf_counter() - start
-        trainer.turns.end(rows)
-        batch = trainer._batches.note(rows, written)
-        found = None if rewards is None else rewards.of_evaluation().numpy()
-    rollout = replace(Rollout.unpack(batch), images=images_of(rows))
+        if trainer.turns is not None:
+            trainer.turns.end(rows)
+        rollout = trainer._batches.note(rows, written)
+        found = rewards.of_evaluation().numpy() if rewards is not None and rewards.given else None
+    rollout = replace(rollout, images=images_of(rows))
     ends = set(trainer.eos_token_ids)
     clipped = [not ids or ids[-1] not in ends for ids in written.completions]
     return Episode(rows, rollout, found, seconds, sum(clipped) / len(clipped))

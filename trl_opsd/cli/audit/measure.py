@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from datasets import Dataset
 
+from trl_opsd._compat.sharding import gathered_head, whole_head
 from trl_opsd.cli.audit.episodes import Episode, completer, episode, tried
 from trl_opsd.cli.audit.tokens import FEW, Compared, Mean, Tokens, apart, tokens_of, with_rewards
 from trl_opsd.cli.targets import COMPLETIONS, flush, keep_completions, keep_targets
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.models.backbone import gathered_head, preserved_mode, shape_of, whole_head
+from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.samples import Sample, samples_of
@@ -298,7 +299,7 @@ def _measured(
         seconds=seconds,
     )
     if written.rewards is None:
-        return replace(found, cannot="there are no `reward_funcs`"), tokens, targets
+        return replace(found, cannot="there are no rewards"), tokens, targets
     if np.isnan(written.rewards).all():
         return replace(found, cannot="no completion got a reward"), tokens, targets
     both = [

@@ -12,7 +12,7 @@ from typing import Any
 from trl_opsd.cli.audit.measure import Audit, Measured
 from trl_opsd.cli.audit.tokens import Mean
 from trl_opsd.cli.audit.verdict import verdict
-from trl_opsd.monitor.progress import in_words
+from trl_opsd.progress import in_words
 from trl_opsd.report.page import Chart, Curve, published, rendered
 from trl_opsd.report.records import Recorded, rounded
 

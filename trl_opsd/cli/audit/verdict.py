@@ -109,7 +109,7 @@ RULES = (
         "unknown",
         lambda *_: True,
         "They differ by {0.loss:.2g} nats per token; whether the teacher is better was not measured: {0.cannot}.",
-        "Pass `reward_funcs` of what you want, and a teacher that can generate (`teacher_offload='none'` or 'cpu').",
+        "Pass `Rewards` of what you want, and a teacher that can generate (`teacher_offload='none'` or 'cpu').",
     ),
 )
 

@@ -23,7 +23,7 @@ from trl_opsd.report.records import about, tell
 from trl_opsd.teacher.build import average_of
 
 if TYPE_CHECKING:
-    from trl_opsd import OPSDTrainer
+    from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,6 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, make_dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,7 +22,7 @@ from trl_opsd.options.normalize import with_help
 from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
 if TYPE_CHECKING:
-    from trl_opsd import OPSDTrainer
+    from trl_opsd.trainer import OPSDTrainer
 
 Splits = Mapping[str, Dataset | IterableDataset]
 """Datasets by the name of a split."""
@@ -42,7 +41,7 @@ class Task:
     data: Callable[[], Splits]
     """Loads the splits of its dataset."""
     rewards: Any
-    """`reward_funcs` of the trainer."""
+    """`functions` of the method `rewards`."""
     evaluate: Callable[[OPSDTrainer], None]
     """Called before and after training; collective."""
 
@@ -65,14 +64,10 @@ class ExtraArguments:
     """dtype of the teacher's weights; 'auto' is that of its checkpoint."""
     teacher_attn_implementation: str | None = None
     """Attention implementation of the teacher. If not set, `attn_implementation`."""
-    reward_funcs: list[str] | None = None
-    """Reward functions, as TRL's `grpo.py` takes them: names in `trl.rewards`, or `module.function`."""
     dry_run: bool = False
     """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):  # in YAML
-            self.reward_funcs = [self.reward_funcs]
         given = self.teacher_models
         for name in ("teacher_models", "experts"):  # on the command line
             if isinstance(text := getattr(self, name), str):
@@ -83,30 +78,6 @@ class ExtraArguments:
                 f"`teacher_models={given!r}`: expected a mapping of names to paths or ids, for instance "
                 '\'{"math": "Qwen/Qwen2.5-Math-1.5B-Instruct", "code": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}\'.'
             )
-
-
-def loaded_rewards(names: Sequence[str] | None) -> list[Any] | None:
-    """The reward functions of these names."""
-    return None if names is None else _loaded("reward_funcs", names, "trl.rewards")
-
-
-def _loaded(option: str, names: Sequence[str], default: str | None) -> list[Any]:
-    """What these names stand for, in a module or in the default one."""
-    found = []
-    sys.path.insert(0, os.getcwd())  # as for a script that is run there
-    try:
-        for name in names:
-            module, _, attribute = name.rpartition(".")
-            found.append(getattr(import_module(module or default or name), attribute))
-    except (AttributeError, ImportError) as error:
-        known = f"the name of a function in `{default}`, or `module.function`" if default else "`module.Class`"
-        raise ValueError(
-            f"`{option}`: {name!r} was not found ({error}): expected {known} of a module that can be imported from "
-            "here."
-        ) from error
-    finally:
-        sys.path.pop(0)
-    return found
 
 
 _FILE = "--config FILE reads any of these options from a YAML file; the command line takes precedence."
@@ -237,5 +208,5 @@ class OptionParser(TrlParser):
         """Lists unknown names, each with what to do instead."""
         known = [action.dest for action in self._actions]
         plain = {name: name.removeprefix("--").replace("-", "_") for name in names}
-        hints = {name: did_you_mean(one, known) for name, one in plain.items()}
+        hints = {name: OPSDConfig.answers.get(one) or did_you_mean(one, known) for name, one in plain.items()}
         return "; ".join(f"unknown {what} {name!r}{hint and ': '}{hint}" for name, hint in hints.items())

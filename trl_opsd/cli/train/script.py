@@ -33,12 +33,13 @@ from trl_opsd.cli.train.options import (
     RunOptions,
     Splits,
     Task,
-    loaded_rewards,
 )
 from trl_opsd.config import OPSDConfig
-from trl_opsd.monitor.progress import PHASES
-from trl_opsd.monitor.progress import in_words as duration
+from trl_opsd.methods.reward_functions import found_function
+from trl_opsd.methods.rewards import Rewards
 from trl_opsd.options.normalize import check_once
+from trl_opsd.progress import PHASES
+from trl_opsd.progress import in_words as duration
 from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)
@@ -83,6 +84,7 @@ def read(arguments: Sequence[str], parser: OptionParser | None = None) -> tuple[
         arguments = [*arguments, "--use_cpu"]
     parser = parser or OptionParser()
     given = parser.given(arguments)
+    sys.path.insert(0, os.getcwd())  # where functions and methods of one's own are, as for a script that is run there
     extra, script, config, model = given.extra, given.script, given.config, given.model
     task: Task | Experts | None = parser.tasks[given.task] if given.task else None
     if isinstance(task, Task):  # which has a dataset, and models where no others are named
@@ -107,7 +109,6 @@ def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset
     data = task.data() if task else loaded(script, given.mixture)
     # Rows that experts are measured on are checked before anything is loaded.
     is_evaluated = config.eval_strategy != "no" or isinstance(task, Experts)
-    sys.path.insert(0, os.getcwd())  # where methods of one's own are, as for a script that is run there
     return OPSDTrainer(
         model=model.model_name_or_path,
         teacher_model=extra.teacher_models,
@@ -116,8 +117,19 @@ def build(given: RunOptions, task: Task | Experts | None, train_dataset: Dataset
         eval_dataset=_split(data, "dataset_test_split", script.dataset_test_split) if is_evaluated else None,
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
-        reward_funcs=task.rewards if task else loaded_rewards(extra.reward_funcs),
+        methods=[] if task is None else [_rewards(config, task)],
     )
+
+
+def _rewards(config: OPSDConfig, task: Task | Experts) -> Rewards:
+    """The rewards of a task, with the other settings of the method `rewards`, which is taken out of the options."""
+    settings: dict[str, Any] = {}
+    if isinstance(config.methods, dict):
+        settings = config.methods.get("rewards") or {}
+        config.methods = {name: one for name, one in config.methods.items() if name != "rewards"}
+    if "functions" in settings:
+        raise ValueError("`methods` has `functions` of `rewards`, and so has the task or the experts: remove one.")
+    return Rewards(task.rewards, **settings)
 
 
 def end(trainer: OPSDTrainer) -> None:
@@ -141,12 +153,11 @@ def _experts(given: RunOptions) -> Experts:
         "teacher_models": extra.teacher_models,
         "teacher_model_name_or_path": config.teacher_model_name_or_path,
         "teacher_model_kind": config.teacher_model_kind,
-        "reward_funcs": extra.reward_funcs,
     }
     if named := next((name for name, value in others.items() if value), None):
         raise ValueError(f"`{named}` with `experts`, which have models, rows and metrics: remove one of them.")
     experts = experts_of(extra.experts)
-    metrics = [(loaded_rewards([one.metric]) or [])[0] for one in experts.values()]
+    metrics = [found_function(one.metric) for one in experts.values()]
     found = Experts(
         experts, lambda path: loaded(ScriptArguments(dataset_name=path), DatasetMixtureConfig()), metrics, config.seed
     )

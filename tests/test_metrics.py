@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,10 @@ class SpoiledOnce(OPSDTrainer):
 class Pulled(OPSDTrainer):
     """Its rows are pulled towards what was written."""
 
-    def score(self, batch, rows):
-        found = super().score(batch, rows)
-        return {**found, "pull": torch.ones(len(batch["prompt_ids"]))} if self.model.training else found
+    def score(self, rows):
+        batch = super().score(rows)
+        pull = torch.ones(len(batch.rows)) if self.model.training else None
+        return replace(batch, rollout=replace(batch.rollout, pull=pull))
 
 
 def privileged_rows() -> Dataset:

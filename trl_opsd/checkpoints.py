@@ -1,4 +1,4 @@
-"""Publishes a checkpoint by renaming a complete folder, and tells complete checkpoints from torn ones.
+"""Publishes a checkpoint by renaming a complete folder, tells complete from torn ones, and chooses where to resume.
 
 Whenever a process is killed, a folder `checkpoint-N` that was published here is complete, and the previous checkpoint
 still exists.
@@ -17,19 +17,18 @@ from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic, sleep
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 
-from trl_opsd._compat.versions import versions
 from trl_opsd.errors import OPSDError
 
 MANIFEST = "opsd_manifest.json"
-"""Lists every other file with its size, and the versions that wrote it; written last: without it, one is torn."""
-FORMAT = 2
-"""Of the manifest: 1 had digests, which are not read."""
+"""Lists every other file with its size; written last: without it, one is torn."""
 
 UNFINISHED = "_unfinished"
 """Folder beside the checkpoints in which one is written. Uploads to the Hub skip names that start with `_`."""
@@ -39,6 +38,11 @@ _TEMPORARY = re.compile(r"(deleted-)?checkpoint-\d+")
 """Names in `UNFINISHED` that are ours to delete. Nothing else in it is touched."""
 _DELAY = 5.0
 """Seconds until a file on a network disk is visible to other machines."""
+_STATE = "trainer_state.json"
+"""The last file that transformers writes into a checkpoint."""
+_REMEDY = "Pass the path of a complete checkpoint, or train without `resume_from_checkpoint`."
+_SHOWN = 3
+"""Maximum number of problems that a message lists for a checkpoint."""
 
 
 def check_folder(args: TrainingArguments) -> None:
@@ -107,22 +111,12 @@ def has_manifest(checkpoint: Path) -> bool:
     return (checkpoint / MANIFEST).is_file()
 
 
-def written_otherwise(checkpoint: Path) -> str:
-    """The versions that wrote a complete checkpoint, where they differ from those installed; else empty."""
-    then, now = json.loads((checkpoint / MANIFEST).read_bytes()).get("versions"), versions()
-    if not isinstance(then, dict):
-        return ""  # of an older version of this package
-    return ", ".join(f"{name} {was} (now {now.get(name)})" for name, was in then.items() if was != now.get(name))
-
-
 def problems(checkpoint: Path) -> list[str]:
     """Lists what is missing from a checkpoint or has another size than in its manifest; empty if it is complete."""
     if not has_manifest(checkpoint):
         return [f"{MANIFEST} is missing: it is incomplete or was written by another program"]
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-        if (newer := int(manifest.get("format", FORMAT))) > FORMAT:
-            return [f"{MANIFEST} has the format {newer!r} of a newer version of trl_opsd: resume with that version"]
         expected = {name: int(entry["bytes"]) for name, entry in manifest["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {error!r}"]
@@ -188,7 +182,7 @@ def publish(written: Path, run_dir: Path) -> Path:
     manifest = written / MANIFEST
     sizes = {name: {"bytes": path.stat().st_size} for name, path in _files(written).items()}
     with manifest.open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, "versions": versions(), "files": sizes}, file, indent=1)
+        json.dump({"files": sizes}, file, indent=1)
     for one in (manifest, written):
         sync(one)
     return _move_in(written, run_dir)  # on the same file system, under `run_dir`, so that a rename is atomic
@@ -196,14 +190,8 @@ def publish(written: Path, run_dir: Path) -> Path:
 
 def recover(run_dir: Path) -> None:
     """Publishes checkpoints that a killed process had completed but not yet renamed."""
-    unfinished = run_dir / UNFINISHED
-    if unfinished.is_symlink() or (unfinished.exists() and not unfinished.is_dir()):
-        raise ValueError(
-            f"{unfinished} is a {'symlink' if unfinished.is_symlink() else 'file'}: expected a folder that this "
-            "trainer created for unfinished checkpoints. Remove it, or use another `output_dir`."
-        )
     # A manifest is written last, so a folder without problems was complete when the process was killed.
-    for _, folder in numbered(unfinished):
+    for _, folder in numbered(run_dir / UNFINISHED):
         if not folder.is_symlink() and not problems(folder):
             _move_in(folder, run_dir)
 
@@ -274,3 +262,153 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# ---- Resuming -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_to_resume(asked: str | bool, run_dir: Path) -> tuple[Path, list[str]]:
+    """The requested checkpoint, or for `True` the newest complete one, and messages for the user about it."""
+    if asked is True or str(asked).lower() == "true":  # text on a command line
+        recover(run_dir)
+        newest, torn = newest_complete(run_dir)
+        if newest is None:
+            raise ValueError(f"There is no complete checkpoint in {run_dir}.{_listed(torn)} {_REMEDY}")
+        said = [f"Resuming from {newest}, the newest complete checkpoint.{_listed(torn)}"] if torn else []
+        return newest, said
+    folder = Path(str(asked))
+    if not folder.is_dir():
+        raise ValueError(f"There is no checkpoint {folder}.{_alternative(folder.parent)} {_REMEDY}")
+    if _is_foreign(folder):
+        states = [*folder.glob("optimizer*"), *folder.glob("global_step*")]
+        lacking = "" if states else ", and no optimizer, which begins anew"
+        return folder, [
+            f"Resuming from {folder}, which has no {MANIFEST}{lacking}, so it cannot be checked for completeness."
+        ]
+    if wrong := problems(folder):
+        raise ValueError(f"{_listed({folder: wrong}).strip()}{_alternative(folder.parent)} {_REMEDY}")
+    return folder, []
+
+
+def newest_complete(run_dir: Path) -> tuple[Path | None, dict[Path, list[str]]]:
+    """The complete checkpoint of the highest step, and the torn ones of higher steps with the problems of each."""
+    torn: dict[Path, list[str]] = {}
+    for _, folder in reversed(numbered(run_dir)):
+        wrong = problems(folder)
+        if not wrong:
+            return folder, torn
+        torn[folder] = wrong
+    return None, torn
+
+
+def check_launch(folder: Path, deepspeed: bool, fsdp: bool) -> None:
+    """Rejects a checkpoint of another kind of launch, whose optimizer would silently start anew."""
+    saved = {
+        "DeepSpeed": any(folder.glob("global_step*")),  # each launch saves the optimizer in files of other names
+        "FSDP": (folder / "optimizer.bin").exists() or (folder / "optimizer_0").exists(),
+        "one process or DDP": (folder / "optimizer.pt").exists(),
+    }
+    now = "DeepSpeed" if deepspeed else "FSDP" if fsdp else "one process or DDP"
+    if any(saved.values()) and not saved[now]:
+        written = next(name for name, was in saved.items() if was)
+        raise ValueError(
+            f"{folder} was saved under {written}, but this launch uses {now} and would continue with a new optimizer: "
+            "resume with the original launch, or pass the folder as `model` and start a new run."
+        )
+
+
+def remedy(run_dir: Path, step: int) -> str:
+    """How to continue after an error at this step; empty in the first step. Reads no files, which may be large."""
+    if not step:
+        return ""
+    saved = [folder for number, folder in numbered(run_dir) if number <= step and has_manifest(folder)]
+    if not saved:
+        return f"{run_dir} has no checkpoint of this run to resume from: `save_steps` sets how often one is saved."
+    return (
+        f"To resume from {saved[-1]}, the newest checkpoint, pass `resume_from_checkpoint=True`, or on the command "
+        "line `--resume_from_checkpoint true`."
+    )
+
+
+def _listed(torn: dict[Path, list[str]]) -> str:
+    def shown(wrong: list[str]) -> str:
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        return "; ".join(wrong[:_SHOWN]) + more
+
+    foreign = [folder for folder in torn if _is_foreign(folder)]
+    said = "".join(f" {folder} is not complete: {shown(torn[folder])}." for folder in torn if folder not in foreign)
+    if foreign:
+        said += (
+            f" {foreign[0]} has no {MANIFEST}, as checkpoints of TRL and `transformers`, so it cannot be checked for "
+            f"completeness: to resume from it, pass its path, `resume_from_checkpoint={str(foreign[0])!r}`."
+        )
+    return said
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Whether another trainer completed this checkpoint."""
+    return not (folder / MANIFEST).exists() and (folder / _STATE).is_file()
+
+
+def _alternative(run_dir: Path) -> str:
+    newest, _ = newest_complete(run_dir)
+    return f" The newest complete checkpoint there is {newest}." if newest else ""
+
+
+# ---- Rates ----------------------------------------------------------------------------------------------------------
+#
+# transformers loads the optimizer with all its settings, whatever the options say, and takes the first step at the rate
+# that the schedule of the earlier run had left.
+
+Settings: TypeAlias = list[dict[str, Any]]
+"""What is set of an optimizer, for each of its groups."""
+
+
+def settings_of(optimizer: Any) -> Settings:
+    """The settings of an optimizer that no schedule changes; the rate is the one a schedule multiplies.
+
+    An optimizer that a launcher wraps may have no groups to look at.
+    """
+
+    def is_set(name: str, value: Any) -> bool:
+        return name not in ("params", "param_names", "lr") and value is not None and not isinstance(value, bool)
+
+    groups = getattr(optimizer, "param_groups", [])
+    return [{name: value for name, value in one.items() if is_set(name, value)} for one in groups]
+
+
+def not_taken(asked: Settings, loaded: Settings) -> str:
+    """The settings that a checkpoint has overwritten, with both values; empty if there are none."""
+    pairs = {
+        f"{'learning_rate' if name == 'initial_lr' else name}={group[name]:g} instead of {value:g}"
+        if isinstance(value, float)
+        else f"{name}={group[name]} instead of {value}"
+        for before, group in zip(asked, loaded, strict=False)
+        for name, value in before.items()
+        if name in group and group[name] != value
+    }
+    return ", ".join(sorted(pairs))
+
+
+def set_rates(scheduler: Any) -> None:
+    """Sets the rates to those of this schedule at its step; the loaded ones are of the schedule before.
+
+    Without a change of the schedule they are the same, bit for bit.
+    """
+    if isinstance(scheduler, LambdaLR):
+        scheduler.last_epoch -= 1
+        scheduler.step()
+
+
+def check_rates(scheduler: Any, steps: int) -> None:
+    """Refuses a schedule whose rate is 0 in every step, as that of a warmup in a training of one step."""
+    if not isinstance(scheduler, LambdaLR) or steps < 1:
+        return
+    pairs = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
+    if any(rate * factor(step) != 0 for step in range(steps) for rate, factor in pairs):
+        return
+    raise ValueError(
+        f"The learning rate is 0 in all {steps} steps, so no weight would change: the schedule starts at 0, as a "
+        "warmup does, and training ends before it rises, or it multiplies by 0. Set fewer `warmup_steps` or more "
+        "steps, or pass another scheduler."
+    )

@@ -57,7 +57,7 @@ _WITH_TOOLS = "`tools`, or an `environment_factory`"
 BATCHES = "all processes; mean over generation batches, or over the rows of an evaluation"
 _GENERATED = Logs(BATCHES, "where the student generated some (`lmbda`)")
 _PREFIXES = Logs(BATCHES, "`teacher_prefix_cache_gb`, where teachers can use it")
-WITH_REWARDS = "`reward_funcs`"
+WITH_REWARDS = "the method `rewards`, or environments that reward"
 _PHASE = "main process; mean over optimizer steps, sum over an evaluation"
 _PHASES = Logs(_PHASE, ALWAYS)
 _OVERLAP = Logs(STEPS, '`overlap="step"` with a rollout that generates in another process', evaluated=False)

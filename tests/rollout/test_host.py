@@ -6,7 +6,7 @@ from support import tiny
 from support.lone_host import LoneHost
 
 from trl_opsd.data.readers import PromptLimits
-from trl_opsd.host import Host
+from trl_opsd.rollout.host import Host
 
 
 def test_the_trainer_implements_host_and_the_lone_host_nothing_else(make_trainer):

@@ -99,46 +99,16 @@ def test_a_step_in_which_no_row_counts_changes_nothing(trained):
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"reward_gate": 99.0}, "no completion passed `reward_gate=99.0`"),
-        (
-            {"reward_gate": "advantage", "reward_funcs": lambda completions, **_: [1.0] * len(completions)},
-            "'advantage'`",
-        ),
-        (
-            {"teacher_context": "group_success", "success_threshold": 9.5},
-            "no completion reached `success_threshold=9.5`",
-        ),
-        ({"teacher_prompt_fn": lambda row, text, outcome: None}, "`teacher_prompt_fn` returned None"),
-    ],
-    ids=["reward", "advantage", "success", "function"],
-)
-def test_a_first_step_without_rows_names_what_left_them_out(trained, caplog, given, why):
-    trained(**given)
-    [said] = [one.getMessage() for one in caplog.records if "taught nothing" in one.getMessage()]
-    assert "all rows have a weight of 0 (`gate/mean`)" in said
-    assert why in said
-    assert "truncated" not in said
+def test_a_first_step_without_rows_is_said(trained, caplog):
+    trained(reward_gate=99.0)
+    assert caplog.text.count("taught nothing: no token has a weight") == 1
 
 
-def test_truncated_completions_are_not_blamed_on_rewards(trained, caplog):
-    class Nothing(OPSDTrainer):
-        def weigh(self, rollout, rows, targets):
-            return torch.zeros_like(rollout.weights)
-
-    trained(Nothing, teacher_context="group_success", success_threshold=1.5)
-    [said] = [one.getMessage() for one in caplog.records if "taught nothing" in one.getMessage()]
-    assert "success_threshold" not in said
-
-
-def test_an_evaluation_without_success_names_the_threshold(trained, caplog):
+def test_an_evaluation_without_success_has_no_loss(trained, caplog):
     trainer = trained(teacher_context="group_success", success_threshold=9.5, eval_dataset=tiny.rows(4))
     caplog.clear()
     assert trainer.evaluate()["eval_gate/mean"] == 0
-    [said] = [one.getMessage() for one in caplog.records if "`eval_loss` is unknown" in one.getMessage()]
-    assert "no completion reached `success_threshold=9.5`" in said
+    assert "`eval_loss` is unknown" in caplog.text
 
 
 def test_a_row_without_a_reward_does_not_pass_a_gate(trained):

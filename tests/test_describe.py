@@ -1,18 +1,24 @@
-"""A trainer in words: what it says is what really runs, whether or not an option asked for it."""
+"""A trainer in words: what banner and model card say is what really runs, whether or not an option asked for it."""
 
 from __future__ import annotations
+
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from environments.worlds import END, Adder, Told, given, once
+from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
 from support import tiny, vision_language
 from transformers import BitsAndBytesConfig
 from trl.chat_template_utils import qwen3_chat_template
 
+import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, Method, OPSDTrainer
-from trl_opsd.banner import Banner
+from trl_opsd.describe import Banner, published
 from trl_opsd.models.checks import described
 
 pytestmark = pytest.mark.quick
@@ -279,12 +285,10 @@ def test_rounded_float32_products_are_named(make_trainer):
     assert found["student"].endswith("; rounds float32 products")
 
 
-def test_attention_of_each_model_is_named_sdpa_by_default(make_trainer, tmp_path):
+def test_attention_is_named_sdpa_by_default(make_trainer, tmp_path):
     tiny.save_pair(tmp_path)
     paths = {"model": str(tmp_path / "student"), "teacher_model": str(tmp_path / "teacher")}
     assert parts(make_trainer(**paths))["attention"] == "sdpa"
-    found = parts(make_trainer(**paths, teacher_model_init_kwargs={"attn_implementation": "eager"}))
-    assert found["attention"] == "student sdpa, teacher eager"
 
 
 def test_epochs_become_steps_once_a_training_has_begun(make_trainer, capsys):
@@ -299,7 +303,7 @@ def test_rows_of_an_epoch_that_fill_no_step_are_counted(make_trainer):
     trainer = make_trainer(**given)
     left = "2 dropped per epoch: they do not fill a step of 6 prompts"
     assert parts(trainer)["rows"] == f"8 in train_dataset, {left}"
-    assert len(set(trainer._get_train_sampler(trainer.train_dataset))) == 8 - 2
+    assert len({row["prompt"] for call in trainer.get_train_dataloader() for row in call}) == 8 - 2
     assert parts(make_trainer(**given, train_dataset=tiny.rows(6)))["rows"] == "6 in train_dataset"
     assert parts(make_trainer(train_dataset=None, eval_dataset=tiny.rows(5)))["rows"] == "5 in eval_dataset"
 
@@ -328,18 +332,7 @@ def test_a_rate_at_which_an_adapter_hardly_learns_is_named(make_trainer, capsys,
     assert parts(trainer)["optimizer"] == f"adamw_torch_fused, learning rate {rate}{said}"
     trainer.train()
     assert f"AdamW, learning rate {rate}{said}\n" in capsys.readouterr().out
-    assert trainer._settings_in_words()["optimizer"] == f"AdamW, learning rate {rate}", "advice is not for the card"
-
-
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
-def test_an_adapter_that_reaches_the_vision_tower_is_named(make_trainer, family):
-    given = {"train_dataset": vision_language.rows([1, 1]), "rollout": HFRollout()}
-    found = parts(make_trainer(**given, **vision_language.arguments(family), peft_config=on_all_linear()))["student"]
-    assert found.endswith("in float32 trainable, in the vision tower too")
-    of_text = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|v_proj)")
-    for adapter in (of_text, None):
-        found = parts(make_trainer(**given, **vision_language.arguments(family), peft_config=adapter))["student"]
-        assert "vision tower" not in found
+    assert published(trainer)["optimizer"] == f"AdamW, learning rate {rate}", "advice is not for the card"
 
 
 def test_context_that_the_teacher_gets_later_is_named(make_trainer):
@@ -443,3 +436,161 @@ def test_a_trainer_that_only_evaluates_is_described(make_trainer):
 
 def test_unfinished_trainer_has_a_plain_repr():
     assert "OPSDTrainer object" in repr(OPSDTrainer.__new__(OPSDTrainer))
+
+
+# ---- The model card -------------------------------------------------------------------------------------------------
+
+
+def card_of(trainer, **given) -> ModelCard:
+    trainer.create_model_card(**given)
+    card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
+    assert "None" not in card.text
+    return card
+
+
+def named(model, path):
+    model.config._name_or_path = path
+    return model
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=4, target_modules="all-linear")], ids=["full", "adapter"])
+def test_a_model_that_is_saved_elsewhere_has_our_card(make_trainer, tmp_path, adapter):
+    trainer = make_trainer(peft_config=adapter, max_steps=1, save_strategy="no", output_dir=tmp_path / "run")
+    trainer.train()
+    trainer.save_model(tmp_path / "final")
+    card = ModelCard.load(tmp_path / "final" / "README.md")
+    assert "# Model Card for final" in card.text
+    assert "- Objective: ReverseKL(), temperature 1\n" in card.text
+    assert not (tmp_path / "run" / "README.md").exists()
+    assert trainer.args.output_dir == str(tmp_path / "run")
+    trainer.save_model()
+    assert "# Model Card for run" in ModelCard.load(tmp_path / "run" / "README.md").text
+
+
+def test_the_card_links_models_of_the_hub(make_trainer):
+    trainer = make_trainer(
+        model=named(tiny.qwen2(32), "Qwen/Qwen2.5-0.5B"),
+        teacher_model=named(tiny.qwen2(48, seed=1), "Qwen/Qwen2.5-1.5B"),
+        divergence="reverse_kl",
+        temperature=0.7,
+    )
+    card = card_of(trainer, model_name="mine", dataset_name="someone/prompts", tags="maths")
+    assert "# Model Card for mine" in card.text
+    assert (
+        "This model is a fine-tuned version of [Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B) on the "
+        "[someone/prompts](https://huggingface.co/datasets/someone/prompts) dataset."
+    ) in card.text
+    assert "- Teacher: Qwen2ForCausalLM 'Qwen/Qwen2.5-1.5B', " in card.text
+    assert "- Objective: ReverseKL(), temperature 0.7\n" in card.text
+    assert "2306.13649" in card.text, "GKD"
+    assert "2601.18734" not in card.text, "OPSD"
+    assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
+    assert {"maths", "trl", "opsd"} <= set(card.data.tags)
+
+
+def test_the_card_names_models_that_are_not_on_the_hub(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    card = card_of(make_trainer(model=tiny.llama()))
+    assert "a fine-tuned version of LlamaForCausalLM, " in card.text
+    assert "- Teacher: Qwen2ForCausalLM, " in card.text
+    tiny.qwen2(32).save_pretrained(tmp_path / "small")
+    tiny.qwen2(48, seed=1).save_pretrained(tmp_path / "large")
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    trainer = make_trainer(
+        model=str(tmp_path / "small"), teacher_model=str(tmp_path / "large"), peft_config=adapter, output_dir="here"
+    )
+    card = card_of(trainer)
+    assert "# Model Card for here" in card.text
+    assert "a fine-tuned version of Qwen2ForCausalLM 'small' with an adapter, " in card.text
+    assert "- Teacher: Qwen2ForCausalLM 'large', " in card.text
+    assert 'model="here"' in card.text
+    assert str(tmp_path) not in str(card), "whose folders these are is nobody's business"
+    assert card.data.base_model is None
+
+
+def test_the_card_names_the_version_and_the_seed(make_trainer):
+    text = card_of(make_trainer(seed=7)).text
+    assert f"- Made with: trl_opsd {trl_opsd.__version__}, torch {torch.__version__.partition('+')[0]}" in text
+    assert ", seed 7\n" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "said"),
+    [
+        ("base", True, "the student without its adapter: "),
+        ("base", False, "the initial student: "),
+        ("ema", True, "moving average of the student (update rate 0.05, every 1 steps): "),
+        ("live", False, "the current student: "),
+    ],
+)
+def test_the_card_of_a_student_that_teaches_itself_cites_opsd(make_trainer, kind, lora, said):
+    trainer = make_trainer(
+        teacher_model=None,
+        teacher_model_kind=kind,
+        train_dataset=tiny.rows().add_column("privileged_context", ["a hint"] * 8),
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+    )
+    card = card_of(trainer)
+    assert f"- Teacher: {said}" in card.text
+    assert "2601.18734" in card.text
+    assert "Zhao" in card.text
+    assert "Agarwal" not in card.text
+
+
+def test_the_card_shows_no_addresses_of_servers(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    behind = "'/home/me/large' behind http://10.0.0.1:8000 and https://b.example/v1"
+    monkeypatch.setattr(type(trainer.teacher), "__str__", lambda _: behind)
+    assert "- Teacher: 'large' behind a server and a server\n" in card_of(trainer).text
+
+
+def test_saving_a_checkpoint_writes_the_card_beside_it(make_trainer, tmp_path):
+    make_trainer(divergence="jsd", save_strategy="steps", save_steps=1, max_steps=1).train()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert f"# Model Card for {tmp_path.name}\n" in card.text
+    assert "- Objective: GeneralizedJSD(beta=0.5), temperature 1\n" in card.text
+    assert "- Steps: 1 of 2 prompts each: 2 per device x 1 processes x 1 accumulation steps; 1 done" in card.text
+
+
+def test_the_card_names_completions_of_the_dataset(make_trainer):
+    trainer = make_trainer(lmbda=0.25, train_dataset=tiny.rows().add_column("completion", ["so"] * 8))
+    assert "- Completions: of the dataset for 0.75 of the rows, by FixedRollout, at most 24 " in card_of(trainer).text
+
+
+class LocalHub(HfApi):
+    """The Hub's client, whose repositories are folders."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def create_repo(self, repo_id, **_):
+        (self.folder / repo_id).mkdir(parents=True, exist_ok=True)
+        return RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def upload_folder(self, *, repo_id, folder_path, ignore_patterns=(), **_):
+        ignored = shutil.ignore_patterns(*ignore_patterns)
+        shutil.copytree(folder_path, self.folder / repo_id, dirs_exist_ok=True, ignore=ignored)
+        uploaded = Future()
+        uploaded.set_result(None)
+        return uploaded
+
+
+def test_pushed_model_has_the_whole_card(make_trainer, tmp_path, monkeypatch):
+    hub = LocalHub(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    trainer = make_trainer(
+        **{"max_steps": 1, "logging_steps": 1, "output_dir": str(tmp_path / "run"), "save_strategy": "epoch"},
+        **{"push_to_hub": True, "hub_model_id": "me/mine", "log_completions": True},
+    )
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(hub.folder / "me/mine/README.md")
+    assert "None" not in card.text
+    assert "# Model Card for mine" in card.text
+    assert 'model="me/mine"' in card.text
+    assert {"trl", "opsd"} <= set(card.data.tags)
+    assert (tmp_path / "run/checkpoint-1").exists()
+    uploaded = {path.name for path in (hub.folder / "me/mine").iterdir()}
+    assert {"README.md", "model.safetensors", "tokenizer.json", "completions"} <= uploaded
+    assert "checkpoint-1" not in uploaded

@@ -9,8 +9,8 @@ import pytest
 from support import tiny
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 
-from trl_opsd.monitor import progress
-from trl_opsd.monitor.progress import Progress, Rows
+from trl_opsd import progress
+from trl_opsd.progress import Progress, Rows
 
 COLUMNS = ["step", "divergence", "length", "tokens/s", "s/step", "gen", "score", "train", "GiB"]
 

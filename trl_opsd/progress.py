@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import has_length
 
 PHASES = {"complete": "generate", "teach": "score", "compare": "train"} | {
     one: one for one in ("sync", "reward", "save")
@@ -114,6 +113,8 @@ class Progress(ProgressCallback):
 
     training_bar: Any
     prediction_bar: Any
+    is_hidden: bool | None = None
+    """Whether there is no bar; `None` where the output is no terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,19 +123,15 @@ class Progress(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Creates the bar, in the main process."""
         if state.is_world_process_zero:
-            # `disable=None`: no bar where the output is no terminal.
-            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=None, unit="step")
+            self.training_bar = tqdm(total=state.max_steps, dynamic_ncols=True, disable=self.is_hidden, unit="step")
         self.current_step, self._rows.start = 0, state.global_step
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         """Creates or advances the bar of an evaluation, in the main process."""
-        if state.is_world_process_zero and has_length(eval_dataloader):
-            if self.prediction_bar is None:
-                leave = self.training_bar is None
-                self.prediction_bar = tqdm(total=len(eval_dataloader), leave=leave, dynamic_ncols=True, disable=None)
-            self.prediction_bar.update(1)
+        if not self.is_hidden and sys.stderr.isatty():
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Prints the rows of a log above the bar."""
@@ -155,21 +152,10 @@ class Progress(ProgressCallback):
             self.training_bar.set_postfix_str("", refresh=False)
 
 
-class _Printed(PrinterCallback):
+class _Printed(Progress, PrinterCallback):
     """The rows without a bar, for `disable_tqdm=True`."""
 
-    def __init__(self) -> None:
-        self._rows = Rows()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Notes where a resumed training begins."""
-        self._rows.start = state.global_step
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Prints the rows of a log."""
-        if state.is_world_process_zero:
-            for line in self._rows.of(logs or {}, state.global_step, state.max_steps):
-                print(line, flush=True)
+    is_hidden = True
 
 
 def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContextManager[None]] | None:
@@ -177,10 +163,7 @@ def replace_default(handler: CallbackHandler) -> Callable[[str], AbstractContext
     # From the end: the default was added last, and a user may have passed the same class, which stays.
     for place in reversed(range(len(handler.callbacks))):
         kind = type(handler.callbacks[place])
-        if kind is DEFAULT_PROGRESS_CALLBACK:
-            handler.callbacks[place] = shown = Progress()
-            return shown.during
-        if kind is PrinterCallback:
-            handler.callbacks[place] = _Printed()
-            break
+        if kind in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
+            handler.callbacks[place] = shown = _Printed() if kind is PrinterCallback else Progress()
+            return None if shown.is_hidden else shown.during
     return None

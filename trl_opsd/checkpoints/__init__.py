@@ -1,1 +1,0 @@
-"""Checkpoints: published whole or not at all, and resumed."""

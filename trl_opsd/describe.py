@@ -1,0 +1,291 @@
+"""Says in words what a trainer does: on the console when a training begins, in the model card and in the report.
+
+A card is published, so it names no folders or servers, and shows no rows. TRL's names the base model only if that is
+on the Hub (else "None"), no teacher, and one paper for every method.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_opsd._compat.peft import is_peft
+from trl_opsd._compat.versions import versions
+from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
+from trl_opsd.data.images import TEACHER_IMAGE_COLUMNS
+from trl_opsd.data.prompts import Request
+from trl_opsd.data.readers import Reader
+from trl_opsd.losses.divergence import describe
+from trl_opsd.methods.quantization import FOLDER, StudentQuantization
+from trl_opsd.methods.rewards import Rewards
+from trl_opsd.models.checks import described, sizes
+from trl_opsd.models.tokenizers import readable
+from trl_opsd.options.normalize import SAMPLING
+from trl_opsd.options.rules import prompts_of_step
+from trl_opsd.options.table import shape_in_words, temperatures_in_words
+from trl_opsd.parallel.precision import rounds_float32
+from trl_opsd.report.records import PAGE
+
+if TYPE_CHECKING:
+    from trl_opsd.trainer import OPSDTrainer
+
+SELF_DISTILLATION = {
+    "title": "Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models",
+    "id": "2601.18734",
+    "citation": textwrap.dedent("""\
+        @article{zhao2026selfdistilled,
+            title   = {{Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models}},
+            author  = {Siyan Zhao and Zhihui Xie and Mengchen Liu and Jing Huang and Guan Pang and Feiyu Chen and Aditya Grover},
+            year    = 2026,
+            journal = {arXiv preprint arXiv:2601.18734},
+        }"""),  # noqa: E501
+}
+"""The paper of a student that is its own teacher; TRL's is that of distillation from another model."""
+
+_WIDTH = 120
+"""Characters in a line."""
+_PROMPT = 600
+"""Maximum characters shown of a prompt; of a longer one, its beginning and its end."""
+_OF_TEACHER = "teacher's prompt"
+"""Name of the entry with the teacher's first prompt."""
+_TOO_LOW = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
+_PRIVATE = re.compile(r"https?://\S+|(?<!\w)'([^']+)'")
+"""Addresses, and paths of folders or names on the Hub."""
+_PROCEDURE = "## Training procedure"
+"""The line of TRL's card that ours follow."""
+
+
+class Banner(TrainerCallback):
+    """Prints the description of a trainer when a training begins, in the main process.
+
+    It shows the first prompt; `trainer.remove_callback(Banner)` silences it. The first prompt that code of the user
+    makes for a teacher is printed after the step that makes it.
+    """
+
+    def __init__(self, trainer: OPSDTrainer) -> None:
+        self._trainer, self._is_complete = trainer, False
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        dropped = self._trainer.dropped_prompts
+        if state.is_world_process_zero:
+            counted = dropped.copy()
+            tqdm.write(text(self._trainer, reads_stream=True))  # on lines of its own, beside a progress bar
+            dropped.clear()  # displaying a stream's first row must not count it as dropped
+            dropped.update(counted)
+        self._is_complete = self._trainer.teaching.first_made is not None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        made = self._trainer.teaching.first_made
+        if state.is_world_process_zero and not self._is_complete and made is not None:
+            tqdm.write("\n".join(_filled([(_OF_TEACHER, _shown(self._trainer, *made))])))
+            self._is_complete = True
+
+
+def text(trainer: OPSDTrainer, reads_stream: bool = False) -> str:
+    """The description, an entry for each part; `reads_stream` shows the first row of a stream, which reads it."""
+    parts = _parts(trainer)
+    parts["optimizer"] += _TOO_LOW if is_peft(trainer.model) and max(_rates(trainer)) <= 1e-6 else ""
+    return "\n".join([type(trainer).__name__, *_filled([*parts.items(), *_rows(trainer, reads_stream)])])
+
+
+def published(trainer: OPSDTrainer) -> dict[str, str]:
+    """Models, objective and settings by topic, for the card and the report: a folder by its last name, no address."""
+
+    def known(found: re.Match[str]) -> str:
+        return "a server" if found[1] is None else repr(found[1] if is_of_hub(found[1]) else Path(found[1]).name)
+
+    def is_of_hub(path: str) -> bool:
+        return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not os.path.isdir(path)
+
+    return {topic: _PRIVATE.sub(known, said) for topic, said in _parts(trainer).items()}
+
+
+def complete_card(trainer: OPSDTrainer) -> None:
+    """Completes the `README.md` that TRL has written to the output folder."""
+    args, parts = trainer.args, published(trainer)
+    path = Path(args.output_dir) / "README.md"
+    card = ModelCard.load(path)
+    made_with = ", ".join(f"{name} {one}" for name, one in versions().items() if name in ("trl_opsd", "torch"))
+    entries = {**parts, "made with": f"{made_with}, seed {args.seed}"}
+    if args.report:
+        entries["curves and completions"] = f"[{PAGE}]({PAGE})"
+    if trainer.methods.get(StudentQuantization) is not None:  # weights beside that folder compute otherwise
+        what = "this adapter on the base" if is_peft(trainer.model) else "the model"
+        entries["to serve"] = f"{what} in `{FOLDER}`"
+    lines = "\n".join(f"- {topic[0].upper()}{topic[1:]}: {said}" for topic, said in entries.items())
+    found = card.text.replace(_PROCEDURE, f"{_PROCEDURE}\n\n{lines}", 1)
+    found = re.sub(r"\[None\]\([^)]*\)", lambda _: parts["student"], found)
+    card.text = found.replace('model="None"', f'model="{trainer.hub_model_id or args.output_dir}"')
+    card.save(path)
+
+
+# ---- Parts ----------------------------------------------------------------------------------------------------------
+
+
+def _parts(trainer: OPSDTrainer) -> dict[str, str]:
+    """The entries but those about rows. Nothing here is collective: one process may do it alone."""
+    args, model, teachers = trainer.args, trainer.model, trainer.teaching.teachers
+    kinds = {
+        None: "",
+        "base": f"the {'student without its adapter' if is_peft(model) else 'initial student'}: ",
+        "ema": f"moving average of the student (update rate {args.teacher_update_rate:g}, every "
+        f"{args.teacher_sync_steps} steps): ",
+        "live": "the current student: ",
+    }
+    copies = teachers.average.copies.values() if teachers.average else ()
+    averaged = f"; averaged in {sizes(copies)}" if copies else ""
+    parts = {"student": _student(trainer)}
+    for name, teacher in teachers.items():
+        topic = "teacher" if len(teachers) == 1 else f"teacher {name!r}"
+        parts[topic] = f"{kinds[args.teacher_model_kind]}{teacher}{averaged}"
+    parts |= {
+        "attention": model.config._attn_implementation,
+        "processes": trainer.strategy,
+        "steps": _steps(trainer),
+        "completions": _completions(trainer),
+        "objective": f"{describe(trainer.divergence)}, {temperatures_in_words(*trainer.temperatures)}"
+        f"{shape_in_words(args)}{trainer.methods.words}",
+    }
+    if trainer._reward_names and (rewards := trainer.methods.get(Rewards)) is not None:
+        lacking = "" if trainer.train_dataset is None else ": training rows lack their columns"
+        logged = ", logged only" if rewards.logs_in_training else f", in evaluations only{lacking}"
+        parts["rewards"] = ", ".join(trainer._reward_names) + ("" if trainer.teaching.learned_rewards else logged)
+    if trainer.methods.of_user:
+        parts["methods"] = ", ".join(type(one).__name__ for one in trainer.methods.of_user)
+    used = trainer.optimizer
+    while hasattr(used, "optimizer"):  # what accelerate and DeepSpeed wrap around it
+        used = used.optimizer
+    name = args.optim.value if used is None else type(used).__name__
+    return {**parts, "optimizer": f"{name}, learning rate {', '.join(map(str, _rates(trainer)))}"}
+
+
+def _student(trainer: OPSDTrainer) -> str:
+    model, precision = trainer.model, trainer.accelerator.mixed_precision
+    trained = [one for one in model.parameters() if one.requires_grad]
+    part = "" if len(trained) == len(list(model.parameters())) else f", {sizes(trained)} trainable"
+    computes = "" if precision == "no" else f"; computes in {precision}"
+    return f"{described(model)}{part}{computes}{'; rounds float32 products' if rounds_float32() else ''}"
+
+
+def _rates(trainer: OPSDTrainer) -> list[float]:
+    groups = getattr(trainer.optimizer, "param_groups", [])
+    # A scheduler keeps the rate it starts from, and changes the other at once.
+    return sorted({float(one.get("initial_lr", one["lr"])) for one in groups}) or [trainer.args.learning_rate]
+
+
+def _steps(trainer: OPSDTrainer) -> str:
+    args, state = trainer.args, trainer.state
+    factors = args.per_device_train_batch_size, args.world_size, args.gradient_accumulation_steps
+    rows, number = factors[0] * factors[1] * factors[2], args.num_generations
+    what = f"{rows} prompts" if number == 1 else f"{rows // number} prompts x {number} completions"
+    batch = "{} each: {} per device x {} processes x {} accumulation steps".format(what, *factors)
+    if state.max_steps > 0:  # known once a training has begun
+        return f"{state.max_steps} of {batch}" + (f"; {state.global_step} done" if state.global_step else "")
+    return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"
+
+
+def _completions(trainer: OPSDTrainer) -> str:
+    args, options, limit = trainer.args, trainer.generation_config, trainer.limits.completion
+    given = f"of the {'teacher' if args.seq_kd else 'dataset'} for {1 - args.lmbda:g} of the rows"
+    context = trainer.limits.context if args.has_engine else None
+    within = f" with a context of {context} tokens" if context else ""
+    shown = [given if args.lmbda < 1 else "", f"by {trainer.rollout}{within}"]
+    shown.append(f"at most {min(options.max_new_tokens or limit, limit)} tokens")
+    # What it takes from the student's own config; `None` if it may not even follow the options.
+    if (of_student := getattr(trainer.rollout, "of_student", None)) is not None:
+        others = {**(args.generation_kwargs or {}), **of_student}
+        sampling = {name: of_student.get(name, getattr(options, name)) for name in SAMPLING}
+        beams = others.pop("num_beams", options.num_beams) or 1
+        shown += [
+            f"{beams} beams" if beams > 1 else "",
+            _listed(sampling) if options.do_sample else "greedy",
+            _listed({name: value for name, value in others.items() if name not in (*SAMPLING, "do_sample")}),
+        ]
+        if (evaluated := args.eval_temperature) is not None:
+            shown.append(f"in evaluations {f'temperature {evaluated:g}' if evaluated else 'greedy'}")
+    if trainer.tools:
+        shown.append(f"with the tools {', '.join(tool.__name__ for tool in trainer.tools)}")
+    return ", ".join(filter(None, shown))
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+
+
+# ---- Rows -----------------------------------------------------------------------------------------------------------
+
+
+def _rows(trainer: OPSDTrainer, reads_stream: bool) -> Iterator[tuple[str, str]]:
+    named = {"train_dataset": trainer.train_dataset, **by_name(trainer.eval_dataset)}
+    where, dataset = next((name, one) for name, one in named.items() if one is not None)
+    is_stream = not isinstance(dataset, Dataset)
+    step = prompts_of_step(trainer.args)
+    left = 0 if is_stream or dataset is not trainer.train_dataset else len(dataset) % step
+    more = f", {left} dropped per epoch: they do not fill a step of {step} prompts" if left else ""
+    yield "rows", f"{where}, a stream" if is_stream else f"{len(dataset)} in {where}{more}"
+    if unread := _unread(trainer, dataset):
+        yield "unused columns", ", ".join(unread)
+    if is_stream and not reads_stream:
+        yield "prompts", "shown when training starts"
+        return
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError(f"`{where}` is an empty stream, or all its rows were dropped because they are too long.")
+    readers, made, by = trainer.teaching.readers, trainer.teaching.first_made, trainer.methods.rewriting
+    request = readers.intake.read(row, f"row 0 of {where}")
+    yield "prompt", _decoded(trainer, readers.student, request)
+    if made is not None:
+        yield _OF_TEACHER, _shown(trainer, *made)
+    elif by:
+        yield _OF_TEACHER, f"what {by} returns, shown after the first step"
+    else:
+        name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
+        later = {
+            "what the environment tells": readers.intake.is_told,
+            "a success of its group": trainer.methods.fall_back,
+            "its own images": not {*TEACHER_IMAGE_COLUMNS}.isdisjoint(columns_of(dataset) or ()),
+        }
+        own = "the same" if readers.are_alike(request) else _decoded(trainer, readers.teacher, request)
+        yield name, " + ".join([own, *(said for said, is_there in later.items() if is_there)])
+
+
+def _unread(trainer: OPSDTrainer, dataset: AnyDataset) -> list[str]:
+    """Columns that nothing reads, as far as is known: a function or a subclass may read any."""
+    methods, weighs = trainer.methods, not str(trainer.weigh.__module__).startswith("trl_opsd.")
+    if trainer._reward_names or methods.rewriting or methods.of_user or weighs:
+        return []
+    read = {*trainer.row_columns}
+    if len(trainer.teaching.readers.intake.teachers) == 1:
+        read.discard("teacher")
+    return [repr(name) for name in columns_of(dataset) or () if name not in read]
+
+
+def _decoded(trainer: OPSDTrainer, reader: Reader, request: Request) -> str:
+    prompt = reader.prompt_of(request)
+    source = "chat template" if prompt.kind == "messages" else "text, no chat template"
+    return _shown(trainer, reader.token_ids([prompt])[0], reader.tokenizer_of(prompt), source)
+
+
+def _shown(trainer: OPSDTrainer, ids: list[int], tokenizer: PreTrainedTokenizerBase, source: str) -> str:
+    said = readable(ids, tokenizer, trainer.placeholders)
+    if len(said) > _PROMPT:
+        said = f"{said[: _PROMPT // 2]} [...] {said[-_PROMPT // 2 :]}"
+    return f"{len(ids)} tokens ({source}): {said!r}"
+
+
+def _filled(parts: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Names and texts in two columns."""
+    parts = list(parts)
+    width = max(len(name) for name, _ in parts)
+    indent = " " * (width + 4)
+    for name, said in parts:
+        yield textwrap.fill(f"  {name:<{width}}  {said}", _WIDTH, subsequent_indent=indent, break_on_hyphens=False)

@@ -1,1 +1,0 @@
-"""What a run shows: metrics, progress, memory."""

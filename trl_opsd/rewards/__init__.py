@@ -1,1 +1,0 @@
-"""Rewards of completions, by functions and models."""
