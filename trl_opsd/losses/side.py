@@ -31,15 +31,15 @@ class Side:
 
     @classmethod
     def of(cls, lazy: LazyLogits, dtype: torch.dtype, vocabulary: int | None) -> Side:
-        head = lazy.head.to(lazy.hidden.device)  # one in host memory, for this product alone
+        head, device = lazy.head, lazy.hidden.device  # a head in host memory is copied for this product alone
         # Scale and temperature cost nothing inside the product; below a cap the temperature has to be applied after it.
         gain = head.scale / (lazy.temperature if head.softcap is None else head.softcap)
         return cls(
             hidden_NH=operand(lazy.hidden, dtype),
-            weight_VH=operand(head.weight[:vocabulary], dtype),
+            weight_VH=operand(head.weight[:vocabulary].to(device, non_blocking=True), dtype),
             gain=gain,
             finish=Finish(
-                bias=None if head.bias is None else head.bias[:vocabulary].float() * gain,
+                bias=None if head.bias is None else head.bias[:vocabulary].to(device).float() * gain,
                 cap=None if head.softcap is None else head.softcap / lazy.temperature,
             ),
         )

@@ -57,14 +57,16 @@ class TeacherTokens:
 
     def of_tokens(self, rollout: Rollout, device: torch.device) -> Sampled:
         """These tokens and how they were sampled, on a device."""
-        tokens = rollout.completion_ids.size(1)
-        pull_BC = None if rollout.pull is None else rollout.pull[:, None].expand(-1, tokens)
 
-        def of_share(each_BC: Tensor | None) -> Tensor | None:
-            return None if each_BC is None else _selected(each_BC.flatten(), self.places_N)
+        def at_places(each_BC: Tensor) -> Tensor:
+            return _selected(each_BC.flatten(), self.places_N).to(device, non_blocking=True)
 
-        ids_N = _selected(rollout.completion_ids.flatten(), self.places_N)
-        return Sampled(ids_N, of_share(pull_BC), of_share(rollout.logprobs)).to(device)
+        pull_B, logprobs_BC = rollout.pull, rollout.logprobs
+        return Sampled(
+            at_places(rollout.completion_ids),
+            None if pull_B is None else at_places(pull_B[:, None].expand(-1, rollout.completion_ids.size(1))),
+            None if logprobs_BC is None else at_places(logprobs_BC),
+        )
 
     def of_teacher(self, device: torch.device, beside: str = "") -> Tensor:
         """The teacher's states of these tokens, or those `beside`, [N, H], on a device; copied only from another."""

@@ -5,7 +5,6 @@ B rows · N tokens in the loss · V vocabulary size · H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -113,15 +112,8 @@ class Sampled:
 
     def rows(self, rows: slice) -> Sampled:
         """Those of some positions."""
-        return self._each(lambda one: one[rows])
-
-    def to(self, device: torch.device) -> Sampled:
-        """The same on another device."""
-        return self._each(lambda one: one.to(device, non_blocking=True))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
-        pull, logprobs = (None if one is None else change(one) for one in (self.pull, self.logprobs))
-        return Sampled(change(self.ids), pull, logprobs)
+        pull, logprobs = (None if one is None else one[rows] for one in (self.pull, self.logprobs))
+        return Sampled(self.ids[rows], pull, logprobs)
 
 
 TENTHS = 10
