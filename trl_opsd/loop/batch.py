@@ -186,10 +186,10 @@ class Batches:
         A loss that weighs tokens by it gets those of all rows of all processes, or none.
         """
         logprobs_BC, known = torch.zeros(rollout.completion_ids.shape), 0
-        for number, (row, ids) in enumerate(zip(rows, rollout.completion_lists(), strict=True)):
-            if row.logprobs is not None and row.logprobs[0] == ids:
+        for number, row in enumerate(rows):
+            if row.logprobs is not None:
                 known += 1
-                logprobs_BC[number, : len(row.logprobs[1])] = torch.tensor(row.logprobs[1])
+                logprobs_BC[number, : len(row.logprobs)] = torch.tensor(row.logprobs)
             else:
                 logprobs_BC[number] = torch.nan
         device, weighs = self._host.accelerator.device, self._host.learns_from_draws

@@ -193,8 +193,7 @@ class Generation:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
         if row.is_off_policy or self._by is not None:  # by chance the rollout may have generated the same before
             return
-        found = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
-        row.logprobs = None if found is None else (completion_ids, found)
+        row.logprobs = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
 
     def _mixed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, from the dataset, the teacher or the student; empty if skipped. Collective."""

@@ -42,8 +42,8 @@ class BatchRow(Mapping[str, Any]):
     """Of all rows of the prompt; at 0 the trainer skips it."""
     images: RowImages | None = None
     """Of the student's prompt, once it is tokenized."""
-    logprobs: tuple[list[int], list[float]] | None = None
-    """A completion, and the log-probabilities that its tokens were sampled with."""
+    logprobs: Sequence[float] | None = None
+    """Log-probabilities that the tokens of the completion were sampled with, in nats; `None` where not known."""
     reward: float | None = None
     """The weighted sum of the completion's rewards; `None` where no function gave one."""
     advantage: float = 0.0
