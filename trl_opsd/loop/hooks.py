@@ -331,9 +331,9 @@ class TrainerHooks(TrainerMembers):
             parts = parts_to_learn(self.row_group, inputs.rollout, inputs.targets, self.model, self.reading, device)
         losses, sums_of = [], []
         for rollout, targets, is_last in parts:
-            loss, sums, scored = self._forward_redirection(
-                *(model, student, self._compared, student, rollout, targets, num_items_in_batch)
-            )
+            # Not as arguments: FSDP2 reads each field of dataclasses among these, and so would make `hidden`.
+            compared = partial(self._compared, student, rollout, targets, num_items_in_batch)
+            loss, sums, scored = self._forward_redirection(model, student, compared)
             if not is_last:  # DeepSpeed accepts several backward passes before a step
                 engine = self.accelerator.deepspeed_engine_wrapped
                 engine.backward(loss, sync_gradients=False, scale_wrt_gas=False)
