@@ -45,7 +45,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "jsd": {"divergence": "jsd"},
     "skewed_forward_kl": {"divergence": "skewed_forward_kl"},
     "skewed_reverse_kl": {"divergence": "skewed_reverse_kl"},
-    "skewed_reverse_kl, skew 0.5": {"divergence": "skewed_reverse_kl", "skew": 0.5},
+    "skewed_reverse_kl, skew 0.5": {"divergence": {"skewed_reverse_kl": {"skew": 0.5}}},
     "total_variation": {"divergence": "total_variation"},
     "alpha_divergence": {"divergence": "alpha_divergence"},
     "adaptive_kl": {"divergence": "adaptive_kl"},

@@ -97,8 +97,7 @@ def configurations(tmp_path):
         "a policy gradient": {
             "rollout": Mirrored(tiny.config(tmp_path)),
             "max_completion_length": 16,
-            "divergence": "sampled_reverse_kl",
-            "vllm_importance_sampling_clip_min": 0.1,
+            "divergence": {"sampled_reverse_kl": {"clip_min": 0.1}},
         },
         "some tokens": {
             "divergence": "total_variation", "token_selection": "student_entropy", "token_fraction": 0.5,

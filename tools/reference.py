@@ -19,7 +19,6 @@ from typing import Any
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
-from trl_opsd.losses.registry import Settings
 from trl_opsd.methods import METRICS, NAMED
 from trl_opsd.options.table import Option, Values, table
 from trl_opsd.rollout import chosen_rollout
@@ -93,7 +92,6 @@ def _rollout(**options: Any) -> None:
 
 TOGETHER: dict[str, list[Callable[[], Any]]] = {
     "divergence": [
-        lambda: _config(divergence="forward_kl", beta=0.5),
         lambda: _config(divergence="jsd", beta=0.01),
     ],
     "teacher_model_kind": [
@@ -266,7 +264,7 @@ def _methods() -> Iterator[str]:
 
 def _divergences() -> Iterator[list[str]]:
     for name, make in DIVERGENCES.items():
-        made = make(Settings())
+        made = make()
         about = " ".join((inspect.getdoc(type(made)) or "").partition("\n\n")[0].split())
         yield [f'`"{name}"`', f"`{made!r}`", about]
 

@@ -31,7 +31,6 @@ from trl_opsd.cli.doctor import checks as doctor
 from trl_opsd.cli.main import app
 from trl_opsd.cli.train.options import ExtraArguments
 from trl_opsd.losses import DIVERGENCES
-from trl_opsd.losses.registry import Settings
 from trl_opsd.methods import METRICS, NAMED, Rewards
 from trl_opsd.models.probes import Finding
 
@@ -66,7 +65,7 @@ def surface() -> Surface:
         "python": dict(_names()),
         "options": {one.name: _option(one) for one in [*new_fields(), *(ours for _, ours in changed_fields())]},
         "methods": {name: str(inspect.signature(kind)) for name, kind in NAMED.items()},
-        "divergences": {name: repr(make(Settings())) for name, make in DIVERGENCES.items()},
+        "divergences": {name: repr(make()) for name, make in DIVERGENCES.items()},
         "metrics": {name: one.unit for name, one in METRICS.items()},
         "commands": dict(_commands()),
         "json": dict(_documents()),

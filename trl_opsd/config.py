@@ -17,7 +17,7 @@ from trl_opsd.data.prompts import check_template
 from trl_opsd.http.urls import server_urls, some_urls
 from trl_opsd.losses import Divergence
 from trl_opsd.losses.divergence import describe
-from trl_opsd.losses.registry import Settings, divergence_of
+from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import check_clip
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import (
@@ -33,10 +33,8 @@ from trl_opsd.options.table import (
     FOLDER,
     NAMES,
     Option,
-    a_divergence,
     above,
     at_least,
-    between,
     check_values,
     from_to,
     integer,
@@ -72,13 +70,10 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Whether to compute in bfloat16, with float32 weights. When `None`, only with an accelerator and without
     `fp16`."""
     # the objective
-    divergence: Annotated[Divergence | str | None, Option(a_divergence)] = None
-    """The objective: a name from `docs/objectives.md`, or a `Divergence`. When `None`, `beta` decides, as in TRL: 0 is
-    the forward KL, 1 the reverse KL, between them is the JSD."""
-    skew: Annotated[float, Option(between(0, 1))] = 0.1
-    """Share of the first distribution in the mixture that a skewed KL compares it with."""
-    alpha: Annotated[float, Option(between(0, 1))] = 0.5
-    """The α-divergence's α: near 0 it tends to the reverse KL, near 1 to the forward KL."""
+    divergence: Annotated[Divergence | str | dict | None, Option()] = None
+    """The objective: a name from `docs/objectives.md`, a name with its settings, for instance
+    `{"skewed_reverse_kl": {"skew": 0.5}}`, or a `Divergence`. When `None`, `beta` decides, as in TRL: 0 is the forward
+    KL, 1 the reverse KL, between them is the JSD."""
     top_k_teacher: Annotated[int | None, Option(integer(1) | None)] = None
     """Number of the teacher's likeliest tokens that are compared one by one; all others share one bucket."""
     kl_clip: Annotated[
@@ -87,11 +82,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
     ] = None
     """Upper bound, in nats, of what each vocabulary entry adds to a token's divergence (OPSD, arXiv 2601.18734).
     Refused with a divergence of your own."""
-    vllm_importance_sampling_clip_max: Annotated[float | None, Option(above(0) | None)] = 3.0
-    """Largest importance weight of a token of `"sampled_reverse_kl"` with an engine; `None` for no bound."""
-    vllm_importance_sampling_clip_min: Annotated[float | None, Option(above(0) | None)] = None
-    """Smallest importance weight of a token of `"sampled_reverse_kl"` with an engine: one below it weighs nothing, as
-    in TRL's mode `"token_mask"`."""
     student_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
     """Softmax temperature of the student in the loss. When `None`, `temperature`."""
     teacher_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
@@ -210,8 +200,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Which weight syncs the trainer verifies, by comparing log-probabilities of vLLM or SGLang with the student's."""
     sglang_server_url: Annotated[list | str | None, Option(some_urls)] = None
     """URL of a separately started SGLang server that generates the completions, or a list of URLs."""
-    sglang_server_timeout: Annotated[float, Option(at_least(0))] = 240.0
-    """Seconds to wait for the SGLang server to start."""
     resume_with_changes: Annotated[list[str] | None, Option(NAMES | None)] = None
     """Options that a resume may change, for instance `["temperature"]`; see `docs/distributed.md`."""
     vllm_server_base_url: list | str | None = None
@@ -223,6 +211,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
         *DistillationConfig._VALID_DICT_FIELDS,
         "teacher_chat_template_kwargs",
         "teacher_server_url",
+        "divergence",
         "methods",
     ]
 
@@ -293,26 +282,14 @@ class OPSDConfig(StrictNames, DistillationConfig):
         return self.use_vllm or self.sglang_server_url is not None
 
     @property
-    def settings(self) -> Settings:
-        """What a divergence that is given by name is made from."""
-        return Settings(
-            beta=self.beta,
-            skew=self.skew,
-            alpha=self.alpha,
-            clip_max=self.vllm_importance_sampling_clip_max,
-            clip_min=self.vllm_importance_sampling_clip_min,
-            top_k=self.top_k_teacher,
-        )
-
-    @property
     def tempers_apart(self) -> bool:
         """Whether the loss has different temperatures for student and teacher."""
         student, teacher = self.student_temperature, self.teacher_temperature
         return (student or self.temperature) != (teacher or self.temperature)
 
     def build_divergence(self) -> Divergence:
-        """The objective as an object: `divergence`, or the one it names; else the one `beta` selects."""
-        return divergence_of(self.divergence, self.settings)
+        """The objective as an object."""
+        return divergence_of(self.divergence, self.beta, self.top_k_teacher)
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for loggers and files, with a divergence or a config of torchao in words."""

@@ -190,7 +190,7 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "importance/gated": Metric(
             "1",
             "Share of tokens that weigh 0.",
-            Logs(MEAN, "as `importance/mean`, with `vllm_importance_sampling_clip_min`", evaluated=False),
+            Logs(MEAN, "as `importance/mean`, with `clip_min`", evaluated=False),
             "gated / tokens",
         ),
         "completions/repeated_ratio": Metric(

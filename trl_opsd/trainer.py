@@ -40,7 +40,6 @@ from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import Reading
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
-from trl_opsd.options.table import a_divergence
 from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
@@ -498,8 +497,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
     @divergence.setter
     def divergence(self, divergence: Divergence | str | None) -> None:
-        a_divergence("divergence", divergence)
-        resolved = divergence_of(divergence, self.args.settings)
+        resolved = divergence_of(divergence, self.args.beta, self.args.top_k_teacher)
         self.args.check_divergence(resolved)
         if self.is_built:
             self._prove_divergence(resolved)

@@ -185,7 +185,7 @@ OTHERS = [
     Case(
         "divergence assigned",
         "a class",
-        "is a class: pass an instance",
+        "expected one of .* or an instance",
         divergence_assigned(type(OPTIONS.build_divergence())),
     ),
     Case("divergence assigned", "unknown", "Did you mean 'forward_kl'", divergence_assigned("forwardkl")),

@@ -89,7 +89,7 @@ def without_a_checkpoint(path: str) -> Case:
 
 def sglang(value: str, message: str, **options: Any) -> Case:
     """An option that an SGLang server cannot follow; there is none, and none is looked for."""
-    url = {"sglang_server_url": "http://127.0.0.1:9", "sglang_server_timeout": 0.0}
+    url = {"sglang_server_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.0}
     return Case("SGLang", value, message, lambda lab: lab.make(rollout=None, **{**url, **options}), before_loading=True)
 
 
@@ -100,7 +100,7 @@ SGLANG = [
     sglang(
         "no end tokens", "ignores 'stop_token_ids' as well", generation_kwargs={"ignore_eos": True, "stop_token_ids": 5}
     ),
-    sglang("absent", r"No SGLang server at http://127.0.0.1:9 after `sglang_server_timeout=0`"),
+    sglang("absent", r"No SGLang server at http://127.0.0.1:9 after `vllm_server_timeout=0`"),
 ]
 
 CASES: list[Case] = [
@@ -110,7 +110,6 @@ CASES: list[Case] = [
     option("at least", "only one engine can generate", **URL, use_vllm=True),
     option("at least", "with `http://` or `https://` and a host", sglang_server_url="127.0.0.1:30000"),
     option("at least", "with `http://` or `https://` and a host", sglang_server_url="http://127.0.0.1:x"),
-    option("at least", "`sglang_server_timeout=-1.0`", sglang_server_timeout=-1.0),
     absent("colocate"),
     absent("server"),
     without_aiohttp(**URL),

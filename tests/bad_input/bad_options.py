@@ -50,8 +50,7 @@ RANGES = [
     option("min_p", r"`min_p=-0.1`: expected a number in \[0, 1\]", min_p=-0.1),
     option("repetition_penalty", "`repetition_penalty=0.0`: expected a finite number above 0", repetition_penalty=0.0),
     option("pad_to_multiple_of", "`pad_to_multiple_of=0`: expected an integer of at least 1", pad_to_multiple_of=0),
-    option("divergence", r"`skew=1.0`: expected a number in \(0, 1\)", skew=1.0),
-    option("divergence", r"`alpha=0.0`: expected a number in \(0, 1\)", alpha=0.0),
+    option("divergence", "skew is 1.0", divergence={"skewed_forward_kl": {"skew": 1.0}}),
     option("divergence", "`kl_clip=0.0`: expected a finite number above 0", kl_clip=0.0),
     option("divergence", "`kl_clip='small'`", kl_clip="small"),
     option("divergence", "`top_k_teacher=0`", top_k_teacher=0),
@@ -175,7 +174,7 @@ NAMES = [
     option("vllm_mode", "Did you mean 'server'", vllm_mode="served"),
     option(
         "divergence",
-        r"`divergence='kl'`: expected one of None, 'forward_kl', 'reverse_kl', 'jsd'",
+        r"`divergence='kl'`: expected one of 'forward_kl', 'reverse_kl', 'jsd'",
         divergence="kl",
     ),
     option("divergence", "Did you mean 'reverse_kl'", divergence="reverse-kl"),

@@ -203,9 +203,9 @@ class TestPolicyGradient:
         tiny.config(tmp_path, divergence="sampled_reverse_kl", temperature=0.7, student_temperature=0.7)
 
     def test_importance_bound_comes_from_the_config(self, tmp_path):
-        args = tiny.config(tmp_path, divergence="sampled_reverse_kl", vllm_importance_sampling_clip_max=2.0)
+        args = tiny.config(tmp_path, divergence={"sampled_reverse_kl": {"clip_max": 2.0}})
         assert args.build_divergence() == SampledReverseKL(2.0)
-        args = tiny.config(tmp_path, divergence="sampled_reverse_kl", vllm_importance_sampling_clip_max=None)
+        args = tiny.config(tmp_path, divergence={"sampled_reverse_kl": {"clip_max": None}})
         assert args.build_divergence() == SampledReverseKL(None)
 
 

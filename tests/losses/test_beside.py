@@ -24,12 +24,11 @@ from trl_opsd.losses import (
     streamed_divergence,
 )
 from trl_opsd.losses.elementwise import Finish
-from trl_opsd.losses.registry import Settings
 from trl_opsd.losses.target import target_
 
 pytestmark = pytest.mark.quick
 
-MADE = [make(Settings(beta=0.5)) for make in DIVERGENCES.values()]
+MADE = [make() for make in DIVERGENCES.values()]
 
 
 def third(rows: int, width: int, tokens: int = 7, vocabulary: int = 37) -> LazyLogits:

@@ -25,11 +25,10 @@ from trl_opsd.losses import (
     streamed_divergence,
 )
 from trl_opsd.losses.divergence import Entrywise
-from trl_opsd.losses.registry import Settings
 
 pytestmark = pytest.mark.quick
 
-every_divergence = pytest.mark.parametrize("divergence", [make(Settings()) for make in DIVERGENCES.values()], ids=repr)
+every_divergence = pytest.mark.parametrize("divergence", [make() for make in DIVERGENCES.values()], ids=repr)
 TOKENS, VOCABULARY = 24, 53
 SAMPLED = Sampled(torch.arange(TOKENS), pull=torch.linspace(-1, 1, TOKENS), logprobs=-torch.ones(TOKENS))
 STUDENT, TEACHER = (2 * TOKENS * VOCABULARY * width for width in (5, 8))

@@ -19,7 +19,6 @@ from trl_opsd.losses import (
     streamed_divergence,
 )
 from trl_opsd.losses.dense import dense_divergence
-from trl_opsd.losses.registry import Settings
 from trl_opsd.losses.streamed import streamed_entropy, streamed_likeliest
 from trl_opsd.types.known import KnownTokens, TokenHead
 
@@ -81,7 +80,7 @@ def told(log_V: Tensor, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("vocabulary", [40, 300])
 def test_equals_the_divergence_of_buckets_with_its_gradient(name, by, vocabulary, monkeypatch):
     monkeypatch.setitem(globals(), "V", vocabulary)
-    divergence = DIVERGENCES[name](Settings(beta=0.3))
+    divergence = DIVERGENCES[name]()
     for k in (1, 5, 20, V) if V == 40 else (8, 20, 64, 128):
         for bias, cap in ((False, None), (True, 6.0)):
             mine, log_teacher_NV = student(bias=bias, cap=cap), teacher_logs()
@@ -109,7 +108,7 @@ def test_dense_loss_completes_a_teacher_as_the_streamed_one_does():
     ids = [sorted(row, key=lambda one: one >= V - 5) for row in ids]  # what was sampled, the first, is shared
     sampled = Sampled(torch.tensor([row[0] for row in ids]), torch.linspace(-1, 1, N), torch.linspace(-3, -1, N))
     for name in {*DIVERGENCES} - BY_TOKEN:
-        given = mine, served(log_teacher_NV, ids), DIVERGENCES[name](Settings()), torch.rand(N)
+        given = mine, served(log_teacher_NV, ids), DIVERGENCES[name](), torch.rand(N)
         one, other = (
             loss(*given, sampled=sampled, vocabulary=V - 5) for loss in (streamed_divergence, dense_divergence)
         )
@@ -124,7 +123,7 @@ def test_sampled_token_has_the_probability_that_the_server_told():
     ids = chosen(log_student_NV, log_teacher_NV, "student", 4)
     drawn_N = torch.tensor([row[2] for row in ids])
     found = streamed_divergence(
-        mine, served(log_teacher_NV, ids), DIVERGENCES["sampled_reverse_kl"](Settings()), sampled=Sampled(drawn_N)
+        mine, served(log_teacher_NV, ids), DIVERGENCES["sampled_reverse_kl"](), sampled=Sampled(drawn_N)
     )
     gap_N = (log_student_NV - log_teacher_NV).gather(1, drawn_N[:, None])[:, 0]
     torch.testing.assert_close(found.divergence.double(), gap_N, rtol=1e-5, atol=1e-5)
@@ -137,7 +136,7 @@ def test_is_zero_with_no_gradient_where_both_models_agree():
     teacher = served(log_student_NV, chosen(log_student_NV, log_student_NV, "student", 5))
     for name in OF_BUCKETS:
         hidden_NH.grad = None
-        found = streamed_divergence(LazyLogits(hidden_NH, mine.head), teacher, DIVERGENCES[name](Settings()))
+        found = streamed_divergence(LazyLogits(hidden_NH, mine.head), teacher, DIVERGENCES[name]())
         found.divergence.sum().backward()
         if name not in ("total_variation", "negative_log_acceptance"):  # which are no smoother near agreement
             assert float(hidden_NH.grad.abs().max()) < 1e-5
@@ -147,9 +146,7 @@ def test_is_zero_with_no_gradient_where_both_models_agree():
 def test_ids_beyond_the_shared_vocabulary_have_no_probability():
     mine, log_teacher_NV = student(), teacher_logs()
     ids = [[0, 1, V - 1, V - 2] for _ in range(N)]
-    cut = streamed_divergence(
-        mine, served(log_teacher_NV, ids), DIVERGENCES["reverse_kl"](Settings()), vocabulary=V - 2
-    )
+    cut = streamed_divergence(mine, served(log_teacher_NV, ids), DIVERGENCES["reverse_kl"](), vocabulary=V - 2)
     log_cut_NV = torch.stack([row[: V - 2].log_softmax(0) for row in log_teacher_NV])
     rest_N = log_cut_NV[:, 2:].logsumexp(1)
     log_student_NV = log_probs(mine, mine.hidden.double())[:, : V - 2].log_softmax(-1)
@@ -175,14 +172,14 @@ def test_entropy_is_that_of_known_tokens_and_a_rest():
 def test_what_needs_the_whole_distribution_is_refused():
     mine, log_teacher_NV = student(), teacher_logs()
     teacher = served(log_teacher_NV, [[0, 1]] * N)
-    divergence = DIVERGENCES["reverse_kl"](Settings())
+    divergence = DIVERGENCES["reverse_kl"]()
     with pytest.raises(ValueError, match="temperature"):
         streamed_divergence(mine, LazyLogits(teacher.hidden, teacher.head, 2.0), divergence)
     with pytest.raises(ValueError, match="moves away"):
         streamed_divergence(mine, teacher, divergence, beside=[ReferenceModel(student(3), push=0.5)])
     with pytest.raises(ValueError, match=r"kl_clip=0\.1"):
         streamed_divergence(mine, teacher, divergence, kl_clip=0.1)
-    for one in (TopKTeacher(divergence, 2), *(DIVERGENCES[name](Settings()) for name in BY_TOKEN)):
+    for one in (TopKTeacher(divergence, 2), *(DIVERGENCES[name]() for name in BY_TOKEN)):
         with pytest.raises(ValueError, match=f"compared by {type(one).__name__}"):
             streamed_divergence(mine, teacher, one)
     anchored = [ReferenceModel(student(3), anchor=0.5)]  # the student's own, so it needs no teacher

@@ -21,7 +21,7 @@ from trl_opsd.options.table import check_same_options, shared_options
         ({"temperature": -1.0}, "`temperature=-1.0`: expected a finite number above 0"),
         ({"learning_rate": float("nan")}, "`learning_rate=nan`"),
         ({"teacher_offload": "disk"}, "`teacher_offload='disk'`: expected one of"),
-        ({"divergence": ForwardKL}, "is a class: pass an instance"),
+        ({"divergence": ForwardKL}, "or an instance of"),
         ({"model_init_kwargs": "{bad"}, "is not JSON"),
         ({"label_smoothing_factor": 0.1}, "has no effect"),
     ],

@@ -110,7 +110,7 @@ def serve(engines: list[Engine], tmp_path: Any) -> Iterator[Callable[..., OPSDTr
 
 
 def trainer_of(folder: Path, urls: list[str], **given: Any) -> OPSDTrainer:
-    options = {"sglang_server_url": urls, "sglang_server_timeout": 0.0, "top_k": 1, "learning_rate": 1e-2}
+    options = {"sglang_server_url": urls, "vllm_server_timeout": 0.0, "top_k": 1, "learning_rate": 1e-2}
     options |= {"vllm_max_model_length": CONTEXT, "max_completion_length": 6, **given}
     return OPSDTrainer(
         model=tiny.qwen2(seed=3),
@@ -188,7 +188,7 @@ def test_a_machine_that_is_lost_loses_its_rows(engines, monkeypatch):
 
 
 def servers_of(engines: list[Engine]) -> several.Servers:
-    args = tiny.config("x", sglang_server_url=[one.url for one in engines], sglang_server_timeout=0.0)
+    args = tiny.config("x", sglang_server_url=[one.url for one in engines], vllm_server_timeout=0.0)
     clients = [SGLangClient(args, 5.0, number=number) for number in range(len(engines))]
     for client in clients:
         client.vocabulary = 259

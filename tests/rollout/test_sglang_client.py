@@ -124,7 +124,7 @@ def client(server: Server) -> Iterator[SGLangClient]:
 
 def connected(server: Server, **given: Any) -> SGLangClient:
     url = f"http://127.0.0.1:{server.server_port}"
-    args = tiny.config("nothing is written", **{"sglang_server_url": url, "sglang_server_timeout": 0.0, **given})
+    args = tiny.config("nothing is written", **{"sglang_server_url": url, "vllm_server_timeout": 0.0, **given})
     made = SGLangClient(args, deadline=DEADLINE)
     made.vocabulary = VOCABULARY
     return made
@@ -140,7 +140,7 @@ def wrote(client: SGLangClient, rows: list[tuple[list[int], dict[str, Any]]], as
 
 def test_an_absent_server_is_an_error_after_the_server_timeout(server):
     server.server_close()
-    with pytest.raises(ValueError, match=r"No SGLang server at http.*`sglang_server_timeout=0`.*`sglang_server_url`"):
+    with pytest.raises(ValueError, match=r"No SGLang server at http.*`vllm_server_timeout=0`.*`sglang_server_url`"):
         connected(server)
 
 

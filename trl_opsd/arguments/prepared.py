@@ -39,6 +39,7 @@ from trl_opsd.data.prompts import Intake
 from trl_opsd.environments import Environments
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.losses import Divergence
+from trl_opsd.losses.registry import divergence_of
 from trl_opsd.methods import built
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import check
@@ -55,7 +56,6 @@ from trl_opsd.models.tokenizers import (
 from trl_opsd.options.rules import prompts_of_step, refuse
 from trl_opsd.options.table import (
     Situation,
-    a_divergence,
     check_same_options,
     shared_options,
 )
@@ -337,7 +337,6 @@ def _check_kinds(model: Any, optimizers: Any, peft_config: Any) -> None:
 
 def checked_args(args: DistillationConfig | None, model: Any, divergence: Divergence | str | None) -> OPSDConfig:
     """The options, checked again, or the defaults with an output folder named after the student."""
-    a_divergence("divergence", divergence)
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         args = OPSDConfig(f"{name.split('/')[-1]}-OPSD")
@@ -345,5 +344,6 @@ def checked_args(args: DistillationConfig | None, model: Any, divergence: Diverg
         remedy = "; it is the third argument, after the teacher" if not isinstance(args, TrainingArguments) else ""
         raise TypeError(f"`args` is a {type(args).__name__}: expected a `trl_opsd.OPSDConfig`{remedy}.")
     args.check_again()
+    args.check_divergence(divergence_of(divergence, args.beta, args.top_k_teacher))
     warn_of_outside()
     return args

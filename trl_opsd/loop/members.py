@@ -22,14 +22,14 @@ from trl_opsd.data.images import probe_prompts, read_with_images, typed_placehol
 from trl_opsd.data.prompts import Prompt
 from trl_opsd.loop.upstream_fixes import UpstreamFixes
 from trl_opsd.losses import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
-from trl_opsd.losses.registry import Settings, divergence_of
+from trl_opsd.losses.registry import divergence_of
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.metrics import Mean, is_taken
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.options.normalize import end_tokens
-from trl_opsd.options.table import above, from_to
+from trl_opsd.options.table import above
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import PromptIds
@@ -103,8 +103,7 @@ class TrainerMembers(UpstreamFixes):
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        from_to(0, 1).check("beta", beta)
-        self.divergence = divergence_of(None, Settings(beta=beta))
+        self.divergence = divergence_of(None, beta)
 
     @property
     def temperature(self) -> float:

@@ -84,7 +84,7 @@ class GeneralizedJSD(Entrywise):
         ValueError: If `beta` is not strictly between 0 and 1.
     """
 
-    beta: float
+    beta: float = 0.5
 
     def __post_init__(self) -> None:
         _check_share("beta", self.beta, "ForwardKL()", "ReverseKL()")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
+from typing import Any
 
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.entrywise import (
@@ -22,59 +23,52 @@ from trl_opsd.losses.entrywise import (
 )
 from trl_opsd.losses.sampled import SampledReverseKL
 
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The numbers that named divergences are made from; each divergence reads the few that it has."""
-
-    beta: float = 1.0
-    """TRL's: 0 forward KL, 1 reverse KL, between: the generalised Jensen-Shannon divergence."""
-    skew: float = 0.1
-    """Share of a skewed KL's own distribution in the mixture."""
-    alpha: float = 0.5
-    """Of the alpha-divergence: towards the reverse KL near 0, towards the forward KL near 1."""
-    threshold: float = 0.8
-    """Teacher's entropy in nats, above which the forward KL is added."""
-    clip_max: float | None = 3.0
-    """Largest importance weight of a sampled token; `None` for no bound."""
-    clip_min: float | None = None
-    """Smallest; a token below it has the weight 0. `None` for no bound."""
-    top_k: int | None = None
-    """The teacher's likeliest tokens that are compared one by one; `None` for all."""
-
-
-DIVERGENCES: MappingProxyType[str, Callable[[Settings], Divergence]] = MappingProxyType(
+DIVERGENCES: MappingProxyType[str, type[Divergence]] = MappingProxyType(
     {
-        "forward_kl": lambda given: ForwardKL(),
-        "reverse_kl": lambda given: ReverseKL(),
-        "jsd": lambda given: GeneralizedJSD(given.beta if 0.0 < given.beta < 1.0 else 0.5),
-        "skewed_forward_kl": lambda given: SkewedForwardKL(given.skew),
-        "skewed_reverse_kl": lambda given: SkewedReverseKL(given.skew),
-        "total_variation": lambda given: TotalVariation(),
-        "negative_log_acceptance": lambda given: NegativeLogAcceptance(),
-        "alpha_divergence": lambda given: AlphaDivergence(given.alpha),
-        "adaptive_kl": lambda given: AdaptiveKL(),
-        "entropy_aware_kl": lambda given: EntropyAwareKL(given.threshold),
-        "sampled_reverse_kl": lambda given: SampledReverseKL(given.clip_max, given.clip_min),
+        "forward_kl": ForwardKL,
+        "reverse_kl": ReverseKL,
+        "jsd": GeneralizedJSD,
+        "skewed_forward_kl": SkewedForwardKL,
+        "skewed_reverse_kl": SkewedReverseKL,
+        "total_variation": TotalVariation,
+        "negative_log_acceptance": NegativeLogAcceptance,
+        "alpha_divergence": AlphaDivergence,
+        "adaptive_kl": AdaptiveKL,
+        "entropy_aware_kl": EntropyAwareKL,
+        "sampled_reverse_kl": SampledReverseKL,
     }
 )
-"""Factories by name; a new entry is a new value of `divergence`, with the docstring of its class in the reference."""
+"""Classes by name; a new entry is a new value of `divergence`, with its docstring in the reference."""
 
-BETAS: MappingProxyType[str, float] = MappingProxyType({"forward_kl": 0.0, "reverse_kl": 1.0})
-"""TRL's `beta` of the divergences that correspond to a single value of it."""
-
-
-def named_with(setting: str) -> tuple[str, ...]:
-    """The names of the divergences that have this setting."""
-    return tuple(name for name, make in DIVERGENCES.items() if hasattr(make(Settings()), setting))
+BETAS: MappingProxyType[float, str] = MappingProxyType({0.0: "forward_kl", 1.0: "reverse_kl"})
+"""The divergences that correspond to a single value of TRL's `beta`."""
 
 
-def divergence_of(divergence: Divergence | str | None, given: Settings) -> Divergence:
-    """Resolves a name, or `None` by TRL's `beta`, or passes an object through; `top_k` wraps either in buckets."""
-    if divergence is None:
-        divergence = next((name for name, end in BETAS.items() if given.beta == end), "jsd")
-    found = divergence if isinstance(divergence, Divergence) else DIVERGENCES[divergence](given)
-    # An object that already has buckets keeps its own K.
-    if given.top_k is None or isinstance(found, TopKTeacher):
+def divergence_of(given: Any, beta: float = 1.0, top_k: int | None = None) -> Divergence:
+    """The objective that a name stands for, a mapping of one name to its settings, or a divergence itself.
+
+    `None` is what TRL's `beta` selects: 0 the forward KL, 1 the reverse KL, between them the JSD. `top_k` compares
+    buckets of the teacher's likeliest tokens; an object that has buckets already keeps its own.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    found = given if isinstance(given, Divergence) else _named(BETAS.get(beta, "jsd") if given is None else given, beta)
+    if top_k is None or isinstance(found, TopKTeacher):
         return found
-    return TopKTeacher(found, given.top_k)  # type: ignore[arg-type]  # which refuses what is not entrywise
+    return TopKTeacher(found, top_k)  # type: ignore[arg-type]  # which refuses what is not entrywise
+
+
+def _named(given: Any, beta: float) -> Divergence:
+    name, settings = given, dict[str, Any]()
+    if isinstance(given, Mapping) and len(given) == 1:
+        ((name, settings),) = given.items()
+    if name not in DIVERGENCES:
+        close = get_close_matches(str(name), DIVERGENCES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"`divergence={given!r}`: expected one of {', '.join(map(repr, DIVERGENCES))}, one of them with its "
+            f"settings, as {{'skewed_reverse_kl': {{'skew': 0.5}}}}, or an instance of `Divergence`.{hint}"
+        )
+    kind = DIVERGENCES[name]
+    return GeneralizedJSD(beta) if kind is GeneralizedJSD and not settings and beta not in BETAS else kind(**settings)

@@ -38,9 +38,9 @@ class SampledReverseKL(Divergence):
 
     Args:
         clip_max (`float`, *optional*, defaults to `3.0`):
-            Largest importance weight, TRL's `vllm_importance_sampling_clip_max`; `None` for no bound.
+            Largest importance weight, `vllm_importance_sampling_clip_max` of TRL's GRPO; `None` for no bound.
         clip_min (`float`, *optional*):
-            Smallest, TRL's `vllm_importance_sampling_clip_min`: a token below it weighs nothing.
+            Smallest, `vllm_importance_sampling_clip_min` there: a token below it weighs nothing.
 
     Raises:
         ValueError: If `clip_max` is not above 0, or `clip_min` not between 0 and `clip_max`.

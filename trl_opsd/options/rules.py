@@ -20,9 +20,7 @@ from transformers.training_args import OptimizerNames
 from trl_opsd._compat.deepspeed import setting_without_loss_scale
 from trl_opsd._compat.sharding import launched
 from trl_opsd._compat.trl import DistillationConfig
-from trl_opsd.losses import Divergence, GeneralizedJSD
-from trl_opsd.losses.divergence import describe
-from trl_opsd.losses.registry import BETAS
+from trl_opsd.losses import GeneralizedJSD
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.options.table import SET, Values, above, below, one_of, shown
 
@@ -208,14 +206,6 @@ LAUNCH = (
 # ---- After transformers has read the options ------------------------------------------------------------------------
 
 
-def _ignored_beta(args: Any) -> str:
-    """The divergence that is chosen otherwise, beside a `beta` that was set."""
-    default = DistillationConfig.beta
-    if args.divergence in (None, "jsd") or args.beta in (default, BETAS.get(str(args.divergence), default)):
-        return ""
-    return describe(args.divergence) if isinstance(args.divergence, Divergence) else repr(args.divergence)
-
-
 def _vanishes(args: Any) -> bool:
     found = args.build_divergence()
     return isinstance(found, GeneralizedJSD) and not 0.05 <= found.beta <= 0.95
@@ -309,9 +299,6 @@ AFTER = (
         ": concatenated rows are not padded; set only one of them.",
         padding_free=True,
         pad_to_multiple_of=SET,
-    ),
-    Rule(
-        _ignored_beta, "`divergence={1}` decides the objective; `beta={0.beta}` is ignored: set only one.", warns=True
     ),
     Rule(
         _vanishes,

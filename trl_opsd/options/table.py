@@ -20,7 +20,6 @@ from transformers.integrations import get_available_reporting_integrations
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.http.urls import some_urls
-from trl_opsd.losses import DIVERGENCES, Divergence
 
 # ---- Values ---------------------------------------------------------------------------------------------------------
 
@@ -155,20 +154,6 @@ class Option:
 def is_set(args: DistillationConfig, name: str) -> bool:
     """Whether an option is not at its default."""
     return bool(getattr(args, name) != getattr(type(args), name))
-
-
-def a_divergence(option: str, value: Any) -> None:
-    """Raises `ValueError` unless a value is a divergence, the name of one, or `None`."""
-    if isinstance(value, type) and issubclass(value, Divergence):
-        raise ValueError(f"`{option}={value.__name__}` is a class: pass an instance, `{value.__name__}()`.")
-    if not isinstance(value, Divergence | str | None):
-        raise ValueError(
-            f"`{option}` is a {type(value).__name__}: expected an instance of a subclass of "
-            "`trl_opsd.losses.Divergence` with a method `value` (docs/extending.md), or one of "
-            f"{', '.join(map(repr, DIVERGENCES))}."
-        )
-    if not isinstance(value, Divergence):
-        one_of(None, *DIVERGENCES).check(option, value)
 
 
 _TOKENS = integer(1, "an integer of at least 1, as the room for a completion has to be known before training")

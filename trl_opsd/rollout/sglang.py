@@ -149,7 +149,7 @@ class SGLangClient(GenerationClient):
         name="SGLang",
         subject="The SGLang server",
         address="`sglang_server_url`",
-        timeout="sglang_server_timeout",
+        timeout="vllm_server_timeout",
         start="as described in docs/generation.md",
         token=ROLLOUT_TOKEN,
         health_seconds=30.0,  # the check generates a token, which takes a second, and up to 20 on a busy server
