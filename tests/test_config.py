@@ -24,8 +24,8 @@ from trl import DistillationConfig
 
 from trl_opsd import OPSDConfig
 from trl_opsd._compat.versions import CHECKPOINTING
-from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
-from trl_opsd.options.table import TRANSFORMERS, TRLS, Values, table
+from trl_opsd.options.rules import check_together
+from trl_opsd.options.table import TRANSFORMERS, TRLS, table
 
 TABLE = table(OPSDConfig)
 
@@ -59,19 +59,6 @@ def test_both_names_of_gradient_checkpointing_are_one_option(tmp_path):
     setattr(args, f"{CHECKPOINTING}_kwargs", {"use_reentrant": False})
     args.gradient_checkpointing_kwargs["use_reentrant"] = True  # as TRL does, for an adapter under ZeRO-3
     assert getattr(args, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": True}
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"beta": 0.02}, "`beta=0.02` is close to 0 or 1"),
-        ({"beta": 0.97}, "generalised JSD and its gradient vanish"),
-        ({"divergence": "jsd", "beta": 0.97}, "generalised JSD and its gradient vanish"),
-    ],
-)
-def test_options_with_surprising_effects_are_warned_about(tmp_path, option, message):
-    with pytest.warns(UserWarning, match=message):
-        tiny.config(tmp_path, **option)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +126,11 @@ def test_table_has_every_option_of_ours_and_trls():
 
 
 @pytest.mark.quick
-def test_messages_of_rules_name_options_that_exist(tmp_path):
-    args = tiny.config(tmp_path)
-    for rule in AFTER:
-        assert rule.message.format(args, "found")
-    for rule in LAUNCH:
-        assert rule.message.format(Launch.of(args), "found")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", [name for name, one in TABLE.items() if isinstance(one.takes, Values)])
+@pytest.mark.parametrize("name", [name for name, hint in TABLE.items() if re.search(r"G[et]\(|Literal", str(hint))])
 def test_values_that_do_not_fit_are_refused_for_each_option(tmp_path, name):
-    wrong = next(value for value in (-7, -7.5, math.nan) if not TABLE[name].takes.fits(value))
-    with pytest.raises(ValueError, match=f"^`{name}={wrong}`: expected "):
-        tiny.config(tmp_path, **{name: wrong})
+    for wrong in (-7, math.nan):
+        with pytest.raises(ValueError, match=f"^`{name}={wrong}`: expected "):
+            tiny.config(tmp_path, **{name: wrong})
 
 
 @pytest.mark.parametrize("option", [{"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}])
@@ -161,67 +139,43 @@ def test_accelerator_options_that_break_sharding_are_refused(tmp_path, monkeypat
     monkeypatch.setattr(OPSDConfig, "world_size", 2)
     ((name, value),) = option.items()
     monkeypatch.setattr(args.accelerator_config, name, value)
-    with pytest.raises(ValueError, match=f"^`accelerator_config`: `{name}={value}` on 2 processes: "):
-        refuse(AFTER, args)
+    with pytest.raises(ValueError, match=f"`{name}`.* in `accelerator_config`"):
+        check_together(args)
 
 
 def test_overlap_is_refused_where_deepspeed_cannot_rescale(tmp_path):
     args = tiny.config(tmp_path, overlap="step")
     args.deepspeed_plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 0}})
-    with pytest.raises(ValueError, match=r"with DeepSpeed and this value of .*ZeRO stage 1 to 3"):
-        refuse(AFTER, args)
+    with pytest.raises(ValueError, match=r"`overlap='step'` with DeepSpeed's"):
+        check_together(args)
 
 
-def test_accumulation_steps_that_contradict_the_launch_are_refused(tmp_path, monkeypatch):
-    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-    for name, value in {**launch, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}.items():
-        monkeypatch.setenv(name, value)
-    assert tiny.config(tmp_path, gradient_accumulation_steps=4).gradient_accumulation_steps == 4
-    with pytest.raises(
-        ValueError, match=r"^`gradient_accumulation_steps` is 4 in the accelerate .* 2 in `OPSDConfig`: r"
-    ):
-        tiny.config(tmp_path, gradient_accumulation_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "fsdp", "said"),
-    [
-        ({"TP_SIZE": 2}, True, "`tp_size=2`: tensor parallelism is not supported"),
-        ({"CP_SIZE": 2}, True, "`cp_size=2`: context parallelism is not supported"),
-        ({"SP_SIZE": 2}, True, "`sp_size=2` (as an option|in a launch without DeepSpeed)"),
-        ({"DP_SHARD_SIZE": 2}, False, "`dp_shard_size=2` in a launch without FSDP"),
-        ({"DP_REPLICATE_SIZE": 2, "DP_SHARD_SIZE": 2}, True, "2 replicas .* of 2 shards .* on 1 processes"),
-        ({"DP_REPLICATE_SIZE": 2}, True, "expected at least 2 shards"),
-    ],
-)
-@pytest.mark.parametrize("given", ["in the accelerate file", "as an option"])
-def test_kinds_of_parallelism_that_do_not_go_together_are_refused(tmp_path, monkeypatch, sizes, fsdp, said, given):
+@pytest.mark.parametrize("given", ["TP_SIZE", "CP_SIZE", "SP_SIZE"])
+@pytest.mark.parametrize("as_option", [True, False])
+def test_other_kinds_of_parallelism_are_refused(tmp_path, monkeypatch, given, as_option):
     options = {}
-    if given == "as an option":
-        options["parallelism_config"] = ParallelismConfig(**{name.lower(): size for name, size in sizes.items()})
+    if as_option:
+        options["parallelism_config"] = ParallelismConfig(**{given.lower(): 2})
     else:
         monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-        for name, size in sizes.items():
-            monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", str(size))
-    if fsdp:
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=said):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{given}", "2")
+    with pytest.raises(ValueError, match=f"`{given.lower()}"):
         tiny.config(tmp_path, **options)
 
 
 @pytest.mark.parametrize(
     ("launch", "options", "said"),
     [
-        ({"WORLD_SIZE": "3"}, {}, "on 3 processes, with a data parallel size of 1: expected a divisor"),
-        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, {}, "on 2 processes, with a data parallel size of 2"),
+        ({"WORLD_SIZE": "3"}, {}, "on 3 processes"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, {}, "on 2 processes with a data parallel size of 2"),
         (
             {"PARALLELISM_CONFIG_SP_SEQ_LENGTH": "64", "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "False"},
             {},
-            "with `sp_seq_length`: completions differ in length",
+            "with `sp_seq_length`",
         ),
-        ({}, {"torch_compile": True}, "with `torch_compile=True` is not supported"),
-        ({}, {"padding_free": True}, "with `padding_free=True` is not supported"),
-        ({}, {"pad_to_multiple_of": 8}, "with `pad_to_multiple_of=8` is not supported"),
+        ({}, {"torch_compile": True}, "with `torch_compile=True`"),
+        ({}, {"padding_free": True}, "with `padding_free=True`"),
+        ({}, {"pad_to_multiple_of": 8}, "with `pad_to_multiple_of=8`"),
     ],
 )
 def test_shared_rows_that_cannot_work_are_refused(tmp_path, monkeypatch, launch, options, said):

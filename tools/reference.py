@@ -10,25 +10,26 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from trl_opsd import OPSDConfig, OPSDTrainer
 from trl_opsd._compat.trl import DistillationConfig
 from trl_opsd.losses import DIVERGENCES
 from trl_opsd.methods import METRICS, NAMED
-from trl_opsd.options.table import Option, Values, table
+from trl_opsd.options.table import RESUMED, table
 from trl_opsd.rollout import chosen_rollout
 from trl_opsd.teacher.checks import check_teachers
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 
 _INTRODUCTION = """\
-Written by `python tools/reference.py` from the code; a test fails when the two differ. Sentences after *Refused* and
-*Warned about* are the errors and warnings themselves."""
+Written by `python tools/reference.py` from the code; a test fails when the two differ. Sentences after *Refused* are
+the errors themselves."""
 
 _OPTIONS = """\
 `OPSDConfig` is [`trl.DistillationConfig`](https://huggingface.co/docs/trl/distillation_trainer) with the fields below.
@@ -52,11 +53,10 @@ JSON. A name that does not exist is refused with the closest one; [migration.md]
 trainers."""
 
 _CHECKED = """\
-These come from TRL and mean what they mean there. `OPSDConfig` checks their values, which TRL mostly does not;
-`cache_implementation` takes the names that the installed `transformers` knows."""
+These come from TRL and mean what they mean there. `OPSDConfig` checks their values, which TRL mostly does not."""
 
 _REFUSED = """\
-Because they would have no effect, or not the one they promise."""
+Because they would not have the effect that they promise."""
 
 _ARGUMENTS = """\
 Of `OPSDTrainer`; from `rollout` on they are given by name. Those up to `tools` are
@@ -91,40 +91,28 @@ def _rollout(**options: Any) -> None:
 
 
 TOGETHER: dict[str, list[Callable[[], Any]]] = {
-    "divergence": [
-        lambda: _config(divergence="jsd", beta=0.01),
-    ],
     "teacher_model_kind": [
         lambda: check_teachers(None, "student", _config()),
         lambda: check_teachers("teacher-model", "student", _config(teacher_model_kind="base")),
     ],
     "teacher_offload": [
-        lambda: _config(teacher_offload="cpu", teacher_model_init_kwargs={"device_map": "auto"}),
         lambda: _config(teacher_offload="zero3"),
     ],
     "vllm_weight_sync": [lambda: _rollout(vllm_mode="server", vllm_weight_sync="full")],
 }
-"""Calls that are refused or warned about, by the new option they concern."""
+"""Calls that are refused, by the new option they concern."""
 
 OF_OTHERS: list[Callable[[], Any]] = [
     lambda: _config(auto_find_batch_size=True),
-    lambda: _config(label_smoothing_factor=0.1),
-    lambda: _config(train_sampling_strategy="group_by_length"),
-    lambda: _config(data_seed=1),
+    lambda: _config(torch_compile=True),
+    lambda: _config(bf16_full_eval=True),
     lambda: _config(dataloader_in_order=False, dataloader_num_workers=2),
-    lambda: _config(use_vllm=True, ds3_gather_for_generation=False),
     lambda: _rollout(vllm_mode="server", vllm_enable_sleep_mode=True),
-    lambda: _config(generation_kwargs={"temperature": 0.5}),
     lambda: _config(generation_kwargs={"num_return_sequences": 2}),
     lambda: _config(generation_kwargs={"stop_strings": ["."]}),
     lambda: _config(generation_kwargs={"prompt_lookup_num_tokens": 3}),
-    lambda: _config(generation_kwargs={"disable_compile": False}),
 ]
 """The same for options of TRL and transformers."""
-
-
-_TYPES = {"True or False", "a number", "an integer"}
-"""What is expected where every value of a type is taken."""
 
 
 def document() -> str:
@@ -164,7 +152,7 @@ def document() -> str:
             "",
             *_table(["expected", "options, with their defaults"], _checked()),
             "",
-            "### Options of TRL and transformers that are refused or ignored",
+            "### Options of TRL and transformers that are refused",
             "",
             _REFUSED,
             "",
@@ -220,19 +208,29 @@ def described_in(cls: type, heading: str) -> dict[str, tuple[str, str]]:
 
 
 def expected(option: str) -> str:
-    """The values of an option, from the table or from the error on an invalid one; empty if nothing is checked."""
-    takes = table(OPSDConfig)[option].takes if option in table(OPSDConfig) else None
-    if isinstance(takes, Values):
-        return takes.expected
-    for value in (-1, "?"):
-        try:
-            _config(**{option: value})
-        except ValueError as error:
-            if found := re.search(r": expected (.*?)(?: \(expected .*\))?\.?$", str(error)):
-                return "" if found[1] in _TYPES else found[1]
-        except (AttributeError, TypeError):  # TRL, transformers or a check of several options fails on it first
-            continue
-    return ""
+    """The values of an option in words, from its type; empty if every value of a plain type is taken."""
+    kinds, facts = [table(OPSDConfig).get(option)], []
+    for one in kinds:  # which grows
+        if get_origin(one) is Annotated:
+            inner, *more = get_args(one)
+            kinds.append(inner)
+            facts += more
+        elif get_origin(one) in (Union, UnionType):
+            kinds += get_args(one)
+    optional = " or None" if type(None) in kinds else ""
+    if named := next((get_args(one) for one in kinds if get_origin(one) is Literal), ()):
+        return f"one of {', '.join(map(repr, named))}{optional}"
+    bounds = {kind: getattr(one, kind) for one in facts for kind in ("ge", "gt", "le", "lt") if hasattr(one, kind)}
+    return f"{_range(int in kinds, bounds)}{optional}" if bounds else ""
+
+
+def _range(is_whole: bool, bounds: dict[str, float]) -> str:
+    """A range of numbers in words."""
+    what = "an integer" if is_whole else "a number"
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", math.inf)
+    if high == math.inf:
+        return f"{what} of at least {low:g}" if "ge" in bounds else f"{what} above {low:g}"
+    return f"{what} in {'[' if 'ge' in bounds else '('}{low}, {high}]"
 
 
 def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
@@ -246,9 +244,9 @@ def _new_options(described: dict[str, tuple[str, str]]) -> Iterator[str]:
             yield from (*map(_told, cases), "")
 
 
-def _when(option: Option) -> Iterator[str]:
+def _when(hint: Any) -> Iterator[str]:
     """Whether a resume compares an option."""
-    if option.resumed:
+    if RESUMED in getattr(hint, "__metadata__", ()):
         yield "Resumed only with the same value."
 
 
@@ -276,10 +274,9 @@ def _changed() -> Iterator[list[str]]:
 
 def _checked() -> Iterator[list[str]]:
     new = {one.name for one in new_fields()}
-    of_transformers = {"cache_implementation"}  # which names there are depends on its version
     alike: dict[str, list[str]] = {}
     for one in dataclasses.fields(OPSDConfig):
-        declared = one.name in DistillationConfig.__annotations__ and one.name not in new | of_transformers
+        declared = one.name in DistillationConfig.__annotations__ and one.name not in new
         if declared and (found := expected(one.name)):
             alike.setdefault(found, []).append(f"`{one.name}` ({_literal(one.default)})")
     for found, options in alike.items():
@@ -310,16 +307,12 @@ def _metrics() -> Iterator[str]:
 
 
 def _told(call: Callable[[], Any]) -> str:
-    """The error or warning of a call, as one item of a list."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            call()
-        except ValueError as error:
-            return f"- *Refused.* {error}"
-    ours = [str(one.message) for one in caught if one.category is UserWarning]
-    assert len(ours) == 1, f"expected an error or exactly one warning: {ours}"
-    return f"- *Warned about.* {ours[0]}"
+    """The error of a call, as one item of a list."""
+    try:
+        call()
+    except ValueError as error:
+        return f"- *Refused.* {error}"
+    raise AssertionError("expected an error")
 
 
 def _table(head: list[str], rows: Any) -> list[str]:

@@ -4,44 +4,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from transformers.utils import is_torch_xla_available
 
 from trl_opsd._compat.trl import DistillationConfig
+from trl_opsd._compat.values import Natural, NotNegative, Positive, Share, Unit
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
 from trl_opsd.data.prompts import check_template
 from trl_opsd.http.urls import server_urls, some_urls
-from trl_opsd.losses import Divergence
+from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import divergence_of
 from trl_opsd.losses.validation import check_clip
 from trl_opsd.options.names import StrictNames
-from trl_opsd.options.normalize import (
-    check_json,
-    check_sampled,
-    convert_text,
-    settle_loading,
-    settle_sampling,
-    with_help,
-)
-from trl_opsd.options.rules import AFTER, LAUNCH, Launch, refuse
-from trl_opsd.options.table import (
-    FOLDER,
-    NAMES,
-    Option,
-    above,
-    at_least,
-    check_values,
-    from_to,
-    integer,
-    one_of,
-    option_values,
-    share,
-)
+from trl_opsd.options.normalize import check_sampled, settle_loading, settle_sampling, with_help
+from trl_opsd.options.rules import check_launch, check_together, refuse, shown
+from trl_opsd.options.table import LOCAL, RESUMED, check_values, option_values
 from trl_opsd.parallel.failure import share_tracebacks
 
 
@@ -70,150 +51,130 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """Whether to compute in bfloat16, with float32 weights. When `None`, only with an accelerator and without
     `fp16`."""
     # the objective
-    divergence: Annotated[Divergence | str | dict | None, Option()] = None
+    divergence: Divergence | str | dict | None = None
     """The objective: a name from `docs/objectives.md`, a name with its settings, for instance
     `{"skewed_reverse_kl": {"skew": 0.5}}`, or a `Divergence`. When `None`, `beta` decides, as in TRL: 0 is the forward
     KL, 1 the reverse KL, between them is the JSD."""
-    top_k_teacher: Annotated[int | None, Option(integer(1) | None)] = None
+    top_k_teacher: Natural | None = None
     """Number of the teacher's likeliest tokens that are compared one by one; all others share one bucket."""
-    kl_clip: Annotated[
-        float | None,
-        Option(above(0) | None, resumed=True, words="each entry clipped at {:g} nats"),
-    ] = None
+    kl_clip: Annotated[Positive | None, RESUMED] = None
     """Upper bound, in nats, of what each vocabulary entry adds to a token's divergence (OPSD, arXiv 2601.18734).
     Refused with a divergence of your own."""
-    student_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
+    student_temperature: Annotated[Positive | None, RESUMED] = None
     """Softmax temperature of the student in the loss. When `None`, `temperature`."""
-    teacher_temperature: Annotated[float | None, Option(above(0) | None, resumed=True)] = None
+    teacher_temperature: Annotated[Positive | None, RESUMED] = None
     """Softmax temperature of the teacher in the loss. When `None`, `temperature`."""
-    eval_temperature: Annotated[float | None, Option(at_least(0) | None)] = None
+    eval_temperature: NotNegative | None = None
     """Sampling temperature in evaluations and predictions; 0 is greedy decoding. When `None`, `temperature`."""
     # who generates completions, and how many
-    num_generations: Annotated[int, Option(integer(1), resumed=True)] = 1
+    num_generations: Annotated[Natural, RESUMED] = 1
     """Completions of each prompt, as in TRL's `GRPOConfig`: a row of a batch is one completion."""
-    num_generations_eval: Annotated[int | None, Option(integer(1) | None)] = None
+    num_generations_eval: Natural | None = None
     """Completions of each prompt in evaluations and in `predict`. When `None`, `num_generations`."""
-    lmbda: Annotated[float, Option(from_to(0, 1), resumed=True)] = 1.0
+    lmbda: Annotated[Unit, RESUMED] = 1.0
     """Share of rows that the student completes, as in TRL's `GKDConfig` (GKD, arXiv 2306.13649); the others have a
     column `completion`, or with `seq_kd` the teacher completes them."""
-    seq_kd: Annotated[bool, Option(resumed=True)] = False
+    seq_kd: Annotated[bool, RESUMED] = False
     """Whether the teacher completes the rows that `lmbda` leaves, as in TRL's `GKDConfig` (GKD, arXiv 2306.13649)."""
-    methods: Annotated[dict | str | None, Option()] = None
+    methods: dict | str | None = None
     """Methods by name with their settings, for instance `{"contrast": {"weight": 0.5}}`, or `module.Class` of a method
     of your own; see `docs/extending.md`. In Python also `OPSDTrainer(methods=[...])`."""
     # rows and memory
-    overlong_prompts: Annotated[str, Option(one_of("error", "drop"))] = "error"
+    overlong_prompts: Literal["error", "drop"] = "error"
     """Whether a prompt that leaves no room for a completion is an error, or is dropped and counted."""
-    loss_chunk_tokens: Annotated[int | None, Option(integer(1) | None)] = None
+    loss_chunk_tokens: Natural | None = None
     """Number of tokens whose logits exist at once in the loss; the result does not depend on it. When `None`, as many
     as take 0.6 GB, or 0.015 of the accelerator's memory if that is more."""
-    padding_free: Annotated[bool, Option()] = False
+    padding_free: bool = False
     """Whether the models read the rows of a micro-batch as one sequence without padding, in a variable-length call of
     FlashAttention; with SDPA, whose time grows with the square of the sequence, as several of about 1,024 tokens."""
-    max_tokens_per_microbatch: Annotated[int | None, Option(integer(1) | None)] = None
+    max_tokens_per_microbatch: Natural | None = None
     """Maximum tokens of a micro-batch in training, padding included; a longer row is a micro-batch alone. The gradient
     does not depend on it. When `None`, a micro-batch has `per_device_train_batch_size` rows."""
-    overlap: Annotated[str | None, Option(one_of(None, "step", "ahead"))] = None
+    overlap: Literal["step", "ahead"] | None = None
     """Which phases run concurrently: `"step"` trains on rows as they end; `"ahead"` generates the rows of the next step
     during a step. See `docs/generation.md`."""
-    overlap_max_divergence: Annotated[float, Option(above(0))] = 0.1
+    overlap_max_divergence: Positive = 0.1
     """Maximum change of the student in one step, in nats per token, up to which rows generated ahead are used; above it
     the trainer generates them again."""
-    deterministic: Annotated[bool, Option()] = False
+    deterministic: bool = False
     """Whether `overlap` trains on rows in their order, so that sums are rounded alike in each run."""
     # the teacher
-    cross_tokenizer: Annotated[
-        str | None, Option(one_of(None, "bytes"), resumed=True, words="compared by {}, as the tokenizers differ")
-    ] = None
+    cross_tokenizer: Annotated[Literal["bytes"] | None, RESUMED] = None
     """How to compare a teacher that has another tokenizer than the student: `"bytes"`, by distributions over the next
     byte (arXiv 2506.14123, `docs/tokenizers.md`). When `None`, the trainer refuses such a teacher."""
-    cross_tokenizer_missed: Annotated[float, Option(share(), resumed=True)] = 0.01
+    cross_tokenizer_missed: Annotated[Share, RESUMED] = 0.01
     """Share of a distribution over the next byte that a comparison may miss: the models also read tokens that branch
     off the text until less is missing; at 1 they read none."""
-    teacher_trust_remote_code: Annotated[bool, Option()] = False
+    teacher_trust_remote_code: bool = False
     """Whether loading the teacher may run Python code from its repository."""
-    teacher_model_kind: Annotated[str | None, Option(one_of(None, "base", "ema", "live"), resumed=True)] = None
+    teacher_model_kind: Annotated[Literal["base", "ema", "live"] | None, RESUMED] = None
     """Makes the student its own teacher, which then needs context of its own: `"base"` is the initial student, `"ema"`
     its exponential moving average, `"live"` the current student."""
-    teacher_update_rate: Annotated[float, Option(share(), resumed=True)] = 0.05
+    teacher_update_rate: Annotated[Share, RESUMED] = 0.05
     """Weight of the student in each update of the `"ema"` teacher."""
-    teacher_sync_steps: Annotated[int, Option(integer(1), resumed=True)] = 1
+    teacher_sync_steps: Annotated[Natural, RESUMED] = 1
     """Optimizer steps between updates of the `"ema"` teacher."""
-    environment_timeout: Annotated[float | None, Option(above(0) | None)] = None
+    environment_timeout: Positive | None = None
     """Maximum seconds for each `reset` of an environment, all its calls in one turn, `get_reward` and `get_feedback`. A
     late call ends the episode, without a reward; a late `reset` ends the run. When `None`, no limit."""
-    feedback_template: Annotated[str, Option(partial(check_template, names=("feedback",)), resumed=True)] = (
-        "Feedback on an earlier attempt:\n\n{feedback}"
-    )
-    """Template, in the teacher's prompt, of what an environment's `get_feedback` returns."""
-    teacher_prompt_template: Annotated[str | None, Option(check_template, resumed=True)] = None
+    teacher_prompt_template: Annotated[str | None, RESUMED] = None
     """Joins the prompt and the column `privileged_context` into the teacher's prompt; see `docs/teachers.md`."""
-    teacher_chat_template_kwargs: Annotated[dict | str | None, Option(resumed=True)] = None
+    feedback_template: Annotated[str, RESUMED] = "Feedback on an earlier attempt:\n\n{feedback}"
+    """Template, in the teacher's prompt, of what an environment's `get_feedback` returns."""
+    teacher_chat_template_kwargs: Annotated[dict | str | None, RESUMED] = None
     """Chat template arguments that differ for the teacher, for instance `{"enable_thinking": True}`."""
-    teacher_offload: Annotated[str, Option(one_of("none", "cpu", "stream", "zero3"))] = "none"
+    teacher_offload: Literal["none", "cpu", "stream", "zero3"] = "none"
     """Where the teacher's weights are kept: on the device; in host memory, copied there for a forward pass (`"cpu"`) or
     layer by layer (`"stream"`); or sharded over the processes (`"zero3"`)."""
-    teacher_cache_device: Annotated[str, Option(one_of("auto", "cpu", "accelerator"))] = "auto"
+    teacher_cache_device: Literal["auto", "cpu", "accelerator"] = "auto"
     """Device that holds the teacher's targets until each micro-batch needs them; `"auto"` is the accelerator up to 1 GB
     and the host beyond."""
-    teacher_prefix_cache_gb: Annotated[float, Option(at_least(0))] = 0.0
+    teacher_prefix_cache_gb: NotNegative = 0.0
     """Size in GB (1e9 bytes) of a cache, for all static teachers together, with keys and values of prefixes that rows
     share, such as a document: a teacher reads each once. The least recently used leaves first. 0 is off."""
-    teacher_server_url: Annotated[
-        list | str | dict | None,
-        Option(server_urls, may_differ=True),
-    ] = None
+    teacher_server_url: Annotated[list | str | dict | None, LOCAL] = None
     """URL of a server that has the teacher's layers, a list of URLs to use in turn, or a dict of these by teacher.
     `teacher_model` is then the checkpoint of the teacher's output head; see `docs/teachers.md`."""
-    teacher_server_targets: Annotated[
-        str | None, Option(one_of(None, "states", "student_top_k", "teacher_top_k", "both_top_k"))
-    ] = None
+    teacher_server_targets: Literal["states", "student_top_k", "teacher_top_k", "both_top_k"] | None = None
     """What the trainer requests from the teacher's servers: hidden states from a pooling server; or from a generating
     server log-probabilities, of the student's likeliest tokens, the teacher's, or both. When `None`, what the servers
     offer."""
-    teacher_server_top_k: Annotated[int | None, Option(integer(1) | None)] = None
+    teacher_server_top_k: Natural | None = None
     """How many likeliest tokens, of each model, the trainer requests from a generating server; the loss treats all
     other tokens as one. When `None`, 64, or the server's maximum."""
-    teacher_targets: Annotated[str | None, Option(FOLDER | None, may_differ=True)] = None
+    teacher_targets: Annotated[str | None, LOCAL] = None
     """Folder that `trl-opsd targets` has written. Without a teacher, the student learns from these targets alone
     (`lmbda=0`); with a teacher, the teacher reads only rows that the folder lacks."""
-    teacher_server_timeout: Annotated[float, Option(at_least(0))] = 240.0
+    teacher_server_timeout: NotNegative = 240.0
     """Seconds to wait for the teacher's servers to start, and then (at least 30) for their first rows. A later row that
     takes longer gives one warning."""
     # failures and monitoring
-    nonfinite: Annotated[str, Option(one_of("raise", "skip"))] = "raise"
+    nonfinite: Literal["raise", "skip"] = "raise"
     """Whether the trainer stops, or skips and counts the step, when a loss or gradient is NaN or infinite. Either way
     the weights stay unchanged."""
-    nonfinite_skip_limit: Annotated[int, Option(integer(1))] = 10
+    nonfinite_skip_limit: Natural = 10
     """Maximum consecutive skipped steps, including those in the search for a float16 loss scale; one more is an
     error."""
-    phase_timeout: Annotated[float | None, Option(above(0) | None)] = None
+    phase_timeout: Positive | None = None
     """Seconds after which the trainer reports an unfinished phase, with the stacks of all threads; the run
     continues."""
-    report: Annotated[bool, Option()] = False
+    report: bool = False
     """Whether to record samples of completions, and to write `report.html` at the end; see `docs/tools.md`."""
     # engines
-    vllm_weight_sync: Annotated[str, Option(one_of("auto", "adapter", "full"))] = "auto"
+    vllm_weight_sync: Literal["auto", "adapter", "full"] = "auto"
     """What the trainer sends to vLLM or SGLang after each update of a student with a LoRA adapter: the adapter, all
     weights, or the adapter where the engine takes it."""
-    vllm_sync_check: Annotated[str, Option(one_of("every", "first", "never"))] = "every"
+    vllm_sync_check: Literal["every", "first", "never"] = "every"
     """Which weight syncs the trainer verifies, by comparing log-probabilities of vLLM or SGLang with the student's."""
-    sglang_server_url: Annotated[list | str | None, Option(some_urls)] = None
+    sglang_server_url: list | str | None = None
     """URL of a separately started SGLang server that generates the completions, or a list of URLs."""
-    resume_with_changes: Annotated[list[str] | None, Option(NAMES | None)] = None
+    resume_with_changes: list[str] | None = None
     """Options that a resume may change, for instance `["temperature"]`; see `docs/distributed.md`."""
     vllm_server_base_url: list | str | None = None
     """URL of the student's vLLM server, in place of host and port, or a list of URLs that share the rows."""
     vllm_server_host: str = "127.0.0.1"
     """Host of the student vLLM server. A host other than loopback must be set explicitly."""
-
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *DistillationConfig._VALID_DICT_FIELDS,
-        "teacher_chat_template_kwargs",
-        "teacher_server_url",
-        "divergence",
-        "methods",
-    ]
 
     answers: ClassVar = dict.fromkeys(
         (
@@ -223,31 +184,44 @@ class OPSDConfig(StrictNames, DistillationConfig):
         "pass `methods=[Rewards([function], weight=0.1)]`, or `methods: {rewards: {functions: [module.function]}}`.",
     )
 
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *DistillationConfig._VALID_DICT_FIELDS,
+        "teacher_chat_template_kwargs",
+        "teacher_server_url",
+        "divergence",
+        "methods",
+    ]
+
     def __post_init__(self) -> None:
         share_tracebacks()
-        self.check_as_given()
+        # 1. each option by itself: its type, its bounds
+        check_values(self)
+        # 2. the launch, before transformers starts accelerate
         self._choose_for_cpu()
-        refuse(LAUNCH, Launch.of(self))
+        check_launch(self)
         for name, alias in ALIASES.items():  # transformers would warn of TRL's own default
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, alias))
         super().__post_init__()
+        server_urls("teacher_server_url", self.teacher_server_url)
+        some_urls("sglang_server_url", self.sglang_server_url)
+        some_urls("vllm_server_base_url", self.vllm_server_base_url)
+        # 3. names of today, and what `generation_kwargs` say last
         settle_loading(self)
         settle_sampling(self)
         self.teacher_prompt_template = named_as_here(self.teacher_prompt_template)
-        check_values(self)
-        refuse(AFTER, self)
+        check_template("teacher_prompt_template", self.teacher_prompt_template)
+        check_template("feedback_template", self.feedback_template, ("feedback",))
+        # 4. options together
+        check_together(self)
         self.check_divergence(self.build_divergence())
         self._checked = option_values(self)
 
-    def check_as_given(self) -> None:
-        """Converts text, and checks what transformers and TRL would read before they do."""
-        convert_text(self)
-        check_json(self)
-        check_values(self, DistillationConfig.__dataclass_fields__)
-
     def check_divergence(self, divergence: Divergence) -> None:
         """Checks that the other options allow an objective."""
+        by_bytes = self.cross_tokenizer is not None and isinstance(divergence, SampledReverseKL)
+        why = "it needs the teacher's probability of each token of the student"
+        refuse([(by_bytes, f"{divergence!r} with {shown(self, 'cross_tokenizer')}", why)])
         check_clip(self.kl_clip, divergence)
         check_sampled(self, divergence)
 

@@ -48,7 +48,7 @@ def fingerprint(
     own = {} if type(divergence).__module__.startswith("trl_opsd.") else {"divergence": type(divergence)}
     hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
     values = {
-        **{name: getattr(args, name) for name in resumed(args)},
+        **{name: getattr(args, name) for name in resumed(type(args))},
         **more,
         "divergence": describe(divergence),
         "chat_template": None if chat_template is None else f"sha256 {hashed}",

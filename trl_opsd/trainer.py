@@ -17,7 +17,6 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, in_zero3_model, whole_head
-from trl_opsd.arguments.prepared import prepared
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
@@ -43,6 +42,7 @@ from trl_opsd.options.normalize import drawn_otherwise
 from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
+from trl_opsd.prepare import prepare
 from trl_opsd.rollout import RolloutBackend, check_rollout, chosen_rollout
 from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.teacher import Teacher
@@ -173,16 +173,14 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         methods: Sequence[Method] = (),
     ) -> None:
         share_tracebacks()  # first of all, as whatever follows may fail in one process
-        given = prepared(
+        given = prepare(
             model=model,
             teacher_model=teacher_model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            optimizers=optimizers,
             quantization_config=quantization_config,
-            peft_config=peft_config,
             tools=tools,
             environment_factory=environment_factory,
             rollout=rollout,
@@ -222,7 +220,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         self._use_special_tokens()
         self.divergence = self.args.build_divergence() if divergence is None else divergence
         self.show_progress = self.accelerator.is_main_process and not self.args.disable_tqdm
-        self._guard.may_be_same = not given.is_same_model  # else the user was warned already
         self.dropped_prompts: Counter[str] = Counter()
         self.reads_solutions, self.reads_images = given.reads_solutions, given.reads_images
         is_split = in_zero3_model(self.model) or is_fsdp_enabled()  # then some processes have no weights yet

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from trl_opsd._compat import drop_import_noise, versions
 from trl_opsd._compat.trl import is_vllm_available
-from trl_opsd.arguments.prepared import checked_args
+from trl_opsd.prepare import checked_options
 
 pytestmark = pytest.mark.quick
 
@@ -111,8 +111,8 @@ def test_library_outside_its_bounds_warns_without_options_too(bounds, monkeypatc
     monkeypatch.setattr(versions, "installed", lambda: {"transformers": "9.0", "trl": "1.16.0"})
     versions.warn_of_outside.cache_clear()
     PartialState._reset_state()
-    checked_args(None, "student", None)
-    checked_args(None, "student", None)
+    checked_options(None, "student")
+    checked_options(None, "student")
     [said] = [one.getMessage() for one in caplog.records if one.name == versions.__name__]
     assert "transformers 9.0 (expected transformers<5.25,>=5.10.4). It uses private parts" in said
     assert said.endswith("To install what was tested: pip install 'transformers<5.25,>=5.10.4'")

@@ -105,9 +105,6 @@ SGLANG = [
 
 CASES: list[Case] = [
     *SGLANG,
-    option("ds3_gather_for_generation", "remove it", use_vllm=True, ds3_gather_for_generation=False),
-    option("ds3_gather_for_generation", "with `sglang_server_url`", **URL, ds3_gather_for_generation=False),
-    option("at least", "only one engine can generate", **URL, use_vllm=True),
     option("at least", "with `http://` or `https://` and a host", sglang_server_url="127.0.0.1:30000"),
     option("at least", "with `http://` or `https://` and a host", sglang_server_url="http://127.0.0.1:x"),
     absent("colocate"),
@@ -121,7 +118,7 @@ CASES: list[Case] = [
     generation(
         "generation kwargs: overriding",
         "logprobs",
-        "the trainer sets this option: remove it",
+        "the trainer sets this option",
         generation_kwargs={"logprobs": 3},
     ),
     generation(
@@ -132,7 +129,4 @@ CASES: list[Case] = [
     ),
     generation("temperature", "3.0", "vLLM rejects a generation option: temperature must be in", temperature=3.0),
     option("at least", "Did you mean 'adapter'", vllm_weight_sync="adaptor"),
-    option("at least", "expected one of 'every', 'first', 'never'", vllm_sync_check="always"),
-    option("at least", r"a number in \(0, 1\]", vllm_gpu_memory_utilization=1.5),
-    option("at least", "an integer of at least 1", vllm_max_model_length=0),
 ]

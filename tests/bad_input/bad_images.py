@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from cases import Case, Lab
@@ -10,9 +9,6 @@ from datasets import Dataset
 from support import tiny, vision_language
 
 from trl_opsd import FixedRollout
-from trl_opsd.arguments.rules import GENERATING_SEEN, SEEING
-from trl_opsd.options.rules import refuse
-from trl_opsd.rollout.served import ServedRollout
 
 TEXT = [{"role": "user", "content": "hi"}]
 SIZES = {"model": 32, "teacher_model": 48}
@@ -53,20 +49,6 @@ def shown(
         lab.make(**{**models, **seeing, **given})
 
     return Case("images", name, message, provoke, error, before_loading=True)
-
-
-class AServer:
-    """vLLM's or SGLang's, as the rules see it: it connects to none."""
-
-    reads_images = ServedRollout.reads_images
-
-    def __str__(self) -> str:
-        return "a server"
-
-
-def divided(lab: Lab) -> None:
-    lab.patch.setattr("trl_opsd.arguments.rules.launched", lambda args: SimpleNamespace(sp_enabled=True))
-    refuse(SEEING, SimpleNamespace(padding_free=False, args=None))  # type: ignore[arg-type]
 
 
 PLACES = "images for {} places: expected one part {{'type': 'image'}} in its messages for each, or none at all"
@@ -144,26 +126,12 @@ CASES: list[Case] = [
         "row 1 of train_dataset: 1 of 2 in the column 'images' are None: add them, or remove them",
         {"prompt": TEXT, "images": ["a.png", None]},
     ),
-    shown("padding_free", "`padding_free=True` cannot read rows with images", ONE, padding_free=True),
+    shown("padding_free", "`padding_free=True` with images", ONE, padding_free=True),
     shown(
         "a rollout of one's own",
-        r"The rollout \(Blind\) does not read images, .* set `reads_images = True` in a rollout of your own",
+        r"The rollout \(Blind\) with images",
         ONE,
         rollout=Blind({}),
-    ),
-    Case(
-        "images",
-        "a server that generates",
-        r"The rollout \(a server\) does not read images, but prompts have some: generate with `transformers`",
-        lambda lab: refuse(GENERATING_SEEN, SimpleNamespace(rollout=AServer())),  # type: ignore[arg-type]
-        before_loading=True,
-    ),
-    Case(
-        "images",
-        "sequence parallelism",
-        "`parallelism_config`: `sp_size` cannot divide rows with images",
-        lambda lab: divided(lab),
-        before_loading=True,
     ),
     shown(
         "text",

@@ -349,13 +349,6 @@ OTHERS = [
         TypeError,
         rollout=lambda prompt_ids: prompt_ids,
     ),
-    untouched(
-        "at least",
-        "a name for a tokenizer",
-        "`processing_class` is a str: expected a tokenizer",
-        TypeError,
-        processing_class="gpt2",
-    ),
     Case(
         "at least",
         "a processor without a tokenizer",

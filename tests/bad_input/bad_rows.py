@@ -83,7 +83,7 @@ DATASETS = [
     trained_on(
         "dataset empty",
         "no rows",
-        "has 0 rows, but one generation batch needs 2",
+        "`train_dataset` is empty",
         Dataset.from_dict({"prompt": []}),
         before_loading=True,
     ),
@@ -110,7 +110,7 @@ DATASETS = [
     untouched(
         "at least",
         "a stream without `max_steps`",
-        "`train_dataset` is a stream of unknown length: set `max_steps`",
+        "`train_dataset` is a stream",
         train_dataset=prompts("a", "b").to_iterable_dataset(),
         max_steps=-1,
     ),
@@ -138,7 +138,7 @@ DATASETS = [
     Case(
         "dataset without the privileged column",
         "a student that teaches itself",
-        r"no context for the teacher .* only \['prompt'\]. Add a column 'priv",
+        r"only \['prompt'\]: add a column 'priv",
         lambda lab: lab.make(teacher_model=None, teacher_model_kind="base"),
         before_loading=True,
     ),

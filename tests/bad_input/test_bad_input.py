@@ -75,7 +75,6 @@ PHRASES = (
     "vllm_mode",
     "divergence",
     "teacher_offload",
-    "ds3_gather_for_generation",
     "vLLM absent",
     "aiohttp absent",
     "vLLM of an unsupported version",
@@ -83,8 +82,6 @@ PHRASES = (
     "SGLang",
     "auto_find_batch_size",
     "torch_compile",
-    "label_smoothing_factor",
-    "train_sampling_strategy",
     "resume path missing",
     "resume path torn",
     "resume path with another fingerprint",
@@ -96,7 +93,6 @@ PHRASES = (
     "seed",
     "a word for a boolean",
     "a word for a number",
-    "malformed JSON",
     "unknown option",
     "unknown argument",
     "a class for an object",
@@ -107,7 +103,6 @@ PHRASES = (
     "teacher given twice",
     "rollout given twice",
     "divergence assigned",
-    "package missing",
     "best model without evaluations",
 )
 """The bad inputs that must be refused, in the order in which they were listed."""

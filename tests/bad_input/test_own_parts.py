@@ -289,9 +289,8 @@ class TestDivergence:
         ids=["function", "lambda", "module", "duck"],
     )
     def test_function_or_module_is_told_how_to_become_divergence(self, make_trainer, given):
-        words = r"subclass of `trl_opsd.losses.Divergence` with a method `value` \(docs/extending.md\)"
         for place in ({}, {"args": None}):
-            with pytest.raises(ValueError, match=rf"^`divergence` is a \w+.*{words}"):
+            with pytest.raises(ValueError, match=r"^`divergence=.*an instance of `Divergence`"):
                 make_trainer(divergence=given, **place)
 
 

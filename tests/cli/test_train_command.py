@@ -145,7 +145,7 @@ def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path
     done = CliRunner().invoke(app, given, prog_name="trl-opsd")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "trl-opsd train: error: `temperature=-1.0`: expected a finite number above 0.",
+        "trl-opsd train: error: `temperature=-1.0`: expected greater than 0.",
         "`--traceback` shows where it was raised.",
     ]
     for asked in (["--traceback", *given], [*given, "--traceback"]):

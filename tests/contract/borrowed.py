@@ -161,7 +161,6 @@ OWNERS = (
             "deepspeed": "reset, so that each training has an engine of its own",
             "create_accelerator_and_postprocess": "notes `use_cache` of the student's config before it is changed",
             "eval_dataset": "",
-            "get_optimizer_cls_and_kwargs": "whether the package of an optimizer is there",
             "evaluate": "with the launch's state of this trainer",
             "evaluation_loop": "seeded, timed, and weighed by tokens",
             "get_eval_dataloader": "renames a column of its dataset",

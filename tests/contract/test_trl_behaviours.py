@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -181,8 +180,7 @@ class TestGenerationKwargs:
         ],
     )
     def test_generation_kwarg_replaces_the_option(self, written, name, value, option):
-        with pytest.warns(UserWarning, match=f"`generation_kwargs`: `{name}={value!r}` replaces `{option}="):
-            trainer, completions = written(generation_kwargs={name: value})
+        trainer, completions = written(generation_kwargs={name: value})
         expected, theirs = written(**{option: value})
         assert completions == theirs
         assert getattr(trainer.args, option) == value
@@ -191,25 +189,8 @@ class TestGenerationKwargs:
         assert trainer.limits == expected.limits
         assert trainer.teaching.fingerprint() == expected.teaching.fingerprint(), "the same run in other words"
 
-    def test_several_generation_kwargs_give_one_warning(self, tmp_path):
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            args = tiny.config(tmp_path, generation_kwargs={"top_k": 3, "max_new_tokens": 5, "do_sample": False})
-        assert [str(one.message) for one in found] == [
-            "`generation_kwargs`: `top_k=3` replaces `top_k=0`; `max_new_tokens=5` replaces `max_completion_length=24`."
-        ]
-        assert args.generation_kwargs == {"do_sample": False}
-
-    def test_generation_kwargs_equal_to_options_do_not_warn(self, tmp_path):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            same = {"top_k": 7, "temperature": 0.5, "num_return_sequences": 1, "n": 1, "disable_compile": True}
-            args = tiny.config(tmp_path, top_k=7, temperature=0.5, generation_kwargs=same)
-        assert args.generation_kwargs == {"temperature": 0.5}
-
     def test_temperature_in_generation_kwargs_leaves_the_loss_alone(self, written):
-        with pytest.warns(UserWarning, match=r"sampled at temperature 1e-05, while the loss uses `temperature=2\.0`"):
-            trainer, cold = written(temperature=2.0, generation_kwargs={"temperature": 1e-5})
+        trainer, cold = written(temperature=2.0, generation_kwargs={"temperature": 1e-5})
         _, greedy = written(generation_kwargs={"do_sample": False})
         assert cold == greedy
         assert trainer.temperature == trainer.args.temperature == 2.0
@@ -220,9 +201,7 @@ class TestGenerationKwargs:
     def test_the_loss_keeps_its_temperature(self, make_trainer):
         losses = []
         for given in ({}, {"generation_kwargs": {"temperature": 0.7}}, {"temperature": 0.7}):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                trainer = make_trainer(max_steps=1, **given)  # the completions are fixed
+            trainer = make_trainer(max_steps=1, **given)  # the completions are fixed
             trainer.train()
             losses.append(logged(trainer, "loss"))
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -246,13 +225,6 @@ class TestGenerationKwargs:
         assert logged(trainer, "completions/mean_length") == 3
         assert logged(trainer, "completions/clipped_ratio") == 0
 
-    @pytest.mark.parametrize(("name", "value"), [("max_length", 30), ("pad_token_id", 1)])
-    def test_generation_kwargs_without_effect_warn(self, written, name, value):
-        with pytest.warns(UserWarning, match=f"`{name}` has no effect"):
-            trainer, completions = written(generation_kwargs={name: value})
-        assert completions == written()[1]
-        assert trainer.args.generation_kwargs is None
-
     def test_an_end_token_outside_the_vocabulary_is_refused(self, make_trainer):
         with pytest.raises(ValueError, match=r"could end with \[259\], because the student has 259 ids"):
             make_trainer(generation_kwargs={"eos_token_id": [2, 259]})
@@ -262,8 +234,7 @@ class TestGenerationKwargs:
         long = Dataset.from_dict({"prompt": ["x" * 240] * 4})
         with pytest.raises(ValueError, match="240 tokens; with a completion of 24"):
             make_trainer(train_dataset=long)
-        with pytest.warns(UserWarning, match="replaces"):
-            trainer = make_trainer(train_dataset=long, generation_kwargs={"max_new_tokens": 8})
+        trainer = make_trainer(train_dataset=long, generation_kwargs={"max_new_tokens": 8})
         assert trainer.limits.completion == 8
 
 

@@ -18,12 +18,11 @@ from trl_opsd.options.table import check_same_options, shared_options
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": -1.0}, "`temperature=-1.0`: expected a finite number above 0"),
+        ({"temperature": -1.0}, "`temperature=-1.0`: expected greater than 0"),
         ({"learning_rate": float("nan")}, "`learning_rate=nan`"),
-        ({"teacher_offload": "disk"}, "`teacher_offload='disk'`: expected one of"),
-        ({"divergence": ForwardKL}, "or an instance of"),
-        ({"model_init_kwargs": "{bad"}, "is not JSON"),
-        ({"label_smoothing_factor": 0.1}, "has no effect"),
+        ({"teacher_offload": "disk"}, "`teacher_offload='disk'`: expected "),
+        ({"divergence": ForwardKL}, "instance of"),
+        ({"torch_compile": True}, "`torch_compile=True`"),
     ],
 )
 def test_trainer_refuses_option_changed_to_a_bad_value(make_trainer, tmp_path, change, message):

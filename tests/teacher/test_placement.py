@@ -428,7 +428,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"teacher_cache_device": "gpu"}, "`teacher_cache_device='gpu'`: expected one of 'auto', 'cpu'"),
+            ({"teacher_cache_device": "gpu"}, "`teacher_cache_device='gpu'`: expected 'auto', 'cpu'"),
             ({"teacher_offload": "zero3"}, "was not launched with DeepSpeed ZeRO-3"),
             (
                 {"teacher_offload": "stream", "teacher_model_init_kwargs": {"quantization_config": {"bits": 4}}},

@@ -349,7 +349,7 @@ class TestOptions:
         ("options", "message"),
         [
             ({"padding_free": True}, "`teacher_prefix_cache_gb=0.5` with `padding_free=True`: concatenated rows"),
-            ({"teacher_prefix_cache_gb": -1}, "expected a finite number of at least 0"),
+            ({"teacher_prefix_cache_gb": -1}, "expected greater than or equal to 0"),
         ],
     )
     def test_options_that_do_not_fit_are_refused(self, options, message):

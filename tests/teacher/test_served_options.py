@@ -49,7 +49,7 @@ def test_addresses_are_read_as_text_lists_and_by_name(tmp_path, given, expected)
         (f"{URL},{URL}/", "contains a server twice"),
         ("", "expected an address"),
         ([], "expected the address of a server, or a list"),
-        (8000, "expected the address of a server, or a list"),
+        (8000, "expected a valid list"),
         ({}, "is an empty dict"),
         ({"math": 3}, r"`teacher_server_url['math']=3`: expected the address"),
     ],
@@ -78,7 +78,7 @@ def test_a_password_in_an_address_is_refused_and_not_quoted(tmp_path):
             "`teacher_server_url` with `teacher_model_kind='live'`",
         ),
         ({"teacher_server_url": {"math": URL}}, "has servers for ['math'], but the teachers are ['teacher']"),
-        ({"teacher_server_timeout": -1}, "`teacher_server_timeout=-1`: expected a finite number of at least 0"),
+        ({"teacher_server_timeout": -1}, "`teacher_server_timeout=-1`: expected greater than or equal to 0"),
         ({}, "No teacher server at http://127.0.0.1:9 after `teacher_server_timeout=0` seconds"),
     ],
 )

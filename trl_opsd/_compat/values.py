@@ -1,20 +1,30 @@
-"""pydantic, which checks settings of methods and what servers answer."""
+"""pydantic, which checks options, settings of methods and what servers answer."""
 
 from __future__ import annotations
 
 import math
+import re
+from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
 
-__all__ = ["Finite", "NotNegative", "Positive", "Share", "fitting", "pydantic"]
+__all__ = ["Finite", "Natural", "NotNegative", "Positive", "Share", "Unit", "fitting", "pydantic"]
 
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
 """A finite number above 0; a comparison with NaN fails."""
 NotNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Finite = pydantic.FiniteFloat
 Share = Annotated[float, Gt(0), Le(1)]
+Unit = Annotated[float, Ge(0), Le(1)]
+Natural = Annotated[int, Ge(1)]
+
+
+@cache
+def _adapter(hint: Any) -> Any:
+    return pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
 
 
 def fitting(hint: Any, value: Any) -> Any:
@@ -23,9 +33,11 @@ def fitting(hint: Any, value: Any) -> Any:
     Raises:
         ValueError: It does not fit; the message says what would.
     """
-    adapter: Any = pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(arbitrary_types_allowed=True))
     try:
-        return adapter.validate_python(value)
+        return _adapter(hint).validate_python(value)
     except pydantic.ValidationError as error:
-        found = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in error.errors())
-        raise ValueError(" or ".join(found)) from None
+        errors = error.errors()
+        expected = " or ".join(dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in errors))
+        names = re.findall("'(.*?)'", expected) if any(one["type"] == "literal_error" for one in errors) else ()
+        close = get_close_matches(str(value), names, n=1)
+        raise ValueError(f"{expected}.{f' Did you mean {close[0]!r}?' if close else ''}") from None

@@ -206,6 +206,13 @@ class Rows:
         return list(next(_requests(self, range(min(_SOME, len(self.dataset))), intake)).values())
 
 
+def surveyed(datasets: Mapping[str, Any], args: Any, names: Collection[str] = ()) -> dict[str, Rows]:
+    """The datasets that are there, each with the shapes and sizes of its rows, by what rows name in these columns."""
+    columns = [name for name in COLUMNS if name != "teacher"] + [*names]
+    progress = args.process_index == 0 and not args.disable_tqdm
+    return {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
+
+
 def look_ahead(rows: Rows, intake: Intake) -> Rows:
     """Runs the checks that need no tokenizer, so that a bad row is refused before a model is loaded."""
     if not rows.can_be_read_ahead:

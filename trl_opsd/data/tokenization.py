@@ -17,6 +17,8 @@ from jinja2 import TemplateError
 from tokenizers import models
 from transformers import PreTrainedTokenizerBase
 
+from trl_opsd.data.prompts import Request
+
 _SHOWN = 3
 """Maximum number of differing ids that a message lists."""
 
@@ -197,6 +199,26 @@ def warn_of_ended_text(
                 "answer begins, or give messages, to which the chat template adds the generation prompt."
             )
             return
+
+
+def look_at(tokenizer: PreTrainedTokenizerBase, where: str, rows: Sequence[Request], args: Any, tools: Any) -> None:
+    """Refuses a template that leaves out messages of some rows, and warns of what is seldom meant in their prompts."""
+    render = partial(
+        tokenizer.apply_chat_template,
+        tokenize=False,
+        tools=tools or None,
+        **{"add_generation_prompt": True, **(args.chat_template_kwargs or {})},
+    )
+    warn_of_prompts(tokenizer, where, [row.student.value for row in rows], render)
+    if tools and (text := next((row.student.where for row in rows if row.student.kind == "text"), "")):
+        raise ValueError(f"{text} is text, in which no tool can be called: give messages, or remove the tools.")
+    for row in rows if tokenizer.chat_template else ():
+        theirs_too = ((row.of_teacher, partial(render, **args.teacher_template_kwargs)),)
+        for prompt, read in ((row.student, render), *(() if args.cross_tokenizer else theirs_too)):
+            if prompt.kind == "messages":
+                check_that_all_is_read(prompt.value, read, prompt.where)
+    theirs = (row.of_teacher for row in rows if row.of_teacher is not row.student)
+    warn_of_ended_text(tokenizer, {one.where: one.value for one in theirs if one.kind == "text"}, render)
 
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}

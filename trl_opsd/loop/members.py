@@ -17,6 +17,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.torchao import kept_quantized
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
+from trl_opsd._compat.values import Positive
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
 from trl_opsd.data.prompts import Prompt
@@ -29,7 +30,7 @@ from trl_opsd.metrics import Mean, is_taken
 from trl_opsd.models.backbone import model_shape
 from trl_opsd.models.tokenizers import ensure_special_tokens, known_end_tokens, placeholders
 from trl_opsd.options.normalize import end_tokens
-from trl_opsd.options.table import above
+from trl_opsd.options.table import checked
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import PromptIds
@@ -114,8 +115,7 @@ class TrainerMembers(UpstreamFixes):
 
     @temperature.setter
     def temperature(self, temperature: float) -> None:
-        above(0).check("temperature", temperature)
-        self._temperature = temperature
+        self._temperature = checked("temperature", Positive, temperature)
 
     @property
     def temperatures(self) -> tuple[float, float]:

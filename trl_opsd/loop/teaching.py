@@ -14,14 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd import fingerprint
 from trl_opsd._compat.peft import describe_adapters
-from trl_opsd.arguments.checks import check_train_size, look_at, student_limits, surveyed
-from trl_opsd.arguments.prepared import Prepared
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead
+from trl_opsd.data.datasets import Rows, admit, by_name, columns_of, describe_rows, longest, look_ahead, surveyed
 from trl_opsd.data.images import begin_reading, places, settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
-from trl_opsd.data.tokenization import largest_id, shared_vocabulary
+from trl_opsd.data.tokenization import largest_id, look_at, shared_vocabulary
 from trl_opsd.loop.overrides import overrides, own_verbs
 from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
@@ -29,6 +27,8 @@ from trl_opsd.methods.reward_functions import Given
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import shape_of
+from trl_opsd.models.checks import student_limits
+from trl_opsd.options.rules import check_train_size
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.build import build_teachers
@@ -40,6 +40,7 @@ from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.targets import kept_by_row
 
 if TYPE_CHECKING:
+    from trl_opsd.prepare import Prepared
     from trl_opsd.trainer import OPSDTrainer
 
 logger = get_logger(__name__)

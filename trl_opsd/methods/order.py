@@ -26,7 +26,8 @@ from trl_opsd.losses.objective import Objective
 from trl_opsd.methods.base import Generated, Method, Part
 from trl_opsd.methods.rewards import PromptFunction, Rewards
 from trl_opsd.methods.rows import BatchRow
-from trl_opsd.options.table import LARGEST_WEIGHT, shown
+from trl_opsd.options.rules import refuse, shown
+from trl_opsd.options.table import LARGEST_WEIGHT
 from trl_opsd.types import LazyLogits, Rollout, TeacherTargets
 
 M = TypeVar("M", bound=Method)
@@ -45,21 +46,30 @@ def check(args: Any, methods: Sequence[Method], environments: Environments | Non
     is_divided, replacing = launched(args).sp_enabled, [one for one in methods if _replaces_prompts(one)]
     for one in methods:
         name, replaces = type(one).__name__, one in replacing
-        for is_met, beside, why in (
-            (one.by_token and args.cross_tokenizer, "`cross_tokenizer='bytes'`", "reads distributions over tokens"),
-            (one.whole_rows and is_divided, "`sp_size`", "reads whole rows"),
-            (one.whole_batch and args.overlap == "step", "`overlap='step'`", "needs all completions of a step at once"),
-            (one.skips and args.overlap, shown("overlap", args.overlap), "skips prompts by what it saw a step before"),
-            (one.skips and environments is not None, "`environment_factory`", "skips prompts"),
-            (replaces and tells, "`environment_factory`", "makes what teachers read, as these environments do"),
-            (replaces and len(replacing) > 1, "`teacher_prompt_fn`", "makes what teachers read"),
-            (one.in_groups and args.num_generations == 1, "`num_generations=1`", "compares completions of a prompt"),
-            (one.needs_rewards and not args.lmbda, "`lmbda=0`", "needs rewards of the student's completions"),
-        ):
-            if is_met:
-                raise ValueError(f"{beside} with `{name}`, which {why}: change one of them.")
-        if one.needs_rewards and lacks_rewards:
-            raise ValueError(f"`{name}` without rewards: pass `methods=[Rewards([...])]` with functions.")
+        refuse(
+            (is_met, f"{beside} with `{name}`, which {why}", "change one of them")
+            for is_met, beside, why in (
+                (one.by_token and args.cross_tokenizer, "`cross_tokenizer='bytes'`", "reads distributions over tokens"),
+                (one.whole_rows and is_divided, "`sp_size`", "reads whole rows"),
+                (
+                    one.whole_batch and args.overlap == "step",
+                    "`overlap='step'`",
+                    "needs all completions of a step at once",
+                ),
+                (one.skips and args.overlap, shown(args, "overlap"), "skips prompts by what it saw a step before"),
+                (one.skips and environments is not None, "`environment_factory`", "skips prompts"),
+                (replaces and tells, "`environment_factory`", "makes what teachers read, as these environments do"),
+                (replaces and len(replacing) > 1, "`teacher_prompt_fn`", "makes what teachers read"),
+                (
+                    one.in_groups and args.num_generations == 1,
+                    "`num_generations=1`",
+                    "compares completions of a prompt",
+                ),
+                (one.needs_rewards and not args.lmbda, "`lmbda=0`", "needs rewards of the student's completions"),
+            )
+        )
+        why = "pass `methods=[Rewards([...])]` with functions"
+        refuse([(one.needs_rewards and lacks_rewards, f"`{name}` without rewards", why)])
 
 
 def _replaces_prompts(method: Method) -> bool:
@@ -76,7 +86,7 @@ def _check_settings(method: Method) -> None:
         try:
             setattr(method, one.name, fitting(hints[one.name], value))
         except ValueError as error:
-            raise ValueError(f"`{type(method).__name__}({one.name}={value!r})`: expected {error}.") from None
+            raise ValueError(f"`{type(method).__name__}({one.name}={value!r})`: expected {error}") from None
 
 
 class Methods:

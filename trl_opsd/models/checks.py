@@ -19,6 +19,8 @@ from transformers.utils import CONFIG_NAME, cached_file
 
 from trl_opsd._compat.peft import CausalLM, is_merged, is_peft, without_peft
 from trl_opsd._compat.sharding import class_of, whole_numel
+from trl_opsd.data.readers import PromptLimits
+from trl_opsd.models.backbone import context_of, model_shape
 from trl_opsd.parallel.precision import check_trained_dtypes
 
 logger = get_logger(__name__)
@@ -26,15 +28,6 @@ logger = get_logger(__name__)
 
 PLACE_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 """Loading options that locate a model."""
-_OF_NO_CONSEQUENCE = (
-    "dtype",
-    "torch_dtype",
-    "attn_implementation",
-    "device_map",
-    "trust_remote_code",
-    "use_safetensors",
-)
-"""Loading options that leave the weights as they are, up to rounding."""
 _NAMED = 8
 """Maximum weights that a message names."""
 
@@ -100,25 +93,6 @@ def _config_file(path: str, loading: Mapping[str, Any]) -> tuple[str | None, str
         return None, str(error).splitlines()[0]
 
 
-def same_weights(one: Any, its_loading: Mapping[str, Any], other: Any, other_loading: Mapping[str, Any]) -> bool:
-    """Whether two paths or model ids lead to the same weights, loaded alike up to their dtype and placement."""
-    if not isinstance(one, str) or not isinstance(other, str):
-        return False
-    of_place = {*PLACE_OPTIONS, *_OF_NO_CONSEQUENCE}
-    # Options that change weights, such as quantisation, make two loads of one checkpoint different models.
-    altering = [
-        {name: value for name, value in loading.items() if name not in of_place and value is not None}
-        for loading in (its_loading, other_loading)
-    ]
-    # Resolved, a model id and the folder of its snapshot are the same, as are two revisions that name one commit.
-    folders = [
-        Path(found).absolute().parent.resolve()
-        for path, loading in ((one, its_loading), (other, other_loading))
-        if (found := _config_file(path, loading)[0])
-    ]
-    return altering[0] == altering[1] and len(folders) == 2 and folders[0] == folders[1]
-
-
 def check_own_loss(config: Mapping[str, Any]) -> None:
     """Refuses a student that adds an auxiliary loss (load balancing, z-loss) in its forward, which is never called."""
     weight_of_routers = config.get("router_aux_loss_coef", config.get("aux_loss_coef", 1.0))
@@ -132,6 +106,16 @@ def check_own_loss(config: Mapping[str, Any]) -> None:
         f"`{option}={config[option]}` makes the student's own forward add {loss}, but distillation does not use it, so "
         f"it would have no effect. Set `{option}` to {off} in the student's config, or in `model_init_kwargs`."
     )
+
+
+def student_limits(student: CausalLM, args: Any) -> PromptLimits:
+    """Limits of the student's prompts and completions."""
+    context = context_of(student)
+    if args.has_engine and args.vllm_max_model_length is not None:
+        context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
+    limits = PromptLimits(vocabulary=model_shape(student)[0], context=context, completion=args.max_completion_length)
+    limits.check_room()
+    return limits
 
 
 # ---- While it is loaded ---------------------------------------------------------------------------------------------

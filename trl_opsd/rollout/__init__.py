@@ -13,13 +13,15 @@ __all__ = ["FixedRollout", "HFRollout", "RolloutBackend"]
 
 def chosen_rollout(rollout: RolloutBackend | None, args: OPSDConfig) -> RolloutBackend:
     """The backend that was passed, else vLLM with `use_vllm=True`, SGLang with `sglang_server_url`, or `generate`."""
+    chosen = {
+        f"`rollout`, a {type(rollout).__name__}": rollout is not None,
+        "vLLM by `use_vllm=True`": args.use_vllm,
+        "SGLang by `sglang_server_url`": args.sglang_server_url is not None,
+    }
+    if len(several := [name for name, is_chosen in chosen.items() if is_chosen]) > 1:
+        raise ValueError(f"There are two rollouts: {' and '.join(several)}: remove one of them.")
     if rollout is not None:
         check_rollout(rollout)
-        if args.has_engine:
-            engine = "vLLM by `use_vllm=True`" if args.use_vllm else "SGLang by `sglang_server_url`"
-            raise ValueError(
-                f"There are two rollouts: `rollout`, a {type(rollout).__name__}, and {engine}: remove one of them."
-            )
         return rollout
     # Engines are imported where they are chosen: vLLM takes seconds, and any of them may be absent.
     if args.use_vllm and args.vllm_mode == "server":

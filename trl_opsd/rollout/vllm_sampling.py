@@ -8,9 +8,6 @@ from trl_opsd._compat.vllm import supported
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.normalize import ENDS
 
-_SET_HERE = ("logprobs", "prompt_logprobs", "allowed_token_ids", "output_kind", "detokenize")
-"""Options of an engine that the trainer sets."""
-
 
 def sampling_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     """Sampling options of every completion but its length; it ends with the first of `end_ids`, and nothing else."""
@@ -29,8 +26,6 @@ def request_options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
 
 def _options(args: OPSDConfig, end_ids: list[int]) -> dict[str, Any]:
     more = {name: value for name, value in (args.generation_kwargs or {}).items() if name not in ENDS}
-    for name in (one for one in more if one in _SET_HERE):
-        raise ValueError(f"`generation_kwargs={{{name!r}: {more[name]!r}}}`: the trainer sets this option: remove it.")
     given = {
         "temperature": args.temperature,
         "top_p": 1.0 if args.top_p is None else args.top_p,

@@ -301,7 +301,8 @@ def served(
     seconds, place = (deadline(args), args.teacher_server_timeout), location(args)
     keeping = args.teacher_cache_device, _progress(args)
     teacher: ServedTeacher | KnownTeacher
-    if (targets := args.teacher_server_targets) != "states":
+    targets: str | None = args.teacher_server_targets
+    if targets != "states":
         servers = TokenServers(urls, *seconds, tokenizer)
         targets = targets or chosen_targets(servers.offers, divergence)
     if targets == "states":

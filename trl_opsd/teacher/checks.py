@@ -116,11 +116,6 @@ def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:
             f"There are two teachers: `teacher_model`, and the student itself by `teacher_model_kind={kind!r}`: remove "
             "one of them."
         )
-    if kind == "ema" and args.teacher_offload == "zero3":
-        raise ValueError(
-            "`teacher_offload='zero3'` with `teacher_model_kind='ema'`: every process keeps the whole average. Set "
-            "`teacher_offload='cpu'` or 'stream' to keep the teacher in host memory."
-        )
     if isinstance(teacher_model, Mapping):
         if len(teacher_model) < 2:
             raise ValueError(

@@ -37,7 +37,6 @@ from trl_opsd.cli.train.options import (
 from trl_opsd.config import OPSDConfig
 from trl_opsd.methods.reward_functions import found_function
 from trl_opsd.methods.rewards import Rewards
-from trl_opsd.options.normalize import check_once
 from trl_opsd.progress import PHASES
 from trl_opsd.progress import in_words as duration
 from trl_opsd.trainer import OPSDTrainer
@@ -198,45 +197,23 @@ def _joined(group: Any, options: Mapping[str, str], of_model: str, config: OPSDC
     found: dict[str, Any] = {}
     for option, name in options.items():
         value = getattr(group, option)
-        if name in given and value not in (None, getattr(type(group), option)):
-            check_once(option, value, of_model, name, given[name])
+        if name in given and value not in (None, getattr(type(group), option), given[name]):
+            raise ValueError(f"`{option}={value!r}` and {name!r} in `{of_model}` set the same: remove one of them.")
         found |= {} if value is None else {name: value}
     return {**found, **given}
 
 
-_DATA = ("dataset_name", "dataset_config", "dataset_streaming")
-_MIXTURE = ("datasets", "streaming", "test_split_size")
 _LORA = (*(one.name for one in fields(ModelConfig) if one.name.startswith("lora_")), "use_rslora", "use_dora")
 _4_BIT = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
-_OF_TEACHER = ("teacher_dtype", "teacher_attn_implementation")
 
 
 def check_options(given: RunOptions) -> None:
-    """Warns of options of the script that have no effect; `OPSDTrainer` does so for those of its config. Refuses those
-    of an adapter or of 4 bits without it: another training was meant.
-    """
-    extra, script, config, model, mixture = given.extra, given.script, given.config, given.model, given.mixture
+    """Refuses options of an adapter or of 4 bits without it: another training was meant."""
     for switch, options in (("use_peft", _LORA), ("load_in_4bit", _4_BIT)):
-        names = (name for name in options if name in given.named and getattr(model, name) is not None)
-        if not getattr(model, switch) and switch not in given.named and (name := next(names, None)):
-            raise ValueError(f"`{name}={getattr(model, name)!r}` has no effect: set `{switch}: true`, or remove it.")
-    own_data = "the task comes with its own dataset" if given.task else "`datasets` is loaded"
-    groups: list[tuple[Any, Sequence[str], bool, str]] = [
-        (script, ["ignore_bias_buffers"], True, "this trainer does not use it"),
-        (extra, _OF_TEACHER, config.teacher_model_kind is not None, "the student is its own teacher"),
-        (script, ["dataset_test_split"], config.eval_strategy == "no", "`eval_strategy` is not set"),
-        (script, _DATA, bool(given.task or mixture.datasets), own_data),
-        (mixture, _MIXTURE, bool(given.task), own_data),
-        (mixture, _MIXTURE[1:], not (given.task or mixture.datasets), "`datasets` is not set"),
-    ]
-    found = [
-        f"`{name}={getattr(group, name)!r}`, because {reason}"
-        for group, names, is_unread, reason in groups
-        for name in names
-        if is_unread and getattr(group, name) != getattr(type(group), name, [])  # a list's default is in a factory
-    ]
-    if found:
-        logger.warning(f"Options without effect: {'; '.join(found)}.")
+        names = (name for name in options if name in given.named and getattr(given.model, name) is not None)
+        if not getattr(given.model, switch) and switch not in given.named and (name := next(names, None)):
+            shown = f"`{name}={getattr(given.model, name)!r}`"
+            raise ValueError(f"{shown} has no effect: set `{switch}: true`, or remove it.")
 
 
 # ---- Data -----------------------------------------------------------------------------------------------------------
