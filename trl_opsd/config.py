@@ -22,7 +22,7 @@ from trl_opsd.losses.validation import check_clip
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import check_sampled, settle_loading, settle_sampling, with_help
 from trl_opsd.options.rules import check_launch, check_together, refuse, shown
-from trl_opsd.options.table import LOCAL, RESUMED, check_values, option_values
+from trl_opsd.options.table import LOCAL, RESUMED, check_values, checked, option_values
 from trl_opsd.parallel.failure import share_tracebacks
 
 
@@ -206,6 +206,9 @@ class OPSDConfig(StrictNames, DistillationConfig):
         server_urls("teacher_server_url", self.teacher_server_url)
         some_urls("sglang_server_url", self.sglang_server_url)
         some_urls("vllm_server_base_url", self.vllm_server_base_url)
+        for name in self._VALID_DICT_FIELDS:
+            if name.endswith("_kwargs"):
+                checked(name, dict | None, getattr(self, name))
         # 3. names of today, and what `generation_kwargs` say last
         settle_loading(self)
         settle_sampling(self)

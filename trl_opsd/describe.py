@@ -190,7 +190,7 @@ def _steps(trainer: OPSDTrainer) -> str:
     batch = "{} each: {} per device x {} processes x {} accumulation steps".format(what, *factors)
     if state.max_steps > 0:  # known once a training has begun
         return f"{state.max_steps} of {batch}" + (f"; {state.global_step} done" if state.global_step else "")
-    return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs} epochs of {batch}"
+    return f"{args.max_steps} of {batch}" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs of {batch}"
 
 
 def _completions(trainer: OPSDTrainer) -> str:

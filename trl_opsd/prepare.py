@@ -166,6 +166,13 @@ def prepare(
                 f"`teacher_targets` without a teacher, with {shown(args, 'lmbda', 'seq_kd')} or an `eval_dataset`",
                 "there are targets of completions in the dataset alone; set `lmbda=0`, or pass the teacher too",
             ),
+            (acts and args.overlap == "ahead", f"`environment_factory` with {shown(args, 'overlap')}", each_begins),
+            (acts and args.lmbda < 1, f"`environment_factory` with {shown(args, 'lmbda')}", each_begins),
+            (
+                args.remove_unused_columns and (acts or teacher_prompt_fn is not None),
+                f"{shown(args, 'remove_unused_columns')} with an environment or `teacher_prompt_fn`",
+                "its columns would be hidden from it; set it to False",
+            ),
             (
                 args.lmbda < 1 and tools,
                 f"{shown(args, 'lmbda')} with `tools`",
@@ -181,8 +188,6 @@ def prepare(
                 "`teacher_prompt_fn` with `seq_kd=True`",
                 "the function needs a completion, which the teacher is to generate; add a column 'teacher_prompt'",
             ),
-            (acts and args.overlap == "ahead", f"`environment_factory` with {shown(args, 'overlap')}", each_begins),
-            (acts and args.lmbda < 1, f"`environment_factory` with {shown(args, 'lmbda')}", each_begins),
             (
                 not evaluates and (args.save_strategy == "best" or args.load_best_model_at_end),
                 "`save_strategy='best'` or `load_best_model_at_end` without evaluations",

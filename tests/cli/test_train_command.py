@@ -156,10 +156,6 @@ def test_user_error_is_one_sentence_without_traceback_option(dry, disk, tmp_path
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            ["--report_to", "wandb"],
-            "`report_to='wandb'`: expected 'none', or trackers that are installed (`pip install`",
-        ),
         (["--lora_r", "16"], "`lora_r=16` has no effect: set `use_peft: true`, or remove it."),
     ],
 )

@@ -157,12 +157,11 @@ COMMAND_LINE = {
     "wrong task": (["--task", "arithmetix"], "argument --task: invalid choice: 'arithmetix'"),
     "two files": (["--config", "a", "--config=b"], "--config is given 2 times"),
     "no file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: [Errno 2] No such file"),
-    "JSON": (["--model_init_kwargs", "{bad"], "`model_init_kwargs='{bad'` is not JSON"),
     "JSON in single quotes": (
         ["--teacher_model_init_kwargs", "{'dtype': 1}"],
-        "put names and strings into double quotes",
+        "enclosed in double quotes",
     ),
-    "JSON of a list": (["--model_init_kwargs", "[1]"], "`model_init_kwargs='[1]'`: expected a dict of options"),
+    "JSON of a list": (["--model_init_kwargs", "[1]"], "`model_init_kwargs='[1]'`: expected a valid dictionary"),
     "a split that is not there": (
         ["--dataset_train_split", "train_"],
         "`dataset_train_split='train_'`: expected a split of the dataset, 'train'.",
@@ -173,11 +172,11 @@ COMMAND_LINE = {
     ),
     "a dtype given twice": (
         ["--dtype", "bfloat16", "--model_init_kwargs", '{"torch_dtype": "float32"}'],
-        "`dtype='bfloat16'` and `model_init_kwargs={'dtype': 'float32'}` set the same option to two values",
+        "`dtype='bfloat16'` and 'dtype' in `model_init_kwargs` set the same",
     ),
     "an attention of the teacher given twice": (
         ["--teacher_attn_implementation", "sdpa", "--teacher_model_init_kwargs", '{"attn_implementation": "eager"}'],
-        "`teacher_attn_implementation='sdpa'` and `teacher_model_init_kwargs={'attn_implementation': 'eager'}` set the",
+        "`teacher_attn_implementation='sdpa'` and 'attn_implementation' in",
     ),
     "a task and a dataset": (["--task", "arithmetic"], "`task='arithmetic'` comes with its own dataset"),
 }
@@ -193,8 +192,8 @@ FILE = {
     "misspelt": ({"learning_rat": 1}, "unknown key 'learning_rat': did you mean 'learning_rate'?"),
     "with dashes": ({"dataset-config": "x"}, "unknown key 'dataset-config': did you mean 'dataset_config'?"),
     "nested": ({"training": {"seed": 1}}, "unknown key 'training'"),
-    "nested under an option": ({"seed": {"value": 1}}, "`seed={'value': 1}`: expected an integer"),
-    "wrong type": ({"max_steps": 2.5}, "`max_steps=2.5`: expected an integer"),
+    "nested under an option": ({"seed": {"value": 1}}, "`seed={'value': 1}`: expected a valid integer"),
+    "wrong type": ({"max_steps": 2.5}, "`max_steps=2.5`: expected a valid integer"),
 }
 
 
@@ -256,31 +255,13 @@ def test_file_format_as_dataset_name_is_refused(models, refused):
     assert "`dataset_name='json'` is a file format" in refused(*models, "--dataset_name", "json")
 
 
-def test_mixture_is_loaded_and_split_as_in_trl(config, disk, options, caplog):
+def test_mixture_is_loaded_and_split_as_in_trl(config, disk, options):
     mixture = {"datasets": [{"path": disk.data}, {"path": "parquet", "data_files": disk.parquet}]}
     mixture |= {"test_split_size": 0.25, "dataset_name": "nobody/nothing"}
     trainer = train.main([*config(**mixture, eval_strategy="steps", eval_steps=1), *options])
     check_trained(trainer, disk)
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (24, 8)
     assert any("eval_loss" in row for row in trainer.state.log_history)
-    assert "Options without effect: `dataset_name='nobody/nothing'`, because `datasets` is loaded." in caplog.text
-
-
-VOID = {
-    "a split": (
-        ["--dataset_test_split", "validation"],
-        "`dataset_test_split='validation'`, because `eval_strategy` is",
-    ),
-    "buffers": (["--ignore_bias_buffers"], "`ignore_bias_buffers=True`, because this trainer does not use it"),
-    "a teacher": (
-        ["--teacher_model_kind", "base", "--teacher_dtype", "bfloat16", "--teacher_attn_implementation", "eager"],
-        "`teacher_dtype='bfloat16'`, because the student is its own teacher; `teacher_attn_implementation='eager'`, ",
-    ),
-    "a dataset": (
-        ["--task", "arithmetic", "--dataset_config", "main", "--test_split_size", "0.1"],
-        "`dataset_config='main'`, because the task comes with its own dataset; `test_split_size=0.1`, because the task",
-    ),
-}
 
 
 ADAPTERS = [one.name for one in fields(ModelConfig) if "lora" in one.name or "dora" in one.name]
@@ -313,10 +294,9 @@ def test_lora_and_4_bit_options_without_their_switch_are_refused(config, switch,
     ],
     ids=["adapter and split", "4 bits and dtype", "dataset"],
 )
-def test_options_that_have_an_effect_are_not_named(given, caplog):
+def test_options_that_have_an_effect_are_accepted(given):
     models = ["--model_name_or_path", "student", "--teacher_model_name_or_path", "teacher"]
     check_options(OptionParser().given([*models, *given]))
-    assert "without effect" not in caplog.text
 
 
 def test_the_named_split_is_evaluated(models, disk, options):

@@ -313,8 +313,8 @@ class TestRefusals:
         [
             ({"teacher_model_kind": "bse"}, "Did you mean 'base'"),
             ({"teacher_update_rate": 0.0}, r"`teacher_update_rate=0.0`: expected a number in \(0, 1\]"),
-            ({"teacher_sync_steps": 0}, "`teacher_sync_steps=0`: expected an integer of at least 1"),
-            ({"teacher_chat_template_kwargs": "[1]"}, "expected a dict of options"),
+            ({"teacher_sync_steps": 0}, "`teacher_sync_steps=0`: expected greater than or equal to 1"),
+            ({"teacher_chat_template_kwargs": "[1]"}, "expected a valid dictionary"),
         ],
     )
     def test_an_option_out_of_range_is_refused(self, tmp_path, option, message):
