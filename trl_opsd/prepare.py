@@ -50,7 +50,7 @@ from trl_opsd.methods.order import check
 from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.adapters import adapter_at
-from trl_opsd.models.checks import check_own_loss, language_config
+from trl_opsd.models.checks import check_in_memory, check_own_loss, language_config
 from trl_opsd.models.tokenizers import (
     check_processing_class,
     check_sees,
@@ -402,6 +402,7 @@ def _check_models(
     loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     config = {"quantization_config": quantization_config, **language_config(student, "model", loading), **loading}
     check_own_loss(config)
+    check_in_memory(student, args.device)
     is_model = isinstance(student, nn.Module)
     refuse(
         [

@@ -276,7 +276,7 @@ def test_an_adapter_behind_a_server_is_refused(make_trainer, tmp_path):
     (tmp_path / "math").mkdir()
     LoraConfig(base_model_name_or_path=str(tmp_path / "base"), **LORA).save_pretrained(tmp_path / "math")
     tiny.qwen2(48, 1).config.save_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match=r"`teacher_server_url` with an adapter, `teacher_model='.*math'`"):
+    with pytest.raises(ValueError, match="`teacher_model`, an adapter, on a server"):
         make_trainer(teacher_model=str(tmp_path / "math"), teacher_server_url="http://127.0.0.1:1")
 
 

@@ -348,7 +348,6 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"padding_free": True}, "`teacher_prefix_cache_gb=0.5` with `padding_free=True`: concatenated rows"),
             ({"teacher_prefix_cache_gb": -1}, "expected greater than or equal to 0"),
         ],
     )

@@ -19,7 +19,6 @@ from trl_opsd import OPSDTrainer
 from trl_opsd.errors import ServerError
 from trl_opsd.http import in_turn
 from trl_opsd.losses import DIVERGENCES
-from trl_opsd.losses.registry import Settings
 from trl_opsd.teacher.known import KnownTeacher, chosen_targets
 from trl_opsd.teacher.token_servers import TokenServers, kl
 from trl_opsd.types import Rollout
@@ -124,14 +123,14 @@ def test_a_server_that_names_other_tokens_is_refused(checkpoint):
 
 def test_what_is_asked_for_follows_from_the_divergence():
     offers = frozenset({"student_top_k", "teacher_top_k"})
-    found = {name: chosen_targets(offers, made(Settings())) for name, made in DIVERGENCES.items()}
+    found = {name: chosen_targets(offers, made()) for name, made in DIVERGENCES.items()}
     of_student = {"sampled_reverse_kl"}
     of_teacher = {"forward_kl", "skewed_forward_kl"}
     for name, targets in found.items():
         expected = "student_top_k" if name in of_student else "teacher_top_k" if name in of_teacher else "both_top_k"
         assert targets == expected
-    assert chosen_targets(frozenset({"states"}), DIVERGENCES["jsd"](Settings())) == "states"
-    assert chosen_targets(frozenset({"teacher_top_k"}), DIVERGENCES["reverse_kl"](Settings())) == "teacher_top_k"
+    assert chosen_targets(frozenset({"states"}), DIVERGENCES["jsd"]()) == "states"
+    assert chosen_targets(frozenset({"teacher_top_k"}), DIVERGENCES["reverse_kl"]()) == "teacher_top_k"
 
 
 def test_a_pooling_server_offers_states_alone(checkpoint):

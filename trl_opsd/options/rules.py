@@ -104,14 +104,14 @@ def check_together(args: Any) -> None:
                 "the teacher changes in each step, so none of its targets can be kept",
             ),
             (
-                args.teacher_offload == "zero3" and not is_deepspeed_zero3_enabled(),
-                shown(args, "teacher_offload"),
-                "the launch has no DeepSpeed ZeRO-3; use one with `zero_stage: 3`, or set `teacher_offload='stream'`",
-            ),
-            (
                 args.teacher_offload == "zero3" and args.teacher_model_kind == "ema",
                 shown(args, "teacher_offload", "teacher_model_kind"),
                 "each process keeps the whole average; set 'cpu' or 'stream'",
+            ),
+            (
+                args.teacher_offload == "zero3" and not is_deepspeed_zero3_enabled(),
+                shown(args, "teacher_offload"),
+                "the launch has no DeepSpeed ZeRO-3; use one with `zero_stage: 3`, or set `teacher_offload='stream'`",
             ),
             (
                 args.seq_kd and args.lmbda == 1,
