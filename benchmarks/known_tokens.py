@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM
 
 from trl_opsd import OPSDTrainer
 from trl_opsd.losses import DIVERGENCES, LazyLogits, OutputHead, streamed_divergence
-from trl_opsd.losses.registry import Settings
 from trl_opsd.types.known import KnownTokens, TokenHead
 
 NAMES = ("reverse_kl", "forward_kl", "jsd", "skewed_reverse_kl", "total_variation")
@@ -70,7 +69,7 @@ def distances(student: Any, teacher: Any, rows: list[tuple[list[int], list[int]]
     def of(name: str, target: LazyLogits) -> tuple[float, Tensor]:
         hidden_NH = pair[0].hidden.clone().requires_grad_()
         head = OutputHead(pair[0].head.weight.detach())
-        found = streamed_divergence(LazyLogits(hidden_NH, head), target, DIVERGENCES[name](Settings(beta=0.5)))
+        found = streamed_divergence(LazyLogits(hidden_NH, head), target, DIVERGENCES[name]())
         found.divergence.sum().backward()
         return float(found.divergence.detach().mean()), hidden_NH.grad
 

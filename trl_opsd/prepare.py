@@ -420,7 +420,7 @@ def _check_models(
             (
                 is_model and has_foreign_adapter(student),
                 "`model` still contains the adapter of an earlier trainer",
-                "call `trainer.model.unload()` of that trainer, or load the model anew; to train the adapter further, "
+                "call `model = trainer.model.unload()` of that trainer, or load it anew; to train the adapter further, "
                 "pass `trainer.model` without a `peft_config`",
             ),
         ]

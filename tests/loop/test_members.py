@@ -68,7 +68,7 @@ def test_beta_is_the_number_of_the_divergence(make_trainer):
     trainer.divergence = ForwardKL()
     assert trainer.beta == 0.0
     for name, value in (("beta", 2), ("beta", "reverse_kl"), ("temperature", 0), ("temperature", None)):
-        with pytest.raises(ValueError, match=f"^`{name}={value!r}`: expected a"):
+        with pytest.raises(ValueError, match=f"^`{name}={value!r}`: expected "):
             setattr(trainer, name, value)
     assert (trainer.beta, trainer.temperature) == (0.0, 1.0)
 

@@ -500,10 +500,10 @@ class Completes(OPSDTrainer):
         ({"overlap": "steps"}, "overlap"),
         ({"overlap": "step", "optim": "adalomo"}, "steps in each backward pass"),
         ({"max_tokens_per_microbatch": 9, "optim": "galore_adamw_layerwise"}, "steps in each backward pass"),
-        ({"overlap": "step", "use_vllm": True, "vllm_mode": "colocate"}, "whose engine runs in the trainer's"),
+        ({"overlap": "step", "use_vllm": True, "vllm_mode": "colocate"}, "the engine sleeps"),
         (
             {"overlap": "step", "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
-            "and sleeps during training",
+            "the engine sleeps",
         ),
     ],
 )

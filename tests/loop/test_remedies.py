@@ -17,7 +17,6 @@ from torch import Tensor
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.losses import DIVERGENCES, ForwardKL, ReverseKL
-from trl_opsd.losses.registry import Settings
 
 WORDS = tiny.tokenizer()
 RATE = 1e-2
@@ -62,7 +61,7 @@ def losses_in_float64(student: Any, teachers: dict[str, Any], data: Dataset, opt
     own = options.get("teacher_model_kind")
     student, origin = student.double().train(), copy.deepcopy(student).double().eval()
     models = {name: one.double().eval() for name, one in teachers.items()}
-    compared = DIVERGENCES[options.get("divergence", "reverse_kl")](Settings(beta=0.5))
+    compared = DIVERGENCES[options.get("divergence", "reverse_kl")]()
     anchored = ForwardKL() if options.get("methods") == "anchored" else ReverseKL()
     weight, bound = options.get("contrast_weight", 0.0), options.get("contrast_clip")
     factor, anchor = options.get("extrapolation", 1.0), options.get("anchor_weight", 0.0)

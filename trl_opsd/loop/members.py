@@ -17,7 +17,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.torchao import kept_quantized
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
-from trl_opsd._compat.values import Positive
+from trl_opsd._compat.values import Positive, Unit
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
 from trl_opsd.data.prompts import Prompt
@@ -104,7 +104,7 @@ class TrainerMembers(UpstreamFixes):
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        self.divergence = divergence_of(None, beta)
+        self.divergence = divergence_of(None, checked("beta", Unit, beta))
 
     @property
     def temperature(self) -> float:

@@ -103,7 +103,8 @@ def settle_sampling(args: DistillationConfig) -> None:
             raise ValueError(f"{shown}: it {FAIL_IN_GENERATE[name]}.")
         if name not in known:  # which TRL would drop in silence
             hint = did_you_mean(name, known) or "see `transformers.GenerationConfig` for all of them."
-            raise ValueError(f"{shown} is not an option of `generate`: {hint}")
+            where = "`generate`, with which the teacher completes rows (`seq_kd`)" if args.has_engine else "`generate`"
+            raise ValueError(f"{shown} is not an option of {where}: {hint}")
     if not args.has_engine:
         GenerationConfig(**{**rest, "cache_implementation": args.cache_implementation}).validate()
 
