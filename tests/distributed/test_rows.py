@@ -79,8 +79,8 @@ def test_processes_with_different_options_are_refused(read, what, said):
 
 @pytest.mark.parametrize("option", row_counts.OPTIONS, ids=str)
 def test_options_that_distribute_rows_differently_are_refused(read, option):
-    ((name, value),) = option.items()
-    assert f"`{name}={value}` on 2 processes" in read[0]["refused"][str(option)]
+    (name,) = option
+    assert f"`{name}`" in read[0]["refused"][str(option)]
 
 
 def test_two_processes_resume_sharded_stream_at_same_row(read):

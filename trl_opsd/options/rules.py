@@ -172,6 +172,11 @@ def check_together(args: Any) -> None:
                 "rows of a step could be used twice or never; remove it",
             ),
             (
+                args.mixed_precision == "fp16" and args.device.type == "cpu" and args.deepspeed_plugin is None,
+                "`fp16=True` on a CPU",
+                "it has no float16 loss scaler; set `bf16=True`, or neither for float32",
+            ),
+            (
                 launch > 1 and args.world_size == 1,
                 f"{launch} processes were launched (`WORLD_SIZE`), and accelerate sees one",
                 "each would train its own student; without an accelerator set `use_cpu=True`",
