@@ -62,8 +62,9 @@ class CollapseGuard(Method):
     def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
         if not sums["weight"] or self._texts is None:  # no completion of the student's
             return
-        means = (sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy"))
-        self.course.add(Figures(*means, *self._texts))
+        means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
+        length, repeated = self._texts
+        self.course.add(Figures(**means, length=length, repeated=repeated))
         self.host.record("completions/length_drift", self.course.drift)
         for name in self.course.signs() if self.warns else ():
             if name not in self._warned:
