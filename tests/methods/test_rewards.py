@@ -262,7 +262,7 @@ def test_a_run_resumes_with_other_rewards_that_are_only_logged(make_trainer, tra
 def test_rewards_without_training_columns_are_logged_in_evaluations_only(trained):
     labelled = {"eval_dataset": rows(2).add_column("label", [1, 1]), "eval_strategy": "steps", "eval_steps": 1}
     trainer = trained(reward_funcs=needs_label, **UNTRAINED, **labelled)
-    assert "needs_label, in evaluations only: training rows lack their columns" in repr(trainer)
+    assert "needs_label, in evaluations only" in repr(trainer)
     named = {name for row in trainer.state.log_history for name in row if "reward" in name}
     assert "eval_reward" in named
     assert not [name for name in named if not name.startswith("eval_")]
