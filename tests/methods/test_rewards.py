@@ -567,10 +567,10 @@ def raises(**_):
 
 
 FAILING = [
-    (wrong([1.0]), "ValueError: it returned 1 rewards for 2 completions"),
-    (wrong("ab"), "TypeError: it returned a str: expected a list"),
+    (wrong([1.0]), r"ValueError: it returned \[1.0\] for 2 completions"),
+    (wrong("ab"), "ValueError: could not convert string to float"),
     (wrong(None), "TypeError: 'NoneType' object is not iterable"),
-    (wrong([1.0, math.inf]), r"ValueError: it returned \[1.0, inf\]: expected finite numbers"),
+    (wrong([1.0, math.inf]), r"ValueError: it returned \[1.0, inf\] for 2 completions: expected a finite number"),
     (raises, "KeyError: 'answer'"),
 ]
 
