@@ -369,7 +369,8 @@ class PromptFunction(Method):
         try:
             found = self.function(dict(request), completion_text, *([row.outcome] if self.reads_outcomes else ()))
         except Exception as error:
-            error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, with the columns {sorted(request)}.")
+            which = f"{request.where}, which has the columns {sorted(request)}"
+            error.add_note(f"`teacher_prompt_fn` raised this for {which}.")
             raise
         intake = self.host.teaching.readers.intake
         if found is None and self.reads_outcomes:
