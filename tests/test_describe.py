@@ -18,7 +18,7 @@ from trl.chat_template_utils import qwen3_chat_template
 
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, Method, OPSDTrainer
-from trl_opsd.describe import Banner, published
+from trl_opsd.describe import Banner
 from trl_opsd.models.checks import described
 
 pytestmark = pytest.mark.quick
@@ -116,27 +116,13 @@ def test_a_student_that_teaches_itself_is_named(make_trainer, kind, adapter, sta
     assert found.endswith(ends)
 
 
-@pytest.mark.filterwarnings("ignore:.*of the student's trainable weights would not change")
-def test_an_average_beside_its_teacher_is_named(make_trainer):
-    found = parts(
-        make_trainer(
-            model=tiny.qwen2().bfloat16(),
-            teacher_model=None,
-            teacher_model_kind="ema",
-            train_dataset=tiny.rows().add_column("privileged_context", ["4"] * 8),
-        )
-    )["teacher"]
-    size = megabytes(tiny.qwen2().parameters())
-    assert found.endswith(f"MB in bfloat16, on cpu; averaged in {size} in float32")
-
-
 def test_generation_config_of_the_student_is_named(make_trainer):
     student = tiny.qwen2()
     student.generation_config.update(suppress_tokens=[5], num_beams=2, min_p=0.25, top_k=7, max_length=40)
     found = parts(make_trainer(model=student, rollout=HFRollout()))["completions"]
     assert found == (
-        "by transformers, at most 24 tokens, 2 beams, temperature 1.0, top_p 1.0, top_k 0, min_p 0.25, "
-        "repetition_penalty 1.0, suppress_tokens [5]"
+        "by transformers, at most 24 tokens, temperature 1.0, top_p 1.0, top_k 0, min_p 0.25, repetition_penalty 1.0, "
+        "num_beams 2, suppress_tokens [5]"
     )
     found = parts(make_trainer(model=student, generation_kwargs={"suppress_tokens": [6]}, rollout=None))
     assert "min_p 0.25, repetition_penalty 1.0, suppress_tokens [6]" in found["completions"]
@@ -191,15 +177,14 @@ def test_each_image_of_a_prompt_is_one_mark(make_trainer):
 def test_first_prompt_of_a_prompt_function_is_shown(make_trainer, capsys):
     trainer = make_trainer(teacher_prompt_fn=lambda row, completion: f"{row['prompt']} Is it {completion}?")
     found = parts(trainer)
-    assert found["teacher's prompt"] == "what `teacher_prompt_fn` returns, shown after the first step"
+    assert found["teacher's prompt"].startswith("what `teacher_prompt_fn` returns: ")
     assert "unused columns" not in found
     trainer.train()
     made = parts(trainer)["teacher's prompt"]
     answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
     possible = [f"{prompt} Is it {answer}?" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
     assert made in [f"{len(text)} tokens (`teacher_prompt_fn`): {text!r}" for text in possible]
-    printed = capsys.readouterr().out
-    assert printed.count(f"\n  teacher's prompt  {made}\n") == 1
+    capsys.readouterr()
     trainer.train()
     printed = capsys.readouterr().out
     assert printed.count(made) == 1, "with the description, as it is known"
@@ -215,19 +200,18 @@ class Weighing(Method):
         return 2 * weights
 
 
-def test_methods_and_what_they_let_teachers_read_are_named(make_trainer, capsys):
+def test_methods_and_what_they_let_teachers_read_are_named(make_trainer):
     rows = tiny.rows().add_column("answer", [4] * 8)
     trainer = make_trainer(methods=[Weighing(), Asking()], train_dataset=rows)
     found = parts(trainer)
     assert found["methods"] == "Weighing, Asking"
-    assert found["teacher's prompt"] == "what `Asking.teacher_prompt` returns, shown after the first step"
+    assert found["teacher's prompt"].startswith("what `Asking.teacher_prompt` returns: ")
     assert "unused columns" not in found, "a method may read any"
     trainer.train()
     made = parts(trainer)["teacher's prompt"]
     answers = [answer.removesuffix("<|im_end|>") for answer in tiny.ANSWERS]
     possible = [f"{prompt} Is it {answer}?4" for prompt, answer in zip(tiny.PROMPTS, answers, strict=True)]
     assert made in [f"{len(text)} tokens (`Asking.teacher_prompt`): {text!r}" for text in possible]
-    assert capsys.readouterr().out.count(f"\n  teacher's prompt  {made}\n") == 1
     found = parts(make_trainer(methods=[Weighing()], train_dataset=rows))
     assert (found["methods"], found["teacher's prompt"]) == ("Weighing", "the same")
     assert "unused columns" not in found
@@ -243,12 +227,6 @@ def test_a_subclass_that_weighs_may_read_any_column(make_trainer):
     rows = tiny.rows().add_column("answer", [1] * 8)
     assert parts(make_trainer(train_dataset=rows))["unused columns"] == "'answer'"
     assert "unused columns" not in parts(make_trainer(Weighing, train_dataset=rows))
-
-
-def test_column_teacher_is_not_read_with_a_single_teacher(make_trainer):
-    assert (
-        parts(make_trainer(train_dataset=tiny.rows().add_column("teacher", ["a"] * 8)))["unused columns"] == "'teacher'"
-    )
 
 
 def test_several_teachers_are_named(make_trainer):
@@ -316,37 +294,17 @@ def test_passed_optimizer_is_named_before_and_during_training(make_trainer, caps
     assert "  SGD, learning rate 0.1\n" in capsys.readouterr().out
 
 
-def on_all_linear():
-    return LoraConfig(r=4, target_modules="all-linear")  # anew, since PEFT writes its layers into it
-
-
-FAR_TOO_LOW = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
-
-
-@pytest.mark.parametrize(
-    ("rate", "adapter", "said"),
-    [(1e-6, on_all_linear, FAR_TOO_LOW), (2e-6, on_all_linear, ""), (1e-6, lambda: None, "")],
-)
-def test_a_rate_at_which_an_adapter_hardly_learns_is_named(make_trainer, capsys, rate, adapter, said):
-    trainer = make_trainer(learning_rate=rate, peft_config=adapter(), max_steps=1)
-    assert parts(trainer)["optimizer"] == f"adamw_torch_fused, learning rate {rate}{said}"
-    trainer.train()
-    assert f"AdamW, learning rate {rate}{said}\n" in capsys.readouterr().out
-    assert published(trainer)["optimizer"] == f"AdamW, learning rate {rate}", "advice is not for the card"
-
-
 def test_context_that_the_teacher_gets_later_is_named(make_trainer):
     success = {"teacher_context": "group_success", "num_generations": 2, "reward_funcs": lambda completions, **_: []}
-    assert parts(make_trainer(**success))["teacher's prompt"].endswith("'2+2=' + a success of its group")
+    assert parts(make_trainer(**success))["teacher's prompt"].endswith("'2+2=' + what it is told later")
     rows = tiny.rows().add_column("privileged_context", ["4"] * 8)
-    assert parts(make_trainer(**success, train_dataset=rows))["teacher's prompt"].endswith("' + a success of its group")
+    assert parts(make_trainer(**success, train_dataset=rows))["teacher's prompt"].endswith("' + what it is told later")
     assert parts(make_trainer(train_dataset=rows))["teacher's prompt"].endswith("2+2='")
     seeing = {"rollout": HFRollout(), **vision_language.arguments()}
     found = parts(make_trainer(train_dataset=vision_language.rows([1, 1], [2, 0]), **seeing))["teacher's prompt"]
     assert found.count("⟨image, 4 tokens⟩") == 2
-    assert found.endswith(" + its own images")
     found, plain = (parts(make_trainer(**given(once(END), one)))["teacher's prompt"] for one in (Told, Adder))
-    assert found.endswith("' + what the environment tells")
+    assert found.endswith("' + what it is told later")
     assert plain == "the same"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,9 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from trl_opsd._compat.peft import is_peft
 from trl_opsd._compat.versions import versions
 from trl_opsd.data.datasets import AnyDataset, by_name, columns_of
-from trl_opsd.data.images import TEACHER_IMAGE_COLUMNS
 from trl_opsd.data.prompts import Request
 from trl_opsd.data.readers import Reader
 from trl_opsd.losses.divergence import describe
-from trl_opsd.methods.quantization import FOLDER, StudentQuantization
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.checks import described, sizes
 from trl_opsd.models.tokenizers import readable
@@ -33,7 +31,6 @@ from trl_opsd.options.normalize import SAMPLING
 from trl_opsd.options.rules import prompts_of_step
 from trl_opsd.options.table import shape_in_words, temperatures_in_words
 from trl_opsd.parallel.precision import rounds_float32
-from trl_opsd.report.records import PAGE
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
@@ -55,9 +52,6 @@ _WIDTH = 120
 """Characters in a line."""
 _PROMPT = 600
 """Maximum characters shown of a prompt; of a longer one, its beginning and its end."""
-_OF_TEACHER = "teacher's prompt"
-"""Name of the entry with the teacher's first prompt."""
-_TOO_LOW = ", at most a hundredth of what adapters usually take (1e-4 to 2e-4)"
 _PRIVATE = re.compile(r"https?://\S+|(?<!\w)'([^']+)'")
 """Addresses, and paths of folders or names on the Hub."""
 _PROCEDURE = "## Training procedure"
@@ -67,12 +61,11 @@ _PROCEDURE = "## Training procedure"
 class Banner(TrainerCallback):
     """Prints the description of a trainer when a training begins, in the main process.
 
-    It shows the first prompt; `trainer.remove_callback(Banner)` silences it. The first prompt that code of the user
-    makes for a teacher is printed after the step that makes it.
+    It shows the first prompt; `trainer.remove_callback(Banner)` silences it.
     """
 
     def __init__(self, trainer: OPSDTrainer) -> None:
-        self._trainer, self._is_complete = trainer, False
+        self._trainer = trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         dropped = self._trainer.dropped_prompts
@@ -81,20 +74,11 @@ class Banner(TrainerCallback):
             tqdm.write(text(self._trainer, reads_stream=True))  # on lines of its own, beside a progress bar
             dropped.clear()  # displaying a stream's first row must not count it as dropped
             dropped.update(counted)
-        self._is_complete = self._trainer.teaching.first_made is not None
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        made = self._trainer.teaching.first_made
-        if state.is_world_process_zero and not self._is_complete and made is not None:
-            tqdm.write("\n".join(_filled([(_OF_TEACHER, _shown(self._trainer, *made))])))
-            self._is_complete = True
 
 
 def text(trainer: OPSDTrainer, reads_stream: bool = False) -> str:
     """The description, an entry for each part; `reads_stream` shows the first row of a stream, which reads it."""
-    parts = _parts(trainer)
-    parts["optimizer"] += _TOO_LOW if is_peft(trainer.model) and max(_rates(trainer)) <= 1e-6 else ""
-    return "\n".join([type(trainer).__name__, *_filled([*parts.items(), *_rows(trainer, reads_stream)])])
+    return "\n".join([type(trainer).__name__, *_filled([*_parts(trainer).items(), *_rows(trainer, reads_stream)])])
 
 
 def published(trainer: OPSDTrainer) -> dict[str, str]:
@@ -116,11 +100,6 @@ def complete_card(trainer: OPSDTrainer) -> None:
     card = ModelCard.load(path)
     made_with = ", ".join(f"{name} {one}" for name, one in versions().items() if name in ("trl_opsd", "torch"))
     entries = {**parts, "made with": f"{made_with}, seed {args.seed}"}
-    if args.report:
-        entries["curves and completions"] = f"[{PAGE}]({PAGE})"
-    if trainer.methods.get(StudentQuantization) is not None:  # weights beside that folder compute otherwise
-        what = "this adapter on the base" if is_peft(trainer.model) else "the model"
-        entries["to serve"] = f"{what} in `{FOLDER}`"
     lines = "\n".join(f"- {topic[0].upper()}{topic[1:]}: {said}" for topic, said in entries.items())
     found = card.text.replace(_PROCEDURE, f"{_PROCEDURE}\n\n{lines}", 1)
     found = re.sub(r"\[None\]\([^)]*\)", lambda _: parts["student"], found)
@@ -141,12 +120,10 @@ def _parts(trainer: OPSDTrainer) -> dict[str, str]:
         f"{args.teacher_sync_steps} steps): ",
         "live": "the current student: ",
     }
-    copies = teachers.average.copies.values() if teachers.average else ()
-    averaged = f"; averaged in {sizes(copies)}" if copies else ""
     parts = {"student": _student(trainer)}
     for name, teacher in teachers.items():
         topic = "teacher" if len(teachers) == 1 else f"teacher {name!r}"
-        parts[topic] = f"{kinds[args.teacher_model_kind]}{teacher}{averaged}"
+        parts[topic] = f"{kinds[args.teacher_model_kind]}{teacher}"
     parts |= {
         "attention": model.config._attn_implementation,
         "processes": trainer.strategy,
@@ -156,8 +133,7 @@ def _parts(trainer: OPSDTrainer) -> dict[str, str]:
         f"{shape_in_words(args)}{trainer.methods.words}",
     }
     if trainer._reward_names and (rewards := trainer.methods.get(Rewards)) is not None:
-        lacking = "" if trainer.train_dataset is None else ": training rows lack their columns"
-        logged = ", logged only" if rewards.logs_in_training else f", in evaluations only{lacking}"
+        logged = ", logged only" if rewards.logs_in_training else ", in evaluations only"
         parts["rewards"] = ", ".join(trainer._reward_names) + ("" if trainer.teaching.learned_rewards else logged)
     if trainer.methods.of_user:
         parts["methods"] = ", ".join(type(one).__name__ for one in trainer.methods.of_user)
@@ -196,29 +172,16 @@ def _steps(trainer: OPSDTrainer) -> str:
 def _completions(trainer: OPSDTrainer) -> str:
     args, options, limit = trainer.args, trainer.generation_config, trainer.limits.completion
     given = f"of the {'teacher' if args.seq_kd else 'dataset'} for {1 - args.lmbda:g} of the rows"
-    context = trainer.limits.context if args.has_engine else None
-    within = f" with a context of {context} tokens" if context else ""
-    shown = [given if args.lmbda < 1 else "", f"by {trainer.rollout}{within}"]
-    shown.append(f"at most {min(options.max_new_tokens or limit, limit)} tokens")
+    most = f"at most {min(options.max_new_tokens or limit, limit)} tokens"
+    shown = [given if args.lmbda < 1 else "", f"by {trainer.rollout}", most]
     # What it takes from the student's own config; `None` if it may not even follow the options.
     if (of_student := getattr(trainer.rollout, "of_student", None)) is not None:
-        others = {**(args.generation_kwargs or {}), **of_student}
-        sampling = {name: of_student.get(name, getattr(options, name)) for name in SAMPLING}
-        beams = others.pop("num_beams", options.num_beams) or 1
-        shown += [
-            f"{beams} beams" if beams > 1 else "",
-            _listed(sampling) if options.do_sample else "greedy",
-            _listed({name: value for name, value in others.items() if name not in (*SAMPLING, "do_sample")}),
-        ]
-        if (evaluated := args.eval_temperature) is not None:
-            shown.append(f"in evaluations {f'temperature {evaluated:g}' if evaluated else 'greedy'}")
+        sampling = {name: getattr(options, name) for name in SAMPLING} if options.do_sample else {"do_sample": False}
+        used = {**sampling, **(args.generation_kwargs or {}), **of_student}
+        shown += [f"{name} {value}" for name, value in used.items() if value is not None]
     if trainer.tools:
         shown.append(f"with the tools {', '.join(tool.__name__ for tool in trainer.tools)}")
     return ", ".join(filter(None, shown))
-
-
-def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
@@ -243,19 +206,14 @@ def _rows(trainer: OPSDTrainer, reads_stream: bool) -> Iterator[tuple[str, str]]
     readers, made, by = trainer.teaching.readers, trainer.teaching.first_made, trainer.methods.rewriting
     request = readers.intake.read(row, f"row 0 of {where}")
     yield "prompt", _decoded(trainer, readers.student, request)
+    name = "teacher's prompt" if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
     if made is not None:
-        yield _OF_TEACHER, _shown(trainer, *made)
+        yield name, _shown(trainer, *made)
     elif by:
-        yield _OF_TEACHER, f"what {by} returns, shown after the first step"
+        yield name, f"what {by} returns: `print(trainer)` shows the first after a step"
     else:
-        name = _OF_TEACHER if len(readers.intake.teachers) == 1 else f"prompt of {request.teacher!r}"
-        later = {
-            "what the environment tells": readers.intake.is_told,
-            "a success of its group": trainer.methods.fall_back,
-            "its own images": not {*TEACHER_IMAGE_COLUMNS}.isdisjoint(columns_of(dataset) or ()),
-        }
         own = "the same" if readers.are_alike(request) else _decoded(trainer, readers.teacher, request)
-        yield name, " + ".join([own, *(said for said, is_there in later.items() if is_there)])
+        yield name, own + " + what it is told later" * (readers.intake.is_told or trainer.methods.fall_back)
 
 
 def _unread(trainer: OPSDTrainer, dataset: AnyDataset) -> list[str]:
@@ -263,10 +221,7 @@ def _unread(trainer: OPSDTrainer, dataset: AnyDataset) -> list[str]:
     methods, weighs = trainer.methods, not str(trainer.weigh.__module__).startswith("trl_opsd.")
     if trainer._reward_names or methods.rewriting or methods.of_user or weighs:
         return []
-    read = {*trainer.row_columns}
-    if len(trainer.teaching.readers.intake.teachers) == 1:
-        read.discard("teacher")
-    return [repr(name) for name in columns_of(dataset) or () if name not in read]
+    return [repr(name) for name in columns_of(dataset) or () if name not in trainer.row_columns]
 
 
 def _decoded(trainer: OPSDTrainer, reader: Reader, request: Request) -> str:

@@ -302,41 +302,7 @@ def test_each_turn_weighs_the_same(make_trainer):
     trainer.train()
 
 
-def tool(self) -> str:
-    """Tells something.
-
-    Returns:
-        It.
-    """
-    return "the answer"
-
-
-def with_tools(*names: str, of: type = Adder, **more: Any) -> type:
-    return type("Shop", (of,), {**dict.fromkeys(names, tool), **more})
-
-
 REFUSED = {
-    **{
-        f"misspelt: {name}": (
-            with_tools(name),
-            {},
-            f"`Shop.{name}` would be a tool of the student; did you mean `{meant}`",
-        )
-        for name, meant in {
-            "get_privileged_contexts": "get_privileged_context",
-            "get_priviledged_context": "get_privileged_context",
-            "privileged_context": "get_privileged_context",
-            "getPrivilegedContext": "get_privileged_context",
-            "get_feedbacks": "get_feedback",
-            "get_feed_back": "get_feedback",
-            "getFeedback": "get_feedback",
-        }.items()
-    },
-    "misspelt: get_rewards": (
-        type("Shop", (), {"reset": Adder.reset, "get_rewards": tool}),
-        {},
-        "you mean `get_reward`",
-    ),
     "an object": (Adder(), {}, "could not make an environment: TypeError: 'Adder' object is not callable"),
     "needs arguments": (lambda number: Adder(), {}, "could not make an environment: TypeError"),
     "fails": (lambda: 1 / 0, {}, "could not make an environment: ZeroDivisionError"),

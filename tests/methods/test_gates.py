@@ -99,11 +99,6 @@ def test_a_step_in_which_no_row_counts_changes_nothing(trained):
         assert torch.equal(mine, other)
 
 
-def test_a_first_step_without_rows_is_said(trained, caplog):
-    trained(reward_gate=99.0)
-    assert caplog.text.count("taught nothing: no token has a weight") == 1
-
-
 def test_an_evaluation_without_success_has_no_loss(trained, caplog):
     trainer = trained(teacher_context="group_success", success_threshold=9.5, eval_dataset=tiny.rows(4))
     caplog.clear()

@@ -262,7 +262,7 @@ def test_a_run_resumes_with_other_rewards_that_are_only_logged(make_trainer, tra
 def test_rewards_without_training_columns_are_logged_in_evaluations_only(trained):
     labelled = {"eval_dataset": rows(2).add_column("label", [1, 1]), "eval_strategy": "steps", "eval_steps": 1}
     trainer = trained(reward_funcs=needs_label, **UNTRAINED, **labelled)
-    assert "needs_label, in evaluations only: training rows lack their columns" in repr(trainer)
+    assert "needs_label, in evaluations only" in repr(trainer)
     named = {name for row in trainer.state.log_history for name in row if "reward" in name}
     assert "eval_reward" in named
     assert not [name for name in named if not name.startswith("eval_")]
@@ -567,10 +567,10 @@ def raises(**_):
 
 
 FAILING = [
-    (wrong([1.0]), "ValueError: it returned 1 rewards for 2 completions"),
-    (wrong("ab"), "TypeError: it returned a str: expected a list"),
+    (wrong([1.0]), r"ValueError: it returned \[1.0\] for 2 completions"),
+    (wrong("ab"), "ValueError: could not convert string to float"),
     (wrong(None), "TypeError: 'NoneType' object is not iterable"),
-    (wrong([1.0, math.inf]), r"ValueError: it returned \[1.0, inf\]: expected finite numbers"),
+    (wrong([1.0, math.inf]), r"ValueError: it returned \[1.0, inf\] for 2 completions: expected a finite number"),
     (raises, "KeyError: 'answer'"),
 ]
 

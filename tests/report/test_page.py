@@ -237,13 +237,6 @@ def test_two_runs_share_charts_and_figures(tmp_path):
     assert not (first / "report.html").exists()
 
 
-def test_model_card_links_report(make_trainer, tmp_path):
-    for report in (True, False):
-        trainer = make_trainer(report=report, max_steps=1)
-        trainer.create_model_card()
-        assert ("(report.html)" in (tmp_path / "README.md").read_text()) is report
-
-
 # ---- In a browser ----------------------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import inspect
-import re
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -55,6 +54,12 @@ class Kind:
     standalone: Tools
     """The others, as they were passed."""
     pool: list[Episode] = field(default_factory=list)
+
+    def episode(self, place: int) -> Episode:
+        """One of the pool; a new one at its end, or in place of one that was lost."""
+        if place == len(self.pool) or self.pool[place].is_lost:
+            self.pool[place : place + 1] = [Episode(self)]
+        return self.pool[place]
 
 
 @final
@@ -108,10 +113,6 @@ class Environments:
             Those that agents have in every environment.
         seconds (`float`, *optional*):
             How long `reset`, the calls of a turn, `get_reward` and `get_feedback` may take each.
-
-    Raises:
-        RuntimeError: A factory fails.
-        ValueError: A tool has nearly the name of what environments are asked for.
     """
 
     def __init__(self, factory: Any, tools: Sequence[Callable[..., Any]], seconds: float | None) -> None:
@@ -131,14 +132,6 @@ class Environments:
             raise RuntimeError(f"{called} could not make an environment: {_in_words(it)}") from it
         methods = dict(inspect.getmembers(type(it), lambda one: inspect.isfunction(one) or inspect.ismethod(one)))
         own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in RESERVED_METHODS)}
-        lacking = [name for name in RESERVED_METHODS if name not in methods]
-        for key in own:
-            spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower()
-            if near := difflib.get_close_matches(spelled, lacking, n=1, cutoff=0.85):
-                raise ValueError(
-                    f"`{type(it).__name__}.{key}` would be a tool of the student; did you mean `{near[0]}`? Rename it "
-                    "to that, or to a less similar name; what is no tool begins with an underscore."
-                )
         given = {one.__name__: one for one in tools}
         described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
         names = {one.__name__: key for key, one in own.items()}
@@ -159,8 +152,7 @@ class Environments:
     @property
     def sources(self) -> dict[str, Any]:
         """The classes, by their names in messages."""
-        named = {name or kind.of.__qualname__: kind.of for name, kind in self._kinds.items()}
-        return {f"environment {name}": of for name, of in named.items()}
+        return {f"environment {name or kind.of.__qualname__}": kind.of for name, kind in self._kinds.items()}
 
     @property
     def tools(self) -> list[Callable[..., Any]]:
@@ -175,9 +167,9 @@ class Environments:
         """A reward function for each class that has `get_reward`, by its name in the log, none of those `taken`."""
         found: dict[str, Callable[..., Any]] = {}
         for of in dict.fromkeys(kind.of for kind in self._kinds.values() if "get_reward" in kind.methods):
-            used = Counter([*taken, *found])
-            names = [of.__name__, *(f"{of.__name__}_{number}" for number in range(2, 2 + len(used)))]
-            found[next(name for name in names if name not in used)] = functools.partial(self._reward, of)
+            names = (f"{of.__name__}_{number}" if number > 1 else of.__name__ for number in itertools.count(1))
+            name = next(name for name in names if name not in {*taken, *found})
+            found[name] = functools.partial(self._reward, of)
         return found
 
     # ---- The episodes of a batch ------------------------------------------------------------------------------------
@@ -195,26 +187,19 @@ class Environments:
 
         Raises:
             RuntimeError: An environment could not be made or reset, or not in time.
-            ValueError: A row is text, or tells the teacher more beside an environment that does.
         """
         taken: Counter[str | None] = Counter()
         self.episodes, jobs, drawing = [], [], list[int]()
         for number, row in enumerate(rows):
-            name = row.get("environment") if self.are_several else None
-            kind, where = self._kinds[name], f"row {number} of {batch}"
             if self.tells and tells_more(row):
-                raise ValueError(f"{where} tells its teacher more, and so do environments: remove one of both.")
-            if (place := taken[name]) == len(kind.pool):
-                kind.pool.append(Episode(kind))
-            elif kind.pool[place].is_lost:
-                kind.pool[place] = Episode(kind)
+                raise ValueError(f"Row {number} of {batch} tells its teacher more, and so do environments.")
+            given = dict(row)
+            name = given.pop("environment") if self.are_several else None
+            self.episodes.append(self._kinds[name].episode(taken[name]))
             taken[name] += 1
-            self.episodes.append(kind.pool[place])
-            hidden = {"environment"} if self.are_several else set[str]()
-            if row.get("prompt", EMPTY_PROMPT) == EMPTY_PROMPT:
-                hidden.add("prompt")
-            given = {key: value for key, value in row.items() if key not in hidden}
-            if "seed" in inspect.signature(kind.of.reset).parameters:
+            if given.get("prompt", EMPTY_PROMPT) == EMPTY_PROMPT:
+                given.pop("prompt", None)
+            if "seed" in inspect.signature(self._kinds[name].of.reset).parameters:
                 given = {"seed": seeds[number], **given}
             elif not given.keys() - {"prompt"}:
                 drawing.append(number)
@@ -260,7 +245,7 @@ class Environments:
         found = self._together(episodes, [one.reward if one.kind.of is of else None for one in episodes])
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, Late):
-                raise one if isinstance(one, Exception) else RuntimeError(_in_words(one)) from one
+                raise RuntimeError(_in_words(one)) from one
         return [None if isinstance(one, Late) else one for one in found]
 
     def _together(self, episodes: Sequence[Episode], jobs: Sequence[Callable[[Wait], Any] | None]) -> list[Any]:
@@ -279,11 +264,9 @@ def answers(tools: Tools, calls: Calls, wait: Wait) -> list[Called]:
     """What tools answer to calls; a call that fails is answered with the error, as in TRL."""
     found = []
     for call in calls:
-        function = call["function"] if call["type"] == "function" else call
+        function = call["function"]
         name = _clean(str(function.get("name", "unknown")))
         try:
-            if call["type"] != "function":
-                raise ValueError(f"Unsupported tool call type: {call['type']}")
             if name not in tools:
                 raise ValueError(f"Tool {name} not found.")
             arguments = copy.deepcopy(function["arguments"])  # which a tool may change
@@ -297,13 +280,20 @@ def answers(tools: Tools, calls: Calls, wait: Wait) -> list[Called]:
 
 def _content(answer: Any) -> str:
     """The content of a message: the text in its parts, or the `str` of anything else."""
-    if isinstance(answer, list) and answer and all(isinstance(part, Mapping) for part in answer):
-        kinds = {part.get("type") for part in answer}
-        if kinds == {"text"}:
-            return _clean("".join(str(part.get("text")) for part in answer))
-        if "image" in kinds:
-            raise TypeError("This tool returned an image, which completions cannot have.")
-    return _clean(str(answer))
+    if isinstance(answer, list) and any(_type(part) == "image" for part in answer):
+        raise TypeError("This tool returned an image, which completions cannot have.")
+    return _clean(str(_plain(answer)))
+
+
+def _plain(content: Any) -> Any:
+    """The text of a list of parts of text; anything else as it is."""
+    if not (isinstance(content, list) and content and all(_type(part) == "text" for part in content)):
+        return content
+    return "".join(str(part.get("text")) for part in content)
+
+
+def _type(part: Any) -> Any:
+    return part.get("type") if isinstance(part, Mapping) else None
 
 
 def _clean(text: str) -> str:
@@ -317,15 +307,15 @@ def _told(row: Mapping[str, Any], observation: Any, context: str | None) -> dict
     if observation is not None:
         *before, last = told["prompt"]
         content = last["content"]
-        if isinstance(observation, list) and isinstance(content, str):
-            if all(part.get("type") == "text" for part in observation):  # templates of text know no parts
-                observation = "".join(part["text"] for part in observation)
-            else:
-                content = [{"type": "text", "text": content}]
-        if isinstance(observation, str) and isinstance(content, list):
-            observation = [{"type": "text", "text": observation}]
+        observation = _plain(observation) if isinstance(content, str) else observation
+        if isinstance(content, str) != isinstance(observation, str):
+            content, observation = _parts(content), _parts(observation)
         told["prompt"] = [*before, {**last, "content": content + observation}]
     return told if context is None else {**told, "privileged_context": context}
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def as_described(tool: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ Knows the sums of a loss over all processes, by the names in [`LossParts.ROW_NAM
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
@@ -28,6 +27,11 @@ from trl_opsd.types import LossParts
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
 
+_SAME = 1e-6
+"""Nats per token: rounding error of the divergence between a float32 model and its copy."""
+_ALIKE = 0.02
+"""Nats per token: maximum difference of entropies where a KL is that small (Pinsker, Fannes), for any vocabulary."""
+
 logger = get_logger(__name__)
 
 
@@ -41,13 +45,12 @@ class NonfiniteGuard:
 
     def __init__(self, trainer: OPSDTrainer) -> None:
         self._trainer = trainer
+        self._is_deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
         self._hook: Any = None
         """On the gradient of the parameter that is watched."""
         self._broken: dict[str, Tensor] = {}
         """Whether a `"loss"` or a `"gradient"` of the step in progress was not finite, in this process."""
-        self._first_sums: Counter[str] | None = None
-        """Sums of the first step, while it is in progress."""
-        self.may_be_same = True
+        self._may_be_same = True
         """Whether the first divergence has not been compared with 0 yet."""
         self._begin()
         self._check_launch()
@@ -70,7 +73,6 @@ class NonfiniteGuard:
     def training(self) -> Iterator[None]:
         """Watches a training, whose processes end together when one fails: only the first prints its traceback."""
         self._begin()
-        self._first_sums = Counter()
         with one_traceback():
             try:
                 yield
@@ -98,10 +100,9 @@ class NonfiniteGuard:
 
     def _watched(self, gradient: Tensor) -> Tensor | None:
         self._note("gradient", ~gradient.isfinite().all())
-        accelerator = self._trainer.accelerator
-        steps_by_itself = accelerator.distributed_type == DistributedType.DEEPSPEED and not self._is_blind
         # DeepSpeed and a loss scaler skip a step by its gradient alone.
-        skips = self.is_empty and (steps_by_itself or accelerator.mixed_precision == "fp16")
+        checks = self._is_deepspeed and not self._is_blind
+        skips = self.is_empty and (checks or self._trainer.accelerator.mixed_precision == "fp16")
         return torch.full_like(gradient, math.nan) if skips else None
 
     def is_finite(self, named: dict[str, float], rows: Tensor) -> bool:
@@ -111,8 +112,6 @@ class NonfiniteGuard:
         evaluating = not self._trainer.model.training
         if not evaluating:
             self._weight = (self._weight or 0.0) + named["weight"]
-            if self._first_sums is not None:
-                self._first_sums.update(named)
         side = nonfinite_side(named)
         if side is None:
             self._check_teacher(named)
@@ -142,11 +141,12 @@ class NonfiniteGuard:
             raise ValueError(
                 f"The teacher gives all {vocabulary} tokens the same logit: its head is zeroed or was not loaded."
             )
-        if self.may_be_same and not self._trainer.methods.pulls and agree(sums):
-            logger.warning(
-                "The first divergence is 0: teacher and student distributions are identical, so nothing is learned."
-            )
-        self.may_be_same = False
+        if self._may_be_same and not self._trainer.methods.pulls and (weight := sums["weight"]):
+            # A surrogate of the user's own may be 0 where the models differ; then their entropies do.
+            apart = abs(sums["student_entropy"] - sums["teacher_entropy"])
+            if abs(sums["divergence"]) < _SAME * weight and apart < _ALIKE * weight:
+                logger.warning("The first divergence is 0: teacher and student are identical, so nothing is learned.")
+        self._may_be_same = False
 
     def _report(self, side: str, ranks: Sequence[int], evaluating: bool = False) -> None:
         """Marks the step as one to skip, with a warning once a step, or raises."""
@@ -167,11 +167,10 @@ class NonfiniteGuard:
     def before_step(self, model: Any, norm: Any) -> None:
         """Skips the step if its loss or the norm of its gradient is not finite; DeepSpeed has done so by itself."""
         accelerator = self._trainer.accelerator
-        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         scales_loss = accelerator.mixed_precision == "fp16"
         number = float(norm.full_tensor() if hasattr(norm, "full_tensor") else 0.0 if norm is None else norm)
         broken = not (math.isfinite(number) and number >= 0)  # DeepSpeed reports a norm of -1 for NaN
-        if is_deepspeed:
+        if self._is_deepspeed:
             broken = broken or accelerator.optimizer_step_was_skipped
         if broken and not (self._will_skip or scales_loss or self.is_empty):
             # Collective, but only after the norm, which all processes share, was not finite.
@@ -183,18 +182,12 @@ class NonfiniteGuard:
             self._count_skipped()
         else:
             self._skipped_in_a_row = 0
-            if self._first_sums and norm is not None:
-                if not self._first_sums["weight"]:
-                    logger.warning("The first step taught nothing: no token has a weight in the loss.")
-                elif number == 0 and not agree(self._first_sums):
-                    logger.warning("The first step taught nothing: its gradient is 0, although the models differ.")
         self.was_empty, self._will_skip, self._weight = self.is_empty, False, None
-        if not (is_deepspeed or scales_loss):
+        if not (self._is_deepspeed or scales_loss):
             if skips:
                 model.zero_grad()  # to None: an optimizer skips parameters without a gradient, weight decay included
             # As a loss scaler would, so that accelerate does not advance the learning rate after a skip.
             set_known(self._trainer.optimizer, _is_overflow=skips)
-        self._first_sums = None
         self._broken.clear()
 
     def _count_skipped(self) -> None:
@@ -202,28 +195,21 @@ class NonfiniteGuard:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row > (limit := self._trainer.args.nonfinite_skip_limit):
             raise NonFiniteError(
-                f"{self._skipped_in_a_row} consecutive optimizer steps had a NaN or infinite loss or gradient "
+                f"{self._skipped_in_a_row} consecutive optimizer steps with NaN or infinity "
                 f"(`nonfinite_skip_limit={limit}`): the student's weights are unchanged since then."
             )
 
     def _check_launch(self) -> None:
         """Under DeepSpeed only the engine can check gradients before it steps, and some settings disable that."""
-        self._is_blind = False
-        if self._trainer.accelerator.distributed_type != DistributedType.DEEPSPEED:
-            return
-        plugin = self._trainer.accelerator.state.deepspeed_plugin
-        if not (blind := settings_without_gradient_check(plugin.hf_ds_config.config)):
-            return
-        self._is_blind, settings = True, ", ".join(map(repr, blind))
-        if self._trainer.args.nonfinite == "skip":
+        config = self._trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config if self._is_deepspeed else None
+        blind = ", ".join(settings_without_gradient_check(config)) if config is not None else ""
+        self._is_blind = bool(blind)
+        if blind and self._trainer.args.nonfinite == "skip":
             raise ValueError(
-                f"`nonfinite='skip'` needs DeepSpeed to check gradients, but the value of {settings} disables that: "
-                "keep its default, with ZeRO stage 1 or above, or set `nonfinite='raise'`."
+                f"`nonfinite='skip'` needs DeepSpeed's check of gradients: use ZeRO, and the default of {blind}."
             )
-        logger.warning(
-            f"DeepSpeed does not check gradients with this value of {settings}, so only the loss is checked before "
-            "each step."
-        )
+        if blind:
+            logger.warning(f"DeepSpeed does not check gradients with this value of {blind}: only losses are checked.")
 
 
 _WHAT = {
@@ -247,20 +233,3 @@ def nonfinite_side(sums: Mapping[str, float]) -> str | None:
         "divergence": "divergence",
     }
     return next((side for side, name in names.items() if not math.isfinite(sums[name])), None)
-
-
-_SAME = 1e-6
-"""Nats per token: rounding error of the divergence between a float32 model and its copy."""
-_ALIKE = 0.02
-"""Nats per token: maximum difference of entropies where a KL is that small (Pinsker, Fannes), for any vocabulary."""
-
-
-def agree(sums: Mapping[str, float]) -> bool:
-    """Whether both models are identical: the divergence is 0 up to rounding, and the entropies are equal.
-
-    A trained student stays far above. A surrogate of the user's own may be 0 where the models differ.
-    """
-    weight = sums["weight"]
-    if not weight or abs(sums["divergence"]) / weight >= _SAME:
-        return False
-    return abs(sums["student_entropy"] - sums["teacher_entropy"]) / weight < _ALIKE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -43,11 +44,14 @@ class Trajectory:
     """1 for each of these that the student generated."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The same as messages."""
-    first: list[int] = field(default_factory=list)
-    """The student's first turn."""
     turns: int = 0
     calls: int = 0
     failures: int = 0
+
+    @property
+    def first(self) -> list[int]:
+        """The student's first turn, after which tools have answered."""
+        return self.ids[: self.mask.index(0)] if 0 in self.mask else self.ids
 
     @property
     def context(self) -> list[int]:
@@ -164,42 +168,36 @@ class Turns:
         """The number of each row with its ids, as it ends. Collective until it returns."""
         self._generation.be_ready()
         ask = self._generation.rollout.one_by_one([*map(list.copy, prompt_ids)], self._host.state.global_step)
-        came: SimpleQueue[tuple[int, Trajectory | BaseException]] = SimpleQueue()
-        unwanted, said = Event(), self._said
-        environments = self.environments
+        came: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
+        unwanted, said, ended, environments = Event(), self._said, self.ended, self.environments
         assert environments is not None
         episodes = environments.episodes  # a later batch has others
         rows = [*map(Trajectory, prompt_ids, episodes)]
 
         def act(number: int) -> None:
-            row = rows[number]
             try:
-                self._act(number, row, ask, unwanted)
+                self._act(number, rows[number], ask, unwanted)
                 (said[number],) = environments.feedback([episodes[number]])
-                came.put((number, row))
+                came.put((number, None))
             except BaseException as error:  # raised where rows are taken
                 came.put((number, error))
 
+        def ending() -> Generator[tuple[int, list[int]], None, None]:
+            try:
+                for _ in rows:
+                    number, error = came.get()
+                    if error is not None:
+                        raise error
+                    ended[number] = rows[number]
+                    yield number, rows[number].ids
+            finally:
+                unwanted.set()
+                for number in {*range(len(rows))} - {*ended}:
+                    episodes[number].is_lost = True  # its thread may still act there
+
         for number in range(len(rows)):
             start_thread("trl_opsd row", act, number)
-        return Closable(self._ending(came, rows, unwanted), unwanted.set)
-
-    def _ending(
-        self, came: SimpleQueue[tuple[int, Trajectory | BaseException]], rows: Sequence[Trajectory], unwanted: Event
-    ) -> Generator[tuple[int, list[int]], None, None]:
-        ended = self.ended
-        try:
-            for _ in rows:
-                number, row = came.get()
-                if isinstance(row, BaseException):
-                    raise row
-                ended[number] = row
-                yield number, row.ids
-        finally:
-            unwanted.set()
-            for number, row in enumerate(rows):
-                if number not in ended and row.episode is not None:
-                    row.episode.is_lost = True  # its thread may still act there
+        return Closable(ending(), unwanted.set)
 
     def _act(self, number: int, row: Trajectory, ask: Callable[[int, list[int]], list[int]], unwanted: Event) -> None:
         name = type(self._generation.rollout).__name__
@@ -216,19 +214,14 @@ class Turns:
         before = row.context
         ids = ids[: self._host.limits.completion - len(row.ids)]
         row.ids, row.mask, row.turns = row.ids + ids, row.mask + [1] * len(ids), row.turns + 1
-        if row.turns == 1:
-            row.first = ids
-        elif not ids:
+        if not ids and row.turns > 1:
             return False
         # An empty completion cannot be parsed, so a padding token stands for it.
-        row.messages.append(self._parsed(row, ids or [self._host.processing_class.pad_token_id], before))
-        return bool(_calls(row)) and row.turns <= self._host.max_tool_calling_iterations
-
-    def _parsed(self, row: Trajectory, ids: list[int], before: list[int]) -> dict[str, Any]:
+        said, processing = ids or [self._host.processing_class.pad_token_id], self._host.processing_class
         tools = self._host.tools if row.episode is None else list(row.episode.kind.tools.values())
         with self._host.tokenizing:
-            message: dict[str, Any] = parse_response(self._host.processing_class, ids, prefix=before, tools=tools)
-        return message
+            row.messages.append(parse_response(processing, said, prefix=before, tools=tools))
+        return bool(_calls(row)) and row.turns <= self._host.max_tool_calling_iterations
 
     def _asks(self, row: Trajectory, called: list[Called] | None) -> bool:
         """Adds what tools answered; whether the row goes on: there are answers, and they leave room."""
@@ -242,8 +235,7 @@ class Turns:
         with self._host.tokenizing:
             suffix = self._suffix(said)
         length = len(row.ids) + len(suffix)
-        fits = limits.context is None or len(row.prompt_ids) + length < limits.context
-        if not fits or length > limits.completion:
+        if length > limits.completion or len(row.prompt_ids) + length >= (limits.context or math.inf):
             return False
         row.ids, row.mask = row.ids + suffix, row.mask + [0] * len(suffix)
         row.messages += said

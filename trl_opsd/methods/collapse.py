@@ -9,7 +9,6 @@ from typing import Any, ClassVar, final
 
 from accelerate.logging import get_logger
 from numpy import ndarray
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_opsd.methods.base import Generated, Method
 from trl_opsd.metrics import ALWAYS, STEPS, Logs, Metric
@@ -26,7 +25,7 @@ logger = get_logger(__name__)
 
 @final
 @dataclass
-class CollapseGuard(Method, TrainerCallback):
+class CollapseGuard(Method):
     """Warns once of each sign of a collapse, when the last 10 optimizer steps leave the bounds in
     `docs/distributed.md`; a resumed training goes on with its course. A trainer has one unasked.
 
@@ -48,8 +47,6 @@ class CollapseGuard(Method, TrainerCallback):
 
     def begin(self) -> None:
         self.course = Course()
-        self._sums: Mapping[str, float] = {}
-        """Sums of the step, over all processes, by the names in [`LossParts.ROW_NAMES`]."""
         self._texts: tuple[float, float] | None = None
         """Mean length and share of repetitions of the step's completions."""
         self._warned: set[str] = set()
@@ -63,23 +60,17 @@ class CollapseGuard(Method, TrainerCallback):
             self._texts = (tokens / count, repeated / count) if count else None
 
     def stepped(self, sums: Mapping[str, float], tally: ndarray | None) -> None:
-        self._sums = sums
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        sums, self._sums = self._sums, {}
-        if not sums.get("weight") or self._texts is None:  # skipped, or no completion of the student's
+        if not sums["weight"] or self._texts is None:  # no completion of the student's
             return
-        length, repeated = self._texts
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
+        length, repeated = self._texts
         self.course.add(Figures(**means, length=length, repeated=repeated))
         self.host.record("completions/length_drift", self.course.drift)
-        signs = self.course.signs(clipped=self.host.args.kl_clip is not None) if self.warns else ()
-        for name in (one for one in signs if one not in self._warned):
-            self._warned.add(name)
-            logger.warning(
-                f"Sign of a collapse at step {state.global_step}: {name} (docs/distributed.md). Medians of the first "
-                f"{COMPARED_STEPS} steps: {_medians(self.course.first)}; of the last: {_medians(self.course.last)}."
-            )
+        for name in self.course.signs() if self.warns else ():
+            if name not in self._warned:
+                self._warned.add(name)
+                step = self.host.state.global_step + 1
+                logger.warning(f"Sign of a collapse at step {step}: {name} (docs/distributed.md).")
 
     def state(self) -> Mapping[str, Any]:
         return asdict(self.course)
@@ -100,9 +91,6 @@ class Figures:
     repeated: float
     """Share of the completions that end in a repetition."""
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in asdict(self).items())
-
 
 @dataclass
 class Course:
@@ -112,7 +100,6 @@ class Course:
     last: list[Figures] = field(default_factory=list)
 
     def add(self, step: Figures) -> None:
-        """Adds the figures of the next step."""
         (self.first if len(self.first) < COMPARED_STEPS else self.last).append(step)
         del self.last[:-COMPARED_STEPS]
 
@@ -123,7 +110,7 @@ class Course:
         latest = (self.last or self.first)[-1]
         return latest.length / first if first else 1.0
 
-    def signs(self, clipped: bool = False) -> list[str]:
+    def signs(self) -> list[str]:
         """The figures that are signs of a collapse; none of a healthy run, or in the first 20 steps."""
         if len(self.last) < COMPARED_STEPS:
             return []
@@ -132,11 +119,8 @@ class Course:
         certain = max(one.student_entropy for one in self.first)
         short = min(max(1.0, min(2.0, 0.1 * first.length)), 0.5 * first.length)
         found = {
-            # At a rate far too high the third step has collapsed: then not the first ten but the very first is a
-            # reference, which may be low by chance.
+            # At a rate far too high the third step has collapsed.
             "divergence": now > 4 * max(before, SMALL) or (now >= 2.5 and now > 4 * at_once),
-            # Clipped entries are bounded from above only, so the divergence may be below 0.
-            "clip": clipped and last.divergence < -0.05,
             # Not against its start alone: to become as certain as the teacher is the aim.
             "entropy": last.student_entropy < 0.1 * min(certain, last.teacher_entropy),
             # Shorter completions are no collapse where the student has learned them from its teacher.

@@ -190,23 +190,13 @@ class Methods:
     def _check_columns(self, method: Method, rows: Sequence[BatchRow]) -> None:
         """Raises `ValueError` for a column whose value would spoil the loss, or would not be read."""
         for row in () if _is_ours(method) else rows:
-            if found := self._unfit(row):
-                name, expected = found
+            fits = all(0 <= one <= LARGEST_WEIGHT for one in (row.prompt_weight, row.gate)) and math.isfinite(row.pull)
+            if not (fits and (row.prompt_weight or self.may_skip) and (not row.pull or self.pulls)):
                 raise ValueError(
-                    f"`{type(method).__name__}` set `{name}={getattr(row, name)}` in {row.request.where}: {expected}."
+                    f"`{type(method).__name__}` set {row.prompt_weight=}, {row.gate=}, {row.pull=} in "
+                    f"{row.request.where}: expected weights from 0 to {LARGEST_WEIGHT:g} and a finite `pull`. A weight "
+                    "of 0 needs `skips = True` in the class, a `pull` needs `pulls = True`."
                 )
-
-    def _unfit(self, row: BatchRow) -> tuple[str, str] | None:
-        for name in ("prompt_weight", "gate"):
-            if not 0 <= getattr(row, name) <= LARGEST_WEIGHT:
-                return name, f"expected a number from 0 to {LARGEST_WEIGHT:g}"
-        if not math.isfinite(row.pull):
-            return "pull", "expected a finite number"
-        if not row.prompt_weight and not self.may_skip:
-            return "prompt_weight", "set `skips = True` in the class, as the prompt is skipped"
-        if row.pull and not self.pulls:
-            return "pull", "set `pulls = True` in the class, as it is not read without"
-        return None
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Prompt) -> Prompt | None:
         found: Any = prompt
@@ -308,14 +298,7 @@ class Methods:
         """Writes what each keeps into a checkpoint; called by one process."""
         for one in self:
             if (state := one.state()) is not None:
-                try:
-                    text = json.dumps(state, allow_nan=False)
-                except (TypeError, ValueError) as error:
-                    raise type(error)(
-                        f"`{type(one).__name__}.state` returned no JSON: {error}. Return finite numbers, text, "
-                        "lists, and mappings of text to them."
-                    ) from error
-                _file(folder, one).write_text(text, encoding="utf-8")
+                _file(folder, one).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
 
     def load(self, folder: str) -> None:
         """Has each go on with what a checkpoint has kept of it, if it has."""

@@ -69,10 +69,8 @@ class StudentQuantization(Method):
         model = self.host.model
         self._base = str(get_config_model_id(without_peft(model).config) or "") if is_peft(model) else ""
         if is_peft(model) and (reason := why_not_plain_lora(model) or ("" if self._base else "the model has no path")):
-            raise ValueError(
-                f"`StudentQuantization`: {reason}, but beside an adapter only the base of plain LoRA is saved "
-                "quantised, from the path that it was loaded from."
-            )
+            said = "beside an adapter only the base of plain LoRA is saved quantised, from its path"
+            raise ValueError(f"`StudentQuantization`: {reason}, but {said}.")
         layers, self._kept = {}, []
         inside = {id(one) for one in without_peft(model).get_decoder().modules()}
         for name, layer in _linear(model):
@@ -83,10 +81,8 @@ class StudentQuantization(Method):
             else:
                 self._kept.append(name)
         if not layers:
-            raise ValueError(
-                f"`StudentQuantization`: {type(without_peft(model)).__name__} has no `nn.Linear` in its decoder, and "
-                "nothing else is quantised."
-            )
+            name = type(without_peft(model)).__name__
+            raise ValueError(f"`StudentQuantization`: {name} has no `nn.Linear` in its decoder.")
         prepare(layers, FakeQuantizer.of(self._config, layers, self.host.accelerator.device))
 
     def saved(self, folder: Path, in_checkpoint: bool) -> None:

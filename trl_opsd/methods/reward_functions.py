@@ -74,10 +74,7 @@ def given_rewards(functions: Any, tokenizers: Any) -> list[Given]:
         kind, heads = type(source).__name__, ("SequenceClassification", "RewardModel")
         # Others give many numbers, of which the first would be taken for a reward.
         if isinstance(source, PreTrainedModel) and (source.config.num_labels != 1 or not kind.endswith(heads)):
-            raise ValueError(
-                f"`Rewards`: the {kind} {name!r} does not give one number for each text: pass "
-                "`AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)`."
-            )
+            raise ValueError(f"`Rewards`: the {kind} {name!r} does not give one number for each text.")
         # Two functions of one name get their own columns in the log.
         found.append(Given(name if seen[name] == 1 else f"{name}_{seen[name]}", source, tokenizer))
     return found
@@ -97,10 +94,8 @@ def found_function(source: Any) -> Any:
     try:
         return getattr(import_module(module or "trl.rewards"), name)
     except (AttributeError, ImportError) as error:
-        raise ValueError(
-            f"`Rewards`: {source!r} was not found ({error}): expected `module.function` of a module that can be "
-            "imported from here, the name of a function in `trl.rewards`, or the path of a reward model."
-        ) from error
+        expected = "expected `module.function`, a function of `trl.rewards`, or the path of a reward model"
+        raise ValueError(f"`Rewards`: {source!r} was not found ({error}): {expected}.") from error
 
 
 def _name(source: Any) -> str:
@@ -115,13 +110,10 @@ def check_columns(rewards: Sequence[Given], where: str, columns: Collection[str]
     """Refuses columns whose names clash with other arguments of reward functions, or that one does not accept."""
     if not (functions := [one for one in rewards if not one.is_model]):
         return
+    given = dict.fromkeys((*OF_BATCH, *more, *sorted({*columns} - {*NOT_PASSED})))
     # A column would silently be replaced by the argument of the same name.
     if taken := sorted({*OF_BATCH, *more} - {*NOT_PASSED} & {*columns}):
-        raise ValueError(
-            f"{where} has a column {taken[0]!r}, but reward functions get another argument of that name: rename the "
-            "column."
-        )
-    given = dict.fromkeys((*OF_BATCH, *more, *sorted({*columns} - {*NOT_PASSED})))
+        raise ValueError(f"{where} has a column {taken[0]!r}, but reward functions get another argument of that name.")
     for one in functions:
         try:
             inspect.signature(one.source).bind(**given)
@@ -191,22 +183,16 @@ def _explained(name: str, rows: Sequence[str]) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError):  # the trainer explains these
         raise
     except Exception as error:
-        which = rows[0] if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
-        raise RuntimeError(
-            f"The reward function {name!r} failed for {which}: {type(error).__name__}: {error}"
-        ) from error
+        said = f"The reward function {name!r} failed for {rows[0]} to {rows[-1]}: {type(error).__name__}: {error}"
+        raise RuntimeError(said) from error
 
 
 def _numbers(returned: Any, rows: Sequence[str]) -> list[float]:
     """The rewards of one function as numbers, NaN for `None`."""
-    if isinstance(returned, str | Mapping):
-        raise TypeError(f"it returned a {type(returned).__name__}: expected a list of numbers.")
-    if len(returned := list(returned)) != len(rows):
-        raise ValueError(f"it returned {len(returned)} rewards for {len(rows)} completions: expected one for each.")
-    given = (one.item() if hasattr(one, "item") else one for one, _ in zip(returned, rows, strict=True))
+    given = [one.item() if hasattr(one, "item") else one for one in returned]
     values = [math.nan if one is None else float(one) for one in given]
-    if any(map(math.isinf, values)):
-        raise ValueError(f"it returned {values}: expected finite numbers, or `None` where it does not apply.")
+    if len(values) != len(rows) or any(map(math.isinf, values)):
+        raise ValueError(f"it returned {values} for {len(rows)} completions: expected a finite number or `None` each.")
     return values
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from pandas import DataFrame
 from torch import Tensor
@@ -40,8 +39,6 @@ from trl_opsd.methods.rows import BatchRow
 from trl_opsd.metrics import BATCHES, STEPS, WEIGHTED, WITH_REWARDS, Logs, Metric
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import Rollout
-
-logger = get_logger(__name__)
 
 _EPSILON = 1e-4
 """Added to each standard deviation before a division, as in TRL."""
@@ -136,20 +133,10 @@ class Rewards(Method):
         self.in_groups = self.pulls or shows or self.gate == "advantage"
         own = given_rewards(self.functions, self.tokenizers)
         if self.weights is not None and len(self.weights) != len(own):
-            raise ValueError(
-                f"`Rewards(weights=...)` has {len(self.weights)} numbers, but there are {len(own)} `functions`: "
-                "expected one number for each."
-            )
+            numbers = f"{len(self.weights)} numbers, but there are {len(own)} `functions`"
+            raise ValueError(f"`Rewards(weights=...)` has {numbers}.")
         of_environments = {} if environments is None else environments.rewards([one.name for one in own])
         self.given = [*own, *(Given(name, source) for name, source in of_environments.items())]
-
-    def check(self, args: Any, teachers: Sequence[str]) -> None:
-        """Warns of GRPO's `beta`."""
-        if args.beta == 0 and args.divergence is None and self.needs_rewards:
-            logger.warning(
-                "`beta=0` is the forward KL from the teacher, as in TRL's `DistillationConfig`; GRPO's penalty, which "
-                "0 turns off there, is the method `anchor` here. Set `divergence='forward_kl'` if you mean it."
-            )
 
     def check_rows(
         self, columns: Mapping[str, Collection[str] | None], more: Collection[str], is_learned: bool
@@ -382,9 +369,8 @@ class PromptFunction(Method):
         try:
             found = self.function(dict(request), completion_text, *([row.outcome] if self.reads_outcomes else ()))
         except Exception as error:
-            # The user's own exception goes on, with the row named.
-            columns = sorted(request)
-            error.add_note(f"`teacher_prompt_fn` raised this for {request.where}, which has the columns {columns}.")
+            which = f"{request.where}, which has the columns {sorted(request)}"
+            error.add_note(f"`teacher_prompt_fn` raised this for {which}.")
             raise
         intake = self.host.teaching.readers.intake
         if found is None and self.reads_outcomes:
