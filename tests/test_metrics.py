@@ -363,11 +363,6 @@ def test_predict_with_prediction_loss_only_returns_no_texts(make_trainer):
     assert output.metrics["test_loss"] > 0
 
 
-def test_predict_of_several_datasets_is_refused(make_trainer):
-    with pytest.raises(TypeError, match=r"`test_dataset` is a dict: .* call `predict` once per dataset"):
-        make_trainer().predict({"a": tiny.rows(2)})
-
-
 def test_summary_covers_steps_after_the_last_log(trained):
     options = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     for given in ({}, {**options, "eval_dataset": tiny.rows(2)}):
