@@ -239,8 +239,7 @@ class Generation:
         if not self._has_completed and begin_with_prompts(completions, prompt_ids, padding):
             logger.warning(
                 f"Every completion returned by {name} starts with its whole prompt, which would be trained on: return "
-                "only the tokens after the prompt, `ids[len(prompt):]`. If the student itself repeats its prompts, "
-                "check how they end in the summary printed when training starts."
+                "only the tokens after the prompt, `ids[len(prompt):]`."
             )
         self._has_completed = True
 
@@ -255,12 +254,6 @@ class Generation:
         finally:
             self._by = outer
 
-    @contextmanager
-    def by(self, teacher: Any, limits: PromptLimits) -> Iterator[None]:
-        """Has a teacher complete prompts in place of the rollout."""
-        with self.written_by(self.writer(teacher, limits)):
-            yield
-
     def writer(self, teacher: Any, limits: PromptLimits) -> TeacherRollout:
         """A teacher that completes prompts; a `ValueError` if it cannot."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
@@ -270,10 +263,7 @@ class Generation:
     def check_is_own(self, method: str) -> None:
         """Refuses what would train on completions of another model, or log them as the student's."""
         if self._by is not None:
-            raise ValueError(
-                f"`{method}` within `generating_with`, where another model generates: log, samples and model card "
-                "would be of that one. Use `predict`, whose metrics are returned alone."
-            )
+            raise ValueError(f"`{method}` within `generating_with`, where another model generates: use `predict`.")
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
@@ -307,8 +297,6 @@ class Generation:
         ids = completion_ids(request, request.where, prompt_ids, tokenizer, template, ends, most, of_images)
         host.limits.check_known(max(ids, default=0), f"The completion in {request.where}")
         if unknown := set(ids) & set(host.placeholders):
-            raise ValueError(
-                f"The completion in {request.where} contains {tokenizer.decode([min(unknown)])!r}, a placeholder token "
-                "(for an image, for instance) that is never generated: remove it, or the row."
-            )
+            mark = tokenizer.decode([min(unknown)])
+            raise ValueError(f"The completion in {request.where} contains {mark!r}, which stands for images: drop it")
         return ids
