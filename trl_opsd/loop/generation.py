@@ -124,14 +124,15 @@ class Generation:
     def prove_student(self) -> None:
         """Verifies the student by running it, unless that was done, once its weights are where they will be."""
         host, args = self._host, self._host.args
-        if not self._is_proved:
-            more = [FORKS] if args.reads_forks else []
-            host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
-            self._is_proved = True
-            if args.reads_forks and not host.reading.forks:
-                warn_without_forks("student", args.cross_tokenizer_missed)
-            if host.reads_images:
-                self.prove_images()
+        if self._is_proved:
+            return
+        more = [FORKS] if args.reads_forks else []
+        host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
+        self._is_proved = True
+        if args.reads_forks and not host.reading.forks:
+            warn_without_forks("student", args.cross_tokenizer_missed)
+        if host.reads_images:
+            self.prove_images()
 
     def prove_images(self) -> None:
         """Verifies how the student reads images. Collective if it is sharded."""
@@ -142,10 +143,7 @@ class Generation:
         # DeepSpeed reduces gradients in buckets, which have to be the same in all processes, whatever it shards.
         if is_split_model(host.model) or host.is_deepspeed_enabled:
             if not host.reading.padded_up_to:
-                raise ValueError(
-                    "The student processes one row at a time, so processes under DeepSpeed or FSDP2 cannot read images "
-                    "together: use DDP, or remove the images."
-                )
+                raise ValueError("This student cannot read images under DeepSpeed or FSDP2, only under DDP.")
             host.reading = replace(host.reading, dummy_image_prompt=prompts[0])
         with autocast(host.accelerator):
             Probed(host.model, "student", host.in_student).reads(prompts, host.reading)

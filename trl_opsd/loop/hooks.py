@@ -97,8 +97,7 @@ class TrainerHooks(TrainerMembers):
         self.processors, self.processor = processors, processors[""]
         if args.n_gpu > 1:
             logger.warning(
-                f"{args.n_gpu} accelerators are visible, but this single process trains only on {args.device}: to use "
-                "all, launch with `accelerate launch`, `torchrun` or `trl-opsd train`."
+                f"{args.n_gpu} accelerators are visible, but this single process trains only on {args.device}."
             )
             set_known(args, _n_gpu=1)  # transformers would copy the student to all, which TRL refuses
         # TRL would build an engine of its own, and its tool loop would use it.
@@ -163,8 +162,7 @@ class TrainerHooks(TrainerMembers):
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
             raise ValueError(
-                "The launch uses `fsdp_version: 1`, which flattens the weights, so the loss cannot access the output "
-                "head: set `fsdp_version: 2` in the accelerate file."
+                "`fsdp_version: 1`, which flattens the weights: set `fsdp_version: 2` in the accelerate file."
             )
 
     # By transformers' constructor, before it sets `use_cache` in the student's config.
@@ -194,9 +192,7 @@ class TrainerHooks(TrainerMembers):
         self._generation.check_is_own("train")
         check_can_learn(self.model)
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
-            logger.warning(
-                f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
-            )
+            logger.warning("`args.resume_from_checkpoint` has no effect: pass it to `train`.")
         self.restore_launch()
         check_rows(self)
         self._metrics["train"].clear()

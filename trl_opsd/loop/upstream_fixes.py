@@ -191,8 +191,7 @@ class UpstreamFixes(DistillationTrainer):
         digest = torch.tensor([stream.digest], device=self.accelerator.device)
         if self.accelerator.gather(digest).unique().numel() > 1:
             raise ValueError(
-                "The processes got different rows from the stream, so some rows would be skipped and others repeated: "
-                "pass the same stream in all processes. Shuffle it with a seed, and do not split it by process."
+                "The processes got different rows from the stream: pass the same one in all, shuffled with a seed."
             )
 
     @property
