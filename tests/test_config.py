@@ -198,14 +198,6 @@ def test_fsdp1_is_refused(make_trainer):
         trainer._check_fsdp()
 
 
-def test_fsdp_that_shards_nothing_is_warned_about(make_trainer, monkeypatch, caplog):
-    make_trainer()
-    assert "FSDP" not in caplog.text
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    make_trainer()
-    assert "nothing is sharded, and this is plain data parallelism" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("option", "expected"),
     [

@@ -12,14 +12,14 @@ import torch
 from datasets import Dataset
 from environments import worlds
 from peft import LoraConfig
-from support import forks, tiny, vision_language
+from support import tiny
 from support.mirror_engine import BYTES, Mirrored
 from support.rollouts import Apart
 from support.scores import known_teacher
 from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
-from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
+from trl_opsd import FixedRollout, OPSDTrainer
 from trl_opsd.cli.targets import write_targets
 from trl_opsd.methods import METRICS
 
@@ -146,13 +146,6 @@ def configurations(tmp_path):
             "overlap": "ahead",
             "train_dataset": tiny.rows(),  # of one epoch, in which the next step is known
         },
-        "images": {
-            **vision_language.arguments(),
-            "rollout": HFRollout(),
-            "max_completion_length": 4,
-            "train_dataset": vision_language.rows([2, 1]),
-            "eval_dataset": vision_language.rows([0, 1, 2]),
-        },
         "agents": {
             **worlds.given(worlds.once(worlds.call(number=1)), type("math", (worlds.Adder,), {})),
             "max_steps": OPTIONS["max_steps"],
@@ -247,53 +240,6 @@ def test_metrics_are_reduced_as_the_table_says(logged):
     assert left_out == [1, 1]
     saves = [row["step"] for row in logged["plain"] if "time/save" in row]
     assert saves == [2], "the log after the checkpoint of step 1"
-
-
-def test_images_are_counted_where_there_are_some(logged):
-    names = ("images/mean", "images/tokens", "eval_images/mean", "eval_images/tokens")
-    found = {name: [row[name] for row in logged["images"] if name in row] for name in names}
-    assert found == dict(zip(names, ([1.5, 1.5], [6, 6], [1], [4]), strict=True))
-    others = [row for name, rows in logged.items() if name != "images" for row in rows]
-    assert not any("images/" in name for row in others for name in row)
-
-
-def seen(folder: Path, processes: int, eval_batch: int) -> dict[str, float]:
-    """What is logged of the images of four rows in training, and of three in an evaluation."""
-    sizes = {"per_device_train_batch_size": 4 // processes, "per_device_eval_batch_size": eval_batch}
-    trainer = OPSDTrainer(
-        args=tiny.config(folder, max_steps=1, max_completion_length=4, shuffle_dataset=False, **sizes),
-        train_dataset=vision_language.rows([2, 1, 0, 0]),
-        eval_dataset=vision_language.rows([0, 1, 3]),
-        rollout=HFRollout(),
-        **vision_language.arguments(),
-    )
-    trainer.train()
-    found = {**trainer.state.log_history[0], **trainer.evaluate()}
-    return {name: value for name, value in found.items() if "images/" in name}
-
-
-@pytest.mark.distributed
-def test_images_of_all_processes_and_rows_are_counted(tmp_path):
-    expected = {"images/mean": 3 / 4, "images/tokens": 3, "eval_images/mean": 4 / 3, "eval_images/tokens": 16 / 3}
-    assert forks.results("ddp", seen, tmp_path / "two", 2, 1)[0] == pytest.approx(expected)
-    for size in (1, 2):
-        assert seen(tmp_path / f"one{size}", 1, size) == pytest.approx(expected)
-
-
-class SeeingApart(Apart):
-    """Generates ahead, for prompts with images too."""
-
-    reads_images = True
-
-    def complete(self, prompt_ids, step):
-        return [[7, 8, 2] for _ in prompt_ids]
-
-
-def test_images_of_rows_generated_ahead_count_in_their_step(trained):
-    rows = vision_language.rows([1, 1, 2, 2])
-    trainer = trained(train_dataset=rows, rollout=SeeingApart({}), overlap="ahead", max_steps=2,
-                           shuffle_dataset=False, **vision_language.arguments())  # fmt: skip
-    assert tiny.logged(trainer, "images/mean") == [1, 2]
 
 
 class OneTeacherApart(OPSDTrainer):
@@ -415,11 +361,6 @@ def test_predict_with_prediction_loss_only_returns_no_texts(make_trainer):
     output = make_trainer(prediction_loss_only=True).predict(tiny.rows(2))
     assert (output.predictions, output.texts) == (None, [])
     assert output.metrics["test_loss"] > 0
-
-
-def test_predict_of_several_datasets_is_refused(make_trainer):
-    with pytest.raises(TypeError, match=r"`test_dataset` is a dict: .* call `predict` once per dataset"):
-        make_trainer().predict({"a": tiny.rows(2)})
 
 
 def test_summary_covers_steps_after_the_last_log(trained):

@@ -46,12 +46,11 @@ def fingerprint(
     `more["functions"]` are described at construction, since a call may change them; `verbs` are overridden methods.
     """
     own = {} if type(divergence).__module__.startswith("trl_opsd.") else {"divergence": type(divergence)}
-    hashed = hashlib.sha256(str(chat_template).encode()).hexdigest()[:16]
     values = {
         **{name: getattr(args, name) for name in resumed(type(args))},
         **more,
         "divergence": describe(divergence),
-        "chat_template": None if chat_template is None else f"sha256 {hashed}",
+        "chat_template": None if chat_template is None else _hashed(str(chat_template)),
         "functions": {**more["functions"], **{name: describe_function(one) for name, one in {**verbs, **own}.items()}},
     }
     return dict(json.loads(json.dumps(values, default=str)))
@@ -75,10 +74,11 @@ def describe_optimizer(given: Any, args: OPSDConfig) -> str:
 
 def describe_processors(settings: Mapping[str, Any]) -> dict[str, str | None]:
     """The class of each processor and a digest of its settings: it makes the tokens of an image."""
-    return {
-        name: one and f"{one['class']}, sha256 {hashlib.sha256(json.dumps(one, default=str).encode()).hexdigest()[:16]}"
-        for name, one in settings.items()
-    }
+    return {name: one and f"{one['class']}, {_hashed(json.dumps(one, default=str))}" for name, one in settings.items()}
+
+
+def _hashed(text: str) -> str:
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def of_teachers(teachers: Mapping[str, Teacher], args: OPSDConfig, base: Samples | None = None) -> Fingerprint:
@@ -136,10 +136,7 @@ def check(folder: str | Path, now: Fingerprint, accepted: Sequence[str] = ()) ->
     """
     path = Path(folder) / FILE
     if not path.is_file():
-        logger.warning(
-            f"{folder} has no {FILE}, because another trainer saved it or `save_only_model=True` was set: the "
-            "objective and the order of rows could not be compared with this run's."
-        )
+        logger.warning(f"{folder} has no {FILE}, so its objective and order of rows could not be compared.")
         return
     differing = _differing(json.loads(path.read_text(encoding="utf-8")), now)
     if refused := {name: line for name, line in differing.items() if name not in accepted}:

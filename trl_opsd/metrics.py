@@ -64,7 +64,6 @@ _OVERLAP = Logs(STEPS, '`overlap="step"` with a rollout that generates in anothe
 _WITH_SYNC = "rollouts with vLLM, after a weight sync"
 _SYNC = Logs("all processes; mean over weight syncs", _WITH_SYNC)
 _PROOF = "as `sync/seconds`, if `vllm_sync_check` verified the sync"
-_IMAGES = Logs(BATCHES, "prompts with images")
 _ENGINE = '`divergence="sampled_reverse_kl"` with an engine, at temperature 1, without tools'
 _SAMPLER = Logs(
     "mean over the tokens in the loss of one row in 16, of all processes and micro-batches",
@@ -120,30 +119,25 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "entropy/teacher/<name>": Metric(
             "nats", "`entropy/teacher` of this teacher's rows.", _TEACHERS, "teacher_entropy/<name> / weight/<name>"
         ),
-        **{
-            f"cross/{name}": Metric(unit, meaning, _BY_BYTES, mean_of)
-            for name, unit, meaning, mean_of in (
-                (
-                    "divergence",
-                    "nats",
-                    "Divergence per byte; with weights, their weighted sum divided by the number of bytes.",
-                    "divergence / compared",
-                ),
-                ("used", "1", "Share of bytes that were compared.", "compared / outcomes"),
-                (
-                    "escape",
-                    "1",
-                    "Bound on the share of a distribution that a comparison missed, mean over compared bytes.",
-                    "escaped / compared",
-                ),
-                (
-                    "lost",
-                    "1",
-                    "Share of bytes that the teacher's tokenizer does not read, or has no room for.",
-                    "lost / outcomes",
-                ),
-            )
-        },
+        "cross/divergence": Metric(
+            "nats",
+            "Divergence per byte; with weights, their weighted sum divided by the number of bytes.",
+            _BY_BYTES,
+            "divergence / compared",
+        ),
+        "cross/used": Metric("1", "Share of bytes that were compared.", _BY_BYTES, "compared / outcomes"),
+        "cross/escape": Metric(
+            "1",
+            "Bound on the share of a distribution that a comparison missed, mean over compared bytes.",
+            _BY_BYTES,
+            "escaped / compared",
+        ),
+        "cross/lost": Metric(
+            "1",
+            "Share of bytes that the teacher's tokenizer does not read, or has no room for.",
+            _BY_BYTES,
+            "lost / outcomes",
+        ),
         "cross/forks": Metric(
             "1",
             "Branching tokens that the student reads beside a completion, per token of it.",
@@ -165,11 +159,6 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         ),
         "agreement/top_mass": Metric(
             "1", "The student's probability of the tokens in both models' likeliest 16.", _RANKED, "top_mass / ranked"
-        ),
-        "teacher/replica_noise": Metric(
-            "nats",
-            "KL between two answers of the teacher's servers for the same tokens, measured at the start.",
-            Logs("largest of all teachers", "teachers behind servers", evaluated=False),
         ),
         "teacher/stored": Metric(
             "1",
@@ -252,8 +241,6 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
             "Steps skipped because of a loss or gradient that is NaN or infinite.",
             Logs("the same in all processes; total since `train` was called", _SKIPS, evaluated=False),
         ),
-        "images/mean": Metric("images", "Images per prompt.", _IMAGES),
-        "images/tokens": Metric("tokens", "Prompt tokens that stand for images, per prompt.", _IMAGES),
     }
 )
 """Metrics that belong to no method, by their names in the training log."""
@@ -274,10 +261,7 @@ def evaluated_names(
     return known, tuple(start + one for start in starts for one in of_any_name)
 
 
-TAKEN = {*("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"), "tokens_per_second"}
-"""Names that are logged elsewhere, which would overwrite a recorded number or be overwritten."""
-
-
 def is_taken(name: str, metrics: Mapping[str, Metric]) -> bool:
-    """Whether a number may not be recorded under a name, as sums or seconds are logged under it."""
-    return name in TAKEN or (name in metrics and (bool(metrics[name].mean_of) or name.startswith("time/")))
+    """Whether a number may not be recorded under a name, as others are logged under it and one would be lost."""
+    elsewhere = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "tokens_per_second")
+    return name in elsewhere or (name in metrics and (bool(metrics[name].mean_of) or name.startswith("time/")))

@@ -438,14 +438,14 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         limits = self.teaching.readers.teacher_limits
         limits_of = limits[teacher] if isinstance(teacher, str) else next(iter(limits.values()))
         if isinstance(teacher, str):
-            with self._generation.by(self.teachers[teacher], limits_of):
+            with self._generation.written_by(self._generation.writer(self.teachers[teacher], limits_of)):
                 yield
             return
         trainable = [one for one in teacher.parameters() if one.requires_grad]
         context = min((one for one in (context_of(teacher), limits_of.context) if one is not None), default=None)
         try:
             frozen = on_device(teacher, self.accelerator.device)
-            with self._generation.by(frozen, replace(limits_of, context=context)):
+            with self._generation.written_by(self._generation.writer(frozen, replace(limits_of, context=context))):
                 yield
         finally:
             for one in trainable:

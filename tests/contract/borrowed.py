@@ -112,7 +112,7 @@ OWNERS = (
             "shuffle_dataset": "whether rows are shuffled",
             "get_eval_dataloader": "renames a column of its dataset",
             "log": "adds means over tokens",
-            "log_completions": "the folder is made where it is switched on late",
+            "log_completions": "texts are kept for its table",
             "pad_to_multiple_of": "",
             "prediction_step": "timed; returns completions",
             "teacher_model": "ours, under TRL's name; another can be assigned",
@@ -121,7 +121,6 @@ OWNERS = (
             "tools": "for the fingerprint",
             "training_step": "all of a step happens in its last call",
             "use_vllm": "true where vLLM generates, but not to TRL's tool loop",
-            "vllm_generation": "says where the engine is",
         },
     ),
     Owner(

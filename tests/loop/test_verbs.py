@@ -58,26 +58,19 @@ def test_a_tensor_is_recorded_as_a_number(trained):
     assert isinstance(trainer.state.log_history[0]["mine"], float)
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), "three", None])
-def test_recording_a_non_number_is_refused(make_trainer, value):
-    with pytest.raises(ValueError, match=r"`record\('mine', .*expected one number"):
-        make_trainer().record("mine", value)
-
-
 @pytest.mark.parametrize("name", ["loss", "divergence/mean", "learning_rate", "time/complete"])
 def test_recording_under_a_taken_name_is_refused(make_trainer, name):
     with pytest.raises(ValueError, match=f"`record\\('{name}', ...\\)`: this name is already used in the log"):
         make_trainer().record(name, 1.0)
 
 
-def test_an_evaluation_without_a_token_has_no_loss(make_trainer, caplog):
+def test_an_evaluation_without_a_token_has_no_loss(make_trainer):
     class Nothing(OPSDTrainer):
         def weigh(self, rollout, rows, targets):
             return torch.zeros_like(rollout.weights)
 
     metrics = make_trainer(Nothing, eval_dataset=tiny.rows()).evaluate()
     assert math.isnan(metrics["eval_loss"])
-    assert "`eval_loss` is unknown: no token has a weight in the loss" in caplog.text
 
 
 def test_a_misspelt_verb_is_refused(make_trainer):

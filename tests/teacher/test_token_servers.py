@@ -337,7 +337,6 @@ def test_a_fine_tune_of_the_checkpoint_is_refused(checkpoint, tmp_path, kind):
                 continue
             trainer = OPSDTrainer(model=tiny.qwen2(32), teacher_model=checkpoint[0], **given)
             trainer.train()
-            assert tiny.logged(trainer, "teacher/replica_noise") == [pytest.approx(trainer.teacher.noise)]
             assert 0 <= trainer.teacher.noise < 1e-6
 
 

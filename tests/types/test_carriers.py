@@ -19,7 +19,6 @@ def made(rows: int = 5) -> Rollout:
         completion_ids=torch.arange(rows * 2).view(rows, 2),
         completion_mask=torch.ones(rows, 2),
         weights=torch.ones(rows, 2),
-        extras={"a": 1},
     )
 
 
@@ -38,7 +37,6 @@ def test_cut_rows_know_what_tools_wrote():
 def test_selected_rows_are_those_of_the_rollout():
     rollout = made()
     parts = [rollout.select(rows) for rows in ([0, 1], [2, 3], [4])]
-    assert all(part.extras is rollout.extras for part in parts)
     for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "weights"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(rollout, name))
     assert sum((part.measured() for part in parts), ()) == rollout.measured()

@@ -124,14 +124,15 @@ class Generation:
     def prove_student(self) -> None:
         """Verifies the student by running it, unless that was done, once its weights are where they will be."""
         host, args = self._host, self._host.args
-        if not self._is_proved:
-            more = [FORKS] if args.reads_forks else []
-            host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
-            self._is_proved = True
-            if args.reads_forks and not host.reading.forks:
-                warn_without_forks("student", args.cross_tokenizer_missed)
-            if host.reads_images:
-                self.prove_images()
+        if self._is_proved:
+            return
+        more = [FORKS] if args.reads_forks else []
+        host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
+        self._is_proved = True
+        if args.reads_forks and not host.reading.forks:
+            warn_without_forks("student", args.cross_tokenizer_missed)
+        if host.reads_images:
+            self.prove_images()
 
     def prove_images(self) -> None:
         """Verifies how the student reads images. Collective if it is sharded."""
@@ -142,10 +143,7 @@ class Generation:
         # DeepSpeed reduces gradients in buckets, which have to be the same in all processes, whatever it shards.
         if is_split_model(host.model) or host.is_deepspeed_enabled:
             if not host.reading.padded_up_to:
-                raise ValueError(
-                    "The student processes one row at a time, so processes under DeepSpeed or FSDP2 cannot read images "
-                    "together: use DDP, or remove the images."
-                )
+                raise ValueError("This student cannot read images under DeepSpeed or FSDP2, only under DDP.")
             host.reading = replace(host.reading, dummy_image_prompt=prompts[0])
         with autocast(host.accelerator):
             Probed(host.model, "student", host.in_student).reads(prompts, host.reading)
@@ -239,8 +237,7 @@ class Generation:
         if not self._has_completed and begin_with_prompts(completions, prompt_ids, padding):
             logger.warning(
                 f"Every completion returned by {name} starts with its whole prompt, which would be trained on: return "
-                "only the tokens after the prompt, `ids[len(prompt):]`. If the student itself repeats its prompts, "
-                "check how they end in the summary printed when training starts."
+                "only the tokens after the prompt, `ids[len(prompt):]`."
             )
         self._has_completed = True
 
@@ -255,12 +252,6 @@ class Generation:
         finally:
             self._by = outer
 
-    @contextmanager
-    def by(self, teacher: Any, limits: PromptLimits) -> Iterator[None]:
-        """Has a teacher complete prompts in place of the rollout."""
-        with self.written_by(self.writer(teacher, limits)):
-            yield
-
     def writer(self, teacher: Any, limits: PromptLimits) -> TeacherRollout:
         """A teacher that completes prompts; a `ValueError` if it cannot."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
@@ -270,10 +261,7 @@ class Generation:
     def check_is_own(self, method: str) -> None:
         """Refuses what would train on completions of another model, or log them as the student's."""
         if self._by is not None:
-            raise ValueError(
-                f"`{method}` within `generating_with`, where another model generates: log, samples and model card "
-                "would be of that one. Use `predict`, whose metrics are returned alone."
-            )
+            raise ValueError(f"`{method}` within `generating_with`, where another model generates: use `predict`.")
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
@@ -307,8 +295,6 @@ class Generation:
         ids = completion_ids(request, request.where, prompt_ids, tokenizer, template, ends, most, of_images)
         host.limits.check_known(max(ids, default=0), f"The completion in {request.where}")
         if unknown := set(ids) & set(host.placeholders):
-            raise ValueError(
-                f"The completion in {request.where} contains {tokenizer.decode([min(unknown)])!r}, a placeholder token "
-                "(for an image, for instance) that is never generated: remove it, or the row."
-            )
+            mark = tokenizer.decode([min(unknown)])
+            raise ValueError(f"The completion in {request.where} contains {mark!r}, which stands for images: drop it")
         return ids

@@ -97,8 +97,7 @@ class TrainerHooks(TrainerMembers):
         self.processors, self.processor = processors, processors[""]
         if args.n_gpu > 1:
             logger.warning(
-                f"{args.n_gpu} accelerators are visible, but this single process trains only on {args.device}: to use "
-                "all, launch with `accelerate launch`, `torchrun` or `trl-opsd train`."
+                f"{args.n_gpu} accelerators are visible, but this single process trains only on {args.device}."
             )
             set_known(args, _n_gpu=1)  # transformers would copy the student to all, which TRL refuses
         # TRL would build an engine of its own, and its tool loop would use it.
@@ -163,13 +162,7 @@ class TrainerHooks(TrainerMembers):
     def _check_fsdp(self) -> None:
         if self._dist.fsdp_version == 1:
             raise ValueError(
-                "The launch uses `fsdp_version: 1`, which flattens the weights, so the loss cannot access the output "
-                "head: set `fsdp_version: 2` in the accelerate file."
-            )
-        if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not self._dist.is_fsdp:
-            logger.warning(
-                "The launch requests FSDP, which accelerate supports only on accelerators: nothing is sharded, and "
-                "this is plain data parallelism."
+                "`fsdp_version: 1`, which flattens the weights: set `fsdp_version: 2` in the accelerate file."
             )
 
     # By transformers' constructor, before it sets `use_cache` in the student's config.
@@ -195,15 +188,11 @@ class TrainerHooks(TrainerMembers):
         """
         self._checkpoints.interrupted = False
         if self.train_dataset is None:
-            raise ValueError(
-                "`train` without a `train_dataset`: this trainer was built only to evaluate; pass a `train_dataset`."
-            )
+            raise ValueError("`train` without a `train_dataset`: this trainer was built only to evaluate.")
         self._generation.check_is_own("train")
         check_can_learn(self.model)
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
-            logger.warning(
-                f"`args.resume_from_checkpoint={self.args.resume_from_checkpoint!r}` has no effect: pass it to `train`."
-            )
+            logger.warning("`args.resume_from_checkpoint` has no effect: pass it to `train`.")
         self.restore_launch()
         check_rows(self)
         self._metrics["train"].clear()
@@ -232,13 +221,10 @@ class TrainerHooks(TrainerMembers):
     def _drop_ahead(self) -> None:
         """Drops what was made for a step that never comes."""
         self._batches.stop_reading()
-        self._drop_images()
-        if self._ahead is not None:
-            self._ahead.cancel()
-
-    def _drop_images(self) -> None:
         self.pictures.clear()
         self._generation.rows = ()
+        if self._ahead is not None:
+            self._ahead.cancel()
 
     # At construction of a data loader.
     def _set_signature_columns_if_needed(self) -> None:
@@ -391,24 +377,13 @@ class TrainerHooks(TrainerMembers):
     # ---- The log ----------------------------------------------------------------------------------------------------
 
     # After each optimizer step, in all processes; `log` may be called in one alone.
-    def _maybe_log_save_evaluate(
-        self,
-        tr_loss: Any,
-        grad_norm: Any,
-        model: Any,
-        trial: Any,
-        epoch: Any,
-        ignore_keys_for_eval: Any,
-        start_time: Any,
-        learning_rate: Any = None,
-    ) -> None:
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log:
             numbers = self._metrics["train"]
             known = of_all_processes(numbers, weighted=False)
             numbers.clear()
             numbers.update({name: [value] for name, value in known.items()})
-        given = tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-        super()._maybe_log_save_evaluate(*given)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # After `logging_steps`, after an evaluation, and at the end of a training.
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -422,8 +397,6 @@ class TrainerHooks(TrainerMembers):
                 if not means and self._guard.was_empty:  # no token has counted since the last log
                     logs.pop("loss", None)
                     logs.pop("grad_norm", None)
-            if self.log_completions and self.is_world_process_zero():  # TRL makes the folder at construction
-                os.makedirs(os.path.join(self.args.output_dir, "completions"), exist_ok=True)
             numbers = self._metrics["train" if self.model.training else "eval"]
             for name in [name for name, each in numbers.items() if all(map(math.isnan, each))]:
                 del numbers[name]  # TRL would log `None`, which nothing that shows or stores a log expects
@@ -481,24 +454,16 @@ class TrainerHooks(TrainerMembers):
             `prediction_loss_only=True` in the config there are neither. `metrics` are those of `evaluate`; there are no
             `label_ids`.
         """
-        if not isinstance(test_dataset, Dataset | IterableDataset):
-            raise TypeError(
-                f"`test_dataset` is a {type(test_dataset).__name__}: expected a `datasets.Dataset` or "
-                "`IterableDataset`; call `predict` once per dataset."
-            )
         self.restore_launch()
         with self._generation.rollout.session():
             output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         return Predictions.of(output, self.processing_class.batch_decode)
 
-    def as_read(self, datasets: Any, where: str) -> Any:
-        """Datasets with their columns renamed to ours."""
-        acting = self.turns is not None and self.turns.environments is not None
-        datasets = with_prompts(datasets, where, EMPTY_PROMPT if acting else None)
-        return solutions_as_context(datasets) if self.reads_solutions else datasets
-
     def _checked(self, dataset: Any, where: str) -> Any:
-        dataset = self.as_read(dataset, where)
+        """A dataset with its columns renamed to ours."""
+        acting = self.turns is not None and self.turns.environments is not None
+        dataset = with_prompts(dataset, where, EMPTY_PROMPT if acting else None)
+        dataset = solutions_as_context(dataset) if self.reads_solutions else dataset
         if isinstance(dataset, Dataset):  # not the trainer's own, nor the name of one of these
             self.teaching.check_room({where: dataset})
         return dataset
@@ -517,25 +482,14 @@ class TrainerHooks(TrainerMembers):
         )
 
     # For each dataset of an evaluation, and by `predict`.
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        with (
-            self._stats.evaluation(metric_key_prefix, self._metrics["eval"]) as metrics,
-            self.methods.evaluation(metric_key_prefix),
-        ):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        prefix = kwargs["metric_key_prefix"]
+        with self._stats.evaluation(prefix, self._metrics["eval"]) as metrics, self.methods.evaluation(prefix):
+            output = super().evaluation_loop(*args, **kwargs)
         if self.is_in_train:
             self.pictures.begin(is_training=False)  # drops those of the last batch
         else:
-            self._drop_images()
+            self._drop_ahead()
         output.metrics.update(metrics)
         return output
 

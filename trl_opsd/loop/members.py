@@ -43,34 +43,9 @@ if TYPE_CHECKING:
 __all__ = ["TrainerMembers"]
 
 
-class _Final:
-    """An attribute that is read when the trainer is built, and cannot be assigned later."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, host: Any, owner: Any = None) -> Any:
-        return self if host is None else host.__dict__[self._name]
-
-    def __set__(self, host: Any, value: Any) -> None:
-        if host.is_built and value is not getattr(host, self._name):
-            _refuse(host, self._name)
-        host.__dict__[self._name] = value
-
-
-def _refuse(host: Any, name: str) -> None:
-    raise AttributeError(
-        f"`trainer.{name}` is read when the trainer is built, and is final: build another trainer with it.",
-        name=name,
-        obj=host,
-    )
-
-
 class TrainerMembers(UpstreamFixes):
     """TRL's trainer with attributes of ours, and with the members of `Host`."""
 
-    train_dataset: Any = _Final()
-    eval_dataset: Any = _Final()
     eos_token_ids: list[int]
     processors: Mapping[str, ProcessorMixin | None]
     """What reads images: the student's processor under an empty name, and those of teachers that have their own."""
@@ -89,6 +64,12 @@ class TrainerMembers(UpstreamFixes):
     _generation: Generation
 
     # ---- Attributes -------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_final = self.is_built and name in ("teacher_model", "train_dataset", "eval_dataset")
+        if is_final and value is not getattr(self, name):
+            raise AttributeError(f"`trainer.{name}` is read when the trainer is built, and is final: build another.")
+        super().__setattr__(name, value)
 
     @property
     def beta(self) -> float | None:
@@ -133,15 +114,6 @@ class TrainerMembers(UpstreamFixes):
         """Ignores what TRL assigns, whose value is hidden from it."""
 
     @property
-    def vllm_generation(self) -> Any:
-        raise AttributeError(
-            "`trainer.vllm_generation` is TRL's engine, which this trainer does not build: with `use_vllm=True`, use "
-            "`trainer.rollout` with its methods `sync_weights` and `close`.",
-            name="vllm_generation",
-            obj=self,
-        )
-
-    @property
     def environments(self) -> list[Any] | None:
         """The environment of each row of the batch; `None` without `environment_factory`."""
         acting = None if self.turns is None else self.turns.environments
@@ -155,8 +127,6 @@ class TrainerMembers(UpstreamFixes):
     @teacher_model.setter
     def teacher_model(self, teacher_model: Any) -> None:
         """Ignores the `None` that TRL assigns while it builds the student."""
-        if self.is_built and teacher_model is not self.teacher_model:
-            _refuse(self, "teacher_model")
 
     # ---- Host: numbers and words ------------------------------------------------------------------------------------
 
@@ -172,14 +142,11 @@ class TrainerMembers(UpstreamFixes):
                 What an evaluation's mean weighs it by: the rows or tokens that the number is a mean of.
 
         Raises:
-            ValueError: It is not one number, or the name is taken.
+            ValueError: The name is taken.
         """
         if is_taken(name, METRICS):
             raise ValueError(f"`record({name!r}, ...)`: this name is already used in the log, so choose another.")
-        try:
-            number = Mean(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"`record({name!r}, {value!r})`: expected one number.") from error
+        number = Mean(value)
         number.count = float(count)
         self._metrics["train" if self.model.training else "eval"][name].append(number)
 
@@ -190,13 +157,11 @@ class TrainerMembers(UpstreamFixes):
     @property
     def strategy(self) -> str:
         """Number of processes, parallelism of the launch, and device, in words."""
-        number, sizes = self.accelerator.num_processes, self.accelerator.parallelism_config
+        number = self.accelerator.num_processes
         if self._dist.zero_stage:
             kind = f", DeepSpeed ZeRO-{self._dist.zero_stage}"
         elif self._dist.is_fsdp:
             kind = f", FSDP{self._dist.fsdp_version}"
-            if sizes is not None and sizes.dp_replicate_enabled:
-                kind += f", {sizes.dp_replicate_size} replicas of {sizes.dp_shard_size} shards"
         else:
             kind = ", data parallelism (DDP)" if number > 1 else ""
         if self.row_group is not None:
@@ -258,13 +223,8 @@ class TrainerMembers(UpstreamFixes):
 
     def probe_prompts(self, processor: str = "") -> list[PromptIds]:
         """Prompts with images to examine the model with that this processor belongs to."""
-        where = "A prompt with an image, made to examine the model"
-        try:
-            return probe_prompts(
-                lambda messages: self.tokenize_with_images(Prompt(messages, "messages", where, processor))
-            )
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+        where = "a prompt with an image, made to examine the model"
+        return probe_prompts(lambda messages: self.tokenize_with_images(Prompt(messages, "messages", where, processor)))
 
     def prompt_ids_of(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         """The student's prompts for checked rows, which get their images."""

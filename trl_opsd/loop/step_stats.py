@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.trainer_utils import PredictionOutput
@@ -38,8 +37,6 @@ NO_TOKEN = -100
 """Padding of predictions, as everywhere in transformers."""
 _BY_TEACHER = ("weight", "divergence", "student_entropy", "teacher_entropy", "tokens")
 """Statistics that are also kept by teacher, where there are several."""
-
-logger = get_logger(__name__)
 
 
 # ---- Time and sums ------------------------------------------------------------------------------------------------
@@ -247,14 +244,12 @@ class StepStats:
             ids = written.completions[number] or [trainer.processing_class.pad_token_id]
             length = len(ids) if written.masks is None else max(sum(written.masks[number]), 1)
             is_generated = bool(written.completions[number]) and (trainer.args.seq_kd or not row.is_off_policy)
-            images = 0 if row.images is None else len(row.images.originals)
-            marks = sum(one in trainer.placeholders for one in prompt) if images else 0
             of_row = {"prompt": len(prompt), "length": length, "generated": length * is_generated, "ids": len(ids)}
             of_row |= {"ended": ids[-1] in ends, "repeats": is_repetition(ids), "by_student": row.by_student}
             of_row |= {"asked": row.prompt_weight > 0}
             of_row |= {"teacher": teachers.index(row.request.teacher) if teachers else 0}
             of_row |= dict(zip(("turns", "calls", "failures"), turns[number], strict=True))
-            table.append({**of_row, "images": images, "marks": marks})
+            table.append(of_row)
         values = torch.tensor([[*of_row.values()] for of_row in table], device=trainer.accelerator.device)
         return dict(zip(table[0], trainer.gather_distinct_rows(values).cpu().T, strict=True))
 
@@ -266,24 +261,29 @@ class StepStats:
         return {}
 
     def _completion_metrics(self, of: Mapping[str, Tensor]) -> dict[str, float]:
-        return completion_metrics(of, bool(self._trainer.tools), self._trainer.teaching.names)
+        """TRL's metrics of completions and ours, by their names in the log; NaN where there are no rows."""
+        lengths_R, is_ended_R, by_student_R = of["length"].float(), of["ended"] > 0, of["by_student"] > 0
+        found = {"completions/clipped_ratio": _mean(~is_ended_R)}
+        for kind, each in {"": lengths_R, "terminated_": lengths_R[is_ended_R]}.items():
+            known = each if len(each) else torch.full((1,), 0.0 if len(lengths_R) else torch.nan)  # as TRL does
+            for name, value in {"mean": known.mean(), "min": known.min(), "max": known.max()}.items():
+                found[f"completions/{name}_{kind}length"] = float(value)
+        for number, teacher in enumerate(self._trainer.teaching.names):
+            if len(its := lengths_R[of["teacher"] == number]):
+                found[f"completions/mean_length/teacher/{teacher}"] = float(its.mean())
+        if by_student_R.any():
+            found["completions/repeated_ratio"] = _mean(of["repeats"][by_student_R])
+        if self._trainer.tools:
+            calls = int(of["calls"].sum())
+            found["turns/mean"], found["tools/call_frequency"] = _mean(of["turns"]), _mean(of["calls"])
+            found["tools/failure_frequency"] = float(of["failures"].sum() / calls) if calls else 0.0
+        return found
 
     def end_step(self) -> None:
         """Tells methods of the step, whose loss is finite."""
         self._trainer.methods.stepped(*self._step)
-        teachers = self._trainer.teaching.teachers
-        if (known := teachers.known()) is not None:
+        if (known := self._trainer.teaching.teachers.known()) is not None:
             self._trainer.record("teacher/stored", known)
-        totals, noise = self._step[0], teachers.noise
-        if noise is None:
-            return
-        self._trainer.record("teacher/replica_noise", noise)
-        if totals["weight"] and (mean := totals["divergence"] / totals["weight"]) < 10 * noise:
-            logger.warning_once(
-                f"The divergence of a step is {mean:.2g} nats per token, and two answers of the teacher's servers for "
-                f"the same tokens are {noise:.2g} nats apart (`teacher/replica_noise`): what is learned from now on is "
-                "in part their rounding. Serve one replica, or in a wider dtype."
-            )
 
     # ---- Evaluations --------------------------------------------------------------------------------------------
 
@@ -307,8 +307,6 @@ class StepStats:
         of = {name: torch.cat([one[name] for one in batches]) for name in (batches or [{}])[0]}
         self._trainer.methods.evaluated(accounts.totals)
         weight = accounts.totals["weight"]
-        if not weight:
-            logger.warning(f"`{prefix}_loss` is unknown: no token has a weight in the loss.")
         found = {
             **accounts.metrics(per_batch=False),
             **of_all_processes(recorded, weighted=True),
@@ -318,7 +316,6 @@ class StepStats:
         # TRL would add them when it logs, under "eval_" for every dataset, and never for `predict`.
         metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         recorded.clear()
-        accounts.clear()
 
     def with_best(self, found: dict[str, float], rewards: Collection[str]) -> dict[str, float]:
         """The metrics, with NaN for a `metric_for_best_model` that has no value in this evaluation.
@@ -349,28 +346,6 @@ class Predictions(PredictionOutput):
         ids = [row[row != NO_TOKEN] for row in (() if output.predictions is None else output.predictions)]
         self.texts = decode(ids, skip_special_tokens=True) if ids else []
         return self
-
-
-def completion_metrics(of: Mapping[str, Tensor], has_tools: bool, teachers: Sequence[str]) -> dict[str, float]:
-    """TRL's metrics of completions and ours, by their names in the log; NaN where there are no rows."""
-    lengths_R, is_ended_R, by_student_R = of["length"].float(), of["ended"] > 0, of["by_student"] > 0
-    found = {"completions/clipped_ratio": _mean(~is_ended_R)}
-    for kind, each in {"": lengths_R, "terminated_": lengths_R[is_ended_R]}.items():
-        known = each if len(each) else torch.full((1,), 0.0 if len(lengths_R) else torch.nan)  # as TRL does
-        for name, value in {"mean": known.mean(), "min": known.min(), "max": known.max()}.items():
-            found[f"completions/{name}_{kind}length"] = float(value)
-    for number, teacher in enumerate(teachers):
-        if len(its := lengths_R[of["teacher"] == number]):
-            found[f"completions/mean_length/teacher/{teacher}"] = float(its.mean())
-    if by_student_R.any():
-        found["completions/repeated_ratio"] = _mean(of["repeats"][by_student_R])
-    if has_tools:
-        calls = int(of["calls"].sum())
-        found["turns/mean"], found["tools/call_frequency"] = _mean(of["turns"]), _mean(of["calls"])
-        found["tools/failure_frequency"] = float(of["failures"].sum() / calls) if calls else 0.0
-    if of["images"].any():
-        found["images/mean"], found["images/tokens"] = _mean(of["images"]), _mean(of["marks"])
-    return found
 
 
 def of_all_processes(recorded: Mapping[str, Sequence[float]], weighted: bool) -> dict[str, float]:

@@ -38,11 +38,6 @@ __all__ = ["UpstreamFixes"]
 
 logger = get_logger(__name__)
 
-# ---- Epochs and steps ---------------------------------------------------------------------------------------------
-
-
-# ---- What only an override can mend -------------------------------------------------------------------------------
-
 
 class UpstreamFixes(DistillationTrainer):
     """TRL's trainer with those faults mended; its overrides stand in the order in which a training calls them.
@@ -65,12 +60,7 @@ class UpstreamFixes(DistillationTrainer):
     """The launch's state when the trainer was complete."""
 
     # By the user; the last of our `train`s before transformers'.
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers'. Under DeepSpeed each training builds an engine, and so an optimizer, of its own."""
         if self.is_deepspeed_enabled:
             self._restore_deepspeed_config()
@@ -78,7 +68,7 @@ class UpstreamFixes(DistillationTrainer):
             set_known(self, model_wrapped=self.model, deepspeed=None)  # accelerate destroys the engine
         reshard(self.model)  # else accelerate cannot tell which parameters the optimizer has
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            return super().train(*args, **kwargs)
         except BaseException:
             # transformers does so after a training that ended well only (trainer.py:1968).
             set_known(self, is_in_train=False)
@@ -201,8 +191,7 @@ class UpstreamFixes(DistillationTrainer):
         digest = torch.tensor([stream.digest], device=self.accelerator.device)
         if self.accelerator.gather(digest).unique().numel() > 1:
             raise ValueError(
-                "The processes got different rows from the stream, so some rows would be skipped and others repeated: "
-                "pass the same stream in all processes. Shuffle it with a seed, and do not split it by process."
+                "The processes got different rows from the stream: pass the same one in all, shuffled with a seed."
             )
 
     @property

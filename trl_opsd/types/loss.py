@@ -216,26 +216,15 @@ def columns(rows: Tensor, *names: str) -> Tensor:
 def check_parts(parts: Any, rollout: Rollout, where: str, training: bool) -> None:
     """Rejects parts of a loss that do not fit the rollout's rows, or that in training have no graph."""
     shapes = {"loss": (), "rows": (len(rollout.completion_ids), len(LossParts.ROW_NAMES))}
-    got = "None" if parts is None else f"a {type(parts).__name__}"
-    if isinstance(parts, LossParts):
-        values = ((name, getattr(parts, name)) for name in shapes)
-        # Dtype and shape are known on the host; values are not.
-        wrong = [(name, value) for name, value in values if not _is_float(value, shapes[name])]
-        if not wrong:
-            if training and torch.is_grad_enabled() and not parts.loss.requires_grad:
-                raise ValueError(
-                    f"`{where}` returned a loss without a graph, so it has no gradient: compute it from the student, "
-                    "without `detach`, `no_grad` or `float`."
-                )
-            return
-        name, value = wrong[0]
-        shown = f"of shape {list(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        got = f"`LossParts` with `{name}`: {shown}"
-    raise ValueError(
-        f"`{where}` returned {got}: expected `LossParts(loss=..., rows=...)` with a float loss of shape [], divided by "
-        f"`num_items`, and float rows of shape {list(shapes['rows'])}: for each row the sums "
-        f"{', '.join(LossParts.ROW_NAMES)}."
-    )
+    # Dtype and shape are known on the host; values are not.
+    if not all(_is_float(getattr(parts, name, None), shape) for name, shape in shapes.items()):
+        raise ValueError(
+            f"`{where}` returned {type(parts).__name__}: expected `LossParts(loss=..., rows=...)` with a float loss of "
+            f"shape [], divided by `num_items`, and float rows of shape {list(shapes['rows'])}: for each row the sums "
+            f"{', '.join(LossParts.ROW_NAMES)}."
+        )
+    if training and torch.is_grad_enabled() and not parts.loss.requires_grad:
+        raise ValueError(f"`{where}` returned a loss without a graph, so no gradient: compute it from the student.")
 
 
 def _is_float(value: Any, shape: tuple[int, ...]) -> bool:

@@ -167,8 +167,6 @@ class Rollout:
     The last token of a part is the first of the next: predicted in this part, an input of that one."""
     on_host: OnHost | None = field(default=None, repr=False)
     """`weights` in host memory, where they were dealt to micro-batches; see [`weights_on_host`]."""
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    """What is not a row-aligned tensor; [`select`] and [`to`] keep it unchanged."""
 
     @classmethod
     def of(cls, prompts: Sequence[list[int]], completions: Sequence[list[int]], device: torch.device) -> Rollout:

@@ -249,7 +249,7 @@ def _copies(device: torch.device) -> torch.Stream:
 def check_targets(targets: Any, rollout: Rollout, where: str, width: int | None = None) -> None:
     """Raises `ValueError` unless targets fit the tokens of a rollout, and are `width` wide where it is known."""
     rows, tokens = rollout.completion_ids.shape
-    got = "None" if targets is None else f"a {type(targets).__name__}"
+    got = type(targets).__name__
     if isinstance(targets, TeacherTargets):
         if (by_row := targets.rows) is None:
             hidden, shape = targets.hidden, list(getattr(targets.hidden, "shape", []))
@@ -259,8 +259,7 @@ def check_targets(targets: Any, rollout: Rollout, where: str, width: int | None 
         fits = len(shape) == 3 and shape[:2] == [rows, tokens] and width in (None, shape[2])
         if fits and hidden.is_floating_point():
             return
-        kind = f"shape {shape} in {hidden.dtype}" if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
-        got = f"`TeacherTargets` of {kind}"
+        got = f"`TeacherTargets` of shape {shape} in {getattr(hidden, 'dtype', type(hidden).__name__)}"
     raise ValueError(
         f"`{where}` returned {got}: expected `TeacherTargets(hidden=...)` of shape [{rows}, {tokens}, {width or 'H'}] "
         "of floats: for each completion token the state that predicts it, with the width of the teacher's head."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trl_opsd.cli.audit.measure import Audit, Measured
 
 _FLOORS = 10
-"""Multiple of the noise floor below which a divergence is in part rounding, as `teacher/replica_noise` warns."""
+"""Multiple of the noise floor below which a divergence is in part rounding."""
 _UNLIKELY = 1e-3
 """Probability of an end token that a teacher would not give where it ends itself."""
 _AT_START = 10
