@@ -609,8 +609,8 @@ class TrainerHooks(TrainerMembers):
     # By the user, and by transformers for each checkpoint.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers', with a model card beside the weights."""
-        folder, size = Path(output_dir or self.args.output_dir), partial(self._checkpoints.size, of_weights=True)
-        with nullcontext() if _internal_call else on_disk(folder, size):
+        folder = Path(output_dir or self.args.output_dir)
+        with nullcontext() if _internal_call else on_disk(folder):
             super().save_model(output_dir, _internal_call)
             # Not in `_save`, whose ValueErrors transformers takes for ZeRO-3's, and not where weights stay in shards.
             if self.args.should_save and [*folder.glob("*.safetensors")]:
