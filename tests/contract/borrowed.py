@@ -388,7 +388,6 @@ OWNERS = (
         kind=ANYWHERE,
         where=("torch/distributed/distributed_c10d.py",),
         names={
-            "_get_default_store": "where processes tell who failed first",
             "_new_process_group_helper": "a group with a server, which SGLang makes with the same function",
             "_world": "all process groups there are",
         },

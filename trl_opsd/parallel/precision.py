@@ -112,39 +112,24 @@ def warn_of_lost_updates(
     """Warns if the learning rate is too small for the dtype of the trained weights, so that most steps do not change
     them.
 
-    Measured on the weights: the first step of AdamW moves each by the learning rate, or by that of the user's
-    `optimizer`. Not where a launcher keeps float32 copies to step on, as DeepSpeed does, and FSDP2 with mixed
-    precision.
+    Measured on the weights: the first step of AdamW moves each by the learning rate. Not with the user's `optimizer`,
+    nor where a launcher keeps float32 copies to step on, as DeepSpeed does, and FSDP2 with mixed precision.
     """
     kind, mixed = accelerator.distributed_type, accelerator.mixed_precision != "no"
     steps_on_copies = kind == DistributedType.DEEPSPEED or (kind == DistributedType.FSDP and mixed)
-    if steps_on_copies or not accelerator.is_main_process:
+    if optimizer is not None or steps_on_copies or not accelerator.is_main_process:
         return
-    groups = optimizer.param_groups if optimizer else []
-    # A schedule keeps the rate it starts from, and with a warmup has set the other to 0 already.
-    rates = {id(one): group.get("initial_lr", group["lr"]) for group in groups for one in group["params"]}
-    trained = [one for one in model.parameters() if one.requires_grad]
-    stuck = {
-        one: one.numel() * _unmoved(one.detach(), rates.get(id(one), rate))
-        for one in trained
-        if one.dtype in _HALF.values()
-    }
-    share = sum(stuck.values()) / max(sum(one.numel() for one in trained), 1)
-    if share < _LOST:
-        return
-    most = max(stuck, key=lambda one: stuck[one])
-    dtype, rate = str(most.dtype).removeprefix("torch."), rates.get(id(most), rate)
-    advice = (
-        "A quantised student's adapter has this dtype: raise the learning rate, or do not quantise."
-        if getattr(model, "is_quantized", False)
-        else "Load the student in float32 (`dtype='float32'` in `model_init_kwargs`, or `model.float()`); `bf16=True` "
-        "computes in bfloat16."
-    )
-    warnings.warn(
-        f"{share:.0%} of the student's trainable weights would not change in a step of {rate:g}, the learning rate: in "
-        f"{dtype} it is rounded away. {advice}",
-        stacklevel=4,
-    )
+    trained = [one.detach() for one in model.parameters() if one.requires_grad]
+    halves = [one for one in trained if one.dtype in _HALF.values()]
+    share = sum(one.numel() * _unmoved(one, rate) for one in halves) / max(sum(one.numel() for one in trained), 1)
+    if share >= _LOST:
+        dtype = str(halves[0].dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{share:.0%} of the student's trainable weights would not change in a step of {rate:g}, the learning "
+            f"rate: in {dtype} it is rounded away. Raise it, or load the student in float32 (`dtype='float32'` in "
+            "`model_init_kwargs`, or `model.float()`); `bf16=True` computes in bfloat16.",
+            stacklevel=4,
+        )
 
 
 _LOST = 0.1
