@@ -88,9 +88,7 @@ def _appears(file: Path) -> bool:
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
     """The folders `checkpoint-N` in a folder, by their step."""
-    if not folder.is_dir():
-        return []
-    matches = [(_NAME.fullmatch(name), folder / name) for name in os.listdir(folder)]
+    matches = [(_NAME.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
@@ -118,10 +116,8 @@ def problems(checkpoint: Path) -> list[str]:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Every file but the manifest, by its path relative to the folder."""
-    paths = [Path(root) / name for root, _, names in os.walk(folder) for name in names]
-    named = {path.relative_to(folder).as_posix(): path for path in sorted(paths) if path.is_file()}
-    named.pop(MANIFEST, None)
-    return named
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 # ---- Writing --------------------------------------------------------------------------------------------------------
@@ -330,9 +326,8 @@ def check_rates(scheduler: Any, steps: int) -> None:
     if not isinstance(scheduler, LambdaLR) or steps < 1:
         return
     pairs = list(zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True))
-    if any(rate * factor(step) != 0 for step in range(steps) for rate, factor in pairs):
-        return
-    raise ValueError(
-        f"The learning rate is 0 in all {steps} steps, so no weight would change: set fewer `warmup_steps` or more "
-        "steps, or pass another scheduler."
-    )
+    if not any(rate * factor(step) != 0 for step in range(steps) for rate, factor in pairs):
+        raise ValueError(
+            f"The learning rate is 0 in all {steps} steps, so no weight would change: set fewer `warmup_steps` or more "
+            "steps, or pass another scheduler."
+        )

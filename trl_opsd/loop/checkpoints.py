@@ -61,10 +61,7 @@ class Checkpoints:
     # ---- Reading ------------------------------------------------------------------------------------------------
 
     def are_there(self) -> bool:
-        """Whether any machine's disk has a checkpoint, complete or not; one that cannot be used is an error later.
-
-        Collective.
-        """
+        """Whether any machine's disk has a checkpoint, complete or not. Collective."""
         run_dir = Path(self._trainer.args.output_dir)
         if self._trainer.args.should_save:
             disk.recover(run_dir)

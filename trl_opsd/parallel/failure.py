@@ -73,7 +73,6 @@ class Watchdog:
         """Restarts the timer for the innermost phase, or stops it if there is none."""
         if self._notice is not None:
             self._notice.cancel()
-            self._notice = None
         if self._phases:
             self._notice = Timer(self._seconds, self._print_notice, [self._phases[-1]])
             self._notice.daemon = True

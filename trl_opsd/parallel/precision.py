@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ _PLAIN = (nn.Linear.forward, Conv1D.forward)
 """Products that autocast rounds; a layer with one of its own, as a quantised one, may have scales for its weight."""
 
 
-@contextmanager
-def autocast(accelerator: Accelerator) -> Iterator[None]:
+def autocast(accelerator: Accelerator) -> AbstractContextManager[None]:
     """Autocast to the dtype of `bf16=True` or `fp16=True`, with every launcher.
 
     accelerate's own context does nothing under DeepSpeed, which casts the student's weights and leaves a teacher and
@@ -37,11 +36,8 @@ def autocast(accelerator: Accelerator) -> Iterator[None]:
     """
     dtype = _HALF.get(accelerator.mixed_precision)
     if dtype is None or accelerator.native_amp:
-        with accelerator.autocast():
-            yield
-    else:
-        with torch.autocast(accelerator.device.type, dtype=dtype):
-            yield
+        return accelerator.autocast()
+    return torch.autocast(accelerator.device.type, dtype=dtype)
 
 
 @contextmanager
@@ -87,12 +83,9 @@ def dtype_of_frozen_base(args: TrainingArguments, adapter: Any) -> torch.dtype |
         return None
     if adapter.is_prompt_learning or adapter.peft_type == "LN_TUNING":  # what they train is made in the base's dtype
         return None
-    trains_base = any(getattr(adapter, name, None) not in (None, [], "none") for name in _TRAINED_OF_BASE)
+    of_base = ("modules_to_save", "trainable_token_indices", "bias")  # whose weights, or copies of them, it trains
+    trains_base = any(getattr(adapter, name, None) not in (None, [], "none") for name in of_base)
     return None if trains_base or rewrites_base(adapter) else torch.bfloat16
-
-
-_TRAINED_OF_BASE = ("modules_to_save", "trainable_token_indices", "bias")
-"""Options of an adapter that make it train weights of the base, or copies of them."""
 
 
 def check_trained_dtypes(model: nn.Module) -> None:
@@ -135,13 +128,10 @@ def warn_of_lost_updates(
 _LOST = 0.1
 """Share of the weights that causes a warning; a bfloat16 model has about 0.1 at a rate of 1e-4, 0.98 at 1e-6."""
 
-_SAMPLED = 4096
-"""Values of a weight that are tested, evenly spaced."""
-
 
 def _unmoved(weight: Tensor, rate: float) -> float:
     """Mean share of a weight's values that do not change when the rate is added, and when it is subtracted."""
-    values = weight.flatten()[:: max(weight.numel() // _SAMPLED, 1)]
+    values = weight.flatten()[:: max(weight.numel() // 4096, 1)]  # enough of them, evenly spaced
     # Rounded to the nearest, as the weights are when the optimizer writes them.
     unmoved = [(values.float() + step).to(values.dtype) == values for step in (rate, -rate)]
     return float(torch.stack(unmoved).float().mean()) if values.numel() else 0.0
