@@ -48,10 +48,7 @@ def _backends(group: Any) -> list[Any]:
 
 
 class Watchdog:
-    """Reports phases that exceed `seconds`, excluding phases nested inside them.
-
-    The line that names the phase and the stacks of all threads are printed by a thread.
-    """
+    """Prints the name and all stacks of phases that exceed `seconds`, excluding phases nested inside them."""
 
     def __init__(self, seconds: float, rank: int) -> None:
         self._seconds, self._rank = seconds, rank

@@ -7,7 +7,6 @@ its weights. But the loss does not go through `forward`, and no launcher casts a
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -139,10 +138,8 @@ def _unmoved(weight: Tensor, rate: float) -> float:
 
 def dtypes_of(model: nn.Module) -> str:
     """The dtypes of a model's weights, each with an example parameter, for messages."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        names[str(parameter.dtype).removeprefix("torch.")].append(name)
-    return ", ".join(f"{len(those)} in {dtype} ({those[-1]!r})" for dtype, those in sorted(names.items()))
+    names = {str(one.dtype).removeprefix("torch."): name for name, one in model.named_parameters()}
+    return ", ".join(f"{dtype} ({name!r})" for dtype, name in sorted(names.items()))
 
 
 def least_precise(model: nn.Module) -> torch.dtype:
