@@ -424,7 +424,6 @@ NOT_BORROWED = {
     "_dynamo": "a module",
     "_get_backend": "of a process group, in C++",
     "_replace": "of every named tuple",
-    "_failed_first": "our own, on an exception",
     "_set_default_timeout": "of a process group, in C++; asked for before it is called",
     "_timeout": "of a process group, in C++",
     "_version": "of a tensor, in C++",
