@@ -23,7 +23,6 @@ from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import check_sampled, settle_loading, settle_sampling, with_help
 from trl_opsd.options.rules import check_launch, check_together, refuse, shown
 from trl_opsd.options.table import LOCAL, RESUMED, check_values, checked, option_values
-from trl_opsd.parallel.failure import share_tracebacks
 
 
 @with_help
@@ -193,7 +192,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
     ]
 
     def __post_init__(self) -> None:
-        share_tracebacks()
         # 1. each option by itself: its type, its bounds
         check_values(self)
         # 2. the launch, before transformers starts accelerate

@@ -39,7 +39,6 @@ from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import Reading
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
-from trl_opsd.parallel.failure import share_tracebacks
 from trl_opsd.parallel.precision import warn_of_lost_updates
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.prepare import prepare
@@ -172,7 +171,6 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teacher_prompt_fn: Callable[[dict[str, Any], str], Any] | None = None,
         methods: Sequence[Method] = (),
     ) -> None:
-        share_tracebacks()  # first of all, as whatever follows may fail in one process
         given = prepare(
             model=model,
             teacher_model=teacher_model,

@@ -387,7 +387,6 @@ OWNERS = (
         kind=ANYWHERE,
         where=("torch/distributed/distributed_c10d.py",),
         names={
-            "_get_default_store": "where processes tell who failed first",
             "_new_process_group_helper": "a group with a server, which SGLang makes with the same function",
             "_world": "all process groups there are",
         },
@@ -424,7 +423,6 @@ NOT_BORROWED = {
     "_dynamo": "a module",
     "_get_backend": "of a process group, in C++",
     "_replace": "of every named tuple",
-    "_failed_first": "our own, on an exception",
     "_set_default_timeout": "of a process group, in C++; asked for before it is called",
     "_timeout": "of a process group, in C++",
     "_version": "of a tensor, in C++",

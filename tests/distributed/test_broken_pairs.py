@@ -95,7 +95,6 @@ def test_failed_process_ends_both_and_its_error_is_shown(launched, phase, strate
     assert f"[rank1]: RuntimeError: injected into {phase}" in found.printed
     check_one_traceback(found.printed, found.ended, first=1)
     if phase == "save":
-        assert "checkpoint-1 is incomplete; earlier checkpoints are unchanged." in found.printed
         assert not list((folder / "out").glob("checkpoint-*"))
 
 

@@ -103,10 +103,10 @@ def weights(disk: Path, output: str) -> dict[str, torch.Tensor]:
 def test_disks_must_match_save_on_each_node_before_loading(machines, folder):
     apart = Run(folder, "zero2_cpu", ("one", "two"), "refused")
     assert any(apart.ended())
-    assert "Processes 1 do not see the files that process 0 writes" in apart.said()
+    assert "Processes do not share" in apart.said()
     together = Run(folder, "zero2_cpu", ("shared", "shared"), "twice", save_on_each_node=True)
     assert any(together.ended())
-    assert "All machines share" in together.said()
+    assert "Processes share" in together.said()
     for said in (apart.said(), together.said()):
         assert "Traceback" not in said
         assert "Loading weights" not in said

@@ -168,7 +168,7 @@ def test_longer_resumed_run_has_rates_of_its_own_schedule(tmp_path, kind):
         pytest.param({"learning_rate": 0.5}, "learning_rate=0.01 instead of 0.5.", marks=pytest.mark.long),
         (
             {"weight_decay": 0.25, "adam_beta1": 0.5},
-            "betas=(0.9, 0.999) instead of (0.5, 0.999), weight_decay=0 instead of",
+            "betas=(0.9, 0.999) instead of (0.5, 0.999), weight_decay=0.0 instead of",
         ),
         ({"max_steps": 3, "max_grad_norm": 0.5}, None),
     ],

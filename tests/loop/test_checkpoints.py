@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from support import tiny
 from transformers import TrainerState
@@ -92,7 +91,8 @@ def test_leftovers_of_killed_run_do_not_stop_a_new_one(make_trainer, tmp_path):
     (tmp_path / UNFINISHED).mkdir()
     (tmp_path / UNFINISHED / "mine.txt").write_text("keep me")
     make_trainer(**BEST, save_total_limit=2, eval_dataset=tiny.rows(4)).train()
-    assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-8", UNFINISHED}
+    (aside,) = tmp_path.glob("replaced-checkpoint-2-*")
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-8", UNFINISHED, aside.name}
     assert names(tmp_path / UNFINISHED) == {"mine.txt"}
     resumed = make_trainer(max_steps=4)
     resumed.train(resume_from_checkpoint=True)
@@ -159,11 +159,8 @@ def test_failed_write_leaves_earlier_checkpoints_intact(trained, tmp_path, monke
             patched.setattr(transformers.TrainerState, "save_to_json", refusing(TrainerState.save_to_json, 1))
             patched.setattr(Path, "open", refusing(Path.open, 0))
             of_user = (OPSDError, r"The disk of .* is full") if fault == errno.ENOSPC else (OSError, os.strerror(fault))
-            with pytest.raises(of_user[0], match=of_user[1]) as raised:
+            with pytest.raises(of_user[0], match=of_user[1]):
                 trainer._save_checkpoint(trainer.model, None)
-        assert raised.value.__notes__ == [
-            f"{tmp_path / 'checkpoint-2'} is incomplete; earlier checkpoints are unchanged."
-        ]
         assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
         assert names(tmp_path) == {"checkpoint-1", UNFINISHED}
     trainer._save_checkpoint(trainer.model, None)
@@ -184,12 +181,10 @@ def test_error_ends_with_checkpoint_to_resume_from(make_trainer, tmp_path, steps
     with pytest.raises(ServerError, match="gone") as raised:
         trainer.train()
     notes = getattr(raised.value, "__notes__", [])
-    if left is None:
-        assert notes == [], "nothing was learned"
-    elif left:
+    if left:
         assert notes[-1].startswith(f"To resume from {tmp_path / left}, the newest checkpoint")
     else:
-        assert notes[-1].startswith(f"{tmp_path} has no checkpoint of this run")
+        assert notes == []
 
 
 @pytest.mark.parametrize("others", [("checkpoint-1", ""), ("", "checkpoint-2 is not complete")])
@@ -205,33 +200,20 @@ def test_all_machines_resume_from_a_checkpoint_that_each_has(trained, tmp_path, 
         assert trainer._checkpoints.whole(True) == str(tmp_path / "checkpoint-1")
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("only_model", [False, True])
-def test_full_disk_is_named_with_bytes(trained, tmp_path, monkeypatch, adapter, only_model):
+def test_full_disk_is_named(trained, tmp_path, monkeypatch):
     """torch's own error, of `/dev/full`, is "unexpected pos 640 vs 534"."""
-    lora = LoraConfig(r=4, target_modules=["q_proj"]) if adapter else None
-    trainer = trained(**EACH_STEP, max_steps=1, peft_config=lora, save_only_model=only_model)
-    numbers = sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
-    tensors = sum(one.requires_grad for one in trainer.model.parameters())
-    weights, states = 4 * numbers, 0 if only_model else 2 * 4 * numbers + 4 * tensors  # two moments, and the steps
-    torch_save = torch.save
+    trainer = trained(**EACH_STEP, max_steps=1)
+    torch_save, free = torch.save, SimpleNamespace(free=0)
     monkeypatch.setattr(torch, "save", lambda saved, path, *given, **more: torch_save(saved, "/dev/full"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     trainer.state.global_step = 2
-    free = iter([1_234, 0])
-    with pytest.raises(OPSDError, match=f"The disk of {tmp_path} is full: 1,234 bytes were free") as raised:
+    with pytest.raises(OPSDError, match=f"The disk of {tmp_path} is full, 0 bytes are free"):
         trainer._save_checkpoint(trainer.model, None)
-    assert f"more than {weights + states:,} are needed" in str(raised.value)
-    assert "is incomplete; earlier checkpoints are unchanged" in raised.value.__notes__[0]
-    free = iter([10**9, 0])
-    with pytest.raises(OPSDError, match="1,000,000,000 bytes were free, more than 1,000,000,000 are needed"):
-        trainer._save_checkpoint(trainer.model, None)
-    free = iter([10**9, 10**9])
+    with pytest.raises(OPSDError, match="final is full, 0 bytes are free"):
+        trainer.save_model(str(tmp_path / "final"))
+    free.free = 10**9
     with pytest.raises(RuntimeError, match="unexpected pos"):  # with room it was something else
         trainer._save_checkpoint(trainer.model, None)
-    free = iter([1_234, 0])
-    with pytest.raises(OPSDError, match=f"full: 1,234 bytes were free, more than {weights:,} are needed"):
-        trainer.save_model(str(tmp_path / "final"))
     assert checkpoint_to_resume(True, tmp_path) == (tmp_path / "checkpoint-1", [])
 
 

@@ -422,11 +422,3 @@ def test_lost_updates_warn_only_without_float32_copies(accelerator, warns):
         warnings.simplefilter("always")
         warn_of_lost_updates(tiny.qwen2().bfloat16(), accelerator, 1e-6)
     assert [bool(re.match(LOST, str(one.message))) for one in warned] == [True] * warns
-
-
-def test_lost_updates_of_a_quantised_student_have_their_own_advice():
-    """TRL keeps it in bfloat16."""
-    student = tiny.qwen2().bfloat16()
-    student.is_quantized = True
-    with pytest.warns(UserWarning, match=r"has this dtype: raise the learning rate, or do not quantise\."):
-        warn_of_lost_updates(student, launched(), 1e-6)

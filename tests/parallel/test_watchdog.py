@@ -30,7 +30,6 @@ def test_slow_phase_is_reported_with_stacks(trained, capfd):
     assert trainer.state.global_step == 2, "it only reports"
     printed = capfd.readouterr().err
     assert printed.count("Rank 0 has been in phase 'teach' for 0.2 seconds (`phase_timeout`). It keeps running") == 1
-    assert printed.count("Timeout (0:00:00.500000)!") == 1
     named, stacks = printed.index("Rank 0 has been"), printed.index("most recent call first")
     asleep = re.search(r'test_watchdog\.py", line \d+ in teach', printed)
     assert named < stacks < asleep.start()

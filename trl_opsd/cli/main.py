@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -322,9 +321,8 @@ def explained(command: Callable[[], str], whole: bool) -> Iterator[None]:
     except Exception as error:
         if whole or not _is_explained(error):
             raise
-        if _ends_first(error):
-            said = [f"{command()}: error: {error}", "`--traceback` shows where it was raised."]
-            print(*said, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr, flush=True)
+        said = [f"{command()}: error: {error}", "`--traceback` shows where it was raised."]
+        print(*said, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr, flush=True)
         sys.exit(1 if isinstance(error, OPSDError) else 2)
 
 
@@ -333,14 +331,6 @@ def _is_explained(error: Exception) -> bool:
     if isinstance(error, ValueError | TypeError | ImportError):
         return (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise")
     return isinstance(error, OPSDError | OSError) and not isinstance(error, BrokenPipeError)  # of `| head`
-
-
-def _ends_first(error: Exception) -> bool:
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return True
-    from trl_opsd.parallel.failure import ends_first  # imports torch
-
-    return ends_first(error)
 
 
 class _Commands(TyperGroup):

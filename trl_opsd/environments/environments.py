@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 import itertools
@@ -132,6 +133,12 @@ class Environments:
             raise RuntimeError(f"{called} could not make an environment: {_in_words(it)}") from it
         methods = dict(inspect.getmembers(type(it), lambda one: inspect.isfunction(one) or inspect.ismethod(one)))
         own = {key: getattr(it, key) for key in methods if not (key.startswith("_") or key in RESERVED_METHODS)}
+        lacking = [name for name in RESERVED_METHODS if name not in methods]
+        if near := [key for key in own if difflib.get_close_matches(key, lacking, n=1, cutoff=0.85)]:
+            raise ValueError(
+                f"`{type(it).__name__}.{near[0]}` would be a tool of the student, and has nearly the name of what is "
+                f"asked for here ({', '.join(lacking)}): rename it; what is no tool begins with an underscore."
+            )
         given = {one.__name__: one for one in tools}
         described = {one.__name__: as_described(one) for one in (*tools, *own.values())}
         names = {one.__name__: key for key, one in own.items()}

@@ -17,28 +17,10 @@ from typing import TYPE_CHECKING, Any, final
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_opsd._compat.peft import is_peft
-from trl_opsd._compat.sharding import whole_numel
-from trl_opsd.checkpoints import (
-    UNFINISHED,
-    Settings,
-    begin,
-    check_launch,
-    checkpoint_to_resume,
-    not_taken,
-    numbered,
-    on_disk,
-    publish,
-    recover,
-    remedy,
-    rotate,
-    set_rates,
-    settings_of,
-    sync_files,
-)
+from trl_opsd import checkpoints as disk
+from trl_opsd.checkpoints import UNFINISHED
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
@@ -57,7 +39,7 @@ class Checkpoints:
         self._sigterm = _StopOnSigterm(trainer.accelerator) if stops_on_sigterm else None
         if self._sigterm is not None:
             trainer.add_callback(self._sigterm)
-        self._settings: Settings = []
+        self._settings: dict[tuple[int, str], Any] = {}
         """Optimizer settings from the options of the latest training."""
         self.interrupted = False
         """Whether a SIGTERM ended the last training."""
@@ -71,7 +53,7 @@ class Checkpoints:
             with self._sigterm.listening() if self._sigterm else nullcontext():
                 yield
         except Exception as error:
-            if advice := remedy(Path(self._trainer.args.output_dir), self._trainer.state.global_step):
+            if advice := disk.remedy(Path(self._trainer.args.output_dir), self._trainer.state.global_step):
                 error.add_note(advice)
             raise
         self.interrupted = self._sigterm is not None and self._sigterm.stopping
@@ -79,14 +61,11 @@ class Checkpoints:
     # ---- Reading ------------------------------------------------------------------------------------------------
 
     def are_there(self) -> bool:
-        """Whether any machine's disk has a checkpoint, complete or not; one that cannot be used is an error later.
-
-        Collective.
-        """
+        """Whether any machine's disk has a checkpoint, complete or not. Collective."""
         run_dir = Path(self._trainer.args.output_dir)
         if self._trainer.args.should_save:
-            recover(run_dir)
-        return any(gather_object([bool(numbered(run_dir))]))
+            disk.recover(run_dir)
+        return any(gather_object([bool(disk.numbered(run_dir))]))
 
     def whole(self, asked: str | bool) -> str:
         """The requested checkpoint, `True` for the newest complete on every machine with its own disk. Collective."""
@@ -101,8 +80,8 @@ class Checkpoints:
     def _found(self, asked: str | bool) -> tuple[str, str]:
         """The requested checkpoint on this machine's disk, and why it cannot be used."""
         try:
-            folder, remarks = checkpoint_to_resume(asked, Path(self._trainer.args.output_dir))
-            check_launch(folder, self._trainer.is_deepspeed_enabled, self._trainer.is_fsdp_enabled)
+            folder, remarks = disk.checkpoint_to_resume(asked, Path(self._trainer.args.output_dir))
+            disk.check_launch(folder, self._trainer.is_deepspeed_enabled, self._trainer.is_fsdp_enabled)
         except (ValueError, OSError) as error:
             return "", str(error)
         for remark in remarks:
@@ -111,12 +90,12 @@ class Checkpoints:
 
     def note_settings(self) -> None:
         """Records the optimizer's settings before a checkpoint is loaded into it."""
-        self._settings = settings_of(self._trainer.optimizer)
+        self._settings = disk.settings_of(self._trainer.optimizer)
 
     def after_optimizer_load(self, checkpoint: str) -> None:
         """Sets the rates of this run's schedule, and warns of settings that the checkpoint has overwritten."""
-        set_rates(self._trainer.lr_scheduler)
-        if changed := not_taken(self._settings, settings_of(self._trainer.optimizer)):
+        disk.set_rates(self._trainer.lr_scheduler)
+        if changed := disk.not_taken(self._settings, disk.settings_of(self._trainer.optimizer)):
             logger.warning(
                 f"The optimizer keeps the settings of {checkpoint}: {changed}. To change them, start a new run from "
                 "its model: pass the checkpoint as `model`, and do not resume."
@@ -130,9 +109,9 @@ class Checkpoints:
         name = f"checkpoint-{state.global_step}"
         written = run_dir / UNFINISHED / name
         try:
-            with on_disk(run_dir, self.size):
+            with disk.on_disk(run_dir):
                 if args.should_save:
-                    begin(run_dir)
+                    disk.begin(run_dir)
                 accelerator.wait_for_everyone()  # not before the main process has cleared the folder
                 self.is_staging = True
                 write()
@@ -141,29 +120,18 @@ class Checkpoints:
                     state.save_to_json(str(written / "trainer_state.json"))  # again, with the best one's final path
                 accelerator.wait_for_everyone()
                 if args.local_process_index == 0:  # a machine can sync only what was written on it
-                    sync_files(written)
+                    disk.sync_files(written)
                 accelerator.wait_for_everyone()
                 if args.should_save:
-                    publish(written, run_dir)
-        except Exception as error:
-            error.add_note(f"{run_dir / name} is incomplete; earlier checkpoints are unchanged.")
-            raise
+                    disk.publish(written, run_dir)
         finally:
             self.is_staging = False
         if args.should_save:
             best = [] if state.best_model_checkpoint is None else [Path(state.best_model_checkpoint)]
-            for remark in rotate(run_dir, args.save_total_limit, [run_dir / name, *best]):
+            for remark in disk.rotate(run_dir, args.save_total_limit, [run_dir / name, *best]):
                 logger.warning(remark)
         accelerator.wait_for_everyone()
         return run_dir / name
-
-    def size(self, of_weights: bool = False) -> int:
-        """Bytes of the tensors in a checkpoint; of optimizer states that ZeRO divides, those of this process."""
-        trainer, no_states = self._trainer, of_weights or self._trainer.args.save_only_model
-        states = () if no_states or trainer.optimizer is None else trainer.optimizer.state.values()
-        tensors = [one for one in trainer.model.parameters() if one.requires_grad or not is_peft(trainer.model)]
-        tensors += [one for state in states for one in state.values() if isinstance(one, Tensor)]
-        return sum(whole_numel(one) * one.element_size() for one in tensors)
 
     def _point_to_best(self, run_dir: Path) -> None:
         """Sets the final path of the best checkpoint, which transformers looked for in the staging folder."""
@@ -205,9 +173,8 @@ class _StopOnSigterm(TrainerCallback):
             control.should_evaluate = False  # there may not be time for it
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if not self.stopping and self._is_time_to_stop():
-            logger.warning(f"SIGTERM: step {state.global_step} is already saved; stopping.")
-            control.should_training_stop = True
+        if not self.stopping:  # else saved because of it
+            control.should_training_stop |= self._is_time_to_stop()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

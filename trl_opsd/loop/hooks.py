@@ -483,7 +483,7 @@ class TrainerHooks(TrainerMembers):
 
     # For each dataset of an evaluation, and by `predict`.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        prefix = kwargs["metric_key_prefix"]
+        prefix = kwargs.get("metric_key_prefix", "eval")
         with self._stats.evaluation(prefix, self._metrics["eval"]) as metrics, self.methods.evaluation(prefix):
             output = super().evaluation_loop(*args, **kwargs)
         if self.is_in_train:
@@ -563,8 +563,8 @@ class TrainerHooks(TrainerMembers):
     # By the user, and by transformers for each checkpoint.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers', with a model card beside the weights."""
-        folder, size = Path(output_dir or self.args.output_dir), partial(self._checkpoints.size, of_weights=True)
-        with nullcontext() if _internal_call else on_disk(folder, size):
+        folder = Path(output_dir or self.args.output_dir)
+        with nullcontext() if _internal_call else on_disk(folder):
             super().save_model(output_dir, _internal_call)
             # Not in `_save`, whose ValueErrors transformers takes for ZeRO-3's, and not where weights stay in shards.
             if self.args.should_save and [*folder.glob("*.safetensors")]:

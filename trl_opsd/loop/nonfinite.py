@@ -21,7 +21,7 @@ from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
-from trl_opsd.parallel.failure import one_traceback
+from trl_opsd.parallel.failure import recorded_errors
 from trl_opsd.types import LossParts
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class NonfiniteGuard:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Watches a training, whose processes end together when one fails: only the first prints its traceback."""
+        """Watches a training, whose processes end together when one fails."""
         self._begin()
-        with one_traceback():
+        with recorded_errors():
             try:
                 yield
             finally:

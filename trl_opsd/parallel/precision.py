@@ -7,9 +7,8 @@ its weights. But the loss does not go through `forward`, and no launcher casts a
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ _PLAIN = (nn.Linear.forward, Conv1D.forward)
 """Products that autocast rounds; a layer with one of its own, as a quantised one, may have scales for its weight."""
 
 
-@contextmanager
-def autocast(accelerator: Accelerator) -> Iterator[None]:
+def autocast(accelerator: Accelerator) -> AbstractContextManager[None]:
     """Autocast to the dtype of `bf16=True` or `fp16=True`, with every launcher.
 
     accelerate's own context does nothing under DeepSpeed, which casts the student's weights and leaves a teacher and
@@ -37,11 +35,8 @@ def autocast(accelerator: Accelerator) -> Iterator[None]:
     """
     dtype = _HALF.get(accelerator.mixed_precision)
     if dtype is None or accelerator.native_amp:
-        with accelerator.autocast():
-            yield
-    else:
-        with torch.autocast(accelerator.device.type, dtype=dtype):
-            yield
+        return accelerator.autocast()
+    return torch.autocast(accelerator.device.type, dtype=dtype)
 
 
 @contextmanager
@@ -87,12 +82,9 @@ def dtype_of_frozen_base(args: TrainingArguments, adapter: Any) -> torch.dtype |
         return None
     if adapter.is_prompt_learning or adapter.peft_type == "LN_TUNING":  # what they train is made in the base's dtype
         return None
-    trains_base = any(getattr(adapter, name, None) not in (None, [], "none") for name in _TRAINED_OF_BASE)
+    of_base = ("modules_to_save", "trainable_token_indices", "bias")  # whose weights, or copies of them, it trains
+    trains_base = any(getattr(adapter, name, None) not in (None, [], "none") for name in of_base)
     return None if trains_base or rewrites_base(adapter) else torch.bfloat16
-
-
-_TRAINED_OF_BASE = ("modules_to_save", "trainable_token_indices", "bias")
-"""Options of an adapter that make it train weights of the base, or copies of them."""
 
 
 def check_trained_dtypes(model: nn.Module) -> None:
@@ -112,51 +104,33 @@ def warn_of_lost_updates(
     """Warns if the learning rate is too small for the dtype of the trained weights, so that most steps do not change
     them.
 
-    Measured on the weights: the first step of AdamW moves each by the learning rate, or by that of the user's
-    `optimizer`. Not where a launcher keeps float32 copies to step on, as DeepSpeed does, and FSDP2 with mixed
-    precision.
+    Measured on the weights: the first step of AdamW moves each by the learning rate. Not with the user's `optimizer`,
+    nor where a launcher keeps float32 copies to step on, as DeepSpeed does, and FSDP2 with mixed precision.
     """
     kind, mixed = accelerator.distributed_type, accelerator.mixed_precision != "no"
     steps_on_copies = kind == DistributedType.DEEPSPEED or (kind == DistributedType.FSDP and mixed)
-    if steps_on_copies or not accelerator.is_main_process:
+    if optimizer is not None or steps_on_copies or not accelerator.is_main_process:
         return
-    groups = optimizer.param_groups if optimizer else []
-    # A schedule keeps the rate it starts from, and with a warmup has set the other to 0 already.
-    rates = {id(one): group.get("initial_lr", group["lr"]) for group in groups for one in group["params"]}
-    trained = [one for one in model.parameters() if one.requires_grad]
-    stuck = {
-        one: one.numel() * _unmoved(one.detach(), rates.get(id(one), rate))
-        for one in trained
-        if one.dtype in _HALF.values()
-    }
-    share = sum(stuck.values()) / max(sum(one.numel() for one in trained), 1)
-    if share < _LOST:
-        return
-    most = max(stuck, key=lambda one: stuck[one])
-    dtype, rate = str(most.dtype).removeprefix("torch."), rates.get(id(most), rate)
-    advice = (
-        "A quantised student's adapter has this dtype: raise the learning rate, or do not quantise."
-        if getattr(model, "is_quantized", False)
-        else "Load the student in float32 (`dtype='float32'` in `model_init_kwargs`, or `model.float()`); `bf16=True` "
-        "computes in bfloat16."
-    )
-    warnings.warn(
-        f"{share:.0%} of the student's trainable weights would not change in a step of {rate:g}, the learning rate: in "
-        f"{dtype} it is rounded away. {advice}",
-        stacklevel=4,
-    )
+    trained = [one.detach() for one in model.parameters() if one.requires_grad]
+    halves = [one for one in trained if one.dtype in _HALF.values()]
+    share = sum(one.numel() * _unmoved(one, rate) for one in halves) / max(sum(one.numel() for one in trained), 1)
+    if share >= _LOST:
+        dtype = str(halves[0].dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{share:.0%} of the student's trainable weights would not change in a step of {rate:g}, the learning "
+            f"rate: in {dtype} it is rounded away. Raise it, or load the student in float32 (`dtype='float32'` in "
+            "`model_init_kwargs`, or `model.float()`); `bf16=True` computes in bfloat16.",
+            stacklevel=4,
+        )
 
 
 _LOST = 0.1
 """Share of the weights that causes a warning; a bfloat16 model has about 0.1 at a rate of 1e-4, 0.98 at 1e-6."""
 
-_SAMPLED = 4096
-"""Values of a weight that are tested, evenly spaced."""
-
 
 def _unmoved(weight: Tensor, rate: float) -> float:
     """Mean share of a weight's values that do not change when the rate is added, and when it is subtracted."""
-    values = weight.flatten()[:: max(weight.numel() // _SAMPLED, 1)]
+    values = weight.flatten()[:: max(weight.numel() // 4096, 1)]  # enough of them, evenly spaced
     # Rounded to the nearest, as the weights are when the optimizer writes them.
     unmoved = [(values.float() + step).to(values.dtype) == values for step in (rate, -rate)]
     return float(torch.stack(unmoved).float().mean()) if values.numel() else 0.0
@@ -164,10 +138,8 @@ def _unmoved(weight: Tensor, rate: float) -> float:
 
 def dtypes_of(model: nn.Module) -> str:
     """The dtypes of a model's weights, each with an example parameter, for messages."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        names[str(parameter.dtype).removeprefix("torch.")].append(name)
-    return ", ".join(f"{len(those)} in {dtype} ({those[-1]!r})" for dtype, those in sorted(names.items()))
+    names = {str(one.dtype).removeprefix("torch."): name for name, one in model.named_parameters()}
+    return ", ".join(f"{dtype} ({name!r})" for dtype, name in sorted(names.items()))
 
 
 def least_precise(model: nn.Module) -> torch.dtype:

@@ -25,9 +25,8 @@ class Closable(Iterator[T]):
 
     def close(self) -> None:
         """Cancels what has not come."""
-        if self._end is not None:
-            _unless_it_runs(self._end)
-        _unless_it_runs(self._items.close)
+        for close in filter(None, (self._end, self._items.close)):
+            _unless_it_runs(close)
 
 
 def _unless_it_runs(close: Callable[[], None]) -> None:

@@ -19,7 +19,6 @@ from trl_opsd._compat.trl import DatasetMixtureConfig, ModelConfig, ScriptArgume
 from trl_opsd.config import OPSDConfig
 from trl_opsd.options.names import did_you_mean
 from trl_opsd.options.normalize import with_help
-from trl_opsd.parallel.failure import ends_first, share_tracebacks
 
 if TYPE_CHECKING:
     from trl_opsd.trainer import OPSDTrainer
@@ -145,7 +144,6 @@ class OptionParser(TrlParser):
 
     def given(self, args: Iterable[str]) -> RunOptions:
         """The options of a run; the command line overrides the file of `--config`, and that a task's own options."""
-        share_tracebacks()
         rest, config = self.read(args)
         os.environ.update({name: str(value) for name, value in config.get("env", {}).items()})
         flags = (one.partition("=")[0].removeprefix("--").replace("-", "_") for one in rest if one.startswith("--"))
@@ -185,8 +183,7 @@ class OptionParser(TrlParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        if ends_first():
-            print(f"{self.prog}: error: {message}\n`{self.prog} --help` lists all options.", file=sys.stderr)
+        print(f"{self.prog}: error: {message}\n`{self.prog} --help` lists all options.", file=sys.stderr, flush=True)
         raise SystemExit(2)
 
     def _file(self, path: str) -> dict[str, Any]:
