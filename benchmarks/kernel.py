@@ -147,7 +147,7 @@ def errors(rows: int, widths: list[int]) -> list[dict[str, Any]]:
                             "entropies": max(error(got[1], statistics[1]), error(got[2], statistics[2])),
                             "ratio": error(got[3], statistics[3]),
                             "clipped": error(got[4], statistics[4]),
-                            "pulled": error(got[5], statistics[5]),
+                            "nll": error(got[5], statistics[5]),
                             "firsts": max(error(got[6], statistics[6]), error(got[7], statistics[7])),
                             "importance": error(got[8], statistics[8]),
                             "sampled": error(got[9], statistics[9]),

@@ -96,7 +96,7 @@ class Writing(FixedRollout):
             yield row, written[row]
 
 
-class Reading(Teacher):
+class BatchPolicy(Teacher):
     """Reads in a time proportional to the tokens; `apart`, row by row from when it is told of a row."""
 
     def __init__(self, inner: Teacher, per_token: float, apart: bool, watch: Watch) -> None:
@@ -161,7 +161,7 @@ def run(overlap: str | None, asked: argparse.Namespace, folder: str) -> Watch:
     teacher = FrozenTeacher(Resident(tiny.qwen2(32, seed=1), torch.device("cpu")))
     trainer = Learning(
         model=tiny.qwen2(16, seed=0),
-        teacher_model=Reading(teacher, asked.teach / sum(sizes), asked.teacher == "apart", watch),
+        teacher_model=BatchPolicy(teacher, asked.teach / sum(sizes), asked.teacher == "apart", watch),
         args=tiny.config(
             Path(folder),
             overlap=overlap,

@@ -51,8 +51,8 @@ class Pulled(OPSDTrainer):
 
     def score(self, rows):
         batch = super().score(rows)
-        pull = torch.ones(len(batch.rows)) if self.model.training else None
-        return replace(batch, rollout=replace(batch.rollout, pull=pull))
+        nll_weight = torch.ones(len(batch.rows)) if self.model.training else None
+        return replace(batch, rollout=replace(batch.rollout, nll_weight=nll_weight))
 
 
 def privileged_rows() -> Dataset:

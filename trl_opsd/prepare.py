@@ -129,9 +129,9 @@ def prepare(
     environment_factory: Any,
     quantization_config: Any,
     row_columns: Collection[str],
-    pick: Callable[[Any, OPSDConfig], Any],
+    choose_rollout: Callable[[Any, OPSDConfig], Any],
 ) -> Prepared:
-    """Runs every check that needs no loaded model; `pick` chooses the rollout."""
+    """Runs every check that needs no loaded model; `choose_rollout` chooses the rollout."""
     # 1. The options: what they are, and whether results could be saved.
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected a path, a model id, or a model.")
@@ -196,7 +196,7 @@ def prepare(
         ]
     )
     # 4. The rollout, the teachers, and functions of the user.
-    picked = pick(rollout, args)
+    chosen = choose_rollout(rollout, args)
     check_teachers(teacher_model, model, args)
     models = dict(teacher_model) if isinstance(teacher_model, Mapping) else {ONLY: teacher_model}
     for method in made:
@@ -222,7 +222,7 @@ def prepare(
         needs_context=needs_context,
     )
     # A reference beside rewards, or a sharper self, differs from the student without a column.
-    differs = args.tempers_apart or any(one.pulls or one.moves_target for one in made)
+    differs = args.tempers_apart or any(one.adds_nll or one.moves_target for one in made)
     _check_columns(datasets, args, intake, needs_column and not differs)
     columns = tuple(row_columns)
     if args.lmbda < 1 and not args.seq_kd:
@@ -273,7 +273,7 @@ def prepare(
             look_ahead(one, intake)  # now that it is known who can read them
         if one.student_sees:
             why = "it reads token ids alone; generate with `transformers` or a colocated vLLM"
-            refuse([(not picked.reads_images, f"The rollout ({picked}) with images", why)])
+            refuse([(not chosen.reads_images, f"The rollout ({chosen}) with images", why)])
             check_sees(model, args.model_init_kwargs or {})
     # 10. Templates, end tokens and vocabularies.
     tokenizer = text_tokenizer(processing_class)
@@ -296,7 +296,7 @@ def prepare(
         processors=processors,
         reads_images=reads_images,
         row_columns=columns,
-        rollout=picked,
+        rollout=chosen,
         vocabularies=vocabularies,
         methods=made,
         environments=environments,

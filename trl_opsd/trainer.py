@@ -36,7 +36,7 @@ from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import completion_hidden, context_of, preserved_mode
 from trl_opsd.models.checks import check_student, check_trainable
 from trl_opsd.models.forks import forked_hidden
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
 from trl_opsd.parallel.precision import warn_of_lost_updates
@@ -119,7 +119,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             objective, or a number to TRL's attribute `beta`. `temperature` is that of the loss.
         limits ([`~data.readers.PromptLimits`]): limits on prompts and completions, from the contexts of both models.
         placeholders (`list[int]`): token ids that stand for an image or the like, which the student never generates.
-        reading ([`~models.padding.Reading`]): which rows the student can read and generate in one batch.
+        reading ([`~models.padding.BatchPolicy`]): which rows the student can read and generate in one batch.
         dropped_prompts (`Counter`): number of rows dropped from each dataset because they were too long.
 
     Raises:
@@ -187,7 +187,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             teacher_prompt_fn=teacher_prompt_fn,
             methods=methods,
             row_columns=self.row_columns,
-            pick=chosen_rollout,
+            choose_rollout=chosen_rollout,
         )
         check_methods(type(self))
         self.row_columns = given.row_columns
@@ -273,7 +273,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """The weight of each token of a generation batch in the loss: 1 or 0, and what methods make of it.
 
         Token selection and discounts belong here: the returned weights apply to the loss, its gradient, its denominator
-        and the logs alike. Rewards are in `rollout.pull`.
+        and the logs alike. Rewards are in `rollout.nll_weight`.
 
         Args:
             rollout ([`~types.Rollout`]):
@@ -286,7 +286,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Returns:
             `torch.Tensor`: [B, C], finite and at least 0.
         """
-        return self.methods.weigh(rollout, self.teaching.as_rows(rows), targets)
+        return self.methods.token_weights(rollout, self.teaching.as_rows(rows), targets)
 
     def compare(
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, num_items: Tensor | float | None
@@ -306,14 +306,14 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         teachers, objective = self.teaching.teachers, self.current_objective
         # First, as these reads wait for the device, which has no work queued yet.
         host_BC = rollout.weights_on_host()
-        if self.reading.forks and any(row.by_byte for row in targets.rows or ()):
+        if self.batching.forks and any(row.by_byte for row in targets.rows or ()):
             rollout, targets = self._forked(student, rollout, targets)
             host_BC = rollout.weights_on_host()
         mine = tokens_by_teacher(
             teachers.heads, targets, rollout.weights, objective.selection, host_BC, teachers.origin_head
         )
         read = completion_hidden if rollout.forks is None else forked_hidden
-        hidden_BCH = read(student, rollout, self.reading_to_learn)
+        hidden_BCH = read(student, rollout, self.batching_to_learn)
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (
             whole_head(student) as head,
@@ -329,7 +329,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 objective,
                 origin=origin,
             )
-            if self.methods.reading and not self.model.training:
+            if self.methods.reads_evaluations and not self.model.training:
                 rows, process = len(hidden_BCH), self.accelerator.process_index
                 distinct = rows if self.distinct_rows is None else max(0, self.distinct_rows - process * rows)
                 for pair in pairs_to_read(hidden_BCH, head, teacher_heads, mine, objective.temperatures, distinct):
@@ -354,7 +354,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         """The rows with the tokens that branch off them, as far as distributions over the next byte need these."""
         with preserved_mode(student):
             student.eval()
-            hidden_BCH = completion_hidden(student, rollout, self.reading_to_learn)
+            hidden_BCH = completion_hidden(student, rollout, self.batching_to_learn)
         with whole_head(student) as head:
             rollout, targets = with_forks(hidden_BCH, head, rollout, targets, self.current_objective)
         read, added = (sum(each) for each in zip(*rollout.branching, strict=True))
@@ -436,14 +436,16 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         limits = self.teaching.readers.teacher_limits
         limits_of = limits[teacher] if isinstance(teacher, str) else next(iter(limits.values()))
         if isinstance(teacher, str):
-            with self._generation.written_by(self._generation.writer(self.teachers[teacher], limits_of)):
+            with self._generation.substituted(self._generation.teacher_rollout(self.teachers[teacher], limits_of)):
                 yield
             return
         trainable = [one for one in teacher.parameters() if one.requires_grad]
         context = min((one for one in (context_of(teacher), limits_of.context) if one is not None), default=None)
         try:
             frozen = on_device(teacher, self.accelerator.device)
-            with self._generation.written_by(self._generation.writer(frozen, replace(limits_of, context=context))):
+            with self._generation.substituted(
+                self._generation.teacher_rollout(frozen, replace(limits_of, context=context))
+            ):
                 yield
         finally:
             for one in trainable:
@@ -473,9 +475,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         return replace(limits, completion=self.methods.limit(limits.completion)) if self.is_built else limits
 
     @property
-    def reading_to_learn(self) -> Reading:
+    def batching_to_learn(self) -> BatchPolicy:
         """Which rows share a pass outside of generation, where the padding options of the config apply."""
-        return replace(self.reading, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
+        return replace(self.batching, packed=self.args.padding_free, multiple_of=self.args.pad_to_multiple_of or 1)
 
     # ---- What is said of it -------------------------------------------------------------------------------------
 

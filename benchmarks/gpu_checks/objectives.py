@@ -39,7 +39,7 @@ def contrast(found: Findings) -> None:
         given = _beside(args, anchor=0.1)
         for name, one in {"streamed": streamed_divergence, "dense": dense_divergence}.items():
             student, teacher = loss.make_pair(args, 32, frozen)
-            program = partial(one, divergence=ReverseKL(), beside=given)
+            program = partial(one, divergence=ReverseKL(), references=given)
             value, gradients = loss.step(lambda *pair, run=program: run(*pair).divergence, student, teacher)
             if name == "streamed":
                 ours = (value, *gradients)
@@ -50,7 +50,7 @@ def contrast(found: Findings) -> None:
     device, args = torch.device(found.device), sizes(found)
     pair, seconds = loss.make_pair(args, args.tokens, False), {}
     for name, given in {"alone": [], "contrast": _beside(args), "clipped": _beside(args, bound=2.0)}.items():
-        program = partial(streamed_divergence, divergence=ReverseKL(), beside=given)
+        program = partial(streamed_divergence, divergence=ReverseKL(), references=given)
         run = partial(loss.step, lambda *pair, run=program: run(*pair).divergence, *pair)
         seconds[name] = median(run, device, repeats=5 if found.full else 1, warm_ups=2)
         found.note(f"{name}: time", 1e3 * seconds[name], "ms")

@@ -47,16 +47,16 @@ class Constant(Method):
     """
 
     advantage: float = -0.5
-    pulls = by_token = True
+    adds_nll = by_token = True
 
     def __post_init__(self):
         self.least = Selection("student_surprise", 0.2)
 
     def before(self, rows):
         for row in rows:
-            row.pull += self.advantage
+            row.nll_weight += self.advantage
 
-    def weigh(self, weights, rollout, rows, targets):
+    def token_weights(self, weights, rollout, rows, targets):
         # The denominator of the step is known before the logits that rank the tokens.
         return self.least.thinned(weights)
 

@@ -21,7 +21,7 @@ class Discounted(Method):
 
     factor: float = 0.99
 
-    def weigh(self, weights, rollout, rows, targets):
+    def token_weights(self, weights, rollout, rows, targets):
         return weights * self.factor ** torch.arange(weights.size(1), device=weights.device)
 
 
@@ -34,7 +34,7 @@ class AlongCompletion(Method):
 
     table: Sequence[float] = (0.29, 0.34, 0.45, 0.62, 0.8, 0.91, 0.96, 0.99, 0.99, 1, 1)
 
-    def weigh(self, weights, rollout, rows, targets):
+    def token_weights(self, weights, rollout, rows, targets):
         real = (rollout.completion_mask != 0).long()
         last = (real.sum(1, keepdim=True) - 1).clamp(min=1)
         at = (real.cumsum(1) - 1).clamp(min=0) / last * (len(self.table) - 1)
@@ -72,7 +72,7 @@ class OffPolicyFirst(Method):
             drawn = random.Random(f"{args.seed} {state.global_step} {row.place}").random()
             if row.is_off_policy and drawn < done:
                 row.is_off_policy = False
-                row.pull -= self.host.methods.get(OffPolicy).nll_weight
+                row.nll_weight -= self.host.methods.get(OffPolicy).nll_weight
 
 
 @dataclass

@@ -11,7 +11,7 @@ from trl_opsd import Method
 class EqualTurns(Method):
     """Divides the weights of tokens by the sum of their turn."""
 
-    def weigh(self, weights, rollout, rows, targets):
+    def token_weights(self, weights, rollout, rows, targets):
         spoken_BC = rollout.generated  # 0 for what tools said
         before_BC = torch.nn.functional.pad(spoken_BC, (1, -1))
         turn_BC = (spoken_BC & ~before_BC).cumsum(1) * spoken_BC  # 0 where the student generated nothing

@@ -136,8 +136,8 @@ class Pairing(OPSDTrainer):
         for text, sums in zip(texts, parts.rows.tolist(), strict=True):
             if sums[0]:
                 self.learned.append((self.model.training, self.state.global_step, text, sums[1] / sums[0], sums[4]))
-        if rollout.pull is not None:
-            self.pulled += [(self.state.global_step, *one) for one in zip(texts, rollout.pull.tolist(), strict=True)]
+        if rollout.nll_weight is not None:
+            self.nll += [(self.state.global_step, *one) for one in zip(texts, rollout.nll_weight.tolist(), strict=True)]
         return parts
 
 
@@ -174,7 +174,7 @@ def build(
         methods=[GroupSpread(), *(method() for method in methods), *rewards],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.read, trainer.taught, trainer.learned, trainer.pulled, trainer.controls = [], [], [], [], []
+    trainer.read, trainer.taught, trainer.learned, trainer.nll, trainer.controls = [], [], [], [], []
     return trainer
 
 
@@ -190,7 +190,7 @@ def found(trainer: Pairing, logs: list[dict[str, Any]]) -> dict[str, Any]:
         "read": read,
         "taught": gather_object(trainer.taught),
         "learned": gather_object(trainer.learned),
-        "pulled": gather_object(trainer.pulled),
+        "nll": gather_object(trainer.nll),
         "controls": sorted(gather_object(trainer.controls), key=str),
         "logs": logs,
         "weights": weights(trainer),

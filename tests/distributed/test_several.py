@@ -197,12 +197,12 @@ def test_each_completion_has_the_advantage_of_its_own_reward(results, name, proc
     given, found = REWARDED[name], results[processes]["rewarded"][name]
     weights = given.get("reward_weights", [1.0, 1.0])
     by_group: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
-    for step, text, pull in found["pulled"]:
+    for step, text, nll_weight in found["nll"]:
         if text.endswith("given"):
-            assert pull == 3.0
+            assert nll_weight == 3.0
         else:
-            by_group[step, number_of(text)][text] = pull
-    assert len(found["pulled"]) == ROWS * len(found["logs"])
+            by_group[step, number_of(text)][text] = nll_weight
+    assert len(found["nll"]) == ROWS * len(found["logs"])
     for (_, number), pulls in by_group.items():
         of_second = [0.0 if int(number) % 2 else 1.0 + len(text) for text in pulls]
         rewards = torch.tensor([value_of(text) * weights[0] for text in pulls]) + torch.tensor(of_second) * weights[1]
@@ -210,7 +210,7 @@ def test_each_completion_has_the_advantage_of_its_own_reward(results, name, proc
         if given.get("scale_rewards") != "none":
             expected = (expected / (rewards.std() + 1e-4)).nan_to_num(0.0)
         assert list(pulls.values()) == pytest.approx((0.5 * expected).tolist(), rel=1e-4, abs=1e-5)
-    assert max(abs(pull) for pulls in by_group.values() for pull in pulls.values()) > 0.1
+    assert max(abs(nll_weight) for pulls in by_group.values() for nll_weight in pulls.values()) > 0.1
 
 
 @pytest.mark.parametrize("name", ["overlap", "a group in two processes, and a budget"])
@@ -219,7 +219,7 @@ def test_rewards_that_are_only_logged_are_those_of_all_processes(results, name):
     for row, other in zip(one["logs"], two["logs"], strict=True):
         for metric in ("reward", "reward_std", "rewards/worth/mean"):
             assert close(row[metric], other[metric]), metric
-    assert one["pulled"] == two["pulled"] == []
+    assert one["nll"] == two["nll"] == []
 
 
 def test_two_processes_gate_what_one_gates(results):
@@ -260,8 +260,8 @@ def test_two_processes_skip_and_weigh_the_prompts_that_one_does(results, name):
 @pytest.mark.parametrize("name", REWARDED)
 def test_two_processes_reward_what_one_rewards(results, name):
     one, two = (results[processes]["rewarded"][name] for processes in (1, 2))
-    assert len({text for _, text, _ in one["pulled"]}) > ROWS
-    for row, other in zip(sorted(one["pulled"]), sorted(two["pulled"]), strict=True):
+    assert len({text for _, text, _ in one["nll"]}) > ROWS
+    for row, other in zip(sorted(one["nll"]), sorted(two["nll"]), strict=True):
         assert row[:2] == other[:2]
         assert row[2] == pytest.approx(other[2], rel=1e-5, abs=1e-6)
     for row, other in zip(one["logs"], two["logs"], strict=True):

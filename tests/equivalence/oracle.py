@@ -67,7 +67,7 @@ def feedback(prompt: str) -> str | None:
     return None if prompt == "a" else f"shorter than {len(prompt)}"
 
 
-PULL = 0.2
+NLL = 0.2
 TOP_K = 4
 """Tokens of each kind that a server tells."""
 TABLES = {"rising": (0.25, 0.5, 1.0), "from 0": (0.0, 1.0)}
@@ -249,9 +249,9 @@ class Oracle:
                 reward = row["reward"]
                 by_kind = {"reward": max(0.0, reward or 0.0), "advantage": max(0.0, row["advantage"])}
                 row["gate"] = by_kind[kind] if isinstance(kind, str) else float(reward is not None and reward >= kind)
-            row["pull"] = options.get("reward_weight", 0.0) * row["advantage"]
-            row["pull"] += options.get("sft_weight", 0.0) * row["off_policy"]
-            row["pull"] += PULL * ("one" in self.methods) - 0.5 * ("constant" in self.methods)
+            row["nll_weight"] = options.get("reward_weight", 0.0) * row["advantage"]
+            row["nll_weight"] += options.get("sft_weight", 0.0) * row["off_policy"]
+            row["nll_weight"] += NLL * ("one" in self.methods) - 0.5 * ("constant" in self.methods)
             told = self._told(row, group)
             row["gate"] *= told is not None
             is_told = told is not None and "unprivileged" not in self.methods
@@ -379,7 +379,7 @@ class Oracle:
                 confidence = torch.stack([-entropy(one) for _, one in each])
             else:
                 alone = self._compared(student, target)
-        value = alone - row["pull"] * chosen
+        value = alone - row["nll_weight"] * chosen
         if weight := options.get("anchor_weight"):
             anchored = DIVERGENCES["forward_kl" if "anchored" in self.methods else "reverse_kl"]
             value = value + weight * anchored(student, (first / own).log_softmax(-1)).sum(-1)

@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import torch
 from controls import Constant, Shuffled, Unprivileged
-from oracle import FACTORS, PULL, REWARDS, TABLES
+from oracle import FACTORS, NLL, REWARDS, TABLES
 from small_methods import AlongCompletion, AnchoredBy, Discounted, ShortAtFirst
 from support import tiny
 from turns import EqualTurns
@@ -21,15 +21,15 @@ from trl_opsd import Method
 class Mine(Method):
     """Weighs tokens and prompts, and pulls."""
 
-    skips = pulls = True
+    skips = adds_nll = True
 
     def before(self, rows: Any) -> None:
         for row in rows:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][0]["content"]
             row.prompt_weight *= oracle.method_weight(prompt, self.host.state.global_step)
-            row.pull += PULL
+            row.nll_weight += NLL
 
-    def weigh(self, weights: Any, rollout: Any, rows: Any, targets: Any) -> Any:
+    def token_weights(self, weights: Any, rollout: Any, rows: Any, targets: Any) -> Any:
         self.host.record("mine/weights", weights.sum())
         return weights * FACTORS["one"] ** torch.arange(weights.size(1))
 

@@ -13,7 +13,7 @@ from transformers import GPTNeoConfig, Llama4TextConfig, MambaConfig
 
 from trl_opsd import FixedRollout, HFRollout, OPSDTrainer
 from trl_opsd.loop import dealing
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.probes import PACKING, Probed
 from trl_opsd.teacher import frozen
 from trl_opsd.teacher.frozen import pass_groups
@@ -151,8 +151,8 @@ def test_self_teacher_reads_packed_rows_and_generation_stays_padded(make_trainer
             **way,
         )
         trainer.train()
-        assert trainer.teacher.reading.packed == bool(way)
-        assert not trainer.reading.packed
+        assert trainer.teacher.batching.packed == bool(way)
+        assert not trainer.batching.packed
         found.append(tiny.weights(trainer))
     assert (found[0] - found[1]).abs().max() <= 1e-5
 
@@ -286,13 +286,13 @@ def test_generation_uses_training_weights_of_schedule_free_optimizers(make_train
 
 
 def test_sharded_model_reading_by_row_makes_one_pass_each(monkeypatch, make_trainer):
-    given = tiny.qwen2(), [12, 4, 8, 5], torch.device("cpu"), Reading(0)
+    given = tiny.qwen2(), [12, 4, 8, 5], torch.device("cpu"), BatchPolicy(0)
     assert len(pass_groups(*given)) < 4
     monkeypatch.setattr(frozen, "is_split_model", lambda _: True)
     assert pass_groups(*given) == [[0], [1], [2], [3]], "however long they are in other processes"
     monkeypatch.setattr(dealing, "is_split_model", lambda _: True)
     trainer = make_trainer(max_tokens_per_microbatch=20)
-    trainer.reading = Reading(0)
+    trainer.batching = BatchPolicy(0)
     with pytest.raises(ValueError, match="every process needs the same number of rows"):
         dealing.check_budget(trainer)
 

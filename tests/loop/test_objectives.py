@@ -123,19 +123,19 @@ class Pulled(OPSDTrainer):
 
     def score(self, rows):
         batch = super().score(rows)
-        pull = batch.rollout.prompt_ids.sum(1) % 3 - 0.5 if self.model.training else None
-        return replace(batch, rollout=replace(batch.rollout, pull=pull))
+        nll_weight = batch.rollout.prompt_ids.sum(1) % 3 - 0.5 if self.model.training else None
+        return replace(batch, rollout=replace(batch.rollout, nll_weight=nll_weight))
 
     def compare(self, student, rollout, targets, num_items):
         parts = super().compare(student, rollout, targets, num_items)
         if self.model.training:
-            assert torch.equal(rollout.pull, rollout.prompt_ids.sum(1) % 3 - 0.5)
+            assert torch.equal(rollout.nll_weight, rollout.prompt_ids.sum(1) % 3 - 0.5)
             with torch.no_grad():
                 logits = student(rollout.input_ids, attention_mask=rollout.attention_mask).logits
             tokens = rollout.completion_ids.size(1)
             logs = (logits[:, -tokens - 1 : -1] / self.temperatures[0]).log_softmax(-1)
             chosen = logs.gather(-1, rollout.completion_ids.unsqueeze(-1)).squeeze(-1)
-            self.expected_sum += (-chosen * rollout.weights * rollout.pull[:, None]).sum().item()
+            self.expected_sum += (-chosen * rollout.weights * rollout.nll_weight[:, None]).sum().item()
             self.expected_weight += rollout.weights.sum().item()
         return parts
 
@@ -151,10 +151,10 @@ def test_the_pull_of_each_row_reaches_its_tokens(make_trainer, options):
     )
     trainer.expected_sum = trainer.expected_weight = 0.0
     trainer.train()
-    (logged,) = [row for row in trainer.state.log_history if "pull/mean" in row]
-    assert logged["pull/mean"] == pytest.approx(trainer.expected_sum / trainer.expected_weight, rel=1e-4)
-    assert abs(logged["pull/mean"]) > 0.1
-    assert logged["loss"] == pytest.approx(logged["divergence/mean"] + logged["pull/mean"], rel=1e-4)
+    (logged,) = [row for row in trainer.state.log_history if "nll/mean" in row]
+    assert logged["nll/mean"] == pytest.approx(trainer.expected_sum / trainer.expected_weight, rel=1e-4)
+    assert abs(logged["nll/mean"]) > 0.1
+    assert logged["loss"] == pytest.approx(logged["divergence/mean"] + logged["nll/mean"], rel=1e-4)
 
 
 def test_agreement_on_top_tokens_is_logged(make_trainer):

@@ -135,7 +135,7 @@ def test_off_policy_first_ends_on_policy_and_resumes(trained, tmp_path):
     assert 0 < sum(shares[1:3]) < 2
     assert shares[3] == 0
     assert len(whole.asked) == 16 - 4 * sum(shares)
-    assert [row.pull for row, *_ in whole.taught] == [0.5 * row.is_off_policy for row, *_ in whole.taught]
+    assert [row.nll_weight for row, *_ in whole.taught] == [0.5 * row.is_off_policy for row, *_ in whole.taught]
     resumed = trained(**options, resume=str(tmp_path / "checkpoint-1"))
     assert resumed.taught == whole.taught[4:]
 

@@ -68,7 +68,7 @@ def test_acceptance_leaves_out_weights_pull_and_anchor(divergence, compute):
     other = ReferenceModel(sides(student, teacher + 1)[1], anchor=0.5)
     weighed = compute(
         *sides(student, teacher, (0.7, 1.3)), divergence, torch.linspace(0.5, 3, 5),
-        sampled=Sampled(torch.arange(5), pull=torch.ones(5)), beside=[other], anchor=ForwardKL(),
+        sampled=Sampled(torch.arange(5), nll_weight=torch.ones(5)), references=[other], anchor=ForwardKL(),
     )  # fmt: skip
     assert_close(weighed.accepted, plain.accepted)
     assert_close(plain.accepted, torch.minimum((student / 0.7).softmax(-1), (teacher / 1.3).softmax(-1)).sum(-1))
@@ -80,7 +80,7 @@ def test_acceptance_is_unknown_where_values_do_not_tell(compute):
     assert compute(student, teacher, ForwardKL()).accepted is None
     assert compute(student, teacher, TotalVariation(), kl_clip=0.1).accepted is None
     pushed = [ReferenceModel(student, push=0.5)]
-    assert compute(student, teacher, TotalVariation(), beside=pushed).accepted is None
+    assert compute(student, teacher, TotalVariation(), references=pushed).accepted is None
 
 
 def test_an_overlap_below_float32_keeps_value_and_gradient():

@@ -56,16 +56,21 @@ SET = {
 @pytest.mark.parametrize("divergence", MADE, ids=repr)
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
 def test_values_and_gradients_equal_the_oracle(make_pair, gradients, divergence, rich, case):
-    beside, anchor = SET[case]
+    references, anchor = SET[case]
     generator = torch.Generator().manual_seed(3)
-    pull, weights = torch.randn(7, generator=generator), torch.rand(7, generator=generator)
-    given = {"beside": beside, "anchor": anchor, "weights": weights, "sampled": Sampled(torch.arange(7), pull)}
+    nll_weight, weights = torch.randn(7, generator=generator), torch.rand(7, generator=generator)
+    given = {
+        "references": references,
+        "anchor": anchor,
+        "weights": weights,
+        "sampled": Sampled(torch.arange(7), nll_weight),
+    }
     expected, expected_gradients = gradients(dense_divergence, make_pair(rich=rich), divergence, **given)
     for chunk in (None, 3):
         found, its_gradients = gradients(
             streamed_divergence, make_pair(rich=rich), divergence, chunk_tokens=chunk, **given
         )
-        for name in ("divergence", "teacher_entropy", "student_entropy", "pulled", "same_first", "teacher_first"):
+        for name in ("divergence", "teacher_entropy", "student_entropy", "nll", "same_first", "teacher_first"):
             assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-5)
         if "anchor" in case or "place" in case:
             assert_close(found.anchored, expected.anchored, rtol=1e-4, atol=2e-5)
@@ -83,7 +88,7 @@ def test_the_target_is_the_teachers_distribution_moved_away(make_pair):
     ]
     gap = 2 * ((logs[1] - logs[2]) / 2).tanh()
     target = (logs[1] + 0.7 * gap).log_softmax(-1)
-    found = streamed_divergence(student, teacher, ForwardKL(), beside=[ReferenceModel(other, push=0.7, bound=2.0)])
+    found = streamed_divergence(student, teacher, ForwardKL(), references=[ReferenceModel(other, push=0.7, bound=2.0)])
     assert_close(found.divergence.double(), (target.exp() * (target - logs[0])).sum(-1), rtol=0, atol=2e-6)
 
 
@@ -102,7 +107,7 @@ def test_differences_are_limited_only_where_bias_may_exclude_tokens(make_pair, e
     gap = logs[1] - logs[2]
     assert (gap.abs() > 80).any()
     target = (logs[1] + 0.1 * (gap.clamp(-80, 80) if excludes else gap)).log_softmax(-1)
-    found = streamed_divergence(student, teacher, ForwardKL(), beside=[ReferenceModel(other, push=0.1)])
+    found = streamed_divergence(student, teacher, ForwardKL(), references=[ReferenceModel(other, push=0.1)])
     expected = (target.exp() * (target - logs[0])).sum(-1)
     assert_close(found.divergence.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -114,7 +119,7 @@ def test_what_the_teacher_excludes_stays_excluded(make_pair, gradients, bound):
     pair = student, replace(teacher, head=replace(teacher.head, bias=bias))
     also = third(1, 8)
     also = replace(also, head=replace(also.head, bias=bias.roll(1)))  # which excludes 0, 1 and 6
-    given = {"beside": [ReferenceModel(also, push=0.5, bound=bound)]}
+    given = {"references": [ReferenceModel(also, push=0.5, bound=bound)]}
     found, found_gradients = gradients(streamed_divergence, pair, ForwardKL(), **given)
     assert found.divergence.isfinite().all()
     assert all(one.isfinite().all() for one in found_gradients)
@@ -126,22 +131,24 @@ def test_what_the_teacher_excludes_stays_excluded(make_pair, gradients, bound):
 @pytest.mark.parametrize(("case", "products"), [("contrast", TEACHER), ("anchor", STUDENT)])
 def test_each_model_costs_one_product(make_pair, gradients, case, products):
     (one,), anchor = SET[case]
-    beside = [replace(one, logits=third(1, one.logits.hidden.size(1), TOKENS, VOCABULARY))]
+    references = [replace(one, logits=third(1, one.logits.hidden.size(1), TOKENS, VOCABULARY))]
     with counted_flops() as counter:
-        gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), beside=beside, anchor=anchor)
+        gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), references=references, anchor=anchor)
     assert counter.get_total_flops() == 3 * STUDENT + TEACHER + products
 
 
 def test_target_that_is_a_sum_costs_only_its_product(make_pair, gradients):
-    def operations(*beside):
+    def operations(*references):
         with Operations() as ran:
-            gradients(streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), chunk_tokens=8, beside=beside)
+            gradients(
+                streamed_divergence, make_pair(TOKENS, VOCABULARY), ForwardKL(), chunk_tokens=8, references=references
+            )
         free = ("slice", "detach", "permute", "promote_types", "randn")  # views, dtypes, and the models themselves
         return {name: count for name, count in ran.count.items() if not any(one in name for one in free)}
 
-    alone, beside = operations(), operations(ReferenceModel(third(1, 8, TOKENS, VOCABULARY), push=0.5))
+    alone, references = operations(), operations(ReferenceModel(third(1, 8, TOKENS, VOCABULARY), push=0.5))
     alone["aten.addmm_.default"] += TOKENS // 8
-    assert beside == alone
+    assert references == alone
 
 
 class Bytes(TorchDispatchMode):
@@ -185,9 +192,11 @@ def peak_bytes(compute):
 def test_memory_grows_by_tiles_of_models_not_added_up(make_pair, gradients, vocabulary, chunk):
     """What `trl-opsd plan` counts."""
 
-    def peak(*beside):
+    def peak(*references):
         pair = make_pair(256, vocabulary)
-        return peak_bytes(lambda: gradients(streamed_divergence, pair, ReverseKL(), chunk_tokens=chunk, beside=beside))
+        return peak_bytes(
+            lambda: gradients(streamed_divergence, pair, ReverseKL(), chunk_tokens=chunk, references=references)
+        )
 
     contrast, origin = third(1, 8, 256, vocabulary), third(2, 5, 256, vocabulary)
     tiles = {
@@ -198,7 +207,7 @@ def test_memory_grows_by_tiles_of_models_not_added_up(make_pair, gradients, voca
         (ReferenceModel(contrast, push=0.5, bound=2.0), ReferenceModel(origin, anchor=0.3)): 3,
     }
     alone = peak()
-    grown = [(peak(*beside) - alone) / (4 * chunk * vocabulary) for beside in tiles]
+    grown = [(peak(*references) - alone) / (4 * chunk * vocabulary) for references in tiles]
     assert grown == pytest.approx(list(tiles.values()), abs=0.02)
 
 
@@ -208,7 +217,7 @@ def test_one_without_a_part_costs_nothing(make_pair, gradients):
             streamed_divergence,
             make_pair(TOKENS, VOCABULARY),
             ForwardKL(),
-            beside=[ReferenceModel(third(1, 8, TOKENS, VOCABULARY))],
+            references=[ReferenceModel(third(1, 8, TOKENS, VOCABULARY))],
         )
     assert counter.get_total_flops() == 3 * STUDENT + TEACHER
 
@@ -218,12 +227,12 @@ def test_what_does_not_fit_is_refused(make_pair):
     sampled = Sampled(torch.arange(7))
     pair, few, narrow = make_pair(), third(1, 8, tokens=6), third(1, 8, vocabulary=36)
     with pytest.raises(ValueError, match=r"^beside\[0\] hidden states have shape \[6, 8\], expected \[N, H\] with 7"):
-        streamed_divergence(*pair, ForwardKL(), beside=[ReferenceModel(few, push=1.0)])
+        streamed_divergence(*pair, ForwardKL(), references=[ReferenceModel(few, push=1.0)])
     with pytest.raises(
         ValueError, match=r"^vocabulary is None, but the student's head has 37 rows and the teacher's 36"
     ):
-        streamed_divergence(*pair, ForwardKL(), beside=[ReferenceModel(narrow, push=1.0)])
+        streamed_divergence(*pair, ForwardKL(), references=[ReferenceModel(narrow, push=1.0)])
     with pytest.raises(ValueError, match=r"^SampledReverseKL cannot hold the student near an anchor"):
         streamed_divergence(
-            *pair, SampledReverseKL(), sampled=sampled, beside=[ReferenceModel(third(1, 8), anchor=1.0)]
+            *pair, SampledReverseKL(), sampled=sampled, references=[ReferenceModel(third(1, 8), anchor=1.0)]
         )

@@ -233,7 +233,7 @@ def assert_equals_dense(vocabulary, ids, tree, student, divergence, chunk_tokens
     own = ids_at(spelled, ids)
     teacher_logs = torch.randn(len(tree.token), 257, generator=generator, dtype=torch.float64).log_softmax(-1)
     weights = torch.rand(len(own), generator=generator) * (spelled.places < COLUMN)
-    pull = torch.randn(len(own), generator=generator) if pulls else None
+    nll_weight = torch.randn(len(own), generator=generator) if pulls else None
     _, mine = byte_logarithms(student, vocabulary.table, own, spelled)
     held = torch.maximum(missed, mine.float()) <= 0.5
     leaves = [one for one in (student.hidden, student.head.weight, student.head.bias) if one is not None]
@@ -251,7 +251,7 @@ def assert_equals_dense(vocabulary, ids, tree, student, divergence, chunk_tokens
     def streamed():
         found = bytewise_divergence(
             student, LazyLogits(teacher_logs.float(), byte_head(own.device)), divergence, vocabulary.table,
-            spelled, Sampled(own, pull), weights, chunk_tokens, 0.5,
+            spelled, Sampled(own, nll_weight), weights, chunk_tokens, 0.5,
         )  # fmt: skip
         assert found.outcomes.sum() == len(tree.token)
         assert 0 < found.compared.sum() == held.sum() < len(tree.token)
@@ -264,7 +264,7 @@ def assert_equals_dense(vocabulary, ids, tree, student, divergence, chunk_tokens
         per_byte = divergence.value(logs.log_softmax(-1), teacher_logs.log_softmax(-1)) * held
         log_own = logits_of(student)[:, : len(vocabulary.texts)].log_softmax(-1).gather(1, own[:, None])[:, 0]
         value = torch.zeros(len(own), dtype=torch.float64).index_add(0, spelled.token, per_byte)
-        return (value + (0 if pull is None else -pull * log_own)) * weights
+        return (value + (0 if nll_weight is None else -nll_weight * log_own)) * weights
 
     value, found = gradients(streamed)
     expected, wanted = gradients(dense)

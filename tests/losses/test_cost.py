@@ -30,7 +30,7 @@ pytestmark = pytest.mark.quick
 
 every_divergence = pytest.mark.parametrize("divergence", [make() for make in DIVERGENCES.values()], ids=repr)
 TOKENS, VOCABULARY = 24, 53
-SAMPLED = Sampled(torch.arange(TOKENS), pull=torch.linspace(-1, 1, TOKENS), logprobs=-torch.ones(TOKENS))
+SAMPLED = Sampled(torch.arange(TOKENS), nll_weight=torch.linspace(-1, 1, TOKENS), logprobs=-torch.ones(TOKENS))
 STUDENT, TEACHER = (2 * TOKENS * VOCABULARY * width for width in (5, 8))
 """FLOP of one product with each head."""
 
@@ -181,7 +181,7 @@ class TestMemory:
             for side in make_pair(300, 53)
         )
         with LargestTensor() as largest:
-            sampled = Sampled(torch.arange(300) % 53, pull=torch.ones(300))
+            sampled = Sampled(torch.arange(300) % 53, nll_weight=torch.ones(300))
             gradients(streamed_divergence, pair, divergence, chunk_tokens=3, sampled=sampled)
         assert largest.elements <= 300 * 10  # the statistics of each token; all logits would be 300 * 53
 

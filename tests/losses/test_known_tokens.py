@@ -176,12 +176,12 @@ def test_what_needs_the_whole_distribution_is_refused():
     with pytest.raises(ValueError, match="temperature"):
         streamed_divergence(mine, LazyLogits(teacher.hidden, teacher.head, 2.0), divergence)
     with pytest.raises(ValueError, match="moves away"):
-        streamed_divergence(mine, teacher, divergence, beside=[ReferenceModel(student(3), push=0.5)])
+        streamed_divergence(mine, teacher, divergence, references=[ReferenceModel(student(3), push=0.5)])
     with pytest.raises(ValueError, match=r"kl_clip=0\.1"):
         streamed_divergence(mine, teacher, divergence, kl_clip=0.1)
     for one in (TopKTeacher(divergence, 2), *(DIVERGENCES[name]() for name in BY_TOKEN)):
         with pytest.raises(ValueError, match=f"compared by {type(one).__name__}"):
             streamed_divergence(mine, teacher, one)
     anchored = [ReferenceModel(student(3), anchor=0.5)]  # the student's own, so it needs no teacher
-    both = [loss(mine, teacher, divergence, beside=anchored) for loss in (streamed_divergence, dense_divergence)]
+    both = [loss(mine, teacher, divergence, references=anchored) for loss in (streamed_divergence, dense_divergence)]
     torch.testing.assert_close(both[0].divergence, both[1].divergence, rtol=1e-5, atol=1e-5)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.quick
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 FIELDS = (
-    *("divergence", "pulled", "same_first", "teacher_first", "importance", "gated", "student_entropy"),
+    *("divergence", "nll", "same_first", "teacher_first", "importance", "gated", "student_entropy"),
     *("sampler_kl", "sampler_known"),
 )
 every_objective = pytest.mark.parametrize(
@@ -45,12 +45,12 @@ every_objective = pytest.mark.parametrize(
 )
 
 
-def sampled(tokens: int, vocabulary: int, *, pull: bool = True, logprobs: bool = True) -> Sampled:
+def sampled(tokens: int, vocabulary: int, *, nll_weight: bool = True, logprobs: bool = True) -> Sampled:
     """Tokens, pulls of both signs, and log-probabilities with which some importance weights are beyond a bound."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(vocabulary, (tokens,), generator=generator)
     pulls, logs = torch.randn(tokens, generator=generator), -9 * torch.rand(tokens, generator=generator) - 1
-    return Sampled(ids, pulls if pull else None, logs if logprobs else None)
+    return Sampled(ids, pulls if nll_weight else None, logs if logprobs else None)
 
 
 def assert_same(ours, oracle, **tolerance):
@@ -67,14 +67,16 @@ def assert_same(ours, oracle, **tolerance):
 class TestEqualsTheOracle:
     @every_objective
     @pytest.mark.parametrize("rich", [False, True], ids=["plain", "bias-scale-cap-temperature"])
-    @pytest.mark.parametrize("given", [{"pull": False, "logprobs": False}, {"logprobs": False}, {"pull": False}, {}])
+    @pytest.mark.parametrize(
+        "given", [{"nll_weight": False, "logprobs": False}, {"logprobs": False}, {"nll_weight": False}, {}]
+    )
     def test_values_and_gradients_of_sampled_tokens(self, make_pair, gradients, divergence, clip, rich, given):
         pair, weights = make_pair(11, 101, rich=rich), torch.linspace(0, 2, 11)
         args = pair, divergence, weights, 4, 90, clip, sampled(11, 90, **given)
         ours, oracle = (gradients(compute, *args) for compute in (streamed_divergence, dense_divergence))
         assert_same(ours, oracle, **CLOSE)
-        if given.get("pull", True):
-            assert oracle[0].pulled.abs().sum() > 1
+        if given.get("nll_weight", True):
+            assert oracle[0].nll.abs().sum() > 1
         if isinstance(divergence, SampledReverseKL) and given.get("logprobs", True) and divergence.clip_max:
             assert (oracle[0].importance == divergence.clip_max).any()
             assert (oracle[0].importance < divergence.clip_max).any()
@@ -102,7 +104,7 @@ class TestEqualsTheOracle:
         assert_same(ours, oracle, rtol=1e-4, atol=1e-4)
 
     def test_sampled_ids_without_pull_change_no_loss(self, make_pair, gradients):
-        pair, ids = make_pair(7, rich=True), sampled(7, 37, pull=False, logprobs=False)
+        pair, ids = make_pair(7, rich=True), sampled(7, 37, nll_weight=False, logprobs=False)
         without, with_ids = (gradients(streamed_divergence, pair, ReverseKL(), sampled=one) for one in (None, ids))
         assert torch.equal(without[0].divergence, with_ids[0].divergence)
         assert all(torch.equal(*each) for each in zip(without[1], with_ids[1], strict=True))
@@ -112,10 +114,10 @@ class TestEqualsTheOracle:
         student, teacher = make_pair(4)
         bias = torch.zeros(37).index_fill_(0, torch.tensor([5]), -torch.inf)
         excluding = replace(student, head=replace(student.head, bias=bias))
-        of = Sampled(torch.tensor([5, 5, 5, 1]), pull=torch.tensor([1.0, 0.0, -1.0, 1.0]))
+        of = Sampled(torch.tensor([5, 5, 5, 1]), nll_weight=torch.tensor([1.0, 0.0, -1.0, 1.0]))
         found = streamed_divergence(excluding, teacher, SampledReverseKL(None), sampled=of)
-        assert found.pulled[:3].tolist() == [torch.inf, 0.0, -torch.inf]
-        assert found.pulled[3].isfinite()
+        assert found.nll[:3].tolist() == [torch.inf, 0.0, -torch.inf]
+        assert found.nll[3].isfinite()
         excluding = replace(teacher, head=replace(teacher.head, bias=bias))
         found = streamed_divergence(student, excluding, SampledReverseKL(), sampled=Sampled(of.ids))
         assert found.divergence[:3].tolist() == [torch.inf] * 3
@@ -210,7 +212,7 @@ class TestFirstChoices:
         (Sampled(torch.zeros(6, dtype=torch.int64)), r"sampled ids have shape \[6\], expected \[7\]"),
         (Sampled(torch.full((7,), 37)), "index 37 is out of bounds"),
         (Sampled(torch.full((7,), -100)), "index -100 is out of bounds"),
-        (Sampled(torch.arange(7), pull=torch.ones(1)), r"sampled pull have shape \[1\], expected \[7\]"),
+        (Sampled(torch.arange(7), nll_weight=torch.ones(1)), r"sampled nll_weight have shape \[1\], expected \[7\]"),
         (Sampled(torch.arange(7), logprobs=torch.ones(7, 1)), r"sampled logprobs have shape \[7, 1\]"),
     ],
 )

@@ -174,8 +174,8 @@ def test_two_processes_take_the_step_of_float64(tmp_path, strategy):
 def test_turns_stay_alike_within_a_row_that_counts_as_one():
     rows = [SimpleNamespace(prompt_weight=1.5, gate=0.5), SimpleNamespace(prompt_weight=1.0, gate=1.0)]
     spoken_BC = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
-    alike_BC = EqualTurns().weigh(spoken_BC.float(), SimpleNamespace(generated=spoken_BC), rows, None)
-    found = Aggregation("rows").weighed(alike_BC, rows)
+    alike_BC = EqualTurns().token_weights(spoken_BC.float(), SimpleNamespace(generated=spoken_BC), rows, None)
+    found = Aggregation("rows").final_weights(alike_BC, rows)
     assert found.tolist() == [[0.375, 0, 0.1875, 0.1875, 0], [0] * 5]
     assert METHODS.index(TokenSelection) < METHODS.index(Aggregation)
 

@@ -39,7 +39,7 @@ def assert_same(one: Any, other: Any) -> None:
 class Early(Method):
     power: float = 0.5
 
-    def weigh(self, weights, rollout, rows, targets):
+    def token_weights(self, weights, rollout, rows, targets):
         places = torch.arange(weights.size(1), device=weights.device)
         self.host.record("early/rows", len(rows))
         return weights * self.power**places
@@ -59,7 +59,7 @@ def test_weights_of_a_method_are_those_of_an_override(make_trainer):
 
 
 HOOKS = [
-    "before", "generated", "select", "teacher_prompt", "references", "weigh", "weighed", "objective",
+    "before", "generated", "select", "teacher_prompt", "references", "token_weights", "final_weights", "objective",
     "tally", "stepped",
 ]  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_hooks_are_asked_in_order_in_steps_and_evaluations(make_trainer):
     method.hooks.clear()
     trainer.evaluate(tiny.rows(2))
     assert list(dict.fromkeys(method.hooks)) == [
-        "generated", "teacher_prompt", "references", "weighed", "objective",
+        "generated", "teacher_prompt", "references", "final_weights", "objective",
     ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_what_a_method_keeps_is_saved_resumed_and_cleared(make_trainer, tmp_path
         def begin(self):
             self.tokens, self.seen = 0.0, []
 
-        def weigh(self, weights, rollout, rows, targets):
+        def token_weights(self, weights, rollout, rows, targets):
             self.seen.append(self.tokens)
             return weights * (1 + self.tokens)
 
@@ -170,11 +170,11 @@ def test_nothing_is_generated_or_counted_for_prompts_of_weight_0(make_trainer):
 
 
 class Pulling(Method):
-    pulls = True
+    adds_nll = True
 
     def before(self, rows):
         for row in rows:
-            row.pull += 0.5
+            row.nll_weight += 0.5
 
 
 def test_a_pull_and_an_objective_reach_the_loss(make_trainer):
@@ -185,9 +185,9 @@ def test_a_pull_and_an_objective_reach_the_loss(make_trainer):
     plain, pulled = trained(make_trainer), trained(make_trainer, Pulling())
     assert tiny.logged(plain, "divergence/mean")[0] == pytest.approx(tiny.logged(pulled, "divergence/mean")[0])
     assert tiny.logged(pulled, "loss")[0] == pytest.approx(
-        tiny.logged(plain, "loss")[0] + tiny.logged(pulled, "pull/mean")[0], rel=1e-5
+        tiny.logged(plain, "loss")[0] + tiny.logged(pulled, "nll/mean")[0], rel=1e-5
     )
-    assert tiny.logged(pulled, "pull/mean")[0] > 0.1
+    assert tiny.logged(pulled, "nll/mean")[0] > 0.1
     warmer = trained(make_trainer, student_temperature=2.0, teacher_temperature=2.0)
     assert_same(trained(make_trainer, Colder()), warmer)
 
@@ -264,15 +264,24 @@ def setting(column: str, value: Any) -> Any:
         (of_hook("select", lambda self, weights, *_: weights[:, :1]), "`Mine.select` returned weights of shape .4, 1."),
         (of_hook("select", lambda self, weights, *_: None), "`Mine.select` returned a NoneType"),
         (of_hook("select", lambda self, weights, *_: weights + 1), "`Mine.select` returned 1 for token 2 of row 0"),
-        (of_hook("weigh", lambda self, weights, *_: weights + 1), "`Mine.weigh` returned 1 for token 2 of row 0"),
-        (of_hook("weighed", lambda self, weights, *_: -weights), "`Mine.weighed` returned weights from -1 to"),
-        (of_hook("weighed", lambda self, weights, *_: weights + 1), "`Mine.weighed` returned 1 for token 2 of row 0"),
+        (
+            of_hook("token_weights", lambda self, weights, *_: weights + 1),
+            "`Mine.token_weights` returned 1 for token 2 of row 0",
+        ),
+        (
+            of_hook("final_weights", lambda self, weights, *_: -weights),
+            "`Mine.final_weights` returned weights from -1 to",
+        ),
+        (
+            of_hook("final_weights", lambda self, weights, *_: weights + 1),
+            "`Mine.final_weights` returned 1 for token 2 of row 0",
+        ),
         (of_hook("before", setting("prompt_weight", -1.0)), "`Mine` set row.prompt_weight=-1.0, .* in row 0"),
         (
             of_hook("before", setting("prompt_weight", 0.0)),
             "`Mine` set row.prompt_weight=0.0, .* in row 0 .*`skips = True`",
         ),
-        (of_hook("before", setting("pull", 1.0)), "`Mine` set .*row.pull=1.0 in row 0 .*`pulls = True`"),
+        (of_hook("before", setting("nll_weight", 1.0)), "`Mine` set .*row.pull=1.0 in row 0 .*`adds_nll = True`"),
         (of_hook("generated", setting("gate", float("nan"))), "`Mine` set .*row.gate=nan, .* in row 0"),
         (of_hook("limit", lambda self, tokens: tokens + 1), "`Mine.limit` returned 25: expected an integer from 1"),
         (of_hook("state", lambda self: {1, 2}, restore=lambda self, state: None), "set is not JSON serializable"),

@@ -60,14 +60,14 @@ class Recording(OPSDTrainer):
 
     def teach(self, rollout, rows):
         texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
-        pulls = [None] * len(rows) if rollout.pull is None else rollout.pull.tolist()
+        pulls = [None] * len(rows) if rollout.nll_weight is None else rollout.nll_weight.tolist()
         self.taught += zip(rows, texts, pulls, strict=True)
         return super().teach(rollout, rows)
 
     def compare(self, student, rollout, targets, num_items):
         texts = WORDS.batch_decode(rollout.completion_lists(), skip_special_tokens=True)
-        if rollout.pull is not None:
-            self.learned += zip(texts, rollout.pull.tolist(), strict=True)
+        if rollout.nll_weight is not None:
+            self.learned += zip(texts, rollout.nll_weight.tolist(), strict=True)
         return super().compare(student, rollout, targets, num_items)
 
 
@@ -171,7 +171,7 @@ def test_each_completion_has_the_advantage_of_its_own_reward(trained, kind, budg
         expected = expected_pulls(learned, lambda text: int(text.partition(".")[0]) * 10.0 + len(text))
         assert learned == pytest.approx(expected, rel=1e-5)
         assert max(learned.values()) > 0.1 > -0.1 > min(learned.values())
-        assert {text: pull for _, text, pull in trainer.taught[at : at + 8]} == learned
+        assert {text: nll_weight for _, text, nll_weight in trainer.taught[at : at + 8]} == learned
 
 
 def test_a_training_logs_what_trl_logs_of_rewards(trained):
@@ -231,7 +231,7 @@ def test_rewards_not_trained_on_are_logged_and_change_nothing(trained, methods):
         assert log["rewards/drawn/mean"] == log["reward"] == pytest.approx(sum(lengths) / len(lengths))
         assert log["reward_std"] == pytest.approx(float(torch.tensor(lengths).std()))
         assert "frac_reward_zero_std" not in log
-    assert {pull for *_, pull in found.taught} == {None}
+    assert {nll_weight for *_, nll_weight in found.taught} == {None}
     assert not [name for row in plain.state.log_history for name in row if "reward" in name]
     assert torch.equal(tiny.weights(found), tiny.weights(plain))
 
@@ -280,12 +280,12 @@ def test_dataset_completions_get_no_reward_and_are_no_baseline(trained):
     trainer = trained(reward_funcs=count, train_dataset=dataset, **options)
     assert "given" not in seen
     assert len(seen) + sum(text == "given" for text, _ in trainer.learned) == 24
-    assert {pull for text, pull in trainer.learned if text == "given"} == {0.25}
+    assert {nll_weight for text, nll_weight in trainer.learned if text == "given"} == {0.25}
     for at in range(0, 24, 8):
         groups = defaultdict(list)
-        for row, text, pull in trainer.taught[at : at + 8]:
+        for row, text, nll_weight in trainer.taught[at : at + 8]:
             if text != "given":
-                groups[row["answer"]].append((len(text), pull))
+                groups[row["answer"]].append((len(text), nll_weight))
         for group in groups.values():
             lengths, pulls = np.array(group).T
             assert pulls == pytest.approx(0.5 * (lengths - lengths.mean()))
@@ -296,7 +296,7 @@ def test_dataset_completions_are_pulled_by_sft_weight_only(trained):
     dataset = rows().add_column("completion", ["given"] * 8)
     options = {"reward_funcs": None, "reward_weight": 0.0, "num_generations": 1, "lmbda": 0.5, "sft_weight": 2.0}
     trainer = trained(train_dataset=dataset, **options)
-    assert {(text == "given", pull) for text, pull in trainer.learned} == {(True, 2.0), (False, 0.0)}
+    assert {(text == "given", nll_weight) for text, nll_weight in trainer.learned} == {(True, 2.0), (False, 0.0)}
     assert len(trainer.learned) == 16
     alone = trained(train_dataset=dataset, **{**options, "sft_weight": 0.0})
     assert alone.learned == []

@@ -14,7 +14,7 @@ from transformers import CohereConfig, GraniteConfig
 
 from trl_opsd.data.images import read_with_images
 from trl_opsd.models.backbone import backbone_of, completion_hidden, positions
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.probes import HEAD, Probed
 from trl_opsd.types import OutputHead, Rollout
 from trl_opsd.types.rollout import PromptIds
@@ -84,10 +84,10 @@ def test_masked_token_between_others_is_refused_without_padding():
     holed.completion_mask[0, 1] = 0
     hidden = completion_hidden(tiny.qwen2().eval(), holed)
     assert hidden.isfinite().all()
-    for reading in (Reading(0), Reading(0, batches_equal_lengths=False)):
-        completion_hidden(tiny.qwen2().eval(), rollout(3), reading)
+    for policy in (BatchPolicy(0), BatchPolicy(0, batches_equal_lengths=False)):
+        completion_hidden(tiny.qwen2().eval(), rollout(3), policy)
         with pytest.raises(ValueError, match=r"masked tokens between others.*set their weights to 0, in `weigh`"):
-            completion_hidden(tiny.qwen2().eval(), holed, reading)
+            completion_hidden(tiny.qwen2().eval(), holed, policy)
 
 
 def rows_with_images(family: str) -> Rollout:

@@ -83,7 +83,7 @@ def test_forks_have_the_states_of_rows_alone(toy, family, attention):
             if getattr(layer, name, None) is not None and isinstance(getattr(layer, name), int):
                 setattr(layer, name, value)
     probed = Probed(model, "student").prove(PADDING, FORKS)
-    assert probed.reading.forks
+    assert probed.batching.forks
     with torch.no_grad():
         found, expected = agree(model)
     assert distances(found, expected).max() < 1e-4
@@ -108,7 +108,7 @@ def test_families_that_cannot_are_read_without_forks(toy, family):
     require([PADDING], probed)
     with pytest.raises(Doubt, match="branch off a row"):
         FORKS.run(probed)
-    assert not probed.reading.forks
+    assert not probed.batching.forks
 
 
 def test_a_row_selected_has_its_own_forks():

@@ -15,15 +15,15 @@ from transformers import BartConfig, Phi3Config
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd.models import backbone
 from trl_opsd.models.backbone import completion_hidden
-from trl_opsd.models.padding import PADDED, Reading, prove_reading
+from trl_opsd.models.padding import PADDED, BatchPolicy, prove_batch_policy
 from trl_opsd.models.probes import PADDING, Probed
 from trl_opsd.teacher.frozen import FrozenTeacher, Resident
 from trl_opsd.types import Rollout
 from trl_opsd.types.rollout import cut_after_end
 
 CPU = torch.device("cpu")
-BY_LENGTH, ALONE = Reading(0), Reading(0, batches_equal_lengths=False)
-PACKED = Reading(packed=True)
+BY_LENGTH, ALONE = BatchPolicy(0), BatchPolicy(0, batches_equal_lengths=False)
+PACKED = BatchPolicy(packed=True)
 TABLE = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -65,23 +65,23 @@ def rounds_and_sends_one_token_elsewhere(ids: Tensor, mask: Tensor, positions: T
 
 class TestProof:
     @pytest.mark.parametrize(
-        ("read", "reading"),
+        ("read", "policy"),
         [
             (states, PADDED),
             (counts_padding, BY_LENGTH),
-            (stretches_far_rows, Reading(64)),
+            (stretches_far_rows, BatchPolicy(64)),
             (rounds_and_sends_one_token_elsewhere, PADDED),
             (lambda *row: counts_padding(*row).bfloat16(), BY_LENGTH),
         ],
     )
-    def test_rows_are_padded_only_where_padding_changes_nothing(self, read, reading):
-        assert prove_reading(read, 300, CPU, (32, 64), "student (X)") == reading
+    def test_rows_are_padded_only_where_padding_changes_nothing(self, read, policy):
+        assert prove_batch_policy(read, 300, CPU, (32, 64), "student (X)") == policy
 
     def test_rows_that_change_each_other_are_read_alone(self):
         def alone_only(ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
             return states(ids, mask, positions) * len(ids)
 
-        assert prove_reading(alone_only, 300, CPU, (), "student (X)") == ALONE
+        assert prove_batch_policy(alone_only, 300, CPU, (), "student (X)") == ALONE
 
     @pytest.mark.parametrize(
         ("read", "message"),
@@ -93,7 +93,7 @@ class TestProof:
     )
     def test_model_that_no_batching_makes_exact_is_refused(self, read, message):
         with pytest.raises(ValueError, match=message):
-            prove_reading(read, 300, CPU, (), "student (X)")
+            prove_batch_policy(read, 300, CPU, (), "student (X)")
 
     @pytest.mark.parametrize("make", [tiny.qwen2, tiny.gpt2, tiny.gemma2])
     def test_sound_model_is_proved_in_three_passes(self, make):
@@ -102,7 +102,7 @@ class TestProof:
             lambda module, args, kwargs: passes.append(kwargs["input_ids"].numel()), with_kwargs=True
         )
         before = torch.get_rng_state()
-        assert Probed(model, "student").prove(PADDING).reading == PADDED
+        assert Probed(model, "student").prove(PADDING).batching == PADDED
         assert passes == [5, 32, 32]
         assert model.training
         assert torch.equal(torch.get_rng_state(), before)
@@ -112,25 +112,25 @@ class TestGroups:
     LENGTHS = (5, 3, 9, 3, 9, 5)
 
     @pytest.mark.parametrize(
-        ("reading", "collective", "groups"),
+        ("policy", "collective", "groups"),
         [
             (PADDED, False, [[0, 1, 2, 3, 4, 5]]),
             (BY_LENGTH, False, [[0, 5], [1, 3], [2, 4]]),
             (BY_LENGTH, True, [[0], [1], [2], [3], [4], [5]]),
             (ALONE, False, [[0], [1], [2], [3], [4], [5]]),
-            (Reading(5), False, [[0, 1, 3, 5], [2, 4]]),
-            (Reading(9), True, [[0, 1, 2, 3, 4, 5]]),
+            (BatchPolicy(5), False, [[0, 1, 3, 5], [2, 4]]),
+            (BatchPolicy(9), True, [[0, 1, 2, 3, 4, 5]]),
         ],
     )
-    def test_rows_are_grouped_as_the_reading_allows(self, reading, collective, groups):
-        assert reading.groups(self.LENGTHS, collective) == groups
+    def test_rows_are_grouped_as_the_reading_allows(self, policy, collective, groups):
+        assert policy.groups(self.LENGTHS, collective) == groups
 
     def test_unequal_numbers_of_passes_between_processes_are_refused(self):
         with pytest.raises(ValueError, match="A row can have 9 tokens, but beyond 5"):
-            Reading(5).groups(self.LENGTHS, collective=True)
+            BatchPolicy(5).groups(self.LENGTHS, collective=True)
 
     def test_prompts_that_may_cross_the_length_limit_are_continued_apart(self):
-        assert Reading(10).groups_to_continue((2, 9, 3, 9), (4, 4, 4, 4), False) == [[0, 2], [1], [3]]
+        assert BatchPolicy(10).groups_to_continue((2, 9, 3, 9), (4, 4, 4, 4), False) == [[0, 2], [1], [3]]
         assert BY_LENGTH.groups_to_continue((2, 9, 2), (4, 4, 4), False) == [[0, 2], [1]]
 
 
@@ -162,10 +162,10 @@ def ragged() -> Rollout:
     )
 
 
-def largest_gap(model: torch.nn.Module, reading: Reading) -> float:
+def largest_gap(model: torch.nn.Module, policy: BatchPolicy) -> float:
     """Between the states of padded rows and those of each row alone in float64, relative to the largest state."""
     rows, precise = ragged(), copy.deepcopy(model).double().eval()
-    hidden = completion_hidden(model, rows, reading).double()
+    hidden = completion_hidden(model, rows, policy).double()
     gap = 0.0
     for row, (prompt, completion) in enumerate(zip(rows.prompt_lists(), rows.completion_lists(), strict=True)):
         bare = precise.get_base_model() if hasattr(precise, "peft_config") else precise
@@ -182,22 +182,22 @@ class TestReading:
         model = make().eval()
         if adapted:
             model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
-        reading = Probed(model, "student").prove(PADDING).reading
-        assert reading == (BY_LENGTH if make is bart else Reading(16))
+        policy = Probed(model, "student").prove(PADDING).batching
+        assert policy == (BY_LENGTH if make is bart else BatchPolicy(16))
         with torch.no_grad():
             # Rows are padded at the end, which changes no position; the length of one changes the others' frequencies.
             assert largest_gap(model, PADDED) < 1e-5 if make is bart else largest_gap(model, PADDED) > 5e-3
-            assert largest_gap(model, reading) < 1e-5
+            assert largest_gap(model, policy) < 1e-5
             assert largest_gap(model, ALONE) < 1e-5
 
     @pytest.mark.parametrize(("make", "looks"), [(tiny.gpt2, True), (tiny.qwen2, False)])
     def test_model_that_looks_for_padding_without_mask_gets_one(self, make, looks, caplog):
         model = make()
         model.config.pad_token_id = 0
-        reading = Probed(model, "student").prove(PADDING).reading
-        assert reading.needs_mask is looks
+        policy = Probed(model, "student").prove(PADDING).batching
+        assert policy.needs_mask is looks
         with torch.no_grad():
-            completion_hidden(model, ragged(), reading)
+            completion_hidden(model, ragged(), policy)
         assert "attention_mask" not in caplog.text
 
     def test_gradients_flow_through_rows_that_are_read_apart(self):
@@ -205,9 +205,9 @@ class TestReading:
         rows = ragged()
         weights = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1)) * rows.completion_mask[..., None]
         gradients = []
-        for reading in (BY_LENGTH, ALONE):
+        for policy in (BY_LENGTH, ALONE):
             model.zero_grad()
-            (completion_hidden(model, rows, reading) * weights).sum().backward()
+            (completion_hidden(model, rows, policy) * weights).sum().backward()
             gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
         assert len(gradients[0]) > 10
@@ -235,13 +235,13 @@ class TestPacking:
         weights = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             assert largest_gap(model, PACKED) < 1e-5
-        for reading in (PACKED, ALONE):
+        for policy in (PACKED, ALONE):
             model.zero_grad()
             passes.clear()
-            hidden = completion_hidden(model, ragged(), reading)
+            hidden = completion_hidden(model, ragged(), policy)
             (hidden * weights * ragged().completion_mask[..., None]).sum().backward()
             gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
-            if reading is PACKED:
+            if policy is PACKED:
                 assert passes == [(30, True)] * 2 + [(24, False)] * 2 + [(12, False)] * 2, "two layers each"
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
 
@@ -254,10 +254,10 @@ class TestPacking:
     @pytest.mark.parametrize("costs", [False, True])
     def test_teacher_whose_passes_copy_weights_pads_rows_instead(self, costs):
         class Placed(Resident):
-            passes_cost = costs
+            passes_are_costly = costs
 
         teacher = FrozenTeacher(Placed(tiny.qwen2(), CPU), padding_free=True)
-        assert teacher.reading.packed is not costs
+        assert teacher.batching.packed is not costs
 
     def test_training_in_small_blocks_has_losses_of_padded_rows(self, passes, make_trainer):
         losses = []
@@ -271,13 +271,13 @@ class TestPacking:
         assert len(losses[0]) == 2
 
 
-@pytest.mark.parametrize(("make", "reading"), [(bart, BY_LENGTH), (longrope, Reading(16)), (tiny.qwen2, PADDED)])
-def test_the_padding_proof_gives_the_same_result_in_bfloat16(make, reading):
+@pytest.mark.parametrize(("make", "policy"), [(bart, BY_LENGTH), (longrope, BatchPolicy(16)), (tiny.qwen2, PADDED)])
+def test_the_padding_proof_gives_the_same_result_in_bfloat16(make, policy):
     model = make()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)  # as far from zero as trained weights
-    assert Probed(model.to(torch.bfloat16), "student").prove(PADDING).reading == reading
+    assert Probed(model.to(torch.bfloat16), "student").prove(PADDING).batching == policy
 
 
 def takes_a_missing_mask_for_padding(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
@@ -286,7 +286,7 @@ def takes_a_missing_mask_for_padding(ids: Tensor, mask: Tensor | None, positions
 
 @pytest.mark.parametrize(("read", "needs_mask"), [(states, False), (takes_a_missing_mask_for_padding, True)])
 def test_a_mask_is_passed_only_where_it_changes_something(read, needs_mask):
-    assert prove_reading(read, 300, CPU, (), "student (X)").needs_mask is needs_mask
+    assert prove_batch_policy(read, 300, CPU, (), "student (X)").needs_mask is needs_mask
 
 
 class TestTrainer:
@@ -310,7 +310,7 @@ class TestTrainer:
 
     def test_padding_is_proved_for_student_teacher_and_own_teacher(self, make_trainer, trained):
         trainer = make_trainer(model=bart(), teacher_model=longrope())
-        assert (trainer.reading, trainer.teacher.reading) == (BY_LENGTH, Reading(16))
+        assert (trainer.batching, trainer.teacher.batching) == (BY_LENGTH, BatchPolicy(16))
         trainer.train()
         own = trained(
             model=bart(),
@@ -318,7 +318,7 @@ class TestTrainer:
             teacher_model_kind="live",
             train_dataset=tiny.rows().add_column("privileged_context", ["hint"] * 8),
         )
-        assert own.teacher.reading == own.reading == BY_LENGTH
+        assert own.teacher.batching == own.batching == BY_LENGTH
 
     @pytest.mark.parametrize("make", [bart, longrope])
     def test_prompts_are_continued_as_they_would_be_alone(self, make_trainer, make):

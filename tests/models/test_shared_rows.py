@@ -61,12 +61,12 @@ def test_pull_and_log_probabilities_are_sent_with_tokens():
         completion_ids=ids[:, 2:],
         completion_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
         weights=torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]),
-        pull=torch.tensor([0.5, -2.0]),
+        nll_weight=torch.tensor([0.5, -2.0]),
         logprobs=torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]]),
     )
     rows = [RowTargets(torch.randn(number, 4), torch.arange(number)) for number in (3, 2)]
     sent = _unpadded(rollout, TeacherTargets.by_row(rows, 3), torch.device("cpu"))
-    assert sent["pull"].tolist() == [0.5, -2.0]
+    assert sent["nll_weight"].tolist() == [0.5, -2.0]
     assert sent["tokens"][:, 1:].tolist() == [[2, 3, 4, 0], [6, 7, 8, 9]]
     assert sent["logprobs"].tolist() == [[-1, -2, -3, 0], [0, -4, -5, 0]]
     assert sent["weights"].tolist() == [[1, 1, 1, 0], [0, 1, 1, 0]]

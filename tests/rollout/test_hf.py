@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, DynamicCache, GenerationMixin, Qwen2ForCausalLM, WatermarkingConfig
 
 from trl_opsd import HFRollout, OPSDTrainer
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.rollout.decode import KnownTokensOnly
 from trl_opsd.rollout.generate import Batching
 from trl_opsd.types.rollout import cut_after_end
 
-BY_LENGTH = Reading(0)
+BY_LENGTH = BatchPolicy(0)
 PROMPTS = ["2+2=", "The sky is", "a", "Count: one two"]
 
 
@@ -365,7 +365,7 @@ class TestStream:
     @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["left", "plain generate"])
     def test_batches_are_continued_one_after_the_other(self, make_writing, options):
         trainer = make_writing(generation_kwargs={"do_sample": False, **options})
-        trainer.rollout.writing = Batching(BY_LENGTH)
+        trainer.rollout.batching = Batching(BY_LENGTH)
         prompt_ids = [[5, 6], [7], [8, 9], [10]]
         expected = trainer.complete(prompt_ids)
         reads, found, when = Reads(trainer.model), {}, []

@@ -164,7 +164,7 @@ class TestOrder:
         prefetcher.fetch, prefetcher.wait = fetched, lambda copy: entries.append(f"wait {copy}")
         for number, layer in enumerate(placed.model.model.layers):
             layer.self_attn.register_forward_hook(lambda *_, number=number: entries.append(f"compute {number}"))
-        with placed.reading(passes) as run, torch.no_grad():
+        with placed.loaded(passes) as run, torch.no_grad():
             for _ in range(passes):
                 run(lambda model: model.model(torch.tensor([[5, 6]])))
         return ", ".join(entries).removeprefix("copy head, wait head, copy rest, wait rest, ").split(", ")

@@ -48,7 +48,7 @@ def test_selected_targets_are_those_of_the_rows():
     assert targets.select([0, 1]).teacher.tolist() == [1, 0]
     other = targets.select([1])
     assert (other.rows, other.tokens, other.teacher.tolist()) == ((rows[1],), 3, [0])
-    assert other.beside == {"contrast": (rows[0],)}
+    assert other.reference_states == {"contrast": (rows[0],)}
     expected = torch.zeros(2, 3, 4)
     expected[0, [0, 2]], expected[1, [1]] = rows[0].hidden, rows[1].hidden
     assert torch.equal(targets.hidden, expected)

@@ -19,7 +19,7 @@ from trl_opsd._compat.sharding import whole_head
 from trl_opsd.loop.generation import Generation
 from trl_opsd.loop.loader import NextRows
 from trl_opsd.models.backbone import completion_hidden, logits_of, preserved_mode
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.parallel.prefetch import Prefetcher
 from trl_opsd.types import Rollout
@@ -127,11 +127,11 @@ class Ahead:
         """[N, V], of the loss tokens of a row, in host memory. Collective where the student is sharded."""
         with preserved_mode(self._host.model), torch.no_grad(), autocast(self._host.accelerator):
             self._host.model.eval()
-            logits_NV: Tensor = self._host.in_student(_logits, rollout, self._host.reading)
+            logits_NV: Tensor = self._host.in_student(_logits, rollout, self._host.batching)
         return (logits_NV.float() / self._host.temperature).log_softmax(-1).cpu()
 
 
-def _logits(student: CausalLM, rollout: Rollout, reading: Reading) -> Tensor:
+def _logits(student: CausalLM, rollout: Rollout, reading: BatchPolicy) -> Tensor:
     """[N, V], at the loss tokens of a rollout."""
     hidden_BCH = completion_hidden(student, rollout, reading)
     with whole_head(student) as head:

@@ -150,10 +150,12 @@ class Batches:
     def scored(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Batch:
         """The batch with targets, weights, and what is added to the divergence. Collective."""
         host, name = self._host, type(self._host).__name__
-        pull = None
-        if host.model.training and host.methods.pulls:
-            pull = torch.tensor([row.pull for row in rows], dtype=torch.float32, device=host.accelerator.device)
-        rollout = replace(rollout, pull=pull, lengths=rollout.measured(), images=images_of(rows))
+        nll_weight = None
+        if host.model.training and host.methods.adds_nll:
+            nll_weight = torch.tensor(
+                [row.nll_weight for row in rows], dtype=torch.float32, device=host.accelerator.device
+            )
+        rollout = replace(rollout, nll_weight=nll_weight, lengths=rollout.measured(), images=images_of(rows))
         versions = _versions(rollout)
         rollout = replace(rollout, weights=host.methods.select(rollout.weights, rollout, rows))
         counted = rollout.weights.clone()  # `weigh` may change them in place
@@ -161,7 +163,7 @@ class Batches:
             with host.phase("teach"), autocast(host.accelerator):
                 targets = host.teach(rollout, rows)
             check_targets(targets, rollout, f"{name}.teach")
-            if missing := host.methods.reads - set(targets.beside):
+            if missing := host.methods.reads - set(targets.reference_states):
                 raise ValueError(
                     f"`{name}.teach` returned targets without those of {sorted(missing)}, which the objective needs: "
                     "change those of `super().teach(rollout, rows)`."
@@ -175,7 +177,7 @@ class Batches:
                 "change a copy. To exclude a token from the loss, return a weight of 0 for it from `weigh`."
             )
         targets, rollout = kept_by_row(targets, counted), replace(rollout, weights=counted)
-        weights = host.methods.weighed(checked_weights(weights, counted, "weigh"), rollout, rows)
+        weights = host.methods.final_weights(checked_weights(weights, counted, "weigh"), rollout, rows)
         rollout = replace(rollout, weights=weights)
         logprobs = self._logprobs(rollout, rows) if host.reads_logprobs else None
         return Batch(replace(rollout, lengths=rollout.ended().lengths, logprobs=logprobs), targets, tuple(rows))
@@ -201,4 +203,4 @@ class Batches:
 def _versions(rollout: Rollout) -> list[int]:
     """Changes with each write to tokens or masks."""
     tensors = rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask
-    return [one._version for one in (*tensors, rollout.tool_mask, rollout.pull) if one is not None]
+    return [one._version for one in (*tensors, rollout.tool_mask, rollout.nll_weight) if one is not None]

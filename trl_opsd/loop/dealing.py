@@ -89,7 +89,7 @@ def _groups(host: OPSDTrainer, lengths: Sequence[int]) -> list[list[int]]:
 
 def check_budget(host: OPSDTrainer) -> None:
     """Rejects a token budget for a sharded student that reads one row at a time, each with collectives."""
-    if host.args.max_tokens_per_microbatch is None or host.reading.padded_up_to:
+    if host.args.max_tokens_per_microbatch is None or host.batching.padded_up_to:
         return
     # Processes with fewer rows would make fewer collective calls, and the others would wait forever.
     if is_split_model(host.accelerator.unwrap_model(host.model)):

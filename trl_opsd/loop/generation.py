@@ -54,8 +54,8 @@ class Generation:
         """The rows being generated."""
         self._surplus: list[list[int]] = []
         self._has_completed = self._is_proved = self._is_overridden = False
-        self._of_teacher: Mapping[str, TeacherRollout] = {}
-        self._by: Any = None
+        self._teacher_rollouts: Mapping[str, TeacherRollout] = {}
+        self._substitute: Any = None
 
     # ---- The rollout --------------------------------------------------------------------------------------------
 
@@ -127,9 +127,9 @@ class Generation:
         if self._is_proved:
             return
         more = [FORKS] if args.reads_forks else []
-        host.reading = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
+        host.batching = prove_student(host.model, host.in_student, args, host.accelerator, args.padding_free, more)
         self._is_proved = True
-        if args.reads_forks and not host.reading.forks:
+        if args.reads_forks and not host.batching.forks:
             warn_without_forks("student", args.cross_tokenizer_missed)
         if host.reads_images:
             self.prove_images()
@@ -142,11 +142,11 @@ class Generation:
         prompts = host.probe_prompts()
         # DeepSpeed reduces gradients in buckets, which have to be the same in all processes, whatever it shards.
         if is_split_model(host.model) or host.is_deepspeed_enabled:
-            if not host.reading.padded_up_to:
+            if not host.batching.padded_up_to:
                 raise ValueError("This student cannot read images under DeepSpeed or FSDP2, only under DDP.")
-            host.reading = replace(host.reading, dummy_image_prompt=prompts[0])
+            host.batching = replace(host.batching, dummy_image_prompt=prompts[0])
         with autocast(host.accelerator):
-            Probed(host.model, "student", host.in_student).reads(prompts, host.reading)
+            Probed(host.model, "student", host.in_student).reads(prompts, host.batching)
 
     # ---- The turns of a batch -----------------------------------------------------------------------------------
 
@@ -189,7 +189,9 @@ class Generation:
 
     def note_logprobs(self, row: BatchRow, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
-        if row.is_off_policy or self._by is not None:  # by chance the rollout may have generated the same before
+        if (
+            row.is_off_policy or self._substitute is not None
+        ):  # by chance the rollout may have generated the same before
             return
         row.logprobs = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
 
@@ -217,8 +219,8 @@ class Generation:
 
     def _asked(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """What `complete` returns, as token ids up to the first end token; raises if these cannot be trained on."""
-        if self._by is not None:  # in place of the rollout, whoever calls that
-            return self._by.complete(prompt_ids) if prompt_ids else []
+        if self._substitute is not None:  # in place of the rollout, whoever calls that
+            return self._substitute.complete(prompt_ids) if prompt_ids else []
         host, name = self._host, type(self.rollout).__name__
         # A user's rollout is called as often as in other processes, but never without a prompt: few would accept that.
         is_surplus = not (prompt_ids or (of_package(host.complete) and of_package(self.rollout.complete)))
@@ -244,15 +246,15 @@ class Generation:
     # ---- Off-policy completions ---------------------------------------------------------------------------------
 
     @contextmanager
-    def written_by(self, writer: Any) -> Iterator[None]:
-        """Has the method `complete` of a writer write all turns, in place of the rollout."""
-        outer, self._by = self._by, writer
+    def substituted(self, substitute: Any) -> Iterator[None]:
+        """Has the method `complete` of a substitute write all turns, in place of the rollout."""
+        outer, self._substitute = self._substitute, substitute
         try:
             yield
         finally:
-            self._by = outer
+            self._substitute = outer
 
-    def writer(self, teacher: Any, limits: PromptLimits) -> TeacherRollout:
+    def teacher_rollout(self, teacher: Any, limits: PromptLimits) -> TeacherRollout:
         """A teacher that completes prompts; a `ValueError` if it cannot."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
@@ -260,13 +262,15 @@ class Generation:
 
     def check_is_own(self, method: str) -> None:
         """Refuses what would train on completions of another model, or log them as the student's."""
-        if self._by is not None:
+        if self._substitute is not None:
             raise ValueError(f"`{method}` within `generating_with`, where another model generates: use `predict`.")
 
     def use_teachers(self, teachers: Mapping[str, Any]) -> None:
         """Prepares each teacher to generate for its rows with `seq_kd`; a `ValueError` if one cannot."""
         limits = self._host.teaching.readers.teacher_limits
-        self._of_teacher = {name: self.writer(teacher, limits[name]) for name, teacher in teachers.items()}
+        self._teacher_rollouts = {
+            name: self.teacher_rollout(teacher, limits[name]) for name, teacher in teachers.items()
+        }
 
     def _of_teachers(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         reader = self._host.teaching.readers.teacher
@@ -278,7 +282,7 @@ class Generation:
         found: dict[int, list[int]] = {}
         for name in dict.fromkeys(one.teacher for one in requests):
             theirs = [number for number, one in enumerate(requests) if one.teacher == name]
-            written = self._of_teacher[name].complete([prompts[number] for number in theirs])
+            written = self._teacher_rollouts[name].complete([prompts[number] for number in theirs])
             found.update(zip(theirs, written, strict=True))
         return [found[number] for number in range(len(rows))]
 

@@ -41,7 +41,7 @@ from trl_opsd.loop.stored import check_rows
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.methods.base import Part
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
-from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.models.weights import Samples, load_renamed, sampled
 from trl_opsd.parallel.failure import Watchdog
 from trl_opsd.parallel.precision import autocast, dtype_of_frozen_base
@@ -82,7 +82,7 @@ class TrainerHooks(TrainerMembers):
     """Held while a prompt or an answer is tokenized: threads of rows do so too, and options differ for teachers."""
     base_samples: Samples | None
     """Samples of the base weights, taken before PEFT adds an adapter; `None` without one."""
-    reading: Reading = PADDED
+    batching: BatchPolicy = PADDED
     """Which rows the student can read in one batch."""
     _tag_names: ClassVar = [*DistillationTrainer._tag_names, "opsd"]
     processor: ProcessorMixin | None
@@ -314,7 +314,7 @@ class TrainerHooks(TrainerMembers):
             from trl_opsd.models.shared_rows import parts_to_learn
 
             device = self.accelerator.device
-            parts = parts_to_learn(self.row_group, inputs.rollout, inputs.targets, self.model, self.reading, device)
+            parts = parts_to_learn(self.row_group, inputs.rollout, inputs.targets, self.model, self.batching, device)
         losses, sums_of = [], []
         for rollout, targets, is_last in parts:
             # Not as arguments: FSDP2 reads each field of dataclasses among these, and so would make `hidden`.

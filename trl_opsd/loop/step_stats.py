@@ -220,7 +220,7 @@ class StepStats:
         # The sums of an option that is off are 0, which would be logged as if measured.
         is_on = {
             "clipped": self._trainer.args.kl_clip is not None,
-            "pulled": rollout.pull is not None,
+            "nll": rollout.nll_weight is not None,
             "anchored": self._trainer.methods.get(Anchor) is not None,
             "importance": weighs,
             "gated": weighs and getattr(self._trainer.divergence, "clip_min", None) is not None,

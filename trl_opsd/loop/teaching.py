@@ -127,7 +127,7 @@ class Teaching:
                 models,
                 host.model,
                 host.in_student,
-                lambda: host.reading_to_learn,
+                lambda: host.batching_to_learn,
                 host.args,
                 host.base_samples,
                 host.divergence,

@@ -120,7 +120,7 @@ def bytewise_divergence(
         spelled ([`~types.bytewise.Spelled`]):
             The byte positions of the tokens.
         sampled ([`~types.Sampled`]):
-            The N tokens, and how much the student is pulled towards them.
+            The N tokens, and the weight of `-log p` there.
         weights (`torch.Tensor`, *optional*):
             [N], constants; the weight of a byte is that of its token.
         chunk_tokens (`int`, *optional*):
@@ -135,7 +135,7 @@ def bytewise_divergence(
         values = _Streamed.apply(*inputs, weights, fold)
     else:
         values, _ = fold.run(weights, (False, False, False))
-    value_N, student_entropy_N, teacher_entropy_N, pulled_N, outcomes_N, compared_N, escaped_N, lost_N, own_N = values
+    value_N, student_entropy_N, teacher_entropy_N, nll_N, outcomes_N, compared_N, escaped_N, lost_N, own_N = values
     logprobs_N = (
         sampled.logprobs
         if weights is None or sampled.logprobs is None
@@ -146,7 +146,7 @@ def bytewise_divergence(
         divergence=value_N,
         student_entropy=student_entropy_N,
         teacher_entropy=teacher_entropy_N,
-        pulled=None if sampled.pull is None else pulled_N,
+        nll=None if sampled.nll_weight is None else nll_N,
         sampler_kl=kl_N,
         sampler_known=known_N,
         outcomes=outcomes_N,
@@ -226,10 +226,10 @@ class _Fold:
             tile.tokens,
             part.own_S[len(part.own_S) - (tile.tokens.stop - tile.tokens.start) :],
         )
-        pulled_N = torch.zeros_like(own_N)
-        if self.sampled.pull is not None:
-            pulled_N = -own_N * self.sampled.pull[tokens] * weights_N[tokens]
-            value = value + pulled_N.sum()
+        nll_N = torch.zeros_like(own_N)
+        if self.sampled.nll_weight is not None:
+            nll_N = -own_N * self.sampled.nll_weight[tokens] * weights_N[tokens]
+            value = value + nll_N.sum()
         counts_N = weights_N[tokens] != 0  # others are read for those that count
         outcomes_N = plan.table.length[self.sampled.ids[tokens]].float() * counts_N
         entropies = [-(one.detach().exp() * one.detach()).sum(-1) * held_P for one in (log_student_PO, log_teacher_PO)]
@@ -244,7 +244,7 @@ class _Fold:
             -torch.ones_like(missed_P),
         )
         found_9N[:8].index_add_(1, token_P, torch.stack([one.float() for one in by_position]))
-        by_token = {0: pulled_N, 3: pulled_N, 4: outcomes_N, 7: outcomes_N, 8: own_N}
+        by_token = {0: nll_N, 3: nll_N, 4: outcomes_N, 7: outcomes_N, 8: own_N}
         for column, values_N in by_token.items():
             found_9N[column, tokens] += values_N.detach()
         return value

@@ -25,7 +25,7 @@ def dense_divergence(
     vocabulary: int | None = None,
     kl_clip: float | None = None,
     sampled: Sampled | None = None,
-    beside: Sequence[ReferenceModel] = (),
+    references: Sequence[ReferenceModel] = (),
     anchor: Divergence | None = None,
 ) -> PerToken:
     """What [`streamed_divergence`] must equal, with the `N x V` logits of both models in memory, in float64.
@@ -33,7 +33,7 @@ def dense_divergence(
     Arguments and errors are those of [`streamed_divergence`]; `chunk_tokens` has no effect here, and the likeliest
     tokens are ranked everywhere.
     """
-    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled, beside, anchor)
+    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled, references, anchor)
     log_student_NV = _log_probs(student, vocabulary)
     if isinstance(teacher.head, TokenHead):
         log_teacher_NV = log_student_NV.detach().clone()
@@ -41,9 +41,9 @@ def dense_divergence(
         log_teacher_NV = log_teacher_NV.log_softmax(-1)
     else:
         log_teacher_NV = _log_probs(teacher, vocabulary).detach()
-    log_besides = [_log_probs(one.logits, vocabulary).detach() for one in beside]
+    log_references = [_log_probs(one.logits, vocabulary).detach() for one in references]
     target_NV = log_teacher_NV
-    for one, log_NV in zip(beside, log_besides, strict=True):
+    for one, log_NV in zip(references, log_references, strict=True):
         gap_NV = log_teacher_NV - log_NV
         if one.bound is not None:
             gap_NV = one.bound * (gap_NV / one.bound).tanh()
@@ -52,11 +52,11 @@ def dense_divergence(
         target_NV = target_NV + one.push * gap_NV
     log_teacher_NV = target_NV.log_softmax(-1)
     logs = log_student_NV, log_teacher_NV
-    clipped_N, pulled_N = log_student_NV.new_zeros(2, len(log_student_NV))
+    clipped_N, nll_N = log_student_NV.new_zeros(2, len(log_student_NV))
     first_N = importance_N = kl_N = known_N = None
     if sampled is not None:
         chosen = [log_NV.gather(-1, sampled.ids[:, None]).squeeze(-1) for log_NV in logs]
-        value_N, pulled_N, importance_N, _ = drawn(divergence, sampled, *chosen)
+        value_N, nll_N, importance_N, _ = drawn(divergence, sampled, *chosen)
         if sampled.logprobs is not None:
             kl_N, known_N = against_sampler(chosen[0], sampled.logprobs)
         first_N = (chosen[1] == log_teacher_NV.amax(-1)).float()
@@ -67,21 +67,21 @@ def dense_divergence(
         entries_NV = divergence.entries(*logs)
         value_N, clipped_N = entries_NV.clamp(max=kl_clip).sum(-1), (entries_NV > kl_clip).any(-1)
     shared_N, mass_N = top_shared_(torch.stack([log_student_NV.detach(), log_teacher_NV]))
-    is_whole = kl_clip is None and not any(one.push for one in beside)
+    is_whole = kl_clip is None and not any(one.push for one in references)
     weights_N = torch.ones_like(value_N) if weights is None else weights
     anchors = [
         one.anchor * (anchor or divergence).value(log_student_NV, log_NV)
-        for one, log_NV in zip(beside, log_besides, strict=True)
+        for one, log_NV in zip(references, log_references, strict=True)
         if one.anchor
     ]
     anchored_N = torch.stack(anchors).sum(0) if anchors else torch.zeros_like(value_N)
     return PerToken(
-        divergence=(weights_N * (value_N + pulled_N + anchored_N)).float(),
+        divergence=(weights_N * (value_N + nll_N + anchored_N)).float(),
         student_entropy=_entropy(log_student_NV.detach()),
         teacher_entropy=_entropy(log_teacher_NV),
         teacher_uniform=log_teacher_NV.amax(-1) == log_teacher_NV.amin(-1),
         clipped=clipped_N.float(),
-        pulled=(weights_N * pulled_N).detach().float(),
+        nll=(weights_N * nll_N).detach().float(),
         anchored=(weights_N * anchored_N).detach().float() if anchors else None,
         same_first=(log_student_NV.argmax(-1) == log_teacher_NV.argmax(-1)).float(),
         teacher_first=first_N,

@@ -90,7 +90,7 @@ def eager_(
         chosen = [log_RV.gather(-1, ids_R1).squeeze(-1) for log_RV in (log_student_RV, log_teacher_RV)]
         log_sampled_R = chosen[0]
         first_R = (chosen[1] >= total_R.log().neg_()).to(total_R)
-        if sampled.pull is not None or isinstance(divergence, SampledReverseKL):
+        if sampled.nll_weight is not None or isinstance(divergence, SampledReverseKL):
             of_sampled = drawn(divergence, sampled, *chosen)
         if of_sampled.force is not None and gradient_RV is not None:
             push_RV = gradient_of(of_sampled.force, probs_RV, sampled.ids)
@@ -100,7 +100,7 @@ def eager_(
         value_R, found_RV, cut_R = _compared_(divergence, clip, storage, gradient_RV is not None)
         if push_RV is not None and found_RV is not None:
             found_RV.add_(push_RV)
-    values_2R = torch.stack([value_R, of_sampled.pulled])
+    values_2R = torch.stack([value_R, of_sampled.nll])
     values_2R.masked_fill_(values_2R > INFINITE, torch.inf).masked_fill_(values_2R < -INFINITE, -torch.inf)
     if weights_R is not None:
         values_2R.mul_(weights_R).masked_fill_(weights_R == 0, 0.0)  # 0 * inf is NaN
@@ -112,14 +112,14 @@ def eager_(
         if weights_R is not None:
             found_RV.mul_(weights_R.unsqueeze(-1))
         gradient_RV.copy_(found_RV)
-    value_R, pulled_R = values_2R
+    value_R, nll_R = values_2R
     # The mean of the teacher's probabilities relative to the largest: 1 if all of its logits are equal.
     ratio_R = total_R / teacher_RV.size(-1)
     entropies = student_entropy_R, teacher_entropy_R
-    # The order is that of the kernel's stores and of `_Fold.run`: the divergence without the pull, both entropies, that
-    # ratio, 1 if clipped, the pull's part, 1 if both models have the same likeliest token, 1 if the sampled token is
+    # The order is that of the kernel's stores and of `_Fold.run`: the divergence without `nll`, both entropies, that
+    # ratio, 1 if clipped, the part of `nll`, 1 if both models have the same likeliest token, 1 if the sampled token is
     # the teacher's likeliest, its importance weight, and its log-probability under the student.
-    of_both = cut_R, pulled_R, same_R, first_R, of_sampled.importance, log_sampled_R
+    of_both = cut_R, nll_R, same_R, first_R, of_sampled.importance, log_sampled_R
     return torch.stack([value_R, *entropies, ratio_R, *of_both])
 
 

@@ -72,7 +72,7 @@ def _rows(  # type: ignore[no-untyped-def]
     teacher_bias,
     weights,
     ids,
-    pulls,
+    nll_weights,
     logprobs,
     statistics,
     rows,
@@ -146,13 +146,13 @@ def _rows(  # type: ignore[no-untyped-def]
         total = tl.sum(crosses * scale_s, 0) / sum_s / _SMALL
     value = 0.0
     values, slope_sums, most = nothing, nothing, nothing
-    pulled, first, force, importance, log_ps = 0.0, 0.0, 0.0, 1.0, 0.0
+    nll, first, force, importance, log_ps = 0.0, 0.0, 0.0, 1.0, 0.0
     if ids is not None:
         log_ps, log_pt = chosen_s - top_s - log_s, chosen_t - top_t - log_t
         first = tl.where(chosen_t >= top_t, 1.0, 0.0)
-        if pulls is not None:
-            force = tl.load(pulls + number)
-            pulled = -force * log_ps
+        if nll_weights is not None:
+            force = tl.load(nll_weights + number)
+            nll = -force * log_ps
         if POLICY:
             if logprobs is not None:
                 ratio = tl.exp(log_ps - tl.load(logprobs + number))
@@ -164,7 +164,7 @@ def _rows(  # type: ignore[no-untyped-def]
     tl.store(statistics + rows + number, log_s - moment_s / sum_s)
     tl.store(statistics + 2 * rows + number, log_t - moment_t / sum_t)
     tl.store(statistics + 3 * rows + number, sum_t / width)
-    tl.store(statistics + 5 * rows + number, _weighted(pulled, weight))
+    tl.store(statistics + 5 * rows + number, _weighted(nll, weight))
     tl.store(statistics + 6 * rows + number, same)
     tl.store(statistics + 7 * rows + number, first)
     tl.store(statistics + 8 * rows + number, importance)
@@ -181,7 +181,7 @@ def _rows(  # type: ignore[no-untyped-def]
             slope_sums += tl.sum(slope, 1)
         elif gradient is not None:
             slope -= ps * total
-            if POLICY or pulls is not None:
+            if POLICY or nll_weights is not None:
                 slope -= tl.where(columns == chosen, force, 0.0)
             _store(gradient, columns, padded, slope, weight, x, student_cap)
     if gradient is not None and TOTAL == THIRD_PASS:
@@ -192,7 +192,7 @@ def _rows(  # type: ignore[no-untyped-def]
             y = _logits(teacher, teacher_bias, teacher_cap, columns, width, padded)
             _, slope, ps, _ = _terms(x, y, top_s, top_t, log_s, log_t, setting, drift, clip, TERMS)
             slope -= ps * slopes
-            if POLICY or pulls is not None:
+            if POLICY or nll_weights is not None:
                 slope -= tl.where(columns == chosen, force, 0.0)
             _store(gradient, columns, padded, slope, weight, x, student_cap)
 
@@ -265,7 +265,7 @@ def fused_(
     setting = next(iter(astuple(divergence)), 0.0)  # type: ignore[call-overload]  # those with a kernel are dataclasses
     setting = math.inf if setting is None else float(setting)
     policy = isinstance(divergence, SampledReverseKL)
-    drawn = [None] * 3 if sampled is None else [sampled.ids, sampled.pull, sampled.logprobs if policy else None]
+    drawn = [None] * 3 if sampled is None else [sampled.ids, sampled.nll_weight, sampled.logprobs if policy else None]
     statistics_10R = torch.empty(STATISTICS, rows, device=student_RV.device)
     tiles = [one for one in (student_RV, teacher_RV, gradient_RV) if one is not None]
     assert min(one.stride(0) for one in tiles) >= padded, "rows end before those 64 columns"

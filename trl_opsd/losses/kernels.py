@@ -79,7 +79,7 @@ def _on_a_tile(
     values = torch.randn(2, rows, 128, generator=torch.Generator().manual_seed(0)).mul_(3).to(device)
     student_RV, teacher_RV = values[..., :columns]
     plain, numbers_R = Finish(None, None), torch.arange(rows, device=device)
-    sampled = Sampled(ids=numbers_R, pull=numbers_R - 1.0, logprobs=-1.0 - numbers_R)
+    sampled = Sampled(ids=numbers_R, nll_weight=numbers_R - 1.0, logprobs=-1.0 - numbers_R)
     # The gradient is written in place of the student's logits, as in training.
     statistics = step(divergence, clip, (plain, plain), student_RV, teacher_RV, None, sampled, student_RV)
     return (*statistics, student_RV)

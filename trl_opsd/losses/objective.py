@@ -21,7 +21,7 @@ from trl_opsd.types.bytewise import ByteTable
 from trl_opsd.types.spelled import Spelled
 
 
-def head_beside(name: str, teacher: OutputHead, origin: OutputHead | None) -> OutputHead:
+def head_of_reference(name: str, teacher: OutputHead, origin: OutputHead | None) -> OutputHead:
     """The head of states beside a teacher's, by what they are for: a contrast is its own, in another context."""
     return origin if name == "origin" and origin is not None else teacher
 
@@ -56,10 +56,10 @@ class Objective:
         teacher: tuple[Tensor, OutputHead],
         weights: Tensor | None,
         sampled: Sampled | None,
-        beside: Mapping[str, tuple[Tensor, OutputHead]] = MappingProxyType({}),
+        reference_states: Mapping[str, tuple[Tensor, OutputHead]] = MappingProxyType({}),
         spelled: Spelled | None = None,
     ) -> PerToken:
-        """The divergence of tokens, each model as hidden states [N, H] and head [V, H]; `beside` by what it is for.
+        """The divergence of tokens, models as hidden states [N, H] and head [V, H]; `reference_states` by their role.
 
         With `spelled`, the teacher's are logarithms of its distributions over bytes, in which its temperature is.
         """
@@ -78,7 +78,7 @@ class Objective:
             self.vocabulary,
             self.kl_clip,
             sampled,
-            [*chain.from_iterable(self._roles(name, *one) for name, one in beside.items())],
+            [*chain.from_iterable(self._roles(name, *one) for name, one in reference_states.items())],
             self.anchor,
         )
 

@@ -57,9 +57,9 @@ def reduce(
         at_N = places.to(weights_BC.device, non_blocking=True)
         return torch.zeros_like(weights_BC).view(-1).index_copy(0, at_N, values_N).view_as(weights_BC)
 
-    # Pull and anchor are logged separately: divergences are those from the target alone.
+    # `nll` and anchor are logged separately: divergences are those from the target alone.
     alone_N = divergence.detach()
-    for added_N in (per_token.pulled, per_token.anchored):
+    for added_N in (per_token.nll, per_token.anchored):
         alone_N = alone_N if added_N is None else alone_N - added_N
     divergence_BC, entropy_BC = spread(alone_N), spread(per_token.student_entropy)
     unweighted = {name: values_N for name in UNWEIGHTED if (values_N := getattr(per_token, name)) is not None}

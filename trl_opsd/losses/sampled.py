@@ -1,4 +1,4 @@
-"""Losses of the sampled tokens alone, a policy gradient and a pull towards each; and how far their sampler is away.
+"""Losses of the sampled tokens alone, a policy gradient and a weighted `-log p`; and how far their sampler is away.
 
 N tokens in the loss · R rows (tokens) · V vocabulary size; log-probabilities in nats
 
@@ -75,8 +75,8 @@ class Drawn(NamedTuple):
 
     value: Tensor
     """That of [`SampledReverseKL`], in nats; 0 for other divergences."""
-    pulled: Tensor
-    """`pull * -log p_s(ids)`, in nats."""
+    nll: Tensor
+    """`nll_weight * -log p_s(ids)`, in nats."""
     importance: Tensor
     """Of each token; 1 for other divergences."""
     force: Tensor | None
@@ -85,17 +85,17 @@ class Drawn(NamedTuple):
 
 def drawn(divergence: Divergence, sampled: Sampled, log_student_R: Tensor, log_teacher_R: Tensor) -> Drawn:
     """What the sampled tokens add, from both log-probabilities of each; differentiable where `log_student_R` is."""
-    # The dense loss differentiates `value + pulled` by autograd; the streamed one uses `force`, the same gradient.
-    zero_R, force_R = torch.zeros_like(log_student_R), sampled.pull
-    pulled_R = zero_R if sampled.pull is None else -sampled.pull * log_student_R
+    # The dense loss differentiates `value + nll` by autograd; the streamed one uses `force`, the same gradient.
+    zero_R, force_R = torch.zeros_like(log_student_R), sampled.nll_weight
+    nll_R = zero_R if sampled.nll_weight is None else -sampled.nll_weight * log_student_R
     if not isinstance(divergence, SampledReverseKL):
-        return Drawn(zero_R, pulled_R, torch.ones_like(zero_R), force_R)
+        return Drawn(zero_R, nll_R, torch.ones_like(zero_R), force_R)
     importance_R = divergence.importance(log_student_R, sampled.logprobs)
     advantage_R = importance_R * (log_student_R.detach() - log_teacher_R)
     force_R = -advantage_R if force_R is None else force_R - advantage_R
     # The value of the log ratio, and the gradient of a constant times the log-probability.
     value_R = advantage_R * (1 + log_student_R - log_student_R.detach())
-    return Drawn(value_R, pulled_R, importance_R, force_R)
+    return Drawn(value_R, nll_R, importance_R, force_R)
 
 
 def gradient_of(force_R: Tensor, student_RV: Tensor, ids_R: Tensor) -> Tensor:

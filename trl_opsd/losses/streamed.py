@@ -44,7 +44,7 @@ _BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Logits of a block, which goes through all elementwise steps before the next: on a CPU, as many as fit its cache."""
 _BLOCK_ELEMENTS_ELSEWHERE = 1 << 24
 _PULLED = 5
-"""Index of the pull's part among the statistics of a step."""
+"""Index of the part of `nll` among the statistics of a step."""
 _ROUNDING = 1e-6
 """Logits count as equal if they are at most so far below the largest on average: the rounding of their products. A
 model whose logits spread by only 1e-2, as a tiny random one's do, stays above it up to a temperature of 10,000."""
@@ -81,7 +81,7 @@ def streamed_divergence(
     vocabulary: int | None = None,
     kl_clip: float | None = None,
     sampled: Sampled | None = None,
-    beside: Sequence[ReferenceModel] = (),
+    references: Sequence[ReferenceModel] = (),
     anchor: Divergence | None = None,
 ) -> PerToken:
     """The per-token divergence between two models, without materialising either model's logits in full.
@@ -118,9 +118,9 @@ def streamed_divergence(
         kl_clip (`float`, *optional*):
             Most that each token of the vocabulary may add, in nats. Only for the divergences of this package.
         sampled ([`~types.Sampled`], *optional*):
-            The token that was sampled at each position, and how much the student is pulled towards it. Needed by
+            The token that was sampled at each position, and the weight of `-log p` there. Needed by
             [`SampledReverseKL`].
-        beside (sequence of [`~types.ReferenceModel`], *optional*):
+        references (sequence of [`~types.ReferenceModel`], *optional*):
             Further models, each for one more product: what the target moves away from, and an anchor.
         anchor ([`Divergence`], *optional*):
             The divergence from the anchor; when `None`, `divergence`.
@@ -132,18 +132,18 @@ def streamed_divergence(
     Raises:
         ValueError: If shapes, devices or settings are incompatible.
     """
-    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled, beside, anchor)
-    beside = [one for one in beside if one.push or one.anchor]
-    dtypes = tuple(map(product_dtype, (student, teacher, *(one.logits for one in beside))))
+    check_arguments(student, teacher, divergence, weights, vocabulary, kl_clip, sampled, references, anchor)
+    references = [one for one in references if one.push or one.anchor]
+    dtypes = tuple(map(product_dtype, (student, teacher, *(one.logits for one in references))))
     anchor = anchor or divergence
-    fold = _Fold(student, teacher, divergence, kl_clip, sampled, dtypes, chunk_tokens, vocabulary, beside, anchor)
+    fold = _Fold(student, teacher, divergence, kl_clip, sampled, dtypes, chunk_tokens, vocabulary, references, anchor)
     inputs = (student.hidden, student.head.weight, student.head.bias)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         value_N, *others = _Streamed.apply(*inputs, weights, fold)
     else:
         with torch.no_grad():
             (value_N, *others), _ = fold.run(weights, (False, False, False))
-    student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, pulled_N, same_N, first_N, *of_some = others
+    student_entropy_N, teacher_entropy_N, mean_ratio_N, clipped_N, nll_N, same_N, first_N, *of_some = others
     importance_N, log_sampled_N, ranked_N, shared_N, mass_N, anchored_N, accepted_N = of_some
     logprobs_N = None if sampled is None else sampled.logprobs
     kl_N, known_N = (None, None) if logprobs_N is None else against_sampler(log_sampled_N, logprobs_N)
@@ -153,8 +153,8 @@ def streamed_divergence(
         teacher_entropy=teacher_entropy_N,
         teacher_uniform=mean_ratio_N > 1 - _ROUNDING,
         clipped=clipped_N,
-        pulled=pulled_N,
-        anchored=anchored_N if any(one.anchor for one in beside) else None,
+        nll=nll_N,
+        anchored=anchored_N if any(one.anchor for one in references) else None,
         same_first=same_N,
         teacher_first=None if sampled is None else first_N,
         importance=importance_N,
@@ -215,30 +215,30 @@ class _Fold:
     dtypes: tuple[torch.dtype, ...]
     chunk_tokens: int | None
     vocabulary: int | None
-    beside: Sequence[ReferenceModel]
+    references: Sequence[ReferenceModel]
     anchor: Divergence
 
     def run(
         self, weights_N: Tensor | None, wanted: tuple[bool, ...]
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """Statistics of each token, [N] each, and the gradients of student hidden, weight and bias, if `wanted`."""
-        # Statistics are those of `eager_`, the first with pull and anchors added, then `ranked`, `top_shared`,
+        # Statistics are those of `eager_`, the first with `nll` and anchors added, then `ranked`, `top_shared`,
         # `top_mass`, the anchors' part, and `accepted`.
         # The gradients are those of the sum of the weighted divergences, in float32.
         student = Side.of(self.student, self.dtypes[0], self.vocabulary)
         is_known = isinstance(self.teacher.head, TokenHead)
         whole = None if is_known else Side.of(self.teacher, self.dtypes[1], self.vocabulary)
-        of_beside = zip(self.beside, self.dtypes[2:], strict=True)
-        others = [(one, Side.of(one.logits, dtype, self.vocabulary)) for one, dtype in of_beside]
+        of_references = zip(self.references, self.dtypes[2:], strict=True)
+        others = [(one, Side.of(one.logits, dtype, self.vocabulary)) for one, dtype in of_references]
         (tokens, width), vocabulary = student.hidden_NH.shape, student.weight_VH.size(0)
         device, dtype = student.hidden_NH.device, student.weight_VH.dtype
 
         # In float32 the gradient overwrites the student's logits; lower-precision products need it in their own dtype.
         in_place = dtype == torch.float32 or not any(wanted)
         stride = -(-vocabulary // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
-        anchor = next((number for number, one in enumerate(self.beside) if one.anchor), None)
+        anchor = next((number for number, one in enumerate(self.references) if one.anchor), None)
         # What is only added to the target needs no tile.
-        held = [bool(one.anchor) or whole is None or not is_sum(whole, others) for one in self.beside]
+        held = [bool(one.anchor) or whole is None or not is_sum(whole, others) for one in self.references]
         tiles = 2 + sum(held) + (anchor is not None)
         token_bytes = stride * (4 * tiles + (0 if in_place else _GROUP_TILES * dtype.itemsize))
         tile_tokens = max(1, min(tokens, self.chunk_tokens or tile_of(tokens, token_bytes, memory_of(device))))
@@ -256,7 +256,7 @@ class _Fold:
 
         step = step_for(self.divergence, self.clip, device)
         step_rows = _block_rows(student_CV) if step is eager_ else tile_tokens
-        finish = Finish(None, None) if any(one.push for one in self.beside) else teacher.finish
+        finish = Finish(None, None) if any(one.push for one in self.references) else teacher.finish
         finishes, objective = (student.finish, finish), (self.divergence, self.clip)
         statistics_10N, top_3N = torch.empty(STATISTICS, tokens, device=device), torch.zeros(3, tokens, device=device)
         anchored_N = torch.zeros(tokens, device=device)
@@ -303,11 +303,11 @@ class _Fold:
                             (student.finish, products_TCV[-1][here]),
                             (others[anchor][1].finish, others_CV[anchor][here]),
                         )
-                        anchored_N[rows] = self._anchored(pair, self.beside[anchor].anchor, weights_R, gradient_RV)
+                        anchored_N[rows] = self._anchored(pair, self.references[anchor].anchor, weights_R, gradient_RV)
             # Once per group: each product reads and writes the whole gradient of the head.
             student.backproject_(gradient_GV, group, hidden_NH, *shared)
         value_N, accepted_N = statistics_10N[0], None
-        if self.clip is None and not any(one.push for one in self.beside):
+        if self.clip is None and not any(one.push for one in self.references):
             accepted_N = self.divergence.accepted(value_N if weights_N is None else value_N / weights_N)
         value_N.add_(statistics_10N[_PULLED]).add_(anchored_N)
         if hidden_NH is not None:  # no divergence without a gradient: that of a user may be NaN where its value is not

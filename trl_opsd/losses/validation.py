@@ -31,11 +31,11 @@ def check_arguments(
     vocabulary: int | None,
     kl_clip: float | None,
     sampled: Sampled | None,
-    beside: Sequence[ReferenceModel],
+    references: Sequence[ReferenceModel],
     anchor: Divergence | None,
 ) -> None:
     """Refuses what would be sliced, broadcast or left out without an error; all else torch refuses itself."""
-    others = [(f"beside[{number}]", one.logits) for number, one in enumerate(beside)]
+    others = [(f"beside[{number}]", one.logits) for number, one in enumerate(references)]
     mine, tokens = len(student.head.weight), len(student.hidden)
     yours = min(len(one.head.weight) for _, one in (("", teacher), *others))
     for name, side in (("student", student), ("teacher", teacher), *others):
@@ -54,7 +54,10 @@ def check_arguments(
             f"vocabulary is {vocabulary}, but the student's head has {mine} rows and the teacher's {yours}: pass a "
             f"teacher with the same tokenizer, and the number of shared ids, from 1 to {min(mine, yours)}."
         )
-    pushed, by_token = sum(bool(one.push) for one in beside), kl_clip is not None or isinstance(divergence, NEEDS_WHOLE)
+    pushed, by_token = (
+        sum(bool(one.push) for one in references),
+        kl_clip is not None or isinstance(divergence, NEEDS_WHOLE),
+    )
     if isinstance(teacher.head, TokenHead) and (teacher.temperature != 1 or pushed or by_token):
         raise ValueError(
             f"The teacher is known by some of its tokens, at temperature 1: its temperature here is "
@@ -63,13 +66,13 @@ def check_arguments(
             "one, without a clip of entries: use a teacher with hidden states for them."
         )
     check_clip(kl_clip, divergence)
-    if isinstance(anchor or divergence, SampledReverseKL) and any(one.anchor for one in beside):
+    if isinstance(anchor or divergence, SampledReverseKL) and any(one.anchor for one in references):
         raise ValueError("SampledReverseKL cannot hold the student near an anchor: pass `anchor=ReverseKL()`.")
     if sampled is None and isinstance(divergence, SampledReverseKL):
         raise ValueError("SampledReverseKL needs sampled tokens: pass `sampled=Sampled(ids)`, or use ReverseKL().")
     per_token = {"weights": weights_N}
     if sampled is not None:
-        per_token |= {f"sampled {name}": getattr(sampled, name) for name in ("ids", "pull", "logprobs")}
+        per_token |= {f"sampled {name}": getattr(sampled, name) for name in ("ids", "nll_weight", "logprobs")}
     for name, one in per_token.items():
         if one is not None and one.shape != (tokens,):
             raise ValueError(f"{name} have shape {list(one.shape)}, expected [{tokens}]: pass one per token.")

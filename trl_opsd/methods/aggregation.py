@@ -54,7 +54,7 @@ class Aggregation(Method):
         several = self.by == "teachers" and len(teachers) > 1
         self._teachers: dict[str, float] = dict.fromkeys(teachers, 1.0) | (self.weights or {}) if several else {}
 
-    def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
+    def final_weights(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         sums_B1 = weights.sum(1, keepdim=True)
         if self.by == "rows":
             worth_B = [row.prompt_weight * row.gate for row in rows]

@@ -104,7 +104,7 @@ class Method:
         needs_rewards (`bool`): whether training depends on the rewards of rows, which are then never only logged.
         reads_outcomes (`bool`): whether it reads `BatchRow.outcome`.
         reads (`Sequence[str]`): keys of what `references` returns.
-        pulls (`bool`): whether it sets `BatchRow.pull`.
+        adds_nll (`bool`): whether it sets `BatchRow.nll_weight`.
         skips (`bool`): whether it sets `BatchRow.prompt_weight` to 0.
         by_token (`bool`): whether it reads distributions over tokens, which there are none of with `cross_tokenizer`.
         needs_whole (`bool`): whether it needs whole distributions of all teachers, not of some tokens.
@@ -123,7 +123,7 @@ class Method:
     needs_rewards: bool = False
     reads_outcomes: bool = False
     reads: Sequence[str] = ()
-    pulls: bool = False
+    adds_nll: bool = False
     skips: bool = False
     falls_back: bool = False
     by_token: bool = False
@@ -173,10 +173,10 @@ class Method:
     # ---- A generation batch -----------------------------------------------------------------------------------------
 
     def before(self, rows: Sequence[BatchRow]) -> None:
-        """Before anything is generated: may set `prompt_weight` (at 0 it is skipped) and add to the `pull` of rows."""
+        """Before generation: may set `prompt_weight` (at 0 it is skipped) of rows, and add to `nll_weight`."""
 
     def generated(self, batch: Generated) -> None:
-        """All completions of a batch are known: may set the `gate` of rows, and add to their `pull`."""
+        """All completions of a batch are known: may set the `gate` of rows, and add to their `nll_weight`."""
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
         """What the teacher reads before a completion, text or messages, in place of `prompt`, which is parsed.
@@ -196,11 +196,13 @@ class Method:
         """[B, C], the weights with 0 for tokens that the teacher need not score."""
         return weights
 
-    def weigh(self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
+    def token_weights(
+        self, weights: Tensor, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets
+    ) -> Tensor:
         """[B, C], the weights of tokens in the loss; a weight of 0 has to stay. A subclass's `weigh` comes after it."""
         return weights
 
-    def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
+    def final_weights(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         """[B, C], the weights whose sum is the denominator of the loss, after gates and weights of prompts; of methods
         of a user after `Aggregation`.
         """

@@ -36,13 +36,13 @@ class OffPolicy(Method):
     whole_rows = False
 
     @property
-    def pulls(self) -> bool:  # type: ignore[override]
+    def adds_nll(self) -> bool:  # type: ignore[override]
         """Whether it adds to the divergence."""
         return self.nll_weight > 0
 
     @property
     def words(self) -> str:  # type: ignore[override]
-        return f"plus {self.nll_weight:g} times -log p of completions of others" if self.pulls else ""
+        return f"plus {self.nll_weight:g} times -log p of completions of others" if self.adds_nll else ""
 
     metrics: ClassVar = {
         "off_policy/share": Metric("1", "Share of rows in the loss that the student did not generate.", _MIXED),
@@ -52,7 +52,7 @@ class OffPolicy(Method):
 
     def before(self, rows: Sequence[BatchRow]) -> None:
         for row in rows:
-            row.pull += self.nll_weight * bool(row.is_off_policy)
+            row.nll_weight += self.nll_weight * bool(row.is_off_policy)
 
     def tally(self, part: Part) -> Tensor:
         """[2, 3]: rows that count, their weight and divergence, of the student's and of the others."""

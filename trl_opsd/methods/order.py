@@ -146,9 +146,9 @@ class Methods:
         return {name for one in self for name in one.reads}
 
     @cached_property
-    def pulls(self) -> bool:
-        """Whether rows may have a `pull`."""
-        return any(one.pulls for one in self)
+    def adds_nll(self) -> bool:
+        """Whether rows may have an `nll_weight`."""
+        return any(one.adds_nll for one in self)
 
     @cached_property
     def words(self) -> str:
@@ -190,12 +190,14 @@ class Methods:
     def _check_columns(self, method: Method, rows: Sequence[BatchRow]) -> None:
         """Raises `ValueError` for a column whose value would spoil the loss, or would not be read."""
         for row in () if _is_ours(method) else rows:
-            fits = all(0 <= one <= LARGEST_WEIGHT for one in (row.prompt_weight, row.gate)) and math.isfinite(row.pull)
-            if not (fits and (row.prompt_weight or self.may_skip) and (not row.pull or self.pulls)):
+            fits = all(0 <= one <= LARGEST_WEIGHT for one in (row.prompt_weight, row.gate)) and math.isfinite(
+                row.nll_weight
+            )
+            if not (fits and (row.prompt_weight or self.may_skip) and (not row.nll_weight or self.adds_nll)):
                 raise ValueError(
-                    f"`{type(method).__name__}` set {row.prompt_weight=}, {row.gate=}, {row.pull=} in "
-                    f"{row.request.where}: expected weights from 0 to {LARGEST_WEIGHT:g} and a finite `pull`. A weight "
-                    "of 0 needs `skips = True` in the class, a `pull` needs `pulls = True`."
+                    f"`{type(method).__name__}` set {row.prompt_weight=}, {row.gate=}, {row.nll_weight=} in "
+                    f"{row.request.where}: expected weights from 0 to {LARGEST_WEIGHT:g} and a finite `nll_weight`. A "
+                    "weight of 0 needs `skips = True` in the class, an `nll_weight` needs `adds_nll = True`."
                 )
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Prompt) -> Prompt | None:
@@ -217,20 +219,22 @@ class Methods:
             weights_BC = _checked(one.select(_given(weights_BC, one), rollout, rows), weights_BC, one, "select")
         return weights_BC
 
-    def weigh(self, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
+    def token_weights(self, rollout: Rollout, rows: Sequence[BatchRow], targets: TeacherTargets) -> Tensor:
         weights_BC = rollout.weights
-        for one in self._of("weigh", in_training=True):
-            weights_BC = _checked(one.weigh(_given(weights_BC, one), rollout, rows, targets), weights_BC, one, "weigh")
+        for one in self._of("token_weights", in_training=True):
+            weights_BC = _checked(
+                one.token_weights(_given(weights_BC, one), rollout, rows, targets), weights_BC, one, "token_weights"
+            )
         return weights_BC
 
-    def weighed(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
+    def final_weights(self, weights_BC: Tensor, rollout: Rollout, rows: Sequence[BatchRow]) -> Tensor:
         for column in ("prompt_weight", "gate"):
             values_B = [getattr(row, column) for row in rows]
             if any(one != 1 for one in values_B):
                 weights_BC = weights_BC * weights_BC.new_tensor(values_B).unsqueeze(1)
         self._record_gates(rows)
-        for one in self._of("weighed"):
-            weights_BC = _checked(one.weighed(_given(weights_BC, one), rows), weights_BC, one, "weighed")
+        for one in self._of("final_weights"):
+            weights_BC = _checked(one.final_weights(_given(weights_BC, one), rows), weights_BC, one, "final_weights")
         return weights_BC
 
     def _record_gates(self, rows: Sequence[BatchRow]) -> None:
@@ -280,7 +284,7 @@ class Methods:
             yield
 
     @property
-    def reading(self) -> bool:
+    def reads_evaluations(self) -> bool:
         """Whether one reads the tokens of evaluations."""
         return bool(self._of("read"))
 

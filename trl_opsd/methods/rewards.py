@@ -97,11 +97,11 @@ class Rewards(Method):
             "Share of completions in a prompt (or step) whose rewards are all equal.",
             Logs(STEPS, "a method that needs rewards", evaluated=False),
         ),
-        "pull/mean": Metric(
+        "nll/mean": Metric(
             "nats",
             "What rewards and completions of the dataset add to the divergence, per token.",
-            Logs(WEIGHTED, "rows with a `pull`", evaluated=False),
-            "pulled / weight",
+            Logs(WEIGHTED, "rows with an `nll_weight`", evaluated=False),
+            "nll / weight",
         ),
         "gate/mean": Metric(
             "1",
@@ -119,7 +119,7 @@ class Rewards(Method):
 
     @property
     def words(self) -> str:  # type: ignore[override]
-        told = [f"plus {self.weight:g} times the policy gradient of rewards"] * self.pulls
+        told = [f"plus {self.weight:g} times the policy gradient of rewards"] * self.adds_nll
         return ", ".join(told + [f"rows gated by their reward ({self.gate})"] * (self.gate is not None))
 
     def has(self, hook: str) -> bool:
@@ -127,10 +127,10 @@ class Rewards(Method):
 
     def find(self, environments: Environments | None) -> None:
         """Finds the functions and those of environments, in `given`, and what is done with their rewards."""
-        shows, self.pulls = self.context is not None, self.weight > 0
+        shows, self.adds_nll = self.context is not None, self.weight > 0
         self.reads_outcomes = self.falls_back = shows
-        self.needs_rewards = self.pulls or shows or self.gate is not None
-        self.in_groups = self.pulls or shows or self.gate == "advantage"
+        self.needs_rewards = self.adds_nll or shows or self.gate is not None
+        self.in_groups = self.adds_nll or shows or self.gate == "advantage"
         own = given_rewards(self.functions, self.tokenizers)
         if self.weights is not None and len(self.weights) != len(own):
             numbers = f"{len(self.weights)} numbers, but there are {len(own)} `functions`"
@@ -233,7 +233,7 @@ class Rewards(Method):
         first = self.host.accelerator.process_index * len(rows)
         for row, value in zip(rows, values_R[first : first + len(rows)].tolist(), strict=True):
             row.advantage = value
-            row.pull += self.weight * value
+            row.nll_weight += self.weight * value
         self.host.record("frac_reward_zero_std", float(is_flat_R[batch.counts["asked"] > 0].float().mean()))
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:

@@ -52,7 +52,7 @@ class BatchRow(Mapping[str, Any]):
     """Once there are rewards, and a teacher's prompt depends on them."""
     gate: float = 1.0
     """Weight of the row in the loss: by its reward, and 0 where the teacher has no prompt."""
-    pull: float = 0.0
+    nll_weight: float = 0.0
     """What is added to the divergence of each token, times its `-log p` under the student."""
     contrast: Prompt | None = None
     """The teacher's prompt that its target moves away from."""

@@ -84,7 +84,7 @@ class TokenSelection(Method):
         seed, step = self.host.args.seed, self.host.state.global_step
         return self.selection.chosen(weights, [derived_seed(seed, step, place, _SALT) for place in places])
 
-    def weighed(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
+    def final_weights(self, weights: Tensor, rows: Sequence[BatchRow]) -> Tensor:
         # The denominator of the step is known before the logits that a late criterion needs.
         return self.selection.thinned(weights) if self._is_late else weights
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model, whole_shape
 from trl_opsd.models.grouping import fewest_groups
-from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.types import Length, OutputHead, Rollout
 from trl_opsd.types.rollout import RowImages, together
 
@@ -43,29 +43,29 @@ def call(model: CausalLM, function: Run, *args: Any) -> Any:
     return function(model, *args)
 
 
-def completion_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADDED) -> Tensor:
+def completion_hidden(model: CausalLM, rollout: Rollout, policy: BatchPolicy = PADDED) -> Tensor:
     """The last hidden state at the position that predicts each completion token, [B, C, H], undefined at padding.
 
     Equals `model(...).hidden_states[-1][:, P - 1 : -1]` with every token at the position it would have without padding.
-    `reading` says which rows may share a forward pass, as [`~models.probes.PADDING`] determined.
+    `policy` says which rows may share a forward pass, as [`~models.probes.PADDING`] determined.
     """
     if rollout.begins_at is not None:
         return _hidden_of_part(model, rollout, rollout.begins_at)
     # The padding between prompt and completion, and before shorter prompts, is left out: a pass is as wide as its
     # longest row or, packed, as long as its rows together.
     lengths = rollout.measured()
-    if reading.padded_up_to == math.inf and not reading.packed:
-        return padded_hidden(model, rollout, lengths, reading)
+    if policy.padded_up_to == math.inf and not policy.packed:
+        return padded_hidden(model, rollout, lengths, policy)
     check_no_holes(lengths)
     totals, is_split = [one.total for one in lengths], is_split_model(model)
-    if reading.packed:
+    if policy.packed:
         within = math.inf if is_split or has_varlen(model) else BLOCK_TOKENS
         if sum(totals) <= within:
             return _completion_hidden_packed(model, rollout, lengths)
         groups, read = fewest_groups(totals, lambda tokens, _: tokens <= within, packed=True), _completion_hidden_packed
     else:
-        groups = reading.groups(totals, is_split)
-        read = partial(padded_hidden, reading=replace(reading, multiple_of=1))
+        groups = policy.groups(totals, is_split)
+        read = partial(padded_hidden, policy=replace(policy, multiple_of=1))
     parts = [read(model, rollout.select(rows), [lengths[row] for row in rows]) for rows in groups]
     # Rows come back in their original order.
     order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
@@ -91,7 +91,7 @@ def check_no_holes(lengths: Sequence[Length]) -> None:
 
 
 def padded_hidden(
-    model: CausalLM, rollout: Rollout, lengths: Sequence[Length], reading: Reading, past: Any = None, before: int = 0
+    model: CausalLM, rollout: Rollout, lengths: Sequence[Length], policy: BatchPolicy, past: Any = None, before: int = 0
 ) -> Tensor:
     """[B, C, H], from rows shifted to the first column and padded at the end.
 
@@ -99,12 +99,12 @@ def padded_hidden(
     """
     places = _Places(rollout, lengths)
     starts_B1, totals_B1 = places.starts_B.unsqueeze(1) + before, places.totals_B.unsqueeze(1) - before
-    width = -(-(max(places.totals) - before) // reading.multiple_of) * reading.multiple_of
+    width = -(-(max(places.totals) - before) // policy.multiple_of) * policy.multiple_of
     columns_W = torch.arange(width, device=starts_B1.device)
     mask_BL = rollout.attention_mask
     index_BW = (starts_B1 + columns_W).clamp(max=mask_BL.size(1) - 1)
     ids_BW = rollout.input_ids.gather(1, index_BW)
-    needs_mask = reading.needs_mask or reading.dummy_image_prompt is not None or rollout.images is not None
+    needs_mask = policy.needs_mask or policy.dummy_image_prompt is not None or rollout.images is not None
     # Positions beyond the context, of rows that are padded to a multiple, would have to be those of the last token.
     needs_mask |= any(one.masked for one in lengths) or width > (context_of(model) or width)
     mask_BW = mask_BL.gather(1, index_BW) * (columns_W < totals_B1) if needs_mask else None
@@ -113,22 +113,22 @@ def padded_hidden(
         places_BW = before + columns_W.minimum(totals_B1 - 1)  # padding may lie beyond the context
         hidden_BWH = hidden_states(model, ids_BW, whole_mask, places_BW, past=past)
         return _at(hidden_BWH, places.predicting_BC - before)
-    if rollout.images is None and reading.dummy_image_prompt is None:
+    if rollout.images is None and policy.dummy_image_prompt is None:
         return _at(hidden_states(model, ids_BW, mask_BW), places.predicting_BC)
     images: Sequence[RowImages | None] = rollout.images or [None] * len(lengths)
-    if reading.dummy_image_prompt is not None and mask_BW is not None and all(one is None for one in images):
+    if policy.dummy_image_prompt is not None and mask_BW is not None and all(one is None for one in images):
         ids_BW, mask_BW = (
             torch.cat([pad(each, (0, max(0, row.numel() - width))), pad(row, (0, max(0, width - row.numel())))[None]])
             for each, row in (
-                (ids_BW, ids_BW.new_tensor(reading.dummy_image_prompt)),
-                (mask_BW, mask_BW.new_ones(len(reading.dummy_image_prompt))),
+                (ids_BW, ids_BW.new_tensor(policy.dummy_image_prompt)),
+                (mask_BW, mask_BW.new_ones(len(policy.dummy_image_prompt))),
             )
         )
-        images = [*images, reading.dummy_image_prompt.images]
+        images = [*images, policy.dummy_image_prompt.images]
     arguments = together(images, [0] * len(images), ids_BW.size(1), ids_BW.device)
     axes_3BW = None
     if arguments and not any(one.masked for one in lengths):
-        totals = [*places.totals, *(len(reading.dummy_image_prompt or ()) for _ in ids_BW[len(lengths) :])]
+        totals = [*places.totals, *(len(policy.dummy_image_prompt or ()) for _ in ids_BW[len(lengths) :])]
         axes_3BW = of_three_axes(backbone_of(model), arguments, totals, ids_BW)
     hidden_BWH = hidden_states(model, ids_BW, mask_BW, axes_3BW, images=arguments)
     if len(hidden_BWH) > len(lengths):

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import completion_hidden, context_of, hidden_states, shape_of
-from trl_opsd.models.padding import PADDED, Reading, agree, distances
+from trl_opsd.models.padding import PADDED, BatchPolicy, agree, distances
 from trl_opsd.models.probes import CANNOT_RUN, Doubt, Probe, Probed
 from trl_opsd.parallel.precision import least_precise
 from trl_opsd.types import OutputHead, Rollout
@@ -28,13 +28,13 @@ _KINDS = ("full_attention", "sliding_attention")
 """Layers that take a mask of one's own."""
 
 
-def forked_hidden(model: CausalLM, rollout: Rollout, reading: Reading = PADDED) -> Tensor:
+def forked_hidden(model: CausalLM, rollout: Rollout, policy: BatchPolicy = PADDED) -> Tensor:
     """[`~models.backbone.completion_hidden`], [B, C, H], in whose last columns are the states *after* each fork."""
     if (forks := rollout.forks) is None:
-        return completion_hidden(model, rollout, reading)
+        return completion_hidden(model, rollout, policy)
     lengths, (rows, prompt) = rollout.measured(), rollout.prompt_ids.shape
     device, width = rollout.prompt_ids.device, max(one.total for one in lengths)
-    count = -(-(width + forks.most) // reading.multiple_of) * reading.multiple_of - width
+    count = -(-(width + forks.most) // policy.multiple_of) * policy.multiple_of - width
     ids, upto, depth = np.zeros((3, rows, count), np.int64)
     path = np.zeros((rows, count, count), bool)
     path[:, np.arange(count), np.arange(count)] = True  # padding attends to itself, so that there are no NaN
@@ -113,10 +113,10 @@ def _reads_forks(one: Probed) -> str:
         found_NH, expected_NH = one.evaluate(read)
     except (ValueError, *CANNOT_RUN) as error:
         raise Doubt(f"{one} cannot read tokens that branch off a row: {error}") from error
-    if one.reading.padded_up_to != PADDED.padded_up_to or not agree(found_NH, expected_NH):
+    if one.batching.padded_up_to != PADDED.padded_up_to or not agree(found_NH, expected_NH):
         gap = distances(found_NH, expected_NH).max()
         raise Doubt(f"{one} changes a state by {gap:.2g} of its norm if tokens branch off a row.")
-    one.reading = replace(one.reading, forks=True)
+    one.batching = replace(one.batching, forks=True)
     return "Tokens may branch off a row."
 
 

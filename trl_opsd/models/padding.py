@@ -24,7 +24,7 @@ _SHORT, _LEFT, _WIDTH = 5, 4, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class BatchPolicy:
     """Which rows may share a forward pass so that each gets the hidden states it would get alone."""
 
     padded_up_to: float = math.inf
@@ -68,19 +68,23 @@ class Reading:
             groups.setdefault(key, []).append(row)
         return list(groups.values())
 
-    def groups_to_continue(self, prompts: Sequence[int], rooms: Sequence[int], collective: bool) -> list[list[int]]:
+    def groups_to_continue(
+        self, prompts: Sequence[int], max_new_tokens: Sequence[int], collective: bool
+    ) -> list[list[int]]:
         """[`~Reading.groups`] for generation, where each row grows from its prompt by up to its room."""
         if not self.padded_up_to:
             return self.groups(prompts, collective)
         # Rows with prompts of one length may cross the border at different steps.
-        apart = Reading(self.padded_up_to, batches_equal_lengths=False)
-        return apart.groups([sum(both) for both in zip(prompts, rooms, strict=True)], collective)
+        apart = BatchPolicy(self.padded_up_to, batches_equal_lengths=False)
+        return apart.groups([sum(both) for both in zip(prompts, max_new_tokens, strict=True)], collective)
 
 
-PADDED = Reading()
+PADDED = BatchPolicy()
 
 
-def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Collection[int], called: str) -> Reading:
+def prove_batch_policy(
+    read: Read, vocabulary: int, device: torch.device, borders: Collection[int], called: str
+) -> BatchPolicy:
     """Determines which rows can share a pass by comparing a row's hidden states in a batch with those it has alone."""
     ids_L = torch.arange(1, _WIDTH + 1, device=device).mul(vocabulary // (_WIDTH + 1))
     alone_SH = _plain(read, ids_L[None, :_SHORT])[0]
@@ -104,10 +108,10 @@ def prove_reading(read: Read, vocabulary: int, device: torch.device, borders: Co
         raise ValueError(gap)
     # Padding fails, but rows of equal length need none.
     together_SH = _plain(read, torch.stack([ids_L[:_SHORT], ids_L[_SHORT : 2 * _SHORT]]))[0]
-    return Reading(0, batches_equal_lengths=agree(together_SH, alone_SH))
+    return BatchPolicy(0, batches_equal_lengths=agree(together_SH, alone_SH))
 
 
-def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Reading:
+def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> BatchPolicy:
     """Batches a row with one at positions beyond each border, without allocating that many tokens."""
     if not borders:
         return PADDED
@@ -118,7 +122,7 @@ def _within_borders(read: Read, ids_S: Tensor, borders: Collection[int]) -> Read
         beside_SH = read(ids_2S, torch.ones_like(ids_2S), torch.stack([near_S, near_S + border]))[0]
         # Both batches have the same shape, so rounding differs less and the tolerance can be smaller.
         if not agree(beside_SH, near_SH, half=1e-2):
-            return Reading(border)
+            return BatchPolicy(border)
     return PADDED
 
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import hidden_states, padded_hidden, shape_of
-from trl_opsd.models.padding import PADDED, Reading, agree, distances
+from trl_opsd.models.padding import PADDED, BatchPolicy, agree, distances
 from trl_opsd.models.probes import CANNOT_RUN, Probe, Probed, explaining
 from trl_opsd.parallel.precision import least_precise
 from trl_opsd.types import OutputHead, Rollout
@@ -69,9 +69,9 @@ def _repeated(one: Tensor, rows: Tensor) -> Tensor:
     return one.to(rows.device, rows.dtype, non_blocking=True).expand(len(rows), *one.shape[1:])
 
 
-def hidden_after(model: CausalLM, rollout: Rollout, past: Past, reading: Reading = PADDED) -> Tensor:
+def hidden_after(model: CausalLM, rollout: Rollout, past: Past, policy: BatchPolicy = PADDED) -> Tensor:
     """[`~models.backbone.completion_hidden`] of rows that all begin with the tokens of a prefix, which are not read."""
-    return padded_hidden(model, rollout, rollout.measured(), reading, past.cache(), past.tokens)
+    return padded_hidden(model, rollout, rollout.measured(), policy, past.cache(), past.tokens)
 
 
 def keys_and_values(

@@ -37,7 +37,7 @@ from trl_opsd.models.backbone import (
     seen,
     shape_of,
 )
-from trl_opsd.models.padding import PADDED, Read, Reading, agree, distances, gap_of_packing, prove_reading
+from trl_opsd.models.padding import PADDED, BatchPolicy, Read, agree, distances, gap_of_packing, prove_batch_policy
 from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
@@ -127,7 +127,7 @@ class Probed:
     def __init__(self, model: CausalLM, role: str, run: Run | None = None) -> None:
         self.model, self.run = model, run or partial(call, model)
         self.called = f"{role} ({type(model).__name__})"
-        self.reading: Reading = PADDED
+        self.batching: BatchPolicy = PADDED
         """Which rows may share a pass, once `PADDING` has run."""
         self.unreached: list[str] = []
         """Parameters without a gradient, once `GRADIENTS` has run."""
@@ -142,9 +142,9 @@ class Probed:
         require(probes, self)
         return self
 
-    def reads(self, prompts: Sequence[PromptIds], reading: Reading) -> Probed:
+    def reads(self, prompts: Sequence[PromptIds], policy: BatchPolicy) -> Probed:
         """Raises if the model does not read images as its own forward pass does; `prompts` are those of [`seen`]."""
-        self.seen, self.reading = prompts, reading
+        self.seen, self.batching = prompts, policy
         return self.prove(IMAGES)
 
     def evaluate(self, read: Callable[[], Any]) -> Any:
@@ -173,7 +173,7 @@ class Probed:
 def prove_student(
     student: CausalLM, run: Run, args: TrainingArguments, accelerator: Accelerator, padding_free: bool = False,
     more: Sequence[Probe[Probed]] = (),
-) -> Reading:  # fmt: skip
+) -> BatchPolicy:  # fmt: skip
     """Probes a student in the launch's precision, and returns which of its rows may share a pass."""
     # Padding after gradients: a layer that caches states must not keep any with an autograd graph.
     probes = [HEAD, GRADIENTS, PADDING, *([PACKING] if padding_free else []), *more]
@@ -183,7 +183,7 @@ def prove_student(
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if probed.unreached and args.ddp_find_unused_parameters is None and not reentrant:
         args.ddp_find_unused_parameters = accelerator.ddp_handler.find_unused_parameters = True
-    return probed.reading
+    return probed.batching
 
 
 # ---- The head: logits are those of [`~types.OutputHead`] applied to the last hidden state ----------------------------
@@ -310,12 +310,12 @@ def _padding(one: Probed) -> str:
     # passes. Borders are tested by position ids beyond them, which a model that takes none cannot be given.
     takes_positions = "position_ids" in inspect.signature(backbone_of(one.model).forward).parameters
     borders = _borders(one.model) if takes_positions else set()
-    one.reading = _read_with(one, partial(prove_reading, borders=borders, called=one.called))
+    one.batching = _read_with(one, partial(prove_batch_policy, borders=borders, called=one.called))
     # Without a mask some look at the ids in each pass, for which the host would wait, and warn of padding.
     forward = inspect.unwrap(type(backbone_of(one.model)).forward)
     looks = "warn_if_padding_and_no_attention_mask" in forward.__code__.co_names
-    one.reading = replace(one.reading, needs_mask=one.reading.needs_mask or looks)
-    whole = one.reading.padded_up_to == math.inf
+    one.batching = replace(one.batching, needs_mask=one.batching.needs_mask or looks)
+    whole = one.batching.padded_up_to == math.inf
     return "Rows share a batch." if whole else "Rows are batched by length, without padding."
 
 
@@ -345,8 +345,8 @@ def _borders(model: CausalLM) -> set[int]:
 
 def _packing(one: Probed) -> str:
     reason = _beyond_probe(one.model)
-    if one.reading.padded_up_to != math.inf:
-        reason = f"cannot process concatenated rows (batching: {one.reading})"
+    if one.batching.padded_up_to != math.inf:
+        reason = f"cannot process concatenated rows (batching: {one.batching})"
     if reason:
         raise ValueError(f"`padding_free=True`: the {one.called} {reason}: remove the option.")
     # It depends on architecture and kernels: convolutions and recurrences continue from row to row, and attention needs
@@ -386,7 +386,7 @@ def _images(one: Probed) -> str:
 
     def states(*prompts: PromptIds) -> Tensor:
         hidden_BCH: Tensor = one.run(
-            completion_hidden, Rollout.of(prompts, [[next_id]] * len(prompts), device), one.reading
+            completion_hidden, Rollout.of(prompts, [[next_id]] * len(prompts), device), one.batching
         )
         return hidden_BCH[:, 0].to(least_precise(one.model))
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl_opsd._compat.deepspeed import exchanging_attention
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd.models.backbone import backbone_of, check_no_holes
-from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.targets import kept_by_row
 
@@ -117,7 +117,7 @@ def _unsupported(student: CausalLM, why: str) -> str:
 
 
 def parts_to_learn(
-    group: RowGroup, rollout: Rollout, targets: TeacherTargets, model: Any, reading: Reading, device: torch.device
+    group: RowGroup, rollout: Rollout, targets: TeacherTargets, model: Any, policy: BatchPolicy, device: torch.device
 ) -> Iterator[tuple[Rollout, TeacherTargets, bool]]:
     """For the micro-batch of each process of a group in turn, the part that this process trains on. Collective.
 
@@ -125,7 +125,7 @@ def parts_to_learn(
     with whether it is the last, needs its backward pass before the next: all at once would need as much memory as
     without sharing.
     """
-    if reading != PADDED:  # under ZeRO-3 that is known since the first completions
+    if policy != PADDED:  # under ZeRO-3 that is known since the first completions
         raise ValueError(
             "`sp_size`: padding changes the student's hidden states, so its rows cannot be divided: remove `sp_size`."
         )
@@ -139,7 +139,12 @@ def parts_to_learn(
     for owner, (rows, tokens, width) in enumerate(torch.stack(sizes).tolist()):
         # Equal parts for all, rounded up.
         length = max(1, -(-(tokens - 1) // group.size))
-        shapes = {"tokens": (rows, length + 1), "hidden": (rows, length, width), "teacher": (rows,), "pull": (rows,)}
+        shapes = {
+            "tokens": (rows, length + 1),
+            "hidden": (rows, length, width),
+            "teacher": (rows,),
+            "nll_weight": (rows,),
+        }
         part = {
             name: _scattered(group, owner, tensor, shapes.get(name, (rows, length)), length)
             for name, tensor in tensors.items()
@@ -155,7 +160,7 @@ def parts_to_learn(
             completion_ids=tokens_BN[:, 1:],
             completion_mask=part["mask"],
             weights=part["weights"],
-            pull=part.get("pull"),
+            nll_weight=part.get("nll_weight"),
             logprobs=part.get("logprobs"),
             begins_at=group.rank * length,
         )
@@ -183,7 +188,7 @@ def _unpadded(rollout: Rollout, targets: TeacherTargets, device: torch.device) -
         },
         "hidden": hidden_BCH.gather(1, places_BL[..., None].expand(-1, -1, hidden_BCH.size(-1))),
     }
-    of_rows = {"teacher": targets.teacher, "pull": rollout.pull}
+    of_rows = {"teacher": targets.teacher, "nll_weight": rollout.nll_weight}
     return found | {name: one.to(device) for name, one in of_rows.items() if one is not None}
 
 

@@ -79,7 +79,7 @@ class Watchdog:
             self._notice = Timer(self._seconds, self._print_notice, [self._phases[-1]])
             self._notice.daemon = True
             self._notice.start()
-            # Needs no GIL, which a library may hold while it hangs. A notebook's `sys.stderr` has no descriptor, 2 is one.
+            # Needs no GIL, which a library may hold while it hangs; a notebook's `sys.stderr` is no file, but 2 is.
             faulthandler.dump_traceback_later(self._seconds + _STACKS_DELAY, file=2)
 
     def _print_notice(self, phase: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses import ReverseKL, SampledReverseKL
-from trl_opsd.losses.objective import Objective, head_beside
+from trl_opsd.losses.objective import Objective, head_of_reference
 from trl_opsd.models.backbone import logits_of
 from trl_opsd.models.tokenizers import readable
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, Sampled, TeacherTargets
@@ -169,11 +169,11 @@ def _numbers(
         nats = found_S.divergence[[which[place] for place in places_n.tolist()]]
         return nats.tolist(), of_student, [None] * len(ids_n), *[[()] * len(ids_n)] * 2
     theirs = targets.of(row, places_n).to(device), teacher_head
-    beside = {
-        name: (states_nH.to(device), head_beside(name, teacher_head, origin))
-        for name, states_nH in targets.beside_of(row, places_n).items()
+    reference_states = {
+        name: (states_nH.to(device), head_of_reference(name, teacher_head, origin))
+        for name, states_nH in targets.reference_states_of(row, places_n).items()
     }
-    nats_n = objective.of(student, theirs, None, None, beside).divergence.tolist()
+    nats_n = objective.of(student, theirs, None, None, reference_states).divergence.tolist()
     return nats_n, of_student, *_said(LazyLogits(*theirs, temperatures[1]), vocabulary, ids_n)
 
 

@@ -147,7 +147,7 @@ class RaggedDecoding:
     each step draws for all B rows, as `torch.multinomial` does there, and uses the draws of unfinished rows.
     """
 
-    rooms: Sequence[int]
+    max_new_tokens: Sequence[int]
     """Maximum new tokens of each row. A row with 0 is part of the prefill and generates nothing."""
     context: int | None
     """Number of positions of the model, where that is limited."""
@@ -177,10 +177,10 @@ class RaggedDecoding:
         compiled = model._valid_auto_compile_criteria(model_kwargs, generation_config)
         batch = _Batch(
             input_ids,
-            self.rooms,
+            self.max_new_tokens,
             generation_config.pad_token_id or 0,
             model_kwargs,
-            # The limit on the length of the padded batch is replaced by `rooms`.
+            # The limit on the length of the padded batch is replaced by `max_new_tokens`.
             StoppingCriteriaList(one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria)),
             self.caches if compiled else None,
             self.generator,
@@ -200,7 +200,7 @@ class RaggedDecoding:
         if self.lazily:
             return ended
         completions = dict(ended)
-        return [completions[row] for row in range(len(self.rooms))]
+        return [completions[row] for row in range(len(self.max_new_tokens))]
 
     @torch.no_grad()
     def _steps(
@@ -241,7 +241,7 @@ class RaggedDecoding:
 
         `torch.multinomial` does the same, but it synchronises with the device, and draws for the rows it is given only.
         """
-        every, vocabulary = len(self.rooms), scores_nV.size(-1)
+        every, vocabulary = len(self.max_new_tokens), scores_nV.size(-1)
         if batch.size == every or scores_nV.device.type != "cpu":
             noise_BV = scores_nV.new_empty(every, vocabulary).exponential_()
             return noise_BV if batch.size == every else noise_BV[batch.rows]
@@ -263,7 +263,7 @@ class _Batch:
     def __init__(
         self,
         input_ids: Tensor,
-        rooms: Sequence[int],
+        max_new_tokens: Sequence[int],
         pad: int,
         model_kwargs: dict[str, Any],
         criteria: StoppingCriteriaList,
@@ -272,12 +272,12 @@ class _Batch:
     ) -> None:
         self.every = input_ids
         """`[B, L]`, the ids of every row, padded since it left."""
-        self.rows = torch.arange(len(rooms), device=input_ids.device)
+        self.rows = torch.arange(len(max_new_tokens), device=input_ids.device)
         """`[n]`, the row that each place holds."""
-        self.unfinished = dict(enumerate(range(len(rooms))))
+        self.unfinished = dict(enumerate(range(len(max_new_tokens))))
         """The unfinished rows, by place."""
         self.model_kwargs = model_kwargs
-        self._rooms, self._pad, self._criteria, self._caches = rooms, pad, criteria, caches
+        self._max_new_tokens, self._pad, self._criteria, self._caches = max_new_tokens, pad, criteria, caches
         self._generator = generator
         self._prompt_tokens = input_ids.size(1)
 
@@ -305,8 +305,8 @@ class _Batch:
                     "overflow in the precision of generation; resume from an earlier checkpoint, lower the learning "
                     "rate, or generate in bfloat16 or float32."
                 )
-            if ended[place] or tokens >= self._rooms[row]:
-                room = max(self._rooms[row], 0)
+            if ended[place] or tokens >= self._max_new_tokens[row]:
+                room = max(self._max_new_tokens[row], 0)
                 complete.append((row, self.every[row, self._prompt_tokens :][:room].tolist()))
                 del self.unfinished[place]
         return complete

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from trl_opsd._compat.peft import CausalLM, without_peft
-from trl_opsd.models.padding import PADDED, Reading, agree
+from trl_opsd.models.padding import PADDED, BatchPolicy, agree
 from trl_opsd.parallel.precision import least_precise
 from trl_opsd.rollout.decode import RaggedDecoding, obstacle
 
 _TOKENS = 3
 """Tokens that the trial generates; another row leaves the batch after the first."""
 _FAILS = (AttributeError, TypeError, ValueError, LookupError, AssertionError)
-BY_LENGTH, _ALONE = Reading(0), Reading(0, batches_equal_lengths=False)
+BY_LENGTH, _ALONE = BatchPolicy(0), BatchPolicy(0, batches_equal_lengths=False)
 
 
 def generate(model: CausalLM, inputs: dict[str, Tensor], config: GenerationConfig, **extras: Any) -> Any:
@@ -82,7 +82,7 @@ def completions_of(returned: Any, prompt_ids: Tensor, max_new_tokens: int, name:
 class Batching:
     """How a model generates a batch so that each row gets what it would get alone."""
 
-    together: Reading = PADDED
+    together: BatchPolicy = PADDED
     """Which prompts share a batch."""
     rows_stay: str | None = None
     """Why rows stay in the batch until the last has ended; `None` if each leaves."""
@@ -93,27 +93,27 @@ class Batching:
         return f"{self.together}{'' if self.cached else ', without a cache'}"
 
 
-def prove_batching(model: CausalLM, reading: Reading, vocabulary: int, collective: bool) -> Batching:
-    """Tries the ways to generate that `reading` allows, the fastest first; a single prompt must work."""
+def prove_batching(model: CausalLM, policy: BatchPolicy, vocabulary: int, collective: bool) -> Batching:
+    """Tries the ways to generate that `policy` allows, the fastest first; a single prompt must work."""
     bare = without_peft(model)
     # The checkpoint's own beams or caches are not properties of the architecture.
     own, bare.generation_config = bare.generation_config, GenerationConfig()
     try:
-        return _proved(_Trial(model, vocabulary), reading, collective)
+        return _proved(_Trial(model, vocabulary), policy, collective)
     finally:
         bare.generation_config = own
 
 
-def _proved(trial: _Trial, reading: Reading, collective: bool) -> Batching:
+def _proved(trial: _Trial, policy: BatchPolicy, collective: bool) -> Batching:
     # Any different ids will do, and these exist in every vocabulary.
     prompt, other = [trial.vocabulary // part for part in (3, 4, 5)], [trial.vocabulary // part for part in (2, 6)]
     single_TV = trial.forward(other[:1])
     alone_TV = trial.alone(prompt)
     # Right after it, since some models take a prompt of one token for a continuation of the previous call.
     trial.cached = trial.cached and trial.failure([other[:1]], single_TV) is None
-    loop = RaggedDecoding(rooms=[1, _TOKENS], context=None, collective=collective)
+    loop = RaggedDecoding(max_new_tokens=[1, _TOKENS], context=None, collective=collective)
     stay = never = obstacle(trial.model, trial.config())
-    for together in [*([reading] if reading.padded_up_to else []), *([BY_LENGTH] * reading.batches_equal_lengths)]:
+    for together in [*([policy] if policy.padded_up_to else []), *([BY_LENGTH] * policy.batches_equal_lengths)]:
         pair = [[*prompt, *other, *other] if together.padded_up_to else [*other, other[0]], prompt]
         stay = never or trial.failure(pair, alone_TV, loop)
         if stay is None or trial.failure(pair, alone_TV) is None:

@@ -55,7 +55,7 @@ class HFRollout(RolloutBackend):
             on a GPU yet, which is why it is off by default.
 
     Attributes:
-        writing ([`~rollout.generate.Batching`]): how this student generates, determined before the first rollout.
+        batching ([`~rollout.generate.Batching`]): how this student generates, determined before the first rollout.
         of_student (`dict`): what `generate` takes from the student's own generation config, as it does in TRL.
     """
 
@@ -67,7 +67,7 @@ class HFRollout(RolloutBackend):
 
     def __init__(self, compile: bool | CompileConfig = False) -> None:
         self._compile = compile
-        self.writing: Batching | None = None
+        self.batching: Batching | None = None
         self._caches = StaticCaches()
         self._casts: dict[Tensor, Parameter] = {}
         self._warned_of: set[str] = set()
@@ -81,7 +81,7 @@ class HFRollout(RolloutBackend):
         Raises:
             ValueError: `compile` is set and the student cannot be compiled, or its generation config is not supported.
         """
-        self._trainer, self.writing = trainer, None
+        self._trainer, self.batching = trainer, None
         self._warned_of.clear()
         self.of_student = of_model(trainer.model, trainer.generation_config, self.generator)
         self._check_drawn({})
@@ -105,12 +105,12 @@ class HFRollout(RolloutBackend):
         self._casts.clear()
 
     def prove(self) -> None:
-        """Determines [`writing`] now instead of in the first rollout."""
+        """Determines [`batching`] now instead of in the first rollout."""
         with self._trainer.student_for_generation() as student:
-            self.writing = self._proved(student)
+            self.batching = self._proved(student)
 
     def complete(self, prompt_ids: list[list[int]], step: int) -> list[list[int]]:
-        completions = dict(self._rows(prompt_ids, self._rooms(prompt_ids), lazily=False))
+        completions = dict(self._rows(prompt_ids, self._max_new_tokens(prompt_ids), lazily=False))
         return [completions[row] for row in range(len(prompt_ids))]
 
     def stream(self, prompt_ids: list[list[int]], step: int) -> Iterator[tuple[int, list[int]]]:
@@ -119,7 +119,7 @@ class HFRollout(RolloutBackend):
         """
         if self._is_split:
             return super().stream(prompt_ids, step)
-        rows = self._rows(prompt_ids, self._rooms(prompt_ids), lazily=not self._compile)
+        rows = self._rows(prompt_ids, self._max_new_tokens(prompt_ids), lazily=not self._compile)
         return _with_own_modes(rows, self._trainer.accelerator.device.type)
 
     # ---- Options of this rollout, which may be assigned to `trainer.generation_config` between two ----------------
@@ -131,7 +131,7 @@ class HFRollout(RolloutBackend):
             check_drawn(self.of_student, temperature, "model.generation_config.{name} = {value!r}")
             check_drawn(changes, temperature, "trainer.generation_config.{name} = {value!r}")
 
-    def _rooms(self, prompt_ids: list[list[int]]) -> list[int]:
+    def _max_new_tokens(self, prompt_ids: list[list[int]]) -> list[int]:
         """Maximum tokens of each completion."""
         changes = assigned(self._trainer.generation_config, self._bound)
         check_followed(changes, IN_GENERATE)
@@ -162,19 +162,23 @@ class HFRollout(RolloutBackend):
 
     # ---- Batches --------------------------------------------------------------------------------------------------
 
-    def _rows(self, prompt_ids: list[list[int]], rooms: list[int], lazily: bool) -> Rows:
+    def _rows(self, prompt_ids: list[list[int]], max_new_tokens: list[int], lazily: bool) -> Rows:
         """The number of each prompt and its completion; `lazily` when it has ended, else when all of its batch have."""
         sampling = self._sampling()  # before the student is in eval mode
         with self._trainer.student_for_generation() as student:
-            self.writing = self.writing or self._proved(student)
+            self.batching = self.batching or self._proved(student)
             lazily = lazily and not changes_generate(student)
-            groups = self.writing.together.groups_to_continue(list(map(len, prompt_ids)), rooms, self._is_collective())
-            yield from self._in_groups(groups, prompt_ids, rooms, student, self.writing, sampling, lazily)
+            groups = self.batching.together.groups_to_continue(
+                list(map(len, prompt_ids)), max_new_tokens, self._is_collective()
+            )
+            yield from self._in_groups(groups, prompt_ids, max_new_tokens, student, self.batching, sampling, lazily)
 
-    def _in_groups(self, groups: list[list[int]], prompt_ids: list[list[int]], rooms: list[int], *how: Any) -> Rows:
+    def _in_groups(
+        self, groups: list[list[int]], prompt_ids: list[list[int]], max_new_tokens: list[int], *how: Any
+    ) -> Rows:
         """Continues groups of prompts; with collective forwards, processes with fewer groups generate single tokens."""
         for rows in [*groups, *[[]] * (self._most(len(groups)) - len(groups))]:
-            some, theirs = [prompt_ids[row] for row in rows] or [[0]], [rooms[row] for row in rows] or [1]
+            some, theirs = [prompt_ids[row] for row in rows] or [[0]], [max_new_tokens[row] for row in rows] or [1]
             for place, completion in self._batch(some, theirs, *how):
                 if place < len(rows):
                     yield rows[place], completion
@@ -182,7 +186,7 @@ class HFRollout(RolloutBackend):
     def _batch(
         self,
         prompt_ids: list[list[int]],
-        rooms: list[int],
+        max_new_tokens: list[int],
         student: CausalLM,
         batching: Batching,
         sampling: GenerationConfig,
@@ -196,22 +200,22 @@ class HFRollout(RolloutBackend):
         # Checked anew for each batch: `trainer.generation_config` may be assigned to.
         reason = obstacle(student, config) or batching.rows_stay
         # Plain `generate` has one length for all; in a later turn with tools a prompt may fill most of the context.
-        if self._most(bool(reason) and len(set(rooms)) > 1):
-            groups = BY_LENGTH.groups(rooms, self._is_collective())
-            yield from self._in_groups(groups, prompt_ids, rooms, student, batching, sampling, lazily)
+        if self._most(bool(reason) and len(set(max_new_tokens)) > 1):
+            groups = BY_LENGTH.groups(max_new_tokens, self._is_collective())
+            yield from self._in_groups(groups, prompt_ids, max_new_tokens, student, batching, sampling, lazily)
             return
-        beside = trainer.reading.dummy_image_prompt if self._is_collective() else None
+        beside = trainer.batching.dummy_image_prompt if self._is_collective() else None
         if beside is not None and images_of(prompt_ids) is None:  # the prefill of others runs the vision tower
-            prompt_ids, rooms = [*prompt_ids, beside], [*rooms, max(rooms) if reason else 0]
+            prompt_ids, max_new_tokens = [*prompt_ids, beside], [*max_new_tokens, max(max_new_tokens) if reason else 0]
         inputs, loop = self._padded(prompt_ids, batching, student), None
-        config.max_new_tokens = max(*rooms, 1)
+        config.max_new_tokens = max(*max_new_tokens, 1)
         if reason:
             self._warn_of_plain(reason)
             if config.cache_implementation == "static" and torch.is_autocast_enabled(trainer.accelerator.device.type):
                 config.cache_implementation = "dynamic"  # a static one has one dtype, autocast gives two
         else:
             loop = RaggedDecoding(
-                rooms=rooms,
+                max_new_tokens=max_new_tokens,
                 context=trainer.limits.context,
                 collective=self._is_collective(),
                 caches=self._caches,
@@ -238,7 +242,7 @@ class HFRollout(RolloutBackend):
                 return
         if not (loop and isinstance(returned, list)):
             completions = completions_of(returned, inputs["input_ids"], config.max_new_tokens, type(student).__name__)
-            returned = [ids[: max(room, 0)] for ids, room in zip(completions, rooms, strict=True)]
+            returned = [ids[: max(room, 0)] for ids, room in zip(completions, max_new_tokens, strict=True)]
         yield from enumerate(returned)
 
     def _padded(self, prompt_ids: list[list[int]], batching: Batching, student: CausalLM) -> dict[str, Tensor]:
@@ -263,7 +267,7 @@ class HFRollout(RolloutBackend):
     # ---- What the student is like ---------------------------------------------------------------------------------
 
     def _proved(self, student: CausalLM) -> Batching:
-        reading, vocabulary = self._trainer.reading, self._trainer.limits.vocabulary
+        reading, vocabulary = self._trainer.batching, self._trainer.limits.vocabulary
         if reason := custom_generate(student):  # its options and results are not known
             return Batching(reading, rows_stay=reason)
         with preserved_rng(self._trainer.accelerator.device), self._cast(student):

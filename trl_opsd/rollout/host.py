@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.readers import PromptLimits
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.types.rollout import PromptIds
 
 
@@ -35,7 +35,7 @@ class Host(Protocol):
     """End tokens; a completion ends at the first of them."""
     placeholders: list[int]
     """Placeholder tokens of images and other media, which are never sampled."""
-    reading: Reading
+    batching: BatchPolicy
     """Which rows the student can read in one batch."""
     loads: int
     """Number of times a checkpoint was loaded into the student."""

@@ -18,7 +18,7 @@ from trl_opsd._compat.sharding import splits_student
 from trl_opsd.data.byte_vocabulary import ByteVocabulary
 from trl_opsd.data.readers import PromptLimits
 from trl_opsd.models.backbone import preserved_mode
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.rollout.hf import HFRollout
 from trl_opsd.rollout.host import Host
@@ -34,7 +34,7 @@ class GeneratingTeacher(Protocol):
     """Its model, which may be the student."""
 
     @property
-    def reading(self) -> Reading:
+    def batching(self) -> BatchPolicy:
         """Which rows it reads together."""
 
     def lent(self) -> AbstractContextManager[CausalLM]:
@@ -134,8 +134,8 @@ class _AsStudent:
         return getattr(self._host, name)
 
     @property
-    def reading(self) -> Reading:
-        return replace(self._teacher.reading, packed=False, multiple_of=1)
+    def batching(self) -> BatchPolicy:
+        return replace(self._teacher.batching, packed=False, multiple_of=1)
 
     @property
     def generation_config(self) -> GenerationConfig:

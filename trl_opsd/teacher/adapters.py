@@ -23,7 +23,7 @@ class Adapted(Placement):
 
     def __init__(self, shared: Placement, name: str, path: str, owners: str) -> None:
         self.model, self.device, self.adapter = shared.model, shared.device, path
-        self.is_whole, self.passes_cost = shared.is_whole, shared.passes_cost
+        self.is_whole, self.passes_are_costly = shared.is_whole, shared.passes_are_costly
         self.in_host_memory = shared.in_host_memory
         self._shared, self._name, self._owners = shared, name, owners
         with self.model.disable_adapter():
@@ -46,9 +46,9 @@ class Adapted(Placement):
         return self._shared.head if self._head is None else self._head
 
     @contextmanager
-    def reading(self, passes: int) -> Iterator[Run]:
+    def loaded(self, passes: int) -> Iterator[Run]:
         activate(self.model, self._name)
-        with self._shared.reading(passes) as run:
+        with self._shared.loaded(passes) as run:
             yield run
 
     def samples(self) -> Samples:

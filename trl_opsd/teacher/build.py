@@ -24,7 +24,7 @@ from trl_opsd.losses.validation import NEEDS_WHOLE
 from trl_opsd.models.adapters import Adapter, adapter_at
 from trl_opsd.models.backbone import Run, model_shape
 from trl_opsd.models.checks import whole_checkpoint, whole_on
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.weights import Samples
 from trl_opsd.teacher.adapters import placed
 from trl_opsd.teacher.base import Teacher, innermost
@@ -108,7 +108,7 @@ def build_teachers(
     models: Mapping[str, Any],
     student: CausalLM,
     run: Run,
-    reading: Callable[[], Reading],
+    policy: Callable[[], BatchPolicy],
     args: OPSDConfig,
     handed_in: Samples | None,
     divergence: Divergence,
@@ -137,7 +137,7 @@ def build_teachers(
     average: Average | None = None
     for name, model in models.items():
         if model is None:
-            teachers[name], average = _build_own(student, run, reading, args, memory)
+            teachers[name], average = _build_own(student, run, policy, args, memory)
         elif name in urls:
             teachers[name] = served(model, urls[name], args, divergence, student, tokenizer)
         elif name in placements:
@@ -150,11 +150,11 @@ def build_teachers(
     origin: Teacher | None = None
     if "origin" in reads:
         own = next((one for one in teachers.values() if is_base), None)
-        origin = own or _build_base(student, run, reading, args, memory)
+        origin = own or _build_base(student, run, policy, args, memory)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
     _check_whole(teachers, args, divergence, needs_whole)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
-    proposer = _own(student, run, reading, args)(nullcontext) if asks_student else None
+    proposer = _own(student, run, policy, args)(nullcontext) if asks_student else None
     return Teachers(teachers, average, checks, origin, proposer)
 
 
@@ -198,7 +198,7 @@ def _placed_adapters(
 
 
 def _build_own(
-    student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig, memory: PrefixMemory | None
+    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, memory: PrefixMemory | None
 ) -> tuple[Teacher, Average | None]:
     """The student in another state as its teacher (`args.teacher_model_kind`), and its moving average if any."""
     kind = args.teacher_model_kind
@@ -208,8 +208,8 @@ def _build_own(
             "the student teaches with its own weights. Set `teacher_offload='none'`."
         )
     if kind == "base":
-        return _build_base(student, run, reading, args, memory), None
-    own = _own(student, run, reading, args)
+        return _build_base(student, run, policy, args, memory), None
+    own = _own(student, run, policy, args)
     if kind == "live":
         return own(nullcontext), None
     averaged = partial(
@@ -235,12 +235,12 @@ def _build_own(
 
 
 def _build_base(
-    student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig, memory: PrefixMemory | None
+    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, memory: PrefixMemory | None
 ) -> Teacher:
     """The student as it was passed: without its adapter and not quantised, or a copy."""
     if is_peft(student):
         prefixes = None if memory is None else SharedPrefixes(student, memory, args.device, args.device)
-        return _own(student, run, reading, args)(partial(_as_passed, student), prefixes=prefixes)
+        return _own(student, run, policy, args)(partial(_as_passed, student), prefixes=prefixes)
     teacher = _copied(student, args, memory)
     restore(teacher.model)
     return teacher
@@ -252,9 +252,9 @@ def _as_passed(student: CausalLM) -> Iterator[None]:
         yield
 
 
-def _own(student: CausalLM, run: Run, reading: Callable[[], Reading], args: OPSDConfig) -> Callable[..., OwnTeacher]:
+def _own(student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig) -> Callable[..., OwnTeacher]:
     device, progress = args.teacher_cache_device, _progress(args)
-    return partial(OwnTeacher, student, run, reading=reading, cache_device=device, progress=progress)
+    return partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
 
 
 def _copied(student: CausalLM, args: OPSDConfig, memory: PrefixMemory | None = None) -> FrozenTeacher:

@@ -236,7 +236,7 @@ def _as_its_own(rollout: Rollout, completions: list[list[int]]) -> Rollout:
         completion_ids=ids_BC.to(device),
         completion_mask=mask_BC.to(device, rollout.completion_mask.dtype),
         weights=mask_BC.to(device, torch.float32),
-        pull=None,
+        nll_weight=None,
         logprobs=None,
         lengths=None,
         on_host=None,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_opsd.losses import reduce
 from trl_opsd.losses.bytewise import forks_needed
-from trl_opsd.losses.objective import Objective, head_beside
+from trl_opsd.losses.objective import Objective, head_of_reference
 from trl_opsd.losses.sampled import SampledReverseKL
 from trl_opsd.losses.streamed import streamed_entropy
 from trl_opsd.losses.token_selection import Selection
@@ -44,7 +44,7 @@ class TeacherTokens:
     """The teacher's states of these tokens and possibly of others, while they are copied."""
     kept_N: Tensor | None
     """Indices of these tokens in `kept`, int64; `None` if they are all of it."""
-    beside: Mapping[str, Arriving] = field(default_factory=dict)
+    reference_states: Mapping[str, Arriving] = field(default_factory=dict)
     """As `kept`, in other contexts or of another model, by what the states are for."""
     highest_K: Tensor | None = None
     """[K], int64: indices to select once the tokens of each row are sorted by score; `None` for no selection."""
@@ -61,16 +61,16 @@ class TeacherTokens:
         def at_places(each_BC: Tensor) -> Tensor:
             return _selected(each_BC.flatten(), self.places_N).to(device, non_blocking=True)
 
-        pull_B, logprobs_BC = rollout.pull, rollout.logprobs
+        pull_B, logprobs_BC = rollout.nll_weight, rollout.logprobs
         return Sampled(
             at_places(rollout.completion_ids),
             None if pull_B is None else at_places(pull_B[:, None].expand(-1, rollout.completion_ids.size(1))),
             None if logprobs_BC is None else at_places(logprobs_BC),
         )
 
-    def of_teacher(self, device: torch.device, beside: str = "") -> Tensor:
-        """The teacher's states of these tokens, or those `beside`, [N, H], on a device; copied only from another."""
-        kept_MH = (self.beside[beside] if beside else self.kept).wait()
+    def of_teacher(self, device: torch.device, reference: str = "") -> Tensor:
+        """The teacher's states of these tokens, or a reference's, [N, H], on a device; copied only from another."""
+        kept_MH = (self.reference_states[reference] if reference else self.kept).wait()
         return (kept_MH if self.kept_N is None else _selected(kept_MH, self.kept_N)).to(device)
 
 
@@ -114,11 +114,12 @@ def tokens_by_teacher(
         kept = [rows[row].hidden for row in theirs] or [_no_states(head)]
         if targets.teacher is not None:
             kept = [_as_of(head, states) for states in kept]
-        beside = {
+        reference_states = {
             name: fetch(
-                [one[row].hidden for row in theirs] or [_no_states(head_beside(name, head, origin))], weights_BC.device
+                [one[row].hidden for row in theirs] or [_no_states(head_of_reference(name, head, origin))],
+                weights_BC.device,
             )
-            for name, one in targets.beside.items()
+            for name, one in targets.reference_states.items()
         }
         found.append(
             TeacherTokens(
@@ -128,7 +129,7 @@ def tokens_by_teacher(
                 weights_N=None if bool((weights_N == 1).all()) else weights_N,
                 kept=fetch(kept, weights_BC.device),
                 kept_N=None if bool(counts_M.all()) else counts_M.nonzero().squeeze(1),
-                beside=beside,
+                reference_states=reference_states,
                 highest_K=None if selection is None else _highest(theirs_BC, selection),
                 spelled=spelled,
             )
@@ -151,7 +152,9 @@ def with_forks(
     trees = [replace(one, read=read, column=columns) for one, read in zip(trees, needed, strict=True)]
     rollout = rollout.with_forks([one.branches() for one in trees])
     forked = [replace(row, tree=tree) for row, tree in zip(rows, trees, strict=True)]
-    return rollout, TeacherTargets.by_row(forked, rollout.completion_ids.size(1), targets.teacher, targets.beside)
+    return rollout, TeacherTargets.by_row(
+        forked, rollout.completion_ids.size(1), targets.teacher, targets.reference_states
+    )
 
 
 def _highest(weights_BC: Tensor, selection: Selection) -> Tensor:
@@ -252,17 +255,18 @@ def compared(
         teacher_head = teacher_heads[share.teacher]
         weights_N = None if share.weights_N is None else share.weights_N.to(device, non_blocking=True)
         student_NH, teacher_NH = share.of_student(hidden_BCH, device), share.of_teacher(device)
-        beside = {
-            name: (share.of_teacher(device, name), head_beside(name, teacher_head, origin)) for name in share.beside
+        reference_states = {
+            name: (share.of_teacher(device, name), head_of_reference(name, teacher_head, origin))
+            for name in share.reference_states
         }
         pair = (student_NH, head), (teacher_NH, teacher_head)
-        return objective.of(*pair, weights_N, sampled, beside, share.spelled)
+        return objective.of(*pair, weights_N, sampled, reference_states, share.spelled)
 
     @torch.no_grad()
     def scores(share: TeacherTokens, criterion: str) -> Tensor:
         if criterion == "teacher_divergence":
-            sampled = replace(share.of_tokens(rollout, device), pull=None)
-            # Scored by the unweighted divergence from the target alone, without pull or anchor.
+            sampled = replace(share.of_tokens(rollout, device), nll_weight=None)
+            # Scored by the unweighted divergence from the target alone, without `nll` or anchor.
             alone = replace(objective, anchor_weight=0.0)
             found_N = of(replace(share, weights_N=None), sampled, alone).divergence
             # A log ratio has either sign.

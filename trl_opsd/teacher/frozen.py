@@ -23,7 +23,7 @@ from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, h
 from trl_opsd.models.checks import check_on_device, described
 from trl_opsd.models.forks import FORKS, forked_hidden
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
-from trl_opsd.models.padding import PADDED, Reading
+from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.models.prefix import PASSES, hidden_after
 from trl_opsd.models.probes import HEAD, PACKING, PADDING, Probed
 from trl_opsd.models.weights import Samples, sampled
@@ -68,14 +68,14 @@ class Placement(ABC):
         """The head as of the last scoring, where the loss can use it at any time."""
 
     is_whole: bool = True
-    """Whether the model can be called directly within [`reading`], and not only through what that yields."""
-    passes_cost: bool = False
+    """Whether the model can be called directly within [`loaded`], and not only through what that yields."""
+    passes_are_costly: bool = False
     """Whether each pass copies or gathers the weights again."""
     in_host_memory: bool = False
     """Whether what it keeps between scorings has to be in host memory."""
 
     @abstractmethod
-    def reading(self, passes: int) -> AbstractContextManager[Run]:
+    def loaded(self, passes: int) -> AbstractContextManager[Run]:
         """Brings the model to the device while the context lasts.
 
         Args:
@@ -121,7 +121,7 @@ class Resident(Placement):
         return OutputHead.of(self.model)
 
     @contextmanager
-    def reading(self, passes: int) -> Iterator[Run]:
+    def loaded(self, passes: int) -> Iterator[Run]:
         yield partial(call, self.model)
 
 
@@ -142,7 +142,7 @@ def score_groups(
     device: torch.device,
     cache_device: str = "auto",
     progress: bool = False,
-    reading: Reading = PADDED,
+    policy: BatchPolicy = PADDED,
     plan: Plan | None = None,
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
@@ -158,13 +158,13 @@ def score_groups(
         for number, rows in enumerate(bar):
             of_pass = rollout.select(rows).cut().to(device)
             if pasts is not None and pasts[number].tokens:
-                hidden_nCH = run(hidden_after, of_pass, pasts[number], reading)
+                hidden_nCH = run(hidden_after, of_pass, pasts[number], policy)
             else:
-                hidden_nCH = run(read, of_pass, reading)
+                hidden_nCH = run(read, of_pass, policy)
             keeper.put(rows, hidden_nCH)
         # Surplus passes re-read one row so that collectives stay matched between processes.
         for _ in range(passes - len(groups) - (0 if plan is None else len(plan.segments))):
-            run(completion_hidden, rollout.select([0]).cut().to(device), reading)
+            run(completion_hidden, rollout.select([0]).cut().to(device), policy)
     return keeper.targets()
 
 
@@ -172,16 +172,16 @@ def pass_groups(
     model: CausalLM,
     lengths: Sequence[int],
     device: torch.device,
-    reading: Reading = PADDED,
+    policy: BatchPolicy = PADDED,
     pass_bytes: int = PASS_BYTES,
-    few: bool = False,
+    passes_are_costly: bool = False,
     before: int = 0,
 ) -> list[list[int]]:
-    """The rows of each pass, within `pass_bytes`; `few` says that each pass copies or gathers the weights again.
+    """The rows of each pass, within `pass_bytes`; `passes_are_costly`: each copies or gathers the weights again.
 
     Of a prefix of `before` tokens a layer has keys and values for each row.
     """
-    if not reading.padded_up_to and is_split_model(model):
+    if not policy.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # one pass per row, as processes must run equally many
     kind = "cpu" if device.type == "cpu" else "accelerator"
 
@@ -191,10 +191,10 @@ def pass_groups(
         in_all = tokens * bytes_per_token(model, before + width) + copied * bytes_per_token(model, 0)
         return tokens <= MOST_TOKENS[kind] and in_all <= pass_bytes
 
-    if reading.packed:
+    if policy.packed:
         return fewest_groups(lengths, fits, packed=True)
     # On an accelerator copies of weights hide only behind passes as large as possible: the fewest passes win.
-    hidden = few and kind != "cpu"
+    hidden = passes_are_costly and kind != "cpu"
     return cheapest_groups(lengths, fits, math.inf if hidden else BUSY_TOKENS[kind])
 
 
@@ -237,7 +237,7 @@ class FrozenTeacher(Teacher):
             Where keys and values of prefixes are kept that rows share: see `OPSDConfig.teacher_prefix_cache_gb`.
 
     Attributes:
-        reading ([`~models.padding.Reading`]): which rows share a forward pass.
+        policy ([`~models.padding.BatchPolicy`]): which rows share a forward pass.
 
     Raises:
         TypeError: `placement` is no placement but, for instance, a model or its path.
@@ -263,19 +263,19 @@ class FrozenTeacher(Teacher):
         self._pass_bytes = pass_bytes
         self._progress = progress
         # The passes that the probes make, so that an offloaded placement prefetches no more.
-        with placement.reading(passes=8 if padding_free else 4) as run:
+        with placement.loaded(passes=8 if padding_free else 4) as run:
             probes = [HEAD, PADDING, *([PACKING] if padding_free else [])]
             found = Probed(self.model, "teacher", run).prove(*probes)
         # Small blocks would copy or gather the weights again; passes of rows of similar lengths have little padding.
-        packed = padding_free and (has_varlen(self.model) or not placement.passes_cost)
-        self.reading = replace(found.reading, packed=packed, multiple_of=pad_to_multiple_of or 1)
+        packed = padding_free and (has_varlen(self.model) or not placement.passes_are_costly)
+        self.batching = replace(found.batching, packed=packed, multiple_of=pad_to_multiple_of or 1)
         self.prefixes: SharedPrefixes | None = None
         if prefix_memory is not None:
             device = placement.device
             where = torch.device("cpu") if placement.in_host_memory else device
-            self.prefixes = SharedPrefixes(self.model, prefix_memory, device, where, placement.passes_cost)
-            with placement.reading(PASSES) as run:
-                self.prefixes.prove(run, self.reading)
+            self.prefixes = SharedPrefixes(self.model, prefix_memory, device, where, placement.passes_are_costly)
+            with placement.loaded(PASSES) as run:
+                self.prefixes.prove(run, self.batching)
 
     def prove_images(self, prompts: Sequence[PromptIds]) -> None:
         """Verifies how it reads images, with [`~data.images.probe_prompts`]. Collective if it is sharded.
@@ -284,17 +284,17 @@ class FrozenTeacher(Teacher):
             ValueError: It reads them otherwise than the model itself does, or than each row alone.
         """
         if is_split_model(self.model):
-            self.reading = replace(self.reading, dummy_image_prompt=prompts[0])
-        with self.placement.reading(passes=6) as run:
-            Probed(self.model, "teacher", run).reads(prompts, self.reading)
+            self.batching = replace(self.batching, dummy_image_prompt=prompts[0])
+        with self.placement.loaded(passes=6) as run:
+            Probed(self.model, "teacher", run).reads(prompts, self.batching)
 
     def prove_forks(self) -> bool:
         """Determines whether tokens may branch off its rows."""
-        with self.placement.reading(passes=5) as run:
+        with self.placement.loaded(passes=5) as run:
             probed = Probed(self.model, "teacher", run)
-            probed.reading = self.reading
-            self.reading = probed.prove(FORKS).reading
-        return self.reading.forks
+            probed.batching = self.batching
+            self.batching = probed.prove(FORKS).batching
+        return self.batching.forks
 
     def __str__(self) -> str:
         return f"{described(self.model)}, {self.placement.where}"
@@ -315,27 +315,27 @@ class FrozenTeacher(Teacher):
     @contextmanager
     def lent(self) -> Iterator[CausalLM]:
         """The model on the device, for uses other than to score a rollout."""
-        with self.placement.reading(1):
+        with self.placement.loaded(1):
             yield self.model
 
     @property
-    def _reading_forks(self) -> Reading:
+    def _batching_of_forks(self) -> BatchPolicy:
         """Rows with forks are padded: their masks are of their own."""
-        return replace(self.reading, packed=False)
+        return replace(self.batching, packed=False)
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         rollout, device = rollout.ended(), self.placement.device
-        few, kept = self.placement.passes_cost, (self._cache_device, self._progress)
+        passes_are_costly, kept = self.placement.passes_are_costly, (self._cache_device, self._progress)
 
         def split(lengths: Sequence[int], before: int) -> list[list[int]]:
-            return pass_groups(self.model, lengths, device, reading, self._pass_bytes, few, before)
+            return pass_groups(self.model, lengths, device, policy, self._pass_bytes, passes_are_costly, before)
 
-        prefixes, reading = (self.prefixes, self.reading) if rollout.forks is None else (None, self._reading_forks)
-        shared = nullcontext() if prefixes is None else prefixes.planned(rollout, split, reading)
+        prefixes, policy = (self.prefixes, self.batching) if rollout.forks is None else (None, self._batching_of_forks)
+        shared = nullcontext() if prefixes is None else prefixes.planned(rollout, split, policy)
         with preserved_mode(self.model), shared as plan:
             groups = split(rollout.sizes, 0) if plan is None else plan.rows
             passes = self.placement.passes_to_run(len(groups) + (0 if plan is None else len(plan.segments)))
-            with self.placement.reading(passes) as run:
+            with self.placement.loaded(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since
                     self.model.eval()
-                return score_groups(run, rollout, groups, passes, device, *kept, reading, plan)
+                return score_groups(run, rollout, groups, passes, device, *kept, policy, plan)

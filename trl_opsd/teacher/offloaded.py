@@ -205,7 +205,7 @@ class Offloaded(Placement):
         """Bytes of the buffers for layers of these sizes: one per layer, or two for all in turn."""
 
     @contextmanager
-    def reading(self, passes: int) -> Iterator[Run]:
+    def loaded(self, passes: int) -> Iterator[Run]:
         kept = self._head_there
         sizes = [self._rest.nbytes, self._head.nbytes if kept is None else 0]
         sizes += self.buffer_sizes([block.nbytes for block in self._blocks])
@@ -281,7 +281,7 @@ class Streamed(Offloaded):
     """`teacher_offload="stream"`: on the device are at most two layers, the head, and what belongs to no layer."""
 
     is_whole = False
-    passes_cost = True
+    passes_are_costly = True
 
     def __init__(self, model: CausalLM, device: torch.device, keeps_head: bool = True) -> None:
         if not layer_list(model):
@@ -304,7 +304,7 @@ class Sharded(Placement):
     """`teacher_offload="zero3"`: each process keeps its shard in host memory. The loss gathers the head."""
 
     is_whole = False
-    passes_cost = True
+    passes_are_costly = True
     in_host_memory = True
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
@@ -321,7 +321,7 @@ class Sharded(Placement):
         return OutputHead.of(self.model)
 
     @contextmanager
-    def reading(self, passes: int) -> Iterator[Run]:
+    def loaded(self, passes: int) -> Iterator[Run]:
         yield self._read
 
     def passes_to_run(self, passes: int) -> int:

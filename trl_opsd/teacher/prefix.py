@@ -20,7 +20,7 @@ from accelerate.logging import get_logger
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import reshard
 from trl_opsd.models.backbone import Run
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.prefix import CONTINUING, Pair, Past, keys_and_values
 from trl_opsd.models.probes import Probed
 from trl_opsd.models.weights import cached_per_token, state_of
@@ -155,19 +155,19 @@ class SharedPrefixes:
         self._token_bytes = float(cached_per_token(model.config) * model.dtype.itemsize)
         memory.add(self)
 
-    def prove(self, run: Run, reading: Reading) -> None:
+    def prove(self, run: Run, policy: BatchPolicy) -> None:
         """Tries whether the model continues from keys and values, in five passes; warns if not."""
         self.works = True
         try:
-            if reading.padded_up_to != math.inf:
-                raise ValueError(f"The teacher ({type(self._model).__name__}) reads rows {reading}.")
+            if policy.padded_up_to != math.inf:
+                raise ValueError(f"The teacher ({type(self._model).__name__}) reads rows {policy}.")
             Probed(self._model, "teacher", run).prove(CONTINUING)
         except ValueError as error:
             self.works = False
             logger.warning(f"`teacher_prefix_cache_gb` has no effect on this teacher. {error}")
 
     @contextmanager
-    def planned(self, rollout: Rollout, split: Split, reading: Reading) -> Iterator[Plan | None]:
+    def planned(self, rollout: Rollout, split: Split, policy: BatchPolicy) -> Iterator[Plan | None]:
         """The passes over these rows; what they have read is kept when the context ends. `None` if the model cannot."""
         if not self.works:
             yield None
@@ -178,7 +178,7 @@ class SharedPrefixes:
         state = state, torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)
         if state != self._state:
             self._state, self.kept = state, []
-        prompts, lengths = _prompts(rollout, reading), [one.total for one in rollout.measured()]
+        prompts, lengths = _prompts(rollout, policy), [one.total for one in rollout.measured()]
         earlier, kept = [np.frombuffer(key, np.int64) for key in self._prompts], [one.ids for one in self.kept]
         wanted = chosen_prefixes(prompts, lengths, earlier, kept, self._pass_tokens)
         plan = Plan(self, call)
@@ -263,10 +263,10 @@ def _fill(plan: Plan, prompts: Sequence[Ids], sizes: Sequence[int], begins: dict
             plan.prefixes.append(prefix)
 
 
-def _prompts(rollout: Rollout, reading: Reading) -> list[Ids]:
+def _prompts(rollout: Rollout, policy: BatchPolicy) -> list[Ids]:
     """The ids of each prompt but the last, whose state predicts a token; none of rows that are read whole."""
     columns, ids_BP = rollout.prompt_ids.size(1), rollout.prompt_ids.cpu().numpy().astype(np.int64)
-    images = rollout.images or [reading.dummy_image_prompt] * len(ids_BP)
+    images = rollout.images or [policy.dummy_image_prompt] * len(ids_BP)
     return [
         ids_P[columns - one.prompt : columns - 1] if seen is None and not one.masked else ids_P[:0]
         for ids_P, one, seen in zip(ids_BP, rollout.measured(), images, strict=True)

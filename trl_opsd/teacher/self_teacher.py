@@ -18,7 +18,7 @@ from trl_opsd._compat.sharding import is_split, is_split_model, whole, write
 from trl_opsd.losses.streamed import streamed_likeliest
 from trl_opsd.models.backbone import Run, context_of, preserved_mode
 from trl_opsd.models.checks import sizes
-from trl_opsd.models.padding import Reading
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.models.weights import first_change, sampled
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.frozen import max_over_processes, pass_groups, score_groups
@@ -171,7 +171,7 @@ class OwnTeacher(Teacher):
         student: CausalLM,
         run: Run,
         as_teacher: Callable[[], AbstractContextManager[Any]],
-        reading: Callable[[], Reading],
+        policy: Callable[[], BatchPolicy],
         cache_device: str = "auto",
         progress: bool = False,
         kept: Collection[Tensor] = (),
@@ -187,7 +187,7 @@ class OwnTeacher(Teacher):
         self._as_teacher = as_teacher
         self._cache_device = cache_device
         self._progress = progress
-        self._reading = reading  # a callable: for a sharded student it is known only later
+        self._batching = policy  # a callable: for a sharded student it is known only later
         self._kept = kept  # weights that `as_teacher` swaps in, to describe their size
         self.prefixes = prefixes  # if it is static
 
@@ -203,8 +203,8 @@ class OwnTeacher(Teacher):
         return context_of(self.model)
 
     @property
-    def reading(self) -> Reading:
-        return self._reading()
+    def batching(self) -> BatchPolicy:
+        return self._batching()
 
     @contextmanager
     def lent(self) -> Iterator[CausalLM]:
@@ -214,22 +214,24 @@ class OwnTeacher(Teacher):
 
     def targets(self, rollout: Rollout) -> TeacherTargets:
         rollout, device = rollout.ended(), rollout.completion_ids.device
-        few, kept = is_split_model(self.model), (self._cache_device, self._progress)
+        passes_are_costly, kept = is_split_model(self.model), (self._cache_device, self._progress)
 
         def split(lengths: Sequence[int], before: int) -> list[list[int]]:
-            return pass_groups(self.model, lengths, device, self.reading, few=few, before=before)
+            return pass_groups(
+                self.model, lengths, device, self.batching, passes_are_costly=passes_are_costly, before=before
+            )
 
         with preserved_mode(self.model):
             self.model.eval()
             if self.prefixes is not None and self.prefixes.works is None:
                 with self._as_teacher():
-                    self.prefixes.prove(self._run, self.reading)
-            shared = nullcontext() if self.prefixes is None else self.prefixes.planned(rollout, split, self.reading)
+                    self.prefixes.prove(self._run, self.batching)
+            shared = nullcontext() if self.prefixes is None else self.prefixes.planned(rollout, split, self.batching)
             with shared as plan, self._as_teacher():
                 groups = split(rollout.sizes, 0) if plan is None else plan.rows
                 # A sharded student's forward is collective, so all processes run the same number of passes.
                 passes = max_over_processes(len(groups) + (0 if plan is None else len(plan.segments)), device)
-                return score_groups(self._run, rollout, groups, passes, device, *kept, self.reading, plan)
+                return score_groups(self._run, rollout, groups, passes, device, *kept, self.batching, plan)
 
 
 @torch.no_grad()

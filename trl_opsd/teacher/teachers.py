@@ -110,21 +110,21 @@ class Teachers(dict[str, Teacher]):
         return None if self.origin is None else self.origin.head
 
     def targets(
-        self, rollout: Rollout, names: Sequence[str], beside: Mapping[str, Rollout] = MappingProxyType({})
+        self, rollout: Rollout, names: Sequence[str], references: Mapping[str, Rollout] = MappingProxyType({})
     ) -> TeacherTargets:
-        """The targets of each row from its teacher in `names`, and states of the same tokens in rollouts `beside`.
+        """The targets of each row from its teacher in `names`, and states of the same tokens in rollouts `references`.
 
         Those of `"origin"` are of the student as it was passed, all others of the teachers.
         """
         found = self._of(rollout, names)
-        if not beside:
+        if not references:
             return found
         more = {
             name: self._of(one, names) if name != "origin" or self.origin is None else scored(self.origin, one)
-            for name, one in beside.items()
+            for name, one in references.items()
         }
         found = kept_by_row(found, rollout.weights)
-        return found.with_beside({name: kept_by_row(one, rollout.weights).rows or () for name, one in more.items()})
+        return found.with_references({name: kept_by_row(one, rollout.weights).rows or () for name, one in more.items()})
 
     def _of(self, rollout: Rollout, names: Sequence[str]) -> TeacherTargets:
         if self.only is not None:

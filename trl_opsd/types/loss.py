@@ -103,8 +103,9 @@ class Sampled:
 
     ids: Tensor
     """[N], int64, the token that follows at each position."""
-    pull: Tensor | None = None
-    """[N], float32: adds `pull * -log p_s(ids)` to the value of each token, with the gradient `pull * (p_s - 1[ids])`
+    nll_weight: Tensor | None = None
+    """[N], float32: adds `nll_weight * -log p_s(ids)` to the value of each token, with the gradient
+    `nll_weight * (p_s - 1[ids])`
     with respect to the student's logits; `None` adds nothing."""
     logprobs: Tensor | None = None
     """[N], float32, nats: log-probability of each token in the distribution that it was drawn from, NaN where it is not
@@ -112,8 +113,8 @@ class Sampled:
 
     def rows(self, rows: slice) -> Sampled:
         """Those of some positions."""
-        pull, logprobs = (None if one is None else one[rows] for one in (self.pull, self.logprobs))
-        return Sampled(self.ids[rows], pull, logprobs)
+        nll_weight, logprobs = (None if one is None else one[rows] for one in (self.nll_weight, self.logprobs))
+        return Sampled(self.ids[rows], nll_weight, logprobs)
 
 
 TENTHS = 10
@@ -134,8 +135,8 @@ class PerToken:
     """[N], whether the teacher's logits are all equal, which leaves nothing to learn; `None` where it is not known."""
     clipped: Tensor | None = None
     """[N], float32, 1 where an entry of the vocabulary was clipped; `None` where not known."""
-    pulled: Tensor | None = None
-    """[N], no gradient: weighted part of `divergence` that `Sampled.pull` added; `None` where there was no pull."""
+    nll: Tensor | None = None
+    """[N], no gradient: weighted part of `divergence` that `Sampled.nll_weight` added; `None` where there was none."""
     anchored: Tensor | None = None
     """[N], no gradient: weighted part of `divergence` that anchors added; `None` where there are none."""
     same_first: Tensor | None = None
@@ -195,7 +196,7 @@ class LossParts:
     """Scalar, divided by the denominator of the whole optimizer step; carries the gradient."""
     rows: Tensor
     """[B, 45], float32, sums over the tokens of each row, in the order of `ROW_NAMES`: weights; divergences, entropies
-    and pull in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
+    and `nll` in nats times weight; the others without weights, as [`PerToken`] has them. From `high_entropy_weight` on
     all are 0 where the row is only a part of a completion."""
 
     scored: Tensor | None = None

@@ -146,7 +146,7 @@ class Rollout:
     """[B, C], float32: weight of each token in the loss, at least 0; 0 for padding and for tool output."""
     tool_mask: Tensor | None = None
     """[B, C], 0 where a tool answered, else 1, as in TRL; `None` without tools."""
-    pull: Tensor | None = None
+    nll_weight: Tensor | None = None
     """[B], float32, constants: each adds itself times `-log p_s` of the row's own tokens to their divergence; 0 adds
     nothing, and so does `None`."""
     logprobs: Tensor | None = None

@@ -63,7 +63,7 @@ class Spelled:
         np.add.at(change, low_M[counts_M], 1)
         np.add.at(change, last_M[counts_M] + 1, -1)
         is_read = (change.cumsum()[:-1] > 0) | np.isin(joined.place_S, wanted)
-        # Tokens without a position, which the teacher does not read, are pulled towards and counted all the same.
+        # Tokens without a position, which the teacher does not read, have their `-log p` and are counted all the same.
         others = np.setdiff1d(wanted, joined.place_S)
         state_S, position_M = is_read.cumsum() - 1, counts_M.cumsum() - 1
         reads = joined.reads_R3[counts_M[joined.reads_R3[:, 0]]]

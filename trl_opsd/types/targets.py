@@ -51,17 +51,19 @@ class TeacherTargets:
     """[B], in host memory, the number of the teacher that scored the row; `None` where there is only one."""
     rows: tuple[RowTargets, ...] | None = field(default=None, init=False, repr=False)
     """The targets row by row, or `None` where `hidden` holds them."""
-    beside: Mapping[str, tuple[RowTargets, ...]] = field(default_factory=dict, init=False, repr=False)
+    reference_states: Mapping[str, tuple[RowTargets, ...]] = field(default_factory=dict, init=False, repr=False)
     """States of the same tokens in other contexts or of another model, row by row: `"contrast"`, `"origin"`."""
     tokens: int = field(default=0, init=False, repr=False)
     """C, where `rows` hold the targets."""
 
     def cut(self, tokens: int) -> TeacherTargets:
         """The targets of the first completion tokens, for a batch in which no later token counts."""
-        beside = {name: tuple(row.cut(tokens) for row in rows) for name, rows in self.beside.items()}
+        reference_states = {
+            name: tuple(row.cut(tokens) for row in rows) for name, rows in self.reference_states.items()
+        }
         if self.rows is None:
-            return replace(self, hidden=self.hidden[:, :tokens]).with_beside(beside)
-        return TeacherTargets.by_row([row.cut(tokens) for row in self.rows], tokens, self.teacher, beside)
+            return replace(self, hidden=self.hidden[:, :tokens]).with_references(reference_states)
+        return TeacherTargets.by_row([row.cut(tokens) for row in self.rows], tokens, self.teacher, reference_states)
 
     @classmethod
     def by_row(
@@ -69,19 +71,19 @@ class TeacherTargets:
         rows: Iterable[RowTargets],
         tokens: int,
         teacher: Tensor | None = None,
-        beside: Mapping[str, tuple[RowTargets, ...]] = MappingProxyType({}),
+        reference_states: Mapping[str, tuple[RowTargets, ...]] = MappingProxyType({}),
     ) -> TeacherTargets:
         """Targets of B rows of C = `tokens` completion tokens."""
         # Without `__init__` the slot `hidden` stays empty, so that `__getattr__` fills it on first access.
         self = object.__new__(cls)
-        values = {"rows": tuple(rows), "tokens": tokens, "teacher": teacher, "beside": beside}
+        values = {"rows": tuple(rows), "tokens": tokens, "teacher": teacher, "reference_states": reference_states}
         for name, value in values.items():
             object.__setattr__(self, name, value)
         return self
 
-    def with_beside(self, beside: Mapping[str, tuple[RowTargets, ...]]) -> TeacherTargets:
+    def with_references(self, reference_states: Mapping[str, tuple[RowTargets, ...]]) -> TeacherTargets:
         """These targets, with states beside the teacher's."""
-        object.__setattr__(self, "beside", beside)
+        object.__setattr__(self, "reference_states", reference_states)
         return self
 
     def __getattr__(self, name: str) -> Tensor:
@@ -109,9 +111,9 @@ class TeacherTargets:
         at_n = torch.searchsorted(kept.places, places_n)
         return kept.hidden.index_select(0, at_n.to(kept.hidden.device, non_blocking=True))
 
-    def beside_of(self, row: int, places_n: Tensor) -> dict[str, Tensor]:
+    def reference_states_of(self, row: int, places_n: Tensor) -> dict[str, Tensor]:
         """[n, H_t] each: the states beside, at these positions of a row, as of [`~TeacherTargets.of`]."""
-        each = {name: TeacherTargets.by_row(rows, self.tokens) for name, rows in self.beside.items()}
+        each = {name: TeacherTargets.by_row(rows, self.tokens) for name, rows in self.reference_states.items()}
         return {name: one.of(row, places_n) for name, one in each.items()}
 
     def among(self, numbers: Sequence[int], rows: int) -> TeacherTargets:
@@ -122,17 +124,19 @@ class TeacherTargets:
             return tuple(known.get(row) or kept[0].cut(0) for row in range(rows))
 
         assert self.rows is not None, "kept by row"
-        teacher, beside = self.teacher, {name: spread(one) for name, one in self.beside.items()}
+        teacher, reference_states = self.teacher, {name: spread(one) for name, one in self.reference_states.items()}
         if teacher is not None:
             teacher = teacher[:1].repeat(rows).index_copy(0, torch.tensor(numbers), teacher)
-        return TeacherTargets.by_row(spread(self.rows), self.tokens, teacher, beside)
+        return TeacherTargets.by_row(spread(self.rows), self.tokens, teacher, reference_states)
 
     def select(self, numbers: Sequence[int]) -> TeacherTargets:
         """The targets of the given rows, in the given order, of targets kept by row."""
         assert self.rows is not None, "only `rows` do not depend on the longest completion of a batch"
-        beside = {name: tuple(rows[number] for number in numbers) for name, rows in self.beside.items()}
+        reference_states = {
+            name: tuple(rows[number] for number in numbers) for name, rows in self.reference_states.items()
+        }
         teacher = None if self.teacher is None else self.teacher[torch.tensor(numbers, dtype=torch.long)]
-        return TeacherTargets.by_row([self.rows[number] for number in numbers], self.tokens, teacher, beside)
+        return TeacherTargets.by_row([self.rows[number] for number in numbers], self.tokens, teacher, reference_states)
 
 
 CACHE_BYTES = 1_000_000_000
@@ -206,7 +210,7 @@ def kept_by_row(targets: TeacherTargets, weights_BC: Tensor) -> TeacherTargets:
         return targets
     keeper = Keeper(weights_BC, "cpu" if targets.hidden.device.type == "cpu" else "accelerator")
     keeper.put(range(len(weights_BC)), targets.hidden)
-    return keeper.targets(targets.teacher).with_beside(targets.beside)
+    return keeper.targets(targets.teacher).with_references(targets.reference_states)
 
 
 @dataclass(frozen=True, slots=True)

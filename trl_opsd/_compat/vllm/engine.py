@@ -109,11 +109,11 @@ class VLLMEngine:
         first = sum(map(len, by_process[: self._sharing.rank_in_group]))
         return [_written(output) for output in outputs[first : first + len(prompt_ids)]]
 
-    def _gathered(self, mine: Any) -> list[Any]:
+    def _gathered(self, value: Any) -> list[Any]:
         """What each of the processes that share this engine has, by rank. Collective."""
-        found = [mine] * self._sharing.world_size
+        found = [value] * self._sharing.world_size
         if len(found) > 1:
-            distributed.all_gather_object(found, mine, group=self._sharing.cpu_group)
+            distributed.all_gather_object(found, value, group=self._sharing.cpu_group)
         return found
 
     @preserved_process()

@@ -49,7 +49,7 @@ def episode(trainer: OPSDTrainer, inputs: list[dict[str, Any]], writer: Beginnin
         rows = trainer._batches.begin(inputs)
         trainer._stats.now.batches = batches  # the seeds of an evaluation follow from the batches before
         start = perf_counter()
-        with trainer._generation.written_by(writer) if writer is not None else nullcontext():
+        with trainer._generation.substituted(writer) if writer is not None else nullcontext():
             written = trainer._generation.write(rows, trainer.prompt_ids_of(rows))
         seconds = perf_counter() - start
         if trainer.turns is not None:
@@ -146,7 +146,7 @@ def completer(trainer: OPSDTrainer, name: str | None) -> Complete:
     """What completes prompts: a teacher by its name, or the student; `ValueError` if it cannot."""
     if name is None:
         return lambda _, prompts: trainer.complete(prompts)
-    writer = trainer._generation.writer(trainer.teachers[name], trainer.teaching.readers.teacher_limits[name])
+    writer = trainer._generation.teacher_rollout(trainer.teachers[name], trainer.teaching.readers.teacher_limits[name])
     return lambda _, prompts: writer.complete(prompts)
 
 

@@ -232,7 +232,7 @@ class Student:
     """The student's states on its completions."""
 
     def __init__(self, trainer: OPSDTrainer, rollout: Rollout) -> None:
-        reader = OwnTeacher(trainer.model, trainer.in_student, nullcontext, lambda: trainer.reading_to_learn)
+        reader = OwnTeacher(trainer.model, trainer.in_student, nullcontext, lambda: trainer.batching_to_learn)
         start = perf_counter()
         with autocast(trainer.accelerator):
             self.targets = kept_by_row(scored(reader, rollout), rollout.weights)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.losses.completed import complete_
-from trl_opsd.losses.objective import head_beside
+from trl_opsd.losses.objective import head_of_reference
 from trl_opsd.models.backbone import logits_of
 from trl_opsd.types import LazyLogits, OutputHead, Rollout, Sampled, TeacherTargets
 from trl_opsd.types.known import KnownTokens, TokenHead
@@ -177,9 +177,13 @@ def _numbers(
     else:
         teacher_nV = log_probs(LazyLogits(theirs_nW, head, objective.temperatures[1]), objective.vocabulary)
     sampled = Sampled(ids_n1[:, 0])
-    states, origin = compared.teacher.beside_of(row, places_n), compared.origin_head
-    beside = {name: (one_nH.to(device), head_beside(name, head, origin)) for name, one_nH in states.items()}
-    loss_n = objective.of((mine_nH, compared.student_head), (theirs_nW, head), None, sampled, beside).divergence
+    states, origin = compared.teacher.reference_states_of(row, places_n), compared.origin_head
+    reference_states = {
+        name: (one_nH.to(device), head_of_reference(name, head, origin)) for name, one_nH in states.items()
+    }
+    loss_n = objective.of(
+        (mine_nH, compared.student_head), (theirs_nW, head), None, sampled, reference_states
+    ).divergence
     return {
         "loss": loss_n,
         "reverse": kl(student_nV, teacher_nV),

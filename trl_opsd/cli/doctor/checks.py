@@ -230,7 +230,7 @@ def _logits_after(pair: Pair, role: str, rollout: Rollout | None = None, trained
     probed, rollout = pair.probed[role], rollout or pair.read_by(role)
     head = OutputHead.of(probed.model)
     with torch.set_grad_enabled(trained):
-        hidden_NH = completion_hidden(probed.model, rollout, probed.reading)[rollout.counts]
+        hidden_NH = completion_hidden(probed.model, rollout, probed.batching)[rollout.counts]
     if not trained:
         bias = None if head.bias is None else head.bias.detach()
         head = replace(head, weight=head.weight.detach(), bias=bias)
