@@ -301,7 +301,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             targets ([`~types.TeacherTargets`]):
                 Row-aligned with it.
             num_items (`torch.Tensor` or `float`, *optional*):
-                Denominator of the loss for the whole optimizer step; `None` means the tokens of this micro-batch.
+                Denominator of the loss: the weights of the whole optimizer step, divided by the number of processes;
+                `None` means the tokens of this micro-batch.
         """
         teachers, objective = self.teaching.teachers, self.current_objective
         # First, as these reads wait for the device, which has no work queued yet.

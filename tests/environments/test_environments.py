@@ -302,7 +302,20 @@ def test_each_turn_weighs_the_same(make_trainer):
     trainer.train()
 
 
+def tool(self) -> str:
+    """Tells something.
+
+    Returns:
+        It.
+    """
+    return "the answer"
+
+
 REFUSED = {
+    **{
+        f"misspelt: {name}": (type("Shop", (Adder,), {name: tool}), {}, f"`Shop.{name}` would be a tool")
+        for name in ("get_privileged_contexts", "privileged_context", "get_feedbacks")
+    },
     "an object": (Adder(), {}, "could not make an environment: TypeError: 'Adder' object is not callable"),
     "needs arguments": (lambda number: Adder(), {}, "could not make an environment: TypeError"),
     "fails": (lambda: 1 / 0, {}, "could not make an environment: ZeroDivisionError"),

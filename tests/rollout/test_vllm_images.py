@@ -24,8 +24,8 @@ from trl_opsd._compat.peft import without_peft
 from trl_opsd._compat.vllm.engine import VLLMEngine
 from trl_opsd.data.images import probe_prompts, read_with_images
 from trl_opsd.errors import SyncError
-from trl_opsd.models.backbone import seen
-from trl_opsd.types.rollout import PromptIds, images_of, together
+from trl_opsd.models.backbone import seen, together
+from trl_opsd.types.rollout import PromptIds, images_of
 
 pytestmark = pytest.mark.vllm
 

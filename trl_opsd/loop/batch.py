@@ -58,7 +58,7 @@ class Batches:
     """Batches of trainings and evaluations.
 
     parse → methods: before → tokenize → generate → count → methods: generated → exchange between processes → methods:
-    select → teach → methods: weigh
+    select → teach → methods: token_weights → methods: final_weights
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Batches:
         written = self._generation.write(rows, host.prompt_ids_of(rows))
         if host.turns is not None:
             host.turns.end(rows)
-        rollout = self.note(rows, written)
+        rollout = self.counted(rows, written)
         if not self._generation.notifies_teacher:  # which reads a row in the process that generated it
             rollout, rows = exchanged(host, rollout, rows)
-        return self.scored(rollout, rows)
+        return self.taught(rollout, rows)
 
     def begin(self, inputs: Sequence[Mapping[str, Any]]) -> list[BatchRow]:
         """Reads and checks the rows of a batch, and counts it. Collective."""
@@ -119,8 +119,8 @@ class Batches:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def note(self, rows: Sequence[BatchRow], written: Written) -> Rollout:
-        """Counts what was generated for all rows of a batch, shows it to methods, and returns its tokens and masks.
+    def counted(self, rows: Sequence[BatchRow], written: Written) -> Rollout:
+        """The tokens and masks of what was generated for all rows of a batch, counted and shown to methods.
 
         A skipped row is in no count. Collective.
         """
@@ -147,8 +147,8 @@ class Batches:
         host.methods.generated(Generated(rows, written, rollout, of_all, is_training))
         return rollout
 
-    def scored(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Batch:
-        """The batch with targets, weights, and what is added to the divergence. Collective."""
+    def taught(self, rollout: Rollout, rows: Sequence[BatchRow]) -> Batch:
+        """The batch with its teachers' targets, weights, and what is added to the divergence. Collective."""
         host, name = self._host, type(self._host).__name__
         nll_weight = None
         if host.model.training and host.methods.adds_nll:

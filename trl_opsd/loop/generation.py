@@ -166,7 +166,7 @@ class Generation:
         host, self.rows, self._surplus = self._host, rows, prompt_ids[:1]
         with self.rollout.session():
             with host.phase("complete"), preserved_mode(host.model):
-                completions = self._mixed(prompt_ids)
+                completions = self._by_row(prompt_ids)
                 if host.reads_logprobs:
                     for row, prompt, ids in zip(rows, prompt_ids, completions, strict=True):
                         self.note_logprobs(row, prompt, ids)
@@ -189,13 +189,11 @@ class Generation:
 
     def note_logprobs(self, row: BatchRow, prompt_ids: list[int], completion_ids: list[int]) -> None:
         """Sets the sampling log-probabilities of a row, as soon as the rollout has returned it."""
-        if (
-            row.is_off_policy or self._substitute is not None
-        ):  # by chance the rollout may have generated the same before
+        if row.is_off_policy or self._substitute is not None:  # the rollout may know the same row by chance
             return
         row.logprobs = self.rollout.logprobs(prompt_ids, completion_ids) if row.prompt_weight else []
 
-    def _mixed(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def _by_row(self, prompt_ids: list[list[int]]) -> list[list[int]]:
         """A completion for each prompt, from the dataset, the teacher or the student; empty if skipped. Collective."""
         args = self._host.args
         if not self._host.model.training or (args.lmbda == 1 and not self._host.methods.may_skip):

@@ -319,6 +319,7 @@ class TrainerHooks(TrainerMembers):
         for rollout, targets, is_last in parts:
             # Not as arguments: FSDP2 reads each field of dataclasses among these, and so would make `hidden`.
             compared = partial(self._compared, student, rollout, targets, num_items_in_batch)
+            # TRL's: calls it inside the wrapper's forward, where ZeRO-3 and FSDP2 gather weights.
             loss, sums, scored = self._forward_redirection(model, student, compared)
             if not is_last:  # DeepSpeed accepts several backward passes before a step
                 engine = self.accelerator.deepspeed_engine_wrapped

@@ -17,7 +17,7 @@ from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd._compat.torchao import kept_quantized
 from trl_opsd._compat.trl import pad, unwrap_model_for_generation
-from trl_opsd._compat.values import Positive, Unit
+from trl_opsd._compat.values import Unit
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images, typed_placeholder
 from trl_opsd.data.prompts import Prompt
@@ -53,6 +53,9 @@ class TrainerMembers(UpstreamFixes):
     """Whether prompts have images; `None` for a stream until one has."""
     args: OPSDConfig
     divergence: Divergence
+    temperature: float
+    """Softmax temperature of the loss, for models without an option of their own; rollouts have that of
+    `generation_config`, as in TRL."""
     teacher: Any
     chat_template_kwargs: dict[str, Any]
     row_group: RowGroup | None = None
@@ -86,17 +89,6 @@ class TrainerMembers(UpstreamFixes):
     @beta.setter
     def beta(self, beta: float) -> None:
         self.divergence = divergence_of(None, checked("beta", Unit, beta))
-
-    @property
-    def temperature(self) -> float:
-        """Softmax temperature of the loss, for models without an option of their own; rollouts have that of
-        `generation_config`, as in TRL.
-        """
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, temperature: float) -> None:
-        self._temperature = checked("temperature", Positive, temperature)
 
     @property
     def temperatures(self) -> tuple[float, float]:

@@ -127,7 +127,7 @@ class Overlap:
         written = self._generation.turned(prompt_ids, completions)
         if host.turns is not None:
             host.turns.end(rows)
-        self._batches.note(rows, written)
+        self._batches.counted(rows, written)
         torch.randperm(len(rows))  # drawn without overlap too: later draws are to be the same
         total = float(accelerator.gather(weight).sum())
         # A step without loss tokens has losses of 0, whatever divides them.
@@ -190,7 +190,7 @@ class Overlap:
                 come(wait=True)
         # A process without rows left repeats one to keep collectives matched; the shortest costs least.
         numbers = taken or [waiting.shortest()]
-        batch = self._batches.scored(padded(numbers), [rows[row] for row in numbers])
+        batch = self._batches.taught(padded(numbers), [rows[row] for row in numbers])
         if not taken:
             none = replace(batch.rollout, weights=torch.zeros_like(batch.rollout.weights))
             return replace(batch, rollout=none)

@@ -2,7 +2,8 @@
 
 transformers calls `training_step` as often as it accumulates; all of a step happens in the last of these calls. The
 loss of each micro-batch is divided by the weight of all tokens of the step, in all processes. So nobody divides by the
-number of micro-batches; transformers does not, by TRL's `loss_is_scaled_for_ga`.
+number of micro-batches: transformers does not, since TRL's trainer has `loss_is_scaled_for_ga = True`; accelerate is
+told of one call a step.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ class Step:
                 one.train()
         overlap = self._overlap if self._overlap is not None and self._overlap.is_on else None
         losses = []
-        with closing(self._arrived(rows) if overlap is None else overlap.arriving(rows)) as parts:
+        with closing(self._completed(rows) if overlap is None else overlap.arriving(rows)) as parts:
             for batch, weight, is_last in parts:
                 # Processes' gradients are averaged, so each divides by its share. Of no token, the loss is 0.
                 divisor = weight.where(weight > 0, 1.0) / host.accelerator.num_processes
                 with nullcontext() if is_last else _accumulating(host.accelerator, model):
+                    # transformers': `host.compute_loss`, then the backward pass. TRL's own would generate again.
                     losses.append(Trainer.training_step(host, model, batch, divisor))
         return reduce(torch.add, losses) if overlap is None else overlap.rescaled(model, losses)
 
-    def _arrived(self, rows: Sequence[Any]) -> MicroBatches:
-        """The micro-batches of rows that are completed and scored together."""
-        batch = self._host.score(rows)
+    def _completed(self, rows: Sequence[Any]) -> MicroBatches:
+        """The micro-batches of rows that get their completions and targets together, before the first of them."""
+        batch = self._host.score(rows)  # generates, and asks the teachers: `Batches.make`
         weight = self._host.accelerator.gather(batch.rollout.weights.sum()).sum()
         *parts, last = dealt(self._host, batch)
         del batch

@@ -258,7 +258,10 @@ class Teaching:
         ]
 
     def targets(self, rollout: Rollout, rows: Sequence[Row]) -> TeacherTargets:
-        """The teachers' targets for a generation batch; they do not read skipped rows."""
+        """The teachers' targets for a generation batch, by [`Teachers.targets`], which asks each teacher for its rows.
+
+        They do not read skipped rows.
+        """
         known = self.as_rows(rows)
         # All processes call their teachers, which may be collective.
         read = [number for number, row in enumerate(known) if row.prompt_weight] or [0]

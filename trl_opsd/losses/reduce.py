@@ -30,8 +30,8 @@ def reduce(
         weights (`torch.Tensor`):
             [B, C], weight of each token in the loss.
         num_items (`torch.Tensor` or `float`, *optional*):
-            Denominator of the loss: the sum of the weights of the whole optimizer step. When `None`, the sum of
-            `weights`, or 1 if there are no tokens.
+            Denominator of the loss: a process's share of the sum of the weights of the whole optimizer step. When
+            `None`, the sum of `weights`, or 1 if there are no tokens.
         real (`torch.Tensor`, *optional*):
             [B, C], not 0 where there is a token of the completion. When `None`, the rows are parts of completions, and
             what depends on places and ranks within one is 0.

@@ -93,9 +93,9 @@ class Method:
 
     Subclass it, as a dataclass if it has settings, override the hooks that are needed, and pass an instance:
     `OPSDTrainer(methods=[Mine(0.5)])`, or `OPSDConfig(methods={"my_module.Mine": {"factor": 0.5}})`. A step asks
-    all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`, `weigh`,
-    `tally`, `stepped` and `limit` are called in training only, the others in evaluations too. A hook may be collective
-    unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
+    all methods for a hook before it goes on to the next hook; those of the package first. `before`, `select`,
+    `token_weights`, `tally`, `stepped` and `limit` are called in training only, the others in evaluations too. A hook
+    may be collective unless it says otherwise. A method that is a `TrainerCallback` too is called as one.
 
     Attributes:
         host ([`MethodHost`]): the trainer, before the first hook is called.

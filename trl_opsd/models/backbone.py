@@ -23,7 +23,7 @@ from trl_opsd._compat.sharding import is_split_model, whole_shape
 from trl_opsd.models.grouping import fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.types import Length, OutputHead, Rollout
-from trl_opsd.types.rollout import RowImages, together
+from trl_opsd.types.rollout import RowImages
 
 Run: TypeAlias = Callable[..., Any]
 """`run(function, *args)` equals `function(model, *args)`, also where the weights are sharded or offloaded."""
@@ -36,6 +36,36 @@ BLOCK_TOKENS = 1024
 def has_varlen(model: CausalLM) -> bool:
     """Whether attention skips pairs of tokens of different packed rows, as FlashAttention and FlexAttention do."""
     return model.config.get_text_config()._attn_implementation not in ("eager", "sdpa")
+
+
+def together(
+    images: Sequence[RowImages | None] | None, starts: Sequence[int], columns: int, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Arguments of a forward pass over rows that begin at these of its columns; empty without images.
+
+    Those of floating point, the pixels, are joined on the device: from pinned memory nothing waits.
+    """
+    seen = [one for one in images or () if one is not None]
+    found = {name: _joined([one.values[name] for one in seen], device) for name in (seen[0].values if seen else ())}
+    for name in seen[0].kinds if seen else ():
+        kinds_BL = torch.zeros(len(starts), columns, dtype=torch.long)
+        for row, (one, start) in enumerate(zip(images or (), starts, strict=True)):
+            if one is not None:
+                kinds_BL[row, start : start + len(one.kinds[name])] = one.kinds[name]
+        found[name] = kinds_BL
+    return found
+
+
+def _joined(values: Sequence[Tensor], device: torch.device | None) -> Tensor:
+    """Concatenated along the first dimension; the others are padded with zeros to the largest."""
+    widest = [max(sizes) for sizes in zip(*(one.shape[1:] for one in values), strict=True)]
+    place = device if values[0].is_floating_point() else None
+    joined = values[0].new_zeros(sum(map(len, values)), *widest, device=place)
+    start = 0
+    for one in values:
+        joined[(slice(start, start + len(one)), *map(slice, one.shape[1:]))].copy_(one, non_blocking=True)
+        start += len(one)
+    return joined
 
 
 def call(model: CausalLM, function: Run, *args: Any) -> Any:

@@ -36,12 +36,13 @@ from trl_opsd.models.backbone import (
     preserved_mode,
     seen,
     shape_of,
+    together,
 )
 from trl_opsd.models.padding import PADDED, BatchPolicy, Read, agree, distances, gap_of_packing, prove_batch_policy
 from trl_opsd.parallel.precision import autocast, dtypes_of, least_precise
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.types import OutputHead, Rollout
-from trl_opsd.types.rollout import PromptIds, together
+from trl_opsd.types.rollout import PromptIds
 
 Subject = TypeVar("Subject")
 

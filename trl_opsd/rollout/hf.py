@@ -19,7 +19,7 @@ from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, S
 from trl_opsd._compat.peft import CausalLM, changes_generate, without_peft
 from trl_opsd._compat.sharding import in_zero3_model, splits_student
 from trl_opsd._compat.versions import set_known
-from trl_opsd.models.backbone import seen
+from trl_opsd.models.backbone import seen, together
 from trl_opsd.models.padding import PADDED
 from trl_opsd.options.normalize import check_drawn
 from trl_opsd.parallel.precision import cast_weights
@@ -31,7 +31,7 @@ from trl_opsd.rollout.generate import BY_LENGTH, Batching, completions_of, gener
 from trl_opsd.rollout.generation_config import IN_GENERATE, assigned, check_followed, of_model
 from trl_opsd.rollout.host import Host
 from trl_opsd.rollout.static_caches import StaticCaches
-from trl_opsd.types.rollout import images_of, together
+from trl_opsd.types.rollout import images_of
 
 logger = get_logger(__name__)
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from trl_opsd._compat.peft import without_peft
 from trl_opsd.errors import SyncError
-from trl_opsd.models.backbone import preserved_mode, seen
+from trl_opsd.models.backbone import preserved_mode, seen, together
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.rollout.base import Engine
 from trl_opsd.rollout.host import Host
 from trl_opsd.types import Completion
-from trl_opsd.types.rollout import PromptIds, images_of, together
+from trl_opsd.types.rollout import PromptIds, images_of
 
 WRITTEN = 16
 """Tokens the engine generates after the probe."""

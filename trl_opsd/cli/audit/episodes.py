@@ -54,7 +54,7 @@ def episode(trainer: OPSDTrainer, inputs: list[dict[str, Any]], writer: Beginnin
         seconds = perf_counter() - start
         if trainer.turns is not None:
             trainer.turns.end(rows)
-        rollout = trainer._batches.note(rows, written)
+        rollout = trainer._batches.counted(rows, written)
         found = rewards.of_evaluation().numpy() if rewards is not None and rewards.given else None
     rollout = replace(rollout, images=images_of(rows))
     ends = set(trainer.eos_token_ids)
