@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from statistics import median
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from accelerate.logging import get_logger
 from numpy import ndarray
 
 from trl_opsd.methods.base import Generated, Method
-from trl_opsd.metrics import ALWAYS, STEPS, Logs, Metric
 
 COMPARED_STEPS = 10
 """Optimizer steps at the start, and at the end, that are compared; both have to be complete."""
@@ -30,20 +29,13 @@ class CollapseGuard(Method):
     `docs/distributed.md`; a resumed training goes on with its course. A trainer has one unasked.
 
     Args:
-        warns (`bool`, *optional*, defaults to `True`): Whether it warns, or only logs how lengths drift.
+        warns (`bool`, *optional*, defaults to `True`): Whether it warns.
     """
 
     warns: bool = True
 
     whole_rows = whole_batch = resumed = False
     name = "course"
-    metrics: ClassVar = {
-        "completions/length_drift": Metric(
-            "1",
-            "Mean length of the student's completions, divided by that of the first 10 optimizer steps.",
-            Logs(STEPS, f"{ALWAYS}, or no completion of the student", evaluated=False),
-        ),
-    }
 
     def begin(self) -> None:
         self.course = Course()
@@ -65,7 +57,6 @@ class CollapseGuard(Method):
         means = {name: sums[name] / sums["weight"] for name in ("divergence", "student_entropy", "teacher_entropy")}
         length, repeated = self._texts
         self.course.add(Figures(**means, length=length, repeated=repeated))
-        self.host.record("completions/length_drift", self.course.drift)
         for name in self.course.signs() if self.warns else ():
             if name not in self._warned:
                 self._warned.add(name)
@@ -102,13 +93,6 @@ class Course:
     def add(self, step: Figures) -> None:
         (self.first if len(self.first) < COMPARED_STEPS else self.last).append(step)
         del self.last[:-COMPARED_STEPS]
-
-    @property
-    def drift(self) -> float:
-        """Length of the latest completions relative to the mean of the first steps; there has to be a step."""
-        first = sum(one.length for one in self.first) / len(self.first)
-        latest = (self.last or self.first)[-1]
-        return latest.length / first if first else 1.0
 
     def signs(self) -> list[str]:
         """The figures that are signs of a collapse; none of a healthy run, or in the first 20 steps."""
