@@ -179,7 +179,8 @@ class Method:
         """All completions of a batch are known: may set the `gate` of rows, and add to their `nll_weight`."""
 
     def teacher_prompt(self, row: BatchRow, completion_text: str, prompt: Any) -> Any:
-        """What the teacher reads before a completion, text or messages, in place of `prompt`, which is parsed.
+        """What the teacher reads before a completion, text or messages, in place of the text or messages in
+        `prompt.value`.
 
         Returned as it is, it stays; `None` where there is nothing to read, so that the row does not count. No
         collectives in it.
