@@ -105,7 +105,7 @@ NOTHING_LEARNED = [
     Case(
         "nothing would be learned",
         "a warmup as long as the training",
-        "rate is 0 in all 1 steps.*Set fewer `warmup_steps`",
+        "rate is 0 in all 1 steps.*set fewer `warmup_steps`",
         lambda lab: lab.make(max_steps=1, warmup_steps=1, lr_scheduler_type="linear").train(),
     ),
     Case(

@@ -116,8 +116,6 @@ def test_kill_under_zero3_loses_no_checkpoint_and_new_processes_resume(run, make
 @each_run()
 def test_checkpoint_of_two_processes_is_refused_by_one(run, tmp_path):
     alone = trainer(tmp_path, "full")
-    with pytest.raises(
-        ValueError, match=r"world_size: 2 in the checkpoint, 1 now|was saved under DeepSpeed, but this launch|FSDP"
-    ):
+    with pytest.raises(ValueError, match=r"world_size: 2 in the checkpoint, 1 now|has no optimizer state of"):
         alone.train(resume_from_checkpoint=str(run.folder / "full" / "checkpoint-3"))
     assert alone.loads == 0

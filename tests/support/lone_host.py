@@ -47,7 +47,7 @@ class LoneHost:
         self.generation_config = generation_config or GenerationConfig(max_new_tokens=limits.completion)
         self.eos_token_ids: list[int] = []
         self.placeholders: list[int] = []
-        self.reading = PADDED
+        self.batching = PADDED
         self.loads = 0
         self.show_progress = False
         self.reads_images, self.processors = False, {}
