@@ -313,7 +313,7 @@ def specialized(divergence: type, rich: bool) -> Any:
     total = fused.THIRD_PASS.value if clips else kernel.total
     kinds: dict[str, Any] = dict.fromkeys(("student", "teacher", "statistics"), "*fp32")
     kinds |= {"gradient": "*bf16", "ids": "*i64"} | dict.fromkeys(("setting", "floor", "drift"), "fp32")
-    optional = dict.fromkeys(("student_bias", "teacher_bias", "weights", "pulls"), "*fp32")
+    optional = dict.fromkeys(("student_bias", "teacher_bias", "weights", "nll_weights"), "*fp32")
     optional |= dict.fromkeys(("student_cap", "teacher_cap"), "fp32")
     kinds |= optional if rich else dict.fromkeys(optional, None)
     kinds |= {"clip": "fp32" if clips else None, "logprobs": "*fp32" if rich and policy else None}

@@ -42,7 +42,8 @@ from support import vision_language
 
 import trl_opsd
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
-from trl_opsd.types.rollout import cut_after_end, images_of, together
+from trl_opsd.models.backbone import together
+from trl_opsd.types.rollout import cut_after_end, images_of
 
 VOCABULARY = 259
 PROMPTS = ["2+2=", "The sky is", "a", "Count: one", "red, green,", "x y z"]
@@ -149,7 +150,7 @@ def compare(student: Any, teacher: Any, folder: str, **given: Any) -> tuple[floa
 
 def readings(trainer: Any) -> str:
     """How student and teacher batch rows, as the trainer determined; empty if padded."""
-    found = {str(getattr(one, "reading", "padded")) for one in (trainer, *trainer.teachers.values())}
+    found = {str(getattr(one, "batching", "padded")) for one in (trainer, *trainer.teachers.values())}
     return " ".join(sorted(found - {"padded"}))
 
 
@@ -162,7 +163,7 @@ def write(student: Any, folder: str) -> tuple[float, str]:
     prompts = make_tokenizer()(PROMPTS)["input_ids"]
     written = trainer.complete(prompts)
     wrong = sum(greedy(alone, prompt) != ids for prompt, ids in zip(prompts, written, strict=True))
-    how = str(trainer.rollout.writing)
+    how = str(trainer.rollout.batching)
     return wrong / len(prompts), "" if how == "padded" else how
 
 

@@ -281,7 +281,7 @@ def setting(column: str, value: Any) -> Any:
             of_hook("before", setting("prompt_weight", 0.0)),
             "`Mine` set row.prompt_weight=0.0, .* in row 0 .*`skips = True`",
         ),
-        (of_hook("before", setting("nll_weight", 1.0)), "`Mine` set .*row.pull=1.0 in row 0 .*`adds_nll = True`"),
+        (of_hook("before", setting("nll_weight", 1.0)), "`Mine` set .*row.nll_weight=1.0 in row 0 .*`adds_nll = True`"),
         (of_hook("generated", setting("gate", float("nan"))), "`Mine` set .*row.gate=nan, .* in row 0"),
         (of_hook("limit", lambda self, tokens: tokens + 1), "`Mine.limit` returned 25: expected an integer from 1"),
         (of_hook("state", lambda self: {1, 2}, restore=lambda self, state: None), "set is not JSON serializable"),

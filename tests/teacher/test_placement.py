@@ -323,7 +323,7 @@ class TestPasses:
 
     def test_passes_are_long_enough_to_hide_the_streaming(self):
         """9 to 14 thousand tokens hide the copies of a model of any size, but that of the first layer."""
-        first, *_ = pass_groups(self.config(), [2048] * 64, torch.device("meta"), few=True)
+        first, *_ = pass_groups(self.config(), [2048] * 64, torch.device("meta"), passes_are_costly=True)
         assert 14_000 <= 2048 * len(first) <= 20_000
 
     def test_a_row_too_long_for_the_budget_is_read_alone(self):
