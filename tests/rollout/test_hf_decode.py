@@ -198,7 +198,7 @@ class TestSampled:
         inputs = {"input_ids": torch.full((rows, 2), 3), "attention_mask": torch.ones(rows, 2, dtype=torch.long)}
         rooms = [row % 64 + 1 for row in range(rows)]
         config = options(tokens=64, ends=[], do_sample=True, temperature=0.8, top_k=9)
-        written = ragged(model, inputs, config, max_new_tokens=rooms)
+        written = ragged(model, inputs, config, rooms=rooms)
         assert [len(ids) for ids in written] == rooms
         counts = torch.bincount(
             torch.tensor([token for ids in written for token in ids]), minlength=vocabulary
@@ -275,7 +275,7 @@ class TestRooms:
         check_full_row(tiny.gpt2(tie_word_embeddings=False), options)
 
     def test_a_row_without_room_gets_no_tokens(self):
-        written = ragged(tiny.qwen2().eval(), prompts(3), options(ends=[]), max_new_tokens=[2, 0, 24])
+        written = ragged(tiny.qwen2().eval(), prompts(3), options(ends=[]), rooms=[2, 0, 24])
         assert [len(ids) for ids in written] == [2, 0, 24]
 
 
@@ -290,7 +290,7 @@ def check_full_row(model: Any, make: Callable[..., GenerationConfig]) -> None:
         plain(model, {"input_ids": torch.tensor([prompt])}, options(tokens=tokens, ends=[]))[0]
         for prompt, tokens in ((long, 6), (short, 24))
     )
-    assert ragged(model, inputs, make(ends=[]), max_new_tokens=[6, 24, 17]) == [full, free, free[:17]]
+    assert ragged(model, inputs, make(ends=[]), rooms=[6, 24, 17]) == [full, free, free[:17]]
 
 
 def check_cost(model: Any, config: GenerationConfig) -> list[int]:
@@ -301,7 +301,7 @@ def check_cost(model: Any, config: GenerationConfig) -> list[int]:
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: decoded.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    written = ragged(model.eval(), prompts(64), config, max_new_tokens=rooms)
+    written = ragged(model.eval(), prompts(64), config, rooms=rooms)
     hook.remove()
     assert [len(ids) for ids in written] == rooms
     assert len(decoded) == max(rooms) > 40
