@@ -21,7 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from trl_opsd import HFRollout, OPSDTrainer
 from trl_opsd._compat.sharding import in_zero3_model, is_split, whole
-from trl_opsd.types.rollout import images_of, together
+from trl_opsd.models.backbone import together
+from trl_opsd.types.rollout import images_of
 
 LENGTHS = (3, 20)
 """Tokens that each process generates; one finishes long before the other."""
