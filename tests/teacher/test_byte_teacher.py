@@ -486,7 +486,7 @@ def test_completions_of_teachers_are_retold_in_the_students_tokens(make, several
         **(given if several else {}),
     )  # fmt: skip
     told = list[tuple[str, str]]()
-    for name, one in trainer._generation._of_teacher.items():
+    for name, one in trainer._generation._teacher_rollouts.items():
         complete = one._rollout.complete
 
         def noting(prompts, step, complete=complete, words=words[name] if several else YOURS):
@@ -527,7 +527,7 @@ def test_only_text_that_is_told_whole_has_an_end(make):
     words = byte_pairs(199, special=("<|pad|>", "<|end|>"))
     words.eos_token = "<|end|>"  # an id that is text in the student's tokenizer
     trainer = make(seq_kd=True, lmbda=0.0, max_completion_length=12, rollout=None, teacher_processing_class=words)
-    (writer,) = trainer._generation._of_teacher.values()
+    (writer,) = trainer._generation._teacher_rollouts.values()
     end = words.eos_token_id
     assert writer._host.generation_config.eos_token_id[0] == end != MINE.eos_token_id
     cut = words("ab\N{GRINNING FACE}")["input_ids"][:-1]

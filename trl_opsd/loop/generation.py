@@ -256,7 +256,7 @@ class Generation:
         """A teacher that completes prompts; a `ValueError` if it cannot."""
         from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
-        return TeacherRollout(self._host, *self._host.teaching.as_writer(teacher, limits))
+        return TeacherRollout(self._host, *self._host.teaching.as_substitute(teacher, limits))
 
     def check_is_own(self, method: str) -> None:
         """Refuses what would train on completions of another model, or log them as the student's."""

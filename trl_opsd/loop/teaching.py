@@ -158,7 +158,7 @@ class Teaching:
         if host.reads_images:
             self.prove_images()
 
-    def as_writer(
+    def as_substitute(
         self, teacher: Any, limits: PromptLimits
     ) -> tuple[Any, PromptLimits, tuple[ByteVocabulary, ByteVocabulary] | None]:
         """A teacher as it generates, and what the tokens of the student and its own stand for, where they differ."""
