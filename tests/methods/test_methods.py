@@ -14,6 +14,7 @@ from visits import Visits
 
 from trl_opsd import Method, OPSDTrainer
 from trl_opsd.data.prompts import Prompt
+from trl_opsd.methods import Rewards
 
 OPTIONS = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "shuffle_dataset": False,
@@ -167,6 +168,33 @@ def test_nothing_is_generated_or_counted_for_prompts_of_weight_0(make_trainer):
     assert_same(ours, theirs)
     for name in ("num_tokens", "completions/mean_length", "divergence/mean"):
         assert tiny.logged(ours, name) == tiny.logged(theirs, name)
+
+
+def test_a_prompt_weight_multiplies_those_of_its_tokens(make_trainer):
+    """A row of weight 0 is in no mean: neither that of gates, nor that of the loss."""
+
+    class Weighing(Method):
+        skips = True
+
+        def before(self, rows):
+            for number, row in enumerate(rows):
+                row.prompt_weight = (0.0, 0.5, 1.0, 0.25)[number]
+
+        def generated(self, batch):
+            for row, gate in zip(batch.rows, (1.0, 1.0, 0.0, 1.0), strict=True):
+                row.gate = gate
+
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 1}
+    trainer = make_trainer(methods=[Weighing(), Rewards([len_of], gate=0.0)], **{**OPTIONS, **options})
+    batch = trainer.score([{"prompt": text} for text in tiny.PROMPTS[:4]])
+    masks = batch.rollout.completion_mask.sum(1)
+    assert batch.rollout.weights.sum(1).tolist() == [0, 0.5 * masks[1], 0, 0.25 * masks[3]]
+    trainer.train()
+    assert tiny.logged(trainer, "gate/mean") == [pytest.approx(2 / 3)]
+
+
+def len_of(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(one)) for one in completions]
 
 
 class Pulling(Method):
