@@ -95,12 +95,6 @@ CLASSES = [
 ]
 
 NOTHING_LEARNED = [
-    Case(
-        "nothing would be learned",
-        "rate 0",
-        "rate is 0 in all 3 steps",
-        lambda lab: lab.make(learning_rate=0.0).train(),
-    ),
     Case("nothing would be learned", "a schedule of rate 0", "rate is 0 in all 3 steps", schedule_of_rate_0),
     Case(
         "nothing would be learned",
@@ -146,22 +140,9 @@ TWICE = [
         lambda lab: lab.make(use_vllm=True),
         before_loading=True,
     ),
-    Case(
-        "rollout given twice",
-        "sglang_server_url",
-        "a FixedRollout and SGLang by `sglang_server_url`",
-        lambda lab: lab.make(sglang_server_url="http://127.0.0.1:30000"),
-        before_loading=True,
-    ),
 ]
 
 OTHERS = [
-    Case(
-        "divergence assigned",
-        "a class",
-        "expected one of .* or an instance",
-        divergence_assigned(type(OPTIONS.build_divergence())),
-    ),
     Case("divergence assigned", "unknown", "Did you mean 'forward_kl'", divergence_assigned("forwardkl")),
 ]
 

@@ -302,18 +302,9 @@ def test_each_turn_weighs_the_same(make_trainer):
     trainer.train()
 
 
-def tool(self) -> str:
-    """Tells something.
-
-    Returns:
-        It.
-    """
-    return "the answer"
-
-
 REFUSED = {
     **{
-        f"misspelt: {name}": (type("Shop", (Adder,), {name: tool}), {}, f"`Shop.{name}` would be a tool")
+        f"misspelt: {name}": (type("Shop", (Adder,), {name: lambda self: "it"}), {}, f"`Shop.{name}` would be")
         for name in ("get_privileged_contexts", "privileged_context", "get_feedbacks")
     },
     "an object": (Adder(), {}, "could not make an environment: TypeError: 'Adder' object is not callable"),

@@ -184,17 +184,17 @@ def test_a_prompt_weight_multiplies_those_of_its_tokens(make_trainer):
             for row, gate in zip(batch.rows, (1.0, 1.0, 0.0, 1.0), strict=True):
                 row.gate = gate
 
+    def alike(completions, **_):
+        return [1.0] * len(completions)
+
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 1}
-    trainer = make_trainer(methods=[Weighing(), Rewards([len_of], gate=0.0)], **{**OPTIONS, **options})
-    batch = trainer.score([{"prompt": text} for text in tiny.PROMPTS[:4]])
-    masks = batch.rollout.completion_mask.sum(1)
-    assert batch.rollout.weights.sum(1).tolist() == [0, 0.5 * masks[1], 0, 0.25 * masks[3]]
+    trainer = make_trainer(methods=[Weighing(), Rewards([alike], gate=0.0)], **{**OPTIONS, **options})
+    rollout = trainer.score([{"prompt": text} for text in tiny.PROMPTS[:4]]).rollout
+    assert (
+        rollout.weights.sum(1).tolist() == (torch.tensor([0, 0.5, 0, 0.25]) * rollout.completion_mask.sum(1)).tolist()
+    )
     trainer.train()
     assert tiny.logged(trainer, "gate/mean") == [pytest.approx(2 / 3)]
-
-
-def len_of(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(one)) for one in completions]
 
 
 class Pulling(Method):
