@@ -158,7 +158,7 @@ class Batches:
         rollout = replace(rollout, nll_weight=nll_weight, lengths=rollout.measured(), images=images_of(rows))
         versions = _versions(rollout)
         rollout = replace(rollout, weights=host.methods.select(rollout.weights, rollout, rows))
-        counted = rollout.weights.clone()  # `weigh` may change them in place
+        selected = rollout.weights.clone()  # `weigh` may change them in place
         with preserved_mode(host.model):
             with host.phase("teach"), autocast(host.accelerator):
                 targets = host.teach(rollout, rows)
@@ -176,8 +176,8 @@ class Batches:
                 f"`{name}.teach`, `{name}.weigh`, or the teacher changed the tokens or masks of the rollout in place: "
                 "change a copy. To exclude a token from the loss, return a weight of 0 for it from `weigh`."
             )
-        targets, rollout = kept_by_row(targets, counted), replace(rollout, weights=counted)
-        weights = host.methods.final_weights(checked_weights(weights, counted, "weigh"), rollout, rows)
+        targets, rollout = kept_by_row(targets, selected), replace(rollout, weights=selected)
+        weights = host.methods.final_weights(checked_weights(weights, selected, "weigh"), rollout, rows)
         rollout = replace(rollout, weights=weights)
         logprobs = self._logprobs(rollout, rows) if host.reads_logprobs else None
         return Batch(replace(rollout, lengths=rollout.ended().lengths, logprobs=logprobs), targets, tuple(rows))

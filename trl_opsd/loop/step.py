@@ -2,8 +2,8 @@
 
 transformers calls `training_step` as often as it accumulates; all of a step happens in the last of these calls. The
 loss of each micro-batch is divided by the weight of all tokens of the step, in all processes. So nobody divides by the
-number of micro-batches: transformers does not, since TRL's trainer has `loss_is_scaled_for_ga = True`; accelerate is
-told of one call a step.
+number of micro-batches: TRL's `loss_is_scaled_for_ga` keeps transformers from it (by `compute_loss_func` in versions
+that do not read it), and transformers tells accelerate of one call a step.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Step:
         with closing(self._completed(rows) if overlap is None else overlap.arriving(rows)) as parts:
             for batch, weight, is_last in parts:
                 # Processes' gradients are averaged, so each divides by its share. Of no token, the loss is 0.
-                divisor = weight.where(weight > 0, 1.0) / host.accelerator.num_processes
+                share = weight.where(weight > 0, 1.0) / host.accelerator.num_processes
                 with nullcontext() if is_last else _accumulating(host.accelerator, model):
                     # transformers': `host.compute_loss`, then the backward pass. TRL's own would generate again.
-                    losses.append(Trainer.training_step(host, model, batch, divisor))
+                    losses.append(Trainer.training_step(host, model, batch, share))
         return reduce(torch.add, losses) if overlap is None else overlap.rescaled(model, losses)
 
     def _completed(self, rows: Sequence[Any]) -> MicroBatches:
@@ -65,7 +65,10 @@ class Step:
 
 @contextmanager
 def _accumulating(accelerator: Accelerator, model: Any) -> Iterator[None]:
-    """Prevents gradient synchronization in the body, as transformers does in all calls but the last of a step."""
+    """Prevents gradient synchronization in the body, as transformers does in all calls but the last of a step.
+
+    DDP then averages in the last; ZeRO-2, ZeRO-3 and, by default, FSDP2 reduce in each.
+    """
     state = accelerator.gradient_state
     state._set_sync_gradients(False)
     try:
