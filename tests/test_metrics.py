@@ -20,7 +20,6 @@ from trl import DistillationConfig, DistillationTrainer
 
 import trl_opsd
 from trl_opsd import FixedRollout, OPSDTrainer
-from trl_opsd.cli.targets import write_targets
 from trl_opsd.methods import METRICS
 
 OPTIONS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
@@ -71,19 +70,6 @@ def some_tokens():
     return known_teacher(tiny.qwen2(48, seed=1), "student_top_k", 8)
 
 
-def kept(folder: Path) -> str:
-    """A folder with targets of the usual teacher."""
-    trainer = OPSDTrainer(
-        model=tiny.qwen2(32, seed=0),
-        teacher_model=tiny.qwen2(48, seed=1),
-        args=tiny.config(folder, lmbda=0.0, per_device_train_batch_size=4),
-        train_dataset=tiny.rows().add_column("completion", ["so"] * 8),
-        processing_class=tiny.tokenizer(),
-    )
-    write_targets(trainer, folder / "targets")
-    return str(folder / "targets")
-
-
 def configurations(tmp_path):
     """Arguments of the trainer, by name."""
     return {
@@ -119,12 +105,6 @@ def configurations(tmp_path):
             "train_dataset": tiny.rows().add_column("completion", ["so"] * 8),
             "lmbda": 0.5,
             "per_device_train_batch_size": 8,
-        },
-        "targets on disk": {
-            "train_dataset": tiny.rows().add_column("completion", ["so"] * 8),
-            "lmbda": 0.5,
-            "per_device_train_batch_size": 8,
-            "teacher_targets": kept(tmp_path),
         },
         "rewards": {"reward_funcs": [Named("math"), Named("prose")], "reward_weight": 0.1, "num_generations": 2},
         "remedies": {

@@ -143,8 +143,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """How many likeliest tokens, of each model, the trainer requests from a generating server; the loss treats all
     other tokens as one. When `None`, 64, or the server's maximum."""
     teacher_targets: Annotated[str | None, LOCAL] = None
-    """Folder that `trl-opsd targets` has written. Without a teacher, the student learns from these targets alone
-    (`lmbda=0`); with a teacher, the teacher reads only rows that the folder lacks."""
+    """Folder that `trl-opsd targets` has written. The student learns from these targets, without a teacher
+    (`lmbda=0`)."""
     teacher_server_timeout: NotNegative = 240.0
     """Seconds to wait for the teacher's servers to start, and then (at least 30) for their first rows. A later row that
     takes longer gives one warning."""

@@ -160,11 +160,6 @@ OF_TRAINER: Mapping[str, Metric] = MappingProxyType(
         "agreement/top_mass": Metric(
             "1", "The student's probability of the tokens in both models' likeliest 16.", _RANKED, "top_mass / ranked"
         ),
-        "teacher/stored": Metric(
-            "1",
-            "Share of rows whose targets were on disk, so that the teacher did not read them.",
-            Logs("rows of this process since the last step", "`teacher_targets` beside a teacher", evaluated=False),
-        ),
         "teacher/tokens": Metric("tokens", "Tokens that teachers read for a generation batch.", _PREFIXES),
         "teacher/prefix_saved": Metric("tokens", "Tokens of shared prefixes that teachers did not read.", _PREFIXES),
         "acceptance": Metric(

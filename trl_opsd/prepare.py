@@ -149,8 +149,11 @@ def prepare(
         tools = [*map(as_described, tools)]
     check_named_once(teacher_model, args)
     teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
-    is_stored = args.teacher_targets is not None and teacher_model is None and args.teacher_model_kind is None
-    if is_stored:
+    if is_stored := args.teacher_targets is not None:
+        beside = [one for one in ("teacher_model_name_or_path", "teacher_model_kind") if getattr(args, one) is not None]
+        what = shown(args, "teacher_targets", *beside) + " with `teacher_model`" * (not beside)
+        why = "the targets of all rows are read from the folder, and no teacher is loaded; remove one of them"
+        refuse([(teacher_model is not None or bool(beside), what, why)])
         stored = stored_teachers(args)
         teacher_model = stored if len(stored) > 1 else next(iter(stored.values()))
     # 3. Methods, and what cannot go together.
@@ -163,8 +166,8 @@ def prepare(
         [
             (
                 is_stored and (args.lmbda > 0 or args.seq_kd or eval_dataset is not None),
-                f"`teacher_targets` without a teacher, with {shown(args, 'lmbda', 'seq_kd')} or an `eval_dataset`",
-                "there are targets of completions in the dataset alone; set `lmbda=0`, or pass the teacher too",
+                f"`teacher_targets` with {shown(args, 'lmbda', 'seq_kd')} or an `eval_dataset`",
+                "there are targets of completions in the dataset alone; set `lmbda=0`, or pass the teacher instead",
             ),
             (acts and args.overlap == "ahead", f"`environment_factory` with {shown(args, 'overlap')}", each_begins),
             (acts and args.lmbda < 1, f"`environment_factory` with {shown(args, 'lmbda')}", each_begins),

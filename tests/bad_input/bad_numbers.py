@@ -25,7 +25,6 @@ CASES: list[Case] = [
     option("generations", "needs its whole weights", seq_kd=True, lmbda=0, teacher_server_url="http://127.0.0.1:1"),
     option("at least", "steps in each backward", optim="lomo", max_tokens_per_microbatch=9),
     option("at least", "sleeps while", use_vllm=True, vllm_mode="colocate", overlap="ahead"),
-    option("at least", "changes in each step", teacher_targets="folder", teacher_model_kind="live"),
     option("a word for a boolean", "`use_vllm='maybe'`: expected a valid boolean", use_vllm="maybe"),
     option("a word for a number", "`max_steps='all'`: expected a valid integer", max_steps="all"),
 ]

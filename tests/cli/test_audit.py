@@ -174,15 +174,6 @@ def test_context_is_compared_with_none_and_others(make_trainer):
     assert one.forward == pytest.approx(one.apart_from["none"], rel=1e-4)  # as nothing was trained
 
 
-def test_targets_of_an_audit_are_trained_from(make_trainer, trained, tmp_path):
-    from datasets import load_dataset
-
-    audit(make_trainer(**OPTIONS), 8, targets=tmp_path / "kept")
-    data = load_dataset("parquet", data_files=str(tmp_path / "kept/completions/*.parquet"), split="train")
-    kept = {"teacher_model": None, "teacher_targets": str(tmp_path / "kept"), "lmbda": 0.0, "train_dataset": data}
-    assert len(tiny.logged(trained(**{**OPTIONS, **kept}), "loss")) == 2
-
-
 def test_other_candidates_are_measured_and_the_teacher_stays(make_trainer, tmp_path):
     tiny.qwen2(24, seed=4).save_pretrained(tmp_path / "other")
     trainer = make_trainer(**OPTIONS)

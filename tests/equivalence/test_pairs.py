@@ -23,7 +23,7 @@ from support.byte_languages import byte_pairs
 from support.scores import known_teacher
 
 from trl_opsd import OPSDTrainer, RolloutBackend
-from trl_opsd.cli.targets import flush, keep_targets
+from trl_opsd.cli.targets import write_targets
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.teacher import prefix, prefix_choice
@@ -90,8 +90,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "student's tokens": {"known": "student_top_k"},
     "teacher's tokens": {"known": "teacher_top_k"},
     "tokens of both": {"known": "both_top_k"},
-    "stored": {"stored": True},
-    "stored, no teacher": {"stored": "alone", "lmbda": 0.0},
+    "stored": {"stored": True, "lmbda": 0.0},
     "clipped": {"kl_clip": 0.1},
     "buckets": {"top_k_teacher": 3},
     "prefixes": {"teacher_prefix_cache_gb": 0.001},
@@ -101,7 +100,7 @@ SUCCESS = {"success", "success alone"}
 PULLED = {"rewards", "rewards, unscaled", "two rewards", "two rewards, each scaled"}
 OF_GROUPS = {"gate, advantage", "skip, flat groups", *SUCCESS, *PULLED}
 OF_REWARDS = {"gate, number", "gate, reward", "a prompt of rewards", *OF_GROUPS}
-MIXED_STUDENT = {"no student", "half a student", "half a student, copied", "stored, no teacher"}
+MIXED_STUDENT = {"no student", "half a student", "half a student, copied", "stored"}
 SKIPPING = {"skip, flat groups", "skip, near", "weights of prompts"}
 MIXING = {
     *OF_REWARDS,
@@ -124,21 +123,20 @@ OTHER_READING = {*OTHER_PROMPTS, *SUCCESS, "feedback"}
 """With these a teacher reads more than columns in evaluations."""
 CERTIFICATE = ("kl", "agreement")
 KNOWN = {name for name, given in VARIANTS.items() if "known" in given}
-ALONE = "stored, no teacher"
 REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {*LATE, *THIRD_MODELS, "certified"}, "`cross_tokenizer='bytes'` with `"),
     ("bytes", {"constant"}, "`cross_tokenizer='bytes'` with `Constant`"),
-    *((name, OF_REWARDS, "`lmbda=0") for name in ("no student", ALONE)),
+    *((name, OF_REWARDS, "`lmbda=0") for name in ("no student", "stored")),
     ("rising weights", {"weights from 0"}, "`methods` contains two of the name 'AlongCompletion'"),
-    (ALONE, {"certified"}, "an evaluation compares completions that it generates"),
+    ("stored", {"certified"}, "an evaluation compares completions that it generates"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
     *((name, {*WHOLE, *CUT, "certified"}, "needs the whole distribution of each teacher") for name in KNOWN),
     ("bytes", CUT, "with `cross_tokenizer='bytes'`, "),
     ("constant", {"clipped"}, "which is not a sum over vocabulary entries"),
     ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
-    ("prefixes", {ALONE}, "`teacher_prefix_cache_gb=0.001` has no effect on a StoredTeacher"),
-    *((name, {"bytes"}, "keeps no bytes") for name in ("stored", ALONE)),
-    *((name, KNOWN, "teacher") for name in ("stored", ALONE)),
+    ("prefixes", {"stored"}, "`teacher_prefix_cache_gb=0.001` has no effect on a StoredTeacher"),
+    ("stored", {"bytes"}, "keeps no bytes"),
+    ("stored", KNOWN, "teacher"),
     ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a KnownTeacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
     *((name, {"a prompt of the completion", "a prompt of rewards"}, "`teacher_prompt_fn` with") for name in SUCCESS),
@@ -240,7 +238,7 @@ def options_of(names: tuple[str, ...]) -> dict[str, Any]:
 def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: bool = False) -> dict[str, Any]:
     """The losses and weights of a run, and the rows of its steps; or why it was refused. Collective.
 
-    With targets that are stored, an equal run `keeps` them first.
+    With targets that are stored, one of the same options `keeps` them first, and does not train.
     """
     options, rows = options_of(names), ROWS[processes]
     if (is_stored := options.pop("stored", False)) and not keeps:
@@ -285,7 +283,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
             )  # fmt: skip
             trainer = Recorded(
                 model=student,
-                teacher_model=None if is_stored == "alone" and not keeps else teacher,
+                teacher_model=None if is_stored and not keeps else teacher,
                 args=args,
                 train_dataset=Dataset.from_dict(columns),
                 eval_dataset=Dataset.from_dict(columns) if "certificate" in options else None,
@@ -295,17 +293,16 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
                 **arguments,
             )
             trainer.read, trainer.evaluated = [], []
-            writers = keep_targets(trainer, folder / "+".join(names)) if keeps else []
+            if keeps:
+                write_targets(trainer, folder / "+".join(names))
+                return {}
             trainer.train()
-            flush(trainer, writers)
         except ValueError as error:
             return {"refused": str(error)}
     steps: list[list[Any]] = [[] for _ in range(args.max_steps)]
     for step, place, row in sorted(gather_object(trainer.read), key=lambda one: one[:2]):
         assert place == len(steps[step])
         steps[step].append(row)
-    if is_stored is True and not keeps:
-        assert set(tiny.logged(trainer, "teacher/stored")) == {1.0}
     certified = [[row for step, row in gather_object(trainer.evaluated) if step == at] for at in (0, args.max_steps)]
     logs = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     of_clocks = ("time/", "tokens_per_second")
@@ -343,7 +340,7 @@ def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
         assert said in found["refused"]
         return
     assert "refused" not in found, found["refused"]
-    if "prefixes" in names and not {*names} & {*OTHER_PROMPTS, "stored", ALONE}:  # what is on disk is not read
+    if "prefixes" in names and not {*names} & OTHER_PROMPTS:
         assert sum(found["metrics"]["teacher/prefix_saved"]) > 0
     losses, weights, certificates = expected(options_of(names), found)
     # a step in which no row counts has no loss

@@ -85,9 +85,6 @@ def audit(
     candidate: Annotated[
         list[str] | None, typer.Option(help="Folder or Hub id of another teacher; may be given several times.")
     ] = None,
-    targets: Annotated[
-        Path | None, typer.Option(help="Keep the completions and the teacher's targets there, as `trl-opsd targets`.")
-    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The page. Default: audit.html in the `output_dir`.")
     ] = None,
@@ -114,7 +111,7 @@ def audit(
         given, task = read(["--config", str(config), *context.args], OptionParser(prog="trl-opsd audit"))
         page = output or Path(given.config.output_dir) / "audit.html"
         leave_nothing(given.config, nowhere)
-        found = measured(build(given, task), rows, candidate or (), targets)
+        found = measured(build(given, task), rows, candidate or ())
         write_page(found, config.stem, page)
     print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
     raise typer.Exit(int(not any(verdict(one, found).word in ("helps", "unknown") for one in found.candidates)))

@@ -25,7 +25,7 @@ from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.store import HEADER, Described, Store, Writer, publish, said_of_head
-from trl_opsd.teacher.stored import StoredTeacher
+from trl_opsd.teacher.stored import StoredTeacher, WrittenTeacher
 from trl_opsd.trainer import OPSDTrainer
 from trl_opsd.types import OutputHead
 from trl_opsd.types.known import TokenHead
@@ -89,7 +89,7 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
             rows = trainer._batches.begin(inputs)
             written = trainer._generation.write(rows, trainer.prompt_ids_of(rows)).completions
             if count:
-                keep_completions(trainer, path, inputs[:count], written[:count])
+                _keep_completions(trainer, path, inputs[:count], written[:count])
     accelerator.wait_for_everyone()
     return load_dataset("parquet", data_files=_parts(folder), split="train")
 
@@ -119,7 +119,7 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
         OSError: The disk is full; what was written is kept.
     """
     _wrap(trainer)
-    writers = keep_targets(trainer, folder, format, top_k)
+    writers = _write(trainer, folder, format, top_k)
     with preserved_mode(trainer.model):
         trainer.model.train()
         trainer.methods.begin()
@@ -127,19 +127,16 @@ def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", to
             trainer.score(inputs)
             if number == 0:
                 _check_room(folder, writers, len(inputs), trainer.train_dataset)
-        flush(trainer, writers)
+        _flush(trainer, writers)
         if can_look_up(trainer):
             for inputs in _left_over(trainer):
                 trainer.score(inputs)
-            flush(trainer, writers)
+            _flush(trainer, writers)
     return writers
 
 
-def keep_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top_k: int = TOP_K) -> list[Writer]:
-    """Has a trainer keep the targets of every row that its teachers score from now on, until [`flush`]. Collective.
-
-    Raises as [`write_targets`].
-    """
+def _write(trainer: OPSDTrainer, folder: Path, format: str, top_k: int) -> list[Writer]:
+    """Has the teachers of a trainer write their targets. Collective."""
     process, teachers = trainer.accelerator.process_index, trainer.teachers
     described, heads = _described(trainer, format, top_k)
     is_new = not any(gather_object([(folder / HEADER).exists()]))
@@ -155,14 +152,15 @@ def keep_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top
     writers = []
     for name, teacher in teachers.items():
         writers.append(Writer(Store(described.folder_of(folder, name)), process))
-        kept = StoredTeacher(writers[-1].store, heads[name], described, name, teacher, writers[-1])
+        stored = StoredTeacher(writers[-1].store, heads[name], described, name)
+        written = WrittenTeacher(teacher, stored, writers[-1])
         if teachers.origin is teacher:  # read in other contexts, too
-            teachers.origin = kept
-        teachers[name] = kept
+            teachers.origin = written
+        teachers[name] = written
     return writers
 
 
-def flush(trainer: OPSDTrainer, writers: Iterable[Writer]) -> None:
+def _flush(trainer: OPSDTrainer, writers: Iterable[Writer]) -> None:
     """Writes the rows that wait, and reads those of other processes. Collective."""
     for writer in writers:
         writer.flush()
@@ -177,13 +175,12 @@ def _wrap(trainer: OPSDTrainer) -> None:
         trainer.predict(trainer.train_dataset.select(range(trainer.accelerator.num_processes)))
 
 
-def keep_completions(
+def _keep_completions(
     trainer: OPSDTrainer, path: Path, inputs: Sequence[dict[str, Any]], written: Sequence[list[int]]
 ) -> None:
     """Keeps dataset rows with these completions, token ids, in a file."""
     texts = trainer.processing_class.batch_decode(written, skip_special_tokens=True)
     kept = [_with_completion(*one) for one in zip(inputs, written, texts, strict=True)]
-    path.parent.mkdir(parents=True, exist_ok=True)
     publish(path, Dataset.from_list(kept, _features(trainer, kept[0])).to_parquet, trainer.accelerator.process_index)
 
 

@@ -282,8 +282,6 @@ class StepStats:
     def end_step(self) -> None:
         """Tells methods of the step, whose loss is finite."""
         self._trainer.methods.stepped(*self._step)
-        if (known := self._trainer.teaching.teachers.known()) is not None:
-            self._trainer.record("teacher/stored", known)
 
     # ---- Evaluations --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm import tqdm
 
-from trl_opsd.fingerprint import Fingerprint
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.stored import StoredTeacher
@@ -42,22 +41,10 @@ def made_for(host: OPSDTrainer) -> dict[str, str]:
     }
 
 
-def check_made_for(host: OPSDTrainer, teachers: Teachers, said: Fingerprint) -> None:
-    """Refuses targets that were made for another tokenizer or template, or by another teacher than one beside them.
-
-    `said` are the entries of the fingerprint about the teachers as they are now.
-    """
-    stored = {name: one for name, one in teachers.items() if isinstance(one, StoredTeacher)}
-    if not stored:
-        return
-    described = next(iter(stored.values())).described
-    lines = described.differences(made_for(host))
-    for name, one in stored.items():
-        theirs = one.said["weights"]
-        now = {part: said["teacher_weights"].get(part) for part in theirs}
-        pairs = {f"teacher {name!r}": (one.said["is"], said["teachers"][name]), "its weights": (theirs, now)}
-        lines += [f"  {what}: {then!r} there, {here!r} here" for what, (then, here) in pairs.items() if then != here]
-    if lines:
+def check_made_for(host: OPSDTrainer, teachers: Teachers) -> None:
+    """Refuses targets that were made for another tokenizer or template."""
+    described = next((one.described for one in teachers.values() if isinstance(one, StoredTeacher)), None)
+    if described is not None and (lines := described.differences(made_for(host))):
         raise ValueError(
             f"`teacher_targets={host.args.teacher_targets!r}` was written for another run:\n"
             + "\n".join(lines)
@@ -93,9 +80,8 @@ def _missing(host: OPSDTrainer, rows: Sequence[BatchRow]) -> list[int]:
 
 
 def check_rows(host: OPSDTrainer) -> None:
-    """Refuses a dataset with a completion that has no targets, where no teacher could read it. Collective."""
-    stored = [one for one in host.teaching.teachers.values() if isinstance(one, StoredTeacher)]
-    if not stored or stored[0].teacher is not None or not can_look_up(host):
+    """Refuses a dataset with a completion that has no targets. Collective."""
+    if host.args.teacher_targets is None or not can_look_up(host):
         return
     if missing := missing_rows(host, host.train_dataset):
         raise ValueError(

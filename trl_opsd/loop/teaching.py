@@ -34,7 +34,7 @@ from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.build import build_teachers
 from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.stored import MissingTargetsError, live
+from trl_opsd.teacher.stored import MissingTargetsError
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import Rollout, TeacherTargets
 from trl_opsd.types.targets import kept_by_row
@@ -137,9 +137,8 @@ class Teaching:
                 needs_whole=next((type(one).__name__ for one in host.methods if one.needs_whole), None),
             )
         self.names = tuple(self.teachers) if len(self.teachers) > 1 else ()
-        said = fingerprint.of_teachers(self.teachers, host.args, host.base_samples)
-        check_made_for(host, self.teachers, said)
-        self._fixed = {**self._fixed, **said}
+        check_made_for(host, self.teachers)
+        self._fixed = {**self._fixed, **fingerprint.of_teachers(self.teachers, host.args, host.base_samples)}
         if self.teachers.average is not None:
             host.add_callback(self.teachers.average)
         # Known only once they are built: their vocabularies and contexts.
@@ -170,7 +169,7 @@ class Teaching:
         """Verifies how the teachers read images. Collective."""
         for name, teacher in self.teachers.items():
             processor = name if name in self._host.processors else ""
-            if isinstance(teacher := live(teacher), FrozenTeacher) and self._host.processors[processor] is not None:
+            if isinstance(teacher, FrozenTeacher) and self._host.processors[processor] is not None:
                 with autocast(self._host.accelerator):
                     teacher.prove_images(self._host.probe_prompts(processor))
 

@@ -99,11 +99,6 @@ def check_together(args: Any) -> None:
                 for name in _TOKENS
             ),
             (
-                args.teacher_targets is not None and args.teacher_model_kind in ("ema", "live"),
-                shown(args, "teacher_targets", "teacher_model_kind"),
-                "the teacher changes in each step, so none of its targets can be kept",
-            ),
-            (
                 args.teacher_offload == "zero3" and args.teacher_model_kind == "ema",
                 shown(args, "teacher_offload", "teacher_model_kind"),
                 "each process keeps the whole average; set 'cpu' or 'stream'",

@@ -33,7 +33,6 @@ from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
 from trl_opsd.teacher.prefix import PrefixMemory, SharedPrefixes
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
-from trl_opsd.teacher.stored import before
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types.known import TokenHead
 
@@ -144,7 +143,6 @@ def build_teachers(
             teachers[name] = _frozen(placements[name], args, memory)
         else:
             teachers[name] = build_teacher(model, args, is_only, memory)
-    teachers = before(teachers, args)
     for name, spell in by_bytes.items():
         teachers[name] = spell(teachers[name])
     origin: Teacher | None = None

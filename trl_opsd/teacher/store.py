@@ -184,12 +184,9 @@ class Writer:
         for path in store.folder.glob(f"*.{process}.unfinished"):  # of a run that was killed
             path.unlink()
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._waiting or key in self.store.rows
-
     def add(self, key: bytes, row: RowTargets) -> None:
         """Adds the targets of a row, unless it has some."""
-        if key not in self:
+        if key not in self._waiting and key not in self.store.rows:
             self._waiting[key] = RowTargets(row.hidden.cpu().clone(), row.places)
             self.waiting_bytes += row.hidden.nbytes
             self.tokens += len(row.places)

@@ -21,7 +21,7 @@ from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.self_teacher import Average, with_candidates
-from trl_opsd.teacher.stored import StoredTeacher, live
+from trl_opsd.teacher.stored import StoredTeacher, WrittenTeacher
 from trl_opsd.types import OutputHead, Rollout, RowTargets, TeacherTargets
 from trl_opsd.types.known import TokenHead
 from trl_opsd.types.targets import check_targets, kept_by_row
@@ -51,7 +51,7 @@ class Teachers(dict[str, Teacher]):
         self._sharded = {
             name for name, one in its_own.items() if isinstance(one, FrozenTeacher) and is_split_model(one.model)
         }
-        self._unproved = {name for name, one in by_name.items() if not is_ours(live(one))}
+        self._unproved = {name for name, one in by_name.items() if not is_ours(one)}
         self.are_whole = not any(isinstance(one.head, TokenHead) for one in by_name.values())
         """Whether whole distributions of all are known, not the probabilities of some tokens alone."""
         every = {id(own := innermost(one)): own for one in (*by_name.values(), origin) if one is not None}.values()
@@ -81,17 +81,9 @@ class Teachers(dict[str, Teacher]):
         found: list[int] = []
         for name, teacher in self.items():
             rows = [row for row, one in enumerate(names) if one == name]
-            if rows and isinstance(teacher, StoredTeacher):
+            if rows and isinstance(teacher, StoredTeacher | WrittenTeacher):
                 found += [rows[row] for row in teacher.missing(rollout.select(rows))]
         return sorted(found)
-
-    def known(self) -> float | None:
-        """Of the rows since the last call, the share whose targets were on disk; `None` without a cache of them."""
-        caches = [one for one in self.values() if isinstance(one, StoredTeacher) and one.teacher is not None]
-        asked, hits = sum(one.asked for one in caches), sum(one.hits for one in caches)
-        for one in caches:
-            one.asked = one.hits = 0
-        return hits / asked if asked else None
 
     @property
     def tokens(self) -> tuple[int, int] | None:
@@ -151,8 +143,9 @@ class Teachers(dict[str, Teacher]):
         if name in self._unproved:
             if targets.rows is None:  # the teacher may reuse the tensor for its next answer
                 targets = replace(targets, hidden=targets.hidden.clone())
-            theirs = live(teacher)
-            prove_alignment(partial(scored, theirs), rollout, targets, f"{type(theirs).__name__}.targets")
+            theirs = teacher.teacher if isinstance(teacher, WrittenTeacher) else teacher
+            told = targets if theirs is teacher else kept_by_row(scored(theirs, rollout), rollout.weights)
+            prove_alignment(partial(scored, theirs), rollout, told, f"{type(theirs).__name__}.targets")
             self._unproved.remove(name)  # the proof costs one more call
         return targets
 

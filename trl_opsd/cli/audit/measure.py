@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +19,6 @@ from datasets import Dataset
 from trl_opsd._compat.sharding import gathered_head, whole_head
 from trl_opsd.cli.audit.episodes import Episode, completer, episode, tried
 from trl_opsd.cli.audit.tokens import FEW, Compared, Mean, Tokens, apart, tokens_of, with_rewards
-from trl_opsd.cli.targets import COMPLETIONS, flush, keep_completions, keep_targets
 from trl_opsd.methods.rows import BatchRow
 from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.parallel.precision import autocast
@@ -115,9 +113,7 @@ class Audit:
         return sum(self.seconds.values()) * self.step_rows / self.rows
 
 
-def audit(
-    trainer: OPSDTrainer, rows: int = 32, candidates: Sequence[str] = (), targets: str | Path | None = None
-) -> Audit:
+def audit(trainer: OPSDTrainer, rows: int = 32, candidates: Sequence[str] = ()) -> Audit:
     """Measures a trainer's teachers on completions of its student, which is not changed. In one process.
 
     Args:
@@ -127,8 +123,6 @@ def audit(
             Rows of the training dataset that are completed.
         candidates (`Sequence[str]`, *optional*):
             Paths of more teachers, each in the place of the only one.
-        targets (`str` or `Path`, *optional*):
-            Folder that keeps completions and targets of the teachers of the run, as `trl-opsd targets` does.
 
     Raises:
         ValueError: There are too few rows, several processes, or teachers that are compared by bytes.
@@ -138,12 +132,12 @@ def audit(
         inputs = _chosen(trainer, rows)
         written = episode(trainer, inputs)
         student = Student(trainer, written.rollout)
-        measured, tokens, said = _measured(trainer, inputs, written, student, "as configured", targets)
+        measured, tokens, said = _measured(trainer, inputs, written, student, "as configured")
         samples = student.samples(trainer, written.rollout, said)
         found = [measured]
         for path in candidates:
             _take(trainer, path)
-            found.append(_measured(trainer, inputs, written, student, path, None)[0])
+            found.append(_measured(trainer, inputs, written, student, path)[0])
     args = trainer.args
     epoch = len(trainer.train_dataset) * args.num_generations if isinstance(trainer.train_dataset, Dataset) else 0
     step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -261,18 +255,13 @@ class Student:
 
 
 def _measured(
-    trainer: OPSDTrainer,
-    inputs: list[dict[str, Any]],
-    written: Episode,
-    student: Student,
-    name: str,
-    folder: str | Path | None,
+    trainer: OPSDTrainer, inputs: list[dict[str, Any]], written: Episode, student: Student, name: str
 ) -> tuple[Measured, Tokens, TeacherTargets]:
     """Everything of the trainer's present teachers, and their targets."""
     rollout, rows, teachers = written.rollout, written.rows, trainer.teachers
     names = [row.request.teacher for row in rows]
     start = perf_counter()
-    with _kept(trainer, folder, inputs, rollout), autocast(trainer.accelerator):
+    with autocast(trainer.accelerator):
         targets = kept_by_row(trainer.teach(rollout, rows), rollout.weights)
     seconds = perf_counter() - start
     tokens = student.beside(trainer, rollout, targets)
@@ -372,21 +361,3 @@ def _noise(trainer: OPSDTrainer, read: Rollout, names: Sequence[str], targets: T
 def _sampled(rollout: Rollout) -> np.ndarray:
     """[N], the ids of the tokens that count."""
     return rollout.completion_ids.cpu()[rollout.weights.cpu() != 0].numpy()
-
-
-@contextmanager
-def _kept(trainer: OPSDTrainer, folder: str | Path | None, inputs: Any, rollout: Rollout) -> Iterator[None]:
-    """Keeps the targets of the rows that are scored meanwhile, and the completions beside them."""
-    if folder is None:
-        yield
-        return
-    teachers = dict(trainer.teachers)
-    writers = keep_targets(trainer, Path(folder))
-    try:
-        yield
-        flush(trainer, writers)
-        if not trainer.tools:  # those of several turns are no dataset
-            path = Path(folder) / COMPLETIONS / "audited.parquet"
-            keep_completions(trainer, path, inputs, rollout.completion_lists())
-    finally:
-        trainer.teachers.update(teachers)

@@ -90,7 +90,7 @@ def read(arguments: Sequence[str], parser: OptionParser | None = None) -> tuple[
         if script.dataset_name or given.mixture.datasets:
             raise ValueError(f"`task={given.task!r}` comes with its own dataset: remove the task or the other dataset.")
         model.model_name_or_path = model.model_name_or_path or task.student
-        if config.teacher_model_kind is None and extra.teacher_models is None:
+        if all(one is None for one in (config.teacher_model_kind, config.teacher_targets, extra.teacher_models)):
             config.teacher_model_name_or_path = config.teacher_model_name_or_path or task.teacher
     if extra.experts is not None:
         task = _experts(given)
