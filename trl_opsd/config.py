@@ -134,7 +134,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
     teacher_prefix_cache_gb: NotNegative = 0.0
     """Size in GB (1e9 bytes) of a cache, for all static teachers together, with keys and values of prefixes that rows
     share, such as a document: a teacher reads each once. The least recently used leaves first. 0 is off."""
-    teacher_server_url: Annotated[str | dict | None, LOCAL] = None
+    teacher_server_url: Annotated[dict | str | None, LOCAL] = None
     """URL of a server that has the teacher's layers, or a dict with the URL of each teacher that has one.
     `teacher_model` is then the checkpoint of the teacher's output head; see `docs/teachers.md`."""
     teacher_server_targets: Literal["states", "student_top_k", "teacher_top_k", "both_top_k"] | None = None

@@ -45,7 +45,7 @@ def test_addresses_are_read_as_text_and_by_name(tmp_path, given, expected):
         (f"{URL}/v1", "ends in '/v1', which is added"),
         (f"{URL}/pooling/", "ends in '/pooling', which is added"),
         ("", "expected an address"),
-        (8000, "expected a valid string"),
+        (8000, "expected a valid dict"),
         ({}, "is an empty dict"),
         ({"math": 3}, r"`teacher_server_url['math']='3'`: expected an address"),
     ],
