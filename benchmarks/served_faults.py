@@ -1,4 +1,4 @@
-"""Breaks one of two servers of a teacher during a training, and prints what the user reads and what is trained on.
+"""Breaks the server of a teacher during a training, and prints what the user reads and what is trained on.
 
     python benchmarks/served_faults.py
 
@@ -63,7 +63,7 @@ class Faulty(FixedRollout):
         return super().complete(prompt_ids, step)
 
 
-def trained(folder: Path, path: str, urls: list[str], happens: Callable[[], None]) -> list[torch.Tensor]:
+def trained(folder: Path, path: str, url: str, happens: Callable[[], None]) -> list[torch.Tensor]:
     """The weights of the student after a few steps."""
     words = tiny.tokenizer()
     trainer = OPSDTrainer(
@@ -73,7 +73,7 @@ def trained(folder: Path, path: str, urls: list[str], happens: Callable[[], None
             folder / "out",
             max_steps=STEPS,
             learning_rate=1e-3,
-            teacher_server_url=urls,
+            teacher_server_url=url,
             teacher_server_timeout=10.0,
             ddp_timeout=40,
         ),
@@ -133,20 +133,19 @@ def main() -> None:
         def other(width: int, **given: Any) -> Any:
             return serving.spread_norms(tiny.qwen2(width, **given), by=0.7)
 
-        a, b, c = (Server(path, folder / f"log{number}", stack) for number in range(3))
+        good, stopped, killed = (Server(path, folder / f"log{number}", stack) for number in range(3))
         wrong = Server(serving.save_teacher(folder / "other", other, seed=1), folder / "log", stack)
         garbage = stack.enter_context(pretended(model, lambda *_: b"garbage", faulty_from=5))
 
-        def run(*servers: Any, happens: Callable[[], None] = lambda: None) -> Callable[[], list[torch.Tensor]]:
-            return lambda: trained(folder, path, [one.url for one in servers], happens)
+        def run(server: Any, happens: Callable[[], None] = lambda: None) -> Callable[[], list[torch.Tensor]]:
+            return lambda: trained(folder, path, server.url, happens)
 
-        weights = report("none", None, run(a, b))
-        report("another model from the start", weights, run(a, wrong))
-        report("garbage", weights, run(a, garbage))
-        report("stopped (SIGSTOP)", weights, run(a, b, happens=lambda: b.send(signal.SIGSTOP)))
-        b.send(signal.SIGCONT)
-        report("killed", weights, run(a, b, happens=lambda: b.send(signal.SIGKILL)))
-        report("the only one is killed", weights, run(c, happens=lambda: c.send(signal.SIGKILL)))
+        weights = report("none", None, run(good))
+        report("another model from the start", weights, run(wrong))
+        report("garbage", weights, run(garbage))
+        report("stopped (SIGSTOP)", weights, run(stopped, happens=lambda: stopped.send(signal.SIGSTOP)))
+        stopped.send(signal.SIGCONT)
+        report("killed", weights, run(killed, happens=lambda: killed.send(signal.SIGKILL)))
 
 
 if __name__ == "__main__":

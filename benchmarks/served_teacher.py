@@ -1,8 +1,8 @@
-"""Trains with a teacher behind vLLM servers and with the same checkpoint in the process, and compares the students.
+"""Trains with a teacher behind a vLLM server and with the same checkpoint in the process, and compares the students.
 
     python benchmarks/served_teacher.py [family ...]
 
-Prints, for toy teachers of each family, head tied or not, one server and two: the largest difference of a weight after
+Prints, for toy teachers of each family, head tied or not: the largest difference of a weight after
 four steps of each divergence, beside how far the steps moved one; and, for a teacher in bfloat16, the mean KL of what
 its states say to what the same weights say in float32, served and in the process. It is about exactness, not speed.
 """
@@ -13,7 +13,6 @@ import argparse
 import os
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +66,13 @@ def trained(folder: Path, path: str, divergence: str, **options: Any) -> tuple[d
 
 def compare(folder: Path, family: str, tied: bool) -> None:
     path = teacher_path(folder, family, tied)
-    with ExitStack() as stack:
-        logs = [folder / f"log-{family}-{tied}-{number}" for number in range(2)]
-        urls = [stack.enter_context(serving.pooling(path, log, "--dtype", "float32")) for log in logs]
+    with serving.pooling(path, folder / f"log-{family}-{tied}", "--dtype", "float32") as url:
         for divergence in DIVERGENCES:
             here, moved = trained(folder, path, divergence)
-            found = []
-            for servers in (urls[:1], urls):
-                there, _ = trained(folder, path, divergence, teacher_server_url=servers)
-                found.append(max(float((here[name] - one).abs().max()) for name, one in there.items()))
+            there, _ = trained(folder, path, divergence, teacher_server_url=url)
+            found = max(float((here[name] - one).abs().max()) for name, one in there.items())
             print(
-                f"| {family}, {'tied' if tied else 'untied'} | {divergence} | {found[0]:.1e} | {found[1]:.1e} "
-                f"| {moved:.1e} |",
-                flush=True,
+                f"| {family}, {'tied' if tied else 'untied'} | {divergence} | {found:.1e} | {moved:.1e} |", flush=True
             )
 
 
@@ -106,7 +99,7 @@ def half(folder: Path) -> None:
         return float((truth.exp() * (truth - log_probs(teacher))).sum(-1).mean())
 
     with serving.pooling(path, folder / "half" / "log", "--dtype", "bfloat16") as url:
-        served = ServedTeacher(path, [url], CPU, deadline=60.0)
+        served = ServedTeacher(path, url, CPU, deadline=60.0)
         print(f"\n{served}")
         print(
             f"mean KL to float32: {kl(served):.2e} served, {kl(FrozenTeacher(Resident(here, CPU))):.2e} in the process"
@@ -117,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=FAMILIES)
     families = parser.parse_args().families
-    print("| teacher | divergence | one server | two servers | a weight moved by |\n|---|---|---|---|---|")
+    print("| teacher | divergence | served | a weight moved by |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "half").mkdir()
         for family in families:

@@ -14,7 +14,7 @@ from trl_opsd._compat.values import Natural, NotNegative, Positive, Share, Unit
 from trl_opsd._compat.versions import ALIASES
 from trl_opsd.data.completions import named_as_here
 from trl_opsd.data.prompts import check_template
-from trl_opsd.http.urls import server_urls, some_urls
+from trl_opsd.http.urls import refuse_several, server_urls
 from trl_opsd.losses import Divergence, SampledReverseKL
 from trl_opsd.losses.divergence import describe
 from trl_opsd.losses.registry import divergence_of
@@ -23,6 +23,8 @@ from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import check_sampled, settle_loading, settle_sampling, with_help
 from trl_opsd.options.rules import check_launch, check_together, refuse, shown
 from trl_opsd.options.table import LOCAL, RESUMED, check_values, checked, option_values
+
+_ADDRESSES = ("teacher_server_url", "sglang_server_url", "vllm_server_base_url")
 
 
 @with_help
@@ -132,8 +134,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
     teacher_prefix_cache_gb: NotNegative = 0.0
     """Size in GB (1e9 bytes) of a cache, for all static teachers together, with keys and values of prefixes that rows
     share, such as a document: a teacher reads each once. The least recently used leaves first. 0 is off."""
-    teacher_server_url: Annotated[list | str | dict | None, LOCAL] = None
-    """URL of a server that has the teacher's layers, a list of URLs to use in turn, or a dict of these by teacher.
+    teacher_server_url: Annotated[dict | str | None, LOCAL] = None
+    """URL of a server that has the teacher's layers, or a dict with the URL of each teacher that has one.
     `teacher_model` is then the checkpoint of the teacher's output head; see `docs/teachers.md`."""
     teacher_server_targets: Literal["states", "student_top_k", "teacher_top_k", "both_top_k"] | None = None
     """What the trainer requests from the teacher's servers: hidden states from a pooling server; or from a generating
@@ -166,12 +168,12 @@ class OPSDConfig(StrictNames, DistillationConfig):
     weights, or the adapter where the engine takes it."""
     vllm_sync_check: Literal["every", "first", "never"] = "every"
     """Which weight syncs the trainer verifies, by comparing log-probabilities of vLLM or SGLang with the student's."""
-    sglang_server_url: list | str | None = None
-    """URL of a separately started SGLang server that generates the completions, or a list of URLs."""
+    sglang_server_url: str | None = None
+    """URL of a separately started SGLang server that generates the completions."""
     resume_with_changes: list[str] | None = None
     """Options that a resume may change, for instance `["temperature"]`; see `docs/distributed.md`."""
-    vllm_server_base_url: list | str | None = None
-    """URL of the student's vLLM server, in place of host and port, or a list of URLs that share the rows."""
+    vllm_server_base_url: str | None = None
+    """URL of the student's vLLM server, in place of host and port."""
     vllm_server_host: str = "127.0.0.1"
     """Host of the student vLLM server. A host other than loopback must be set explicitly."""
 
@@ -193,6 +195,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     def __post_init__(self) -> None:
         # 1. each option by itself: its type, its bounds
+        for name in _ADDRESSES:
+            refuse_several(name, getattr(self, name))
         check_values(self)
         # 2. the launch, before transformers starts accelerate
         self._choose_for_cpu()
@@ -201,9 +205,8 @@ class OPSDConfig(StrictNames, DistillationConfig):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, alias))
         super().__post_init__()
-        server_urls("teacher_server_url", self.teacher_server_url)
-        some_urls("sglang_server_url", self.sglang_server_url)
-        some_urls("vllm_server_base_url", self.vllm_server_base_url)
+        for name in _ADDRESSES:
+            server_urls(name, getattr(self, name))
         for name in self._VALID_DICT_FIELDS:
             if name.endswith("_kwargs"):
                 checked(name, dict | None, getattr(self, name))

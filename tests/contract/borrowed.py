@@ -237,7 +237,6 @@ OWNERS = (
             "teacher_model_init_kwargs": "joined with the options of the command line",
             "use_vllm": "hidden while TRL would build an engine of its own",
             "vllm_server_host": "loopback by default",
-            "vllm_server_base_url": "of several servers, a list",
         },
     ),
     Owner(

@@ -22,7 +22,7 @@ from trl_opsd.http.urls import server_urls
 FILES = sorted((Path(train.__file__).parent / "served_teacher").glob("*.yaml"))
 OF_ANOTHER = {"several_runs"}
 """Files whose servers are those of another one."""
-OF_SIZE = ("--tensor-parallel-size", "--dtype", "--host", "--port")
+OF_SIZE = ("--tensor-parallel-size", "--data-parallel-size", "--dtype", "--host", "--port")
 """Flags, with a value, that tiny models on loopback have otherwise."""
 
 

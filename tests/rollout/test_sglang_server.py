@@ -180,5 +180,5 @@ def test_adapters_are_sent_in_the_request_after_each_step(tmp_path, tmp_path_fac
                 for part in (one for name, one in trainer.model.named_parameters() if "lora_" in name):
                     part.add_(0.3 * torch.randn_like(part))
         assert len({str(one) for one in said}) > 2, "the adapter has changed what is said"
-        assert not trainer.rollout.engine.live[0].facts.no_adapters
+        assert not trainer.rollout.engine.facts.no_adapters
         trainer.rollout.close()

@@ -15,21 +15,18 @@ OFFERS = ("student_top_k", "teacher_top_k")
 
 
 class Scores:
-    """Answers as `TokenServers` do."""
+    """Answers as a `TokenServer` does."""
 
-    kind, source, urls, noise, context = "a model in this process", "here", ("http://here",), 0.0, None
+    api, url, noise, context = "a model in this process", "http://here", 0.0, None
 
     def __init__(
         self, model: Any, offers: Sequence[str] = ("student_top_k", "teacher_top_k"), limit: int | None = None
     ):
-        self.model, self.offers, self.limits = model.eval(), frozenset(offers), dict.fromkeys(offers, limit)
+        self.model, self.limits, self.missing = model.eval(), dict.fromkeys(offers, limit), {}
         self.asked: list[list[int]] = []
 
     def warn_of_name(self, path: str, compared: str) -> None:
         pass
-
-    def missing(self, name: str) -> str:
-        return f"nobody knows {name}"
 
     def prove(self, vocabulary: int, student_k: int, teacher_k: int) -> Tensor:
         return torch.zeros(1, 1)

@@ -42,8 +42,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
 
 @pytest.fixture
 def served(checkpoint: tuple[str, Any]) -> Callable[..., ServedTeacher]:
-    def served(*servers: Any, **given: Any) -> ServedTeacher:
+    def served(server: Any, **given: Any) -> ServedTeacher:
         options = {"deadline": 20.0, "path": checkpoint[0], **given}
-        return ServedTeacher(urls=[one.url for one in servers], device=CPU, **options)
+        return ServedTeacher(url=server.url, device=CPU, **options)
 
     return served

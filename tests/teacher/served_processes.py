@@ -37,7 +37,7 @@ def reach(path: str, case: str) -> str:
     with pretended(model, models=lists(100 + process)) as server:
         args = OPSDConfig("unused", report_to="none", use_cpu=True, teacher_server_url=server.url)
         try:
-            found = f"context {served(path, [server.url], args, ForwardKL(), model, tiny.tokenizer()).context}"
+            found = f"context {served(path, server.url, args, ForwardKL(), model, tiny.tokenizer()).context}"
         except ServerError as error:
             found = f"{server.url} {error}"
         torch.distributed.barrier()  # the server is there until both have asked

@@ -19,14 +19,12 @@ URL = "http://127.0.0.1:8000"
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (f"{URL}/", {"teacher": (URL,)}),
-        (f"{URL}, https://teacher.example", {"teacher": (URL, "https://teacher.example")}),
-        ([URL, "http://[::1]:8001"], {"teacher": (URL, "http://[::1]:8001")}),
-        ('{"math": "http://a:1,http://b:2", "code": ["http://c:3"]}',
-         {"math": ("http://a:1", "http://b:2"), "code": ("http://c:3",)}),
+        (f"{URL}/", {"teacher": URL}),
+        ("http://[::1]:8001", {"teacher": "http://[::1]:8001"}),
+        ('{"math": "http://a:1", "code": "http://c:3/"}', {"math": "http://a:1", "code": "http://c:3"}),
     ],
-)  # fmt: skip
-def test_addresses_are_read_as_text_lists_and_by_name(tmp_path, given, expected):
+)
+def test_addresses_are_read_as_text_and_by_name(tmp_path, given, expected):
     config = OPSDConfig(str(tmp_path), teacher_server_url=given, use_cpu=True)
     assert server_urls("teacher_server_url", config.teacher_server_url) == expected
 
@@ -46,17 +44,32 @@ def test_addresses_are_read_as_text_lists_and_by_name(tmp_path, given, expected)
         ("http://host:8000?a=b", "expected an address"),
         (f"{URL}/v1", "ends in '/v1', which is added"),
         (f"{URL}/pooling/", "ends in '/pooling', which is added"),
-        (f"{URL},{URL}/", "contains a server twice"),
         ("", "expected an address"),
-        ([], "expected the address of a server, or a list"),
-        (8000, "expected a valid list"),
+        (8000, "expected a valid dict"),
         ({}, "is an empty dict"),
-        ({"math": 3}, r"`teacher_server_url['math']=3`: expected the address"),
+        ({"math": 3}, r"`teacher_server_url['math']='3'`: expected an address"),
     ],
 )
 def test_invalid_addresses_are_refused(tmp_path, given, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         OPSDConfig(str(tmp_path), teacher_server_url=given, use_cpu=True)
+
+
+@pytest.mark.quick
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", ["teacher_server_url", "sglang_server_url", "vllm_server_base_url"])
+@pytest.mark.parametrize("given", [[URL, "http://b:1"], f"{URL}, http://b:1", [URL]])
+def test_several_addresses_are_refused_with_what_replaces_them(tmp_path, name, given):
+    said = rf"`{name}` has several addresses: expected one\. Start `vllm serve --data-parallel-size N`, or a router"
+    with pytest.raises(ValueError, match=said):
+        OPSDConfig(str(tmp_path), **{name: given}, use_cpu=True)
+
+
+@pytest.mark.refusal
+def test_several_addresses_of_one_of_several_teachers_are_refused(tmp_path):
+    for of_math in ("http://a:1,http://b:2", ["http://a:1", "http://b:2"]):
+        with pytest.raises(ValueError, match=r"`teacher_server_url\['math'\]` has several addresses: expected one"):
+            OPSDConfig(str(tmp_path), teacher_server_url={"math": of_math, "code": URL}, use_cpu=True)
 
 
 @pytest.mark.refusal
@@ -100,7 +113,7 @@ def test_a_run_resumes_with_another_server_or_a_local_teacher(make_trainer, tmp_
     saving = {"save_strategy": "steps", "save_steps": 1, "teacher_model": path}
     with pretended(model) as one, pretended(model) as two:
         make_trainer(**saving, max_steps=1, teacher_server_url=one.url).train()
-        for options in ({"teacher_server_url": [two.url, one.url]}, {}):
+        for options in ({"teacher_server_url": two.url}, {}):
             trainer = make_trainer(**saving, max_steps=2, **options)
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
             assert trainer.state.global_step == 2

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trl_opsd.errors import ServerError
 from trl_opsd.teacher.known import KnownTeacher
-from trl_opsd.teacher.token_servers import TokenServers
+from trl_opsd.teacher.token_servers import TokenServer
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(400)]
 
@@ -36,13 +36,13 @@ def vllm(checkpoint: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory) 
         yield url
 
 
-def asked(url: str, **given: Any) -> TokenServers:
-    return TokenServers([url], 60.0, 0.0, **{"tokenizer": tiny.tokenizer(), **given})
+def asked(url: str, **given: Any) -> TokenServer:
+    return TokenServer(url, 60.0, 0.0, **{"tokenizer": tiny.tokenizer(), **given})
 
 
-def gap(servers: TokenServers, model: Any, ids: list[int], places: list[int], wanted: Tensor | None, k: int) -> float:
-    """The largest difference, in nats, between what the servers tell and the model's log-probabilities."""
-    ids_nM, logs_nM = servers.start(ids, places, wanted, k).result()
+def gap(server: TokenServer, model: Any, ids: list[int], places: list[int], wanted: Tensor | None, k: int) -> float:
+    """The largest difference, in nats, between what the server tells and the model's log-probabilities."""
+    ids_nM, logs_nM = server.start(ids, places, wanted, k).result()
     with torch.no_grad():
         logs_LV = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
     expected_nM = logs_LV[torch.tensor(places) - 1].gather(1, ids_nM.clamp(min=0))
@@ -57,11 +57,11 @@ def test_vllm_tells_what_its_model_computes(checkpoint, vllm, targets):
 
 
 def test_rows_are_scored_that_are_long_shared_or_full(checkpoint, vllm):
-    servers = asked(vllm)
-    assert (servers.kind, servers.offers) == ("vLLM", {"student_top_k", "teacher_top_k"})
-    assert servers.limits == {"student_top_k": 128, "teacher_top_k": 128}
+    server = asked(vllm)
+    assert (server.api, server.limits.keys()) == ("vLLM", {"student_top_k", "teacher_top_k"})
+    assert server.limits == {"student_top_k": 128, "teacher_top_k": 128}
     generator = torch.Generator().manual_seed(0)
-    row = torch.randint(3, V, (servers.context,), generator=generator).tolist()
+    row = torch.randint(3, V, (server.context,), generator=generator).tolist()
     gaps = []
     for length in (len(row), 150, 65, 64, 2):  # in parts of 48, each the beginning of the one before
         ids, places = row[:length], [*range(max(1, length - 90), length, 3)]
@@ -69,21 +69,21 @@ def test_rows_are_scored_that_are_long_shared_or_full(checkpoint, vllm):
         wanted = torch.where((wanted == torch.tensor(ids)[places, None]).any(1, keepdim=True), wanted, -1)
         wanted[:, 0] = torch.tensor(ids)[places]
         for _ in range(2):
-            gaps += [gap(servers, checkpoint[1], ids, places, *how) for how in ((wanted, 0), (None, 128), (wanted, 9))]
+            gaps += [gap(server, checkpoint[1], ids, places, *how) for how in ((wanted, 0), (None, 128), (wanted, 9))]
     print(f"\nvLLM 0.32: {len(gaps)} rows, at most {max(gaps):.1e} nats apart from the model")
     assert max(gaps) < 1e-5
     with pytest.raises(ServerError, match=r"(?s)returned 400.*longer than the maximum model length of 192"):
-        servers.start([*row, 7], [5], torch.tensor([[row[5]]]), 0).result()
+        server.start([*row, 7], [5], torch.tensor([[row[5]]]), 0).result()
 
 
 def test_preempted_rows_are_scored_alike(checkpoint, vllm):
-    servers, generator = asked(vllm), torch.Generator().manual_seed(0)
+    server, generator = asked(vllm), torch.Generator().manual_seed(0)
     rows = torch.randint(3, V, (10, 188), generator=generator)
     rows[1::2, :150] = rows[0, :150]
     wanted = [rows[row, 160::4, None] for row in range(10)]
     places = [*range(160, 188, 4)]
     with ThreadPoolExecutor(10) as pool:
-        asks = [(servers, checkpoint[1], rows[row].tolist(), places, wanted[row], 9) for row in range(10)]
+        asks = [(server, checkpoint[1], rows[row].tolist(), places, wanted[row], 9) for row in range(10)]
         gaps = [*pool.map(lambda one: gap(*one), asks)]
     assert max(gaps) < 1e-5
     told = requests.get(f"{vllm}/metrics", timeout=60).text
@@ -101,13 +101,13 @@ def test_preempted_rows_are_scored_alike(checkpoint, vllm):
 )
 def test_a_server_that_cannot_score_says_how(checkpoint, tmp_path, flags, environment, why):
     with serving.generating(checkpoint[0], tmp_path / "log", *flags, **environment) as url:
-        servers = asked(url)
-        assert servers.offers == {"teacher_top_k"}
-        assert servers.limits == {"teacher_top_k": 128 if flags else 20}
+        server = asked(url)
+        assert server.limits.keys() == {"teacher_top_k"}
+        assert server.limits == {"teacher_top_k": 128 if flags else 20}
         with pytest.raises(ValueError, match=f"(?s)offers ..teacher_top_k.. only.*{why}"):
-            KnownTeacher(checkpoint[0], servers, "student_top_k", 8, CPU, V)
+            KnownTeacher(checkpoint[0], server, "student_top_k", 8, CPU, V)
         check_known(
-            KnownTeacher(checkpoint[0], servers, "teacher_top_k", 8, CPU, V), checkpoint[1], proposed(), "teacher_top_k"
+            KnownTeacher(checkpoint[0], server, "teacher_top_k", 8, CPU, V), checkpoint[1], proposed(), "teacher_top_k"
         )
 
 
@@ -122,18 +122,18 @@ def sglang(checkpoint: tuple[str, Any], tmp_path_factory: pytest.TempPathFactory
 
 
 def test_sglang_tells_the_teachers_tokens_alone(checkpoint, sglang):
-    servers = asked(sglang)
-    assert (servers.kind, servers.offers) == ("SGLang", {"teacher_top_k"})
+    server = asked(sglang)
+    assert (server.api, server.limits.keys()) == ("SGLang", {"teacher_top_k"})
     with pytest.raises(ValueError, match="SGLang scores one list of tokens for all positions of a row"):
-        KnownTeacher(checkpoint[0], servers, "student_top_k", 8, CPU, V)
-    teacher = KnownTeacher(checkpoint[0], servers, "teacher_top_k", 8, CPU, V)
+        KnownTeacher(checkpoint[0], server, "student_top_k", 8, CPU, V)
+    teacher = KnownTeacher(checkpoint[0], server, "teacher_top_k", 8, CPU, V)
     check_known(teacher, checkpoint[1], proposed(), "teacher_top_k")
-    row = torch.randint(3, V, (servers.context,), generator=torch.Generator().manual_seed(0)).tolist()
+    row = torch.randint(3, V, (server.context,), generator=torch.Generator().manual_seed(0)).tolist()
     gaps = []
     for length in (len(row), 150, 65, 64, 2):
         ids, places = row[:length], [*range(max(1, length - 90), length, 3)]
-        gaps += [gap(servers, checkpoint[1], ids, places, None, k) for k in (1, 128)]
+        gaps += [gap(server, checkpoint[1], ids, places, None, k) for k in (1, 128)]
     print(f"\nSGLang: {len(gaps)} rows, at most {max(gaps):.1e} nats apart from the model")
     assert max(gaps) < 1e-5
     with pytest.raises(ServerError, match=r"(?s)returned 400.*context length|maximum allowed length"):
-        servers.start([*row, 7, 7, 7], [5], None, 1).result()
+        server.start([*row, 7, 7, 7], [5], None, 1).result()

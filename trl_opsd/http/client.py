@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from time import monotonic
+from time import monotonic, sleep
 from typing import Annotated, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -81,6 +81,10 @@ class BusyError(ServerError):
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
         self.seconds = seconds
+
+
+class WrongAnswerError(ServerError):
+    """A server returned something other than the request's answer; others cannot be trusted either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +156,15 @@ class Background:
 class HTTPClient:
     """Requests to one server, each with a deadline for the whole of it, however steadily the response trickles in.
 
-    `origin` says where the deadline comes from, in messages. Several clients may share one `background`.
+    `origin` says where the deadline comes from, in messages.
     """
 
-    def __init__(
-        self, kind: ServerKind, url: str, deadline: float, origin: str = "", background: Background | None = None
-    ) -> None:
+    def __init__(self, kind: ServerKind, url: str, deadline: float, origin: str = "") -> None:
         self.kind, self.url = kind, url
         self._deadline, self._origin = deadline, origin
         self._trust_env = not is_this_machine(urlsplit(url).hostname)  # a proxy cannot reach our loopback
         self._headers = {**token_header(kind.token), "Accept-Encoding": "identity", "Connection": "close"}
-        self._background = background or Background()
+        self._background = Background()
 
     def get(self, path: str, **options: Any) -> Response:
         """As [`request`], with GET, and waits for the response; an interrupt cancels it."""
@@ -186,14 +188,10 @@ class HTTPClient:
 
     def wait_until_up(self, seconds: float) -> None:
         """Waits until `/health` is 200; a `ValueError` if it is not in time."""
-        self._background.run(self.until_up(seconds))
-
-    async def until_up(self, seconds: float) -> None:
-        """As [`wait_until_up`], in the background."""
         kind, began, has_warned = self.kind, monotonic(), False
         while True:
             try:
-                status = (await self.request("GET", "/health", seconds=kind.health_seconds)).status
+                status = self.get("/health", seconds=kind.health_seconds).status
                 if status == 200:
                     return
                 reason = f"/health returned {status}, expected 200"
@@ -207,7 +205,7 @@ class HTTPClient:
             if not has_warned:
                 warn_in_main(f"No {kind.name} server at {self.url} yet; waiting up to {seconds:g} seconds.")
                 has_warned = True
-            await asyncio.sleep(min(2.0, max(seconds, 0.0)))
+            sleep(min(2.0, max(seconds, 0.0)))
 
     async def request(
         self, method: str, path: str, *, seconds: float | None = None, max_bytes: int | None = None, **options: Any

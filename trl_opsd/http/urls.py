@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,17 +18,17 @@ ONLY = "teacher"
 """The name of a teacher that is the only one."""
 
 
-def server_urls(option: str, value: Any) -> dict[str, tuple[str, ...]]:
-    """Addresses of each teacher's servers by name: of one, several in a list or with commas, or a dict."""
+def server_urls(option: str, value: Any) -> dict[str, str]:
+    """The address of each teacher's server by its name, of one or a dict."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        return {ONLY: urls_of(option, value)}
+        return {ONLY: url_of(option, value)}
     if not value:
         raise ValueError(
             f"`{option}` is an empty dict: expected teacher names with the address of a server; or remove the option."
         )
-    return {name: urls_of(f"{option}[{name!r}]", one) for name, one in value.items()}
+    return {name: url_of(f"{option}[{name!r}]", one) for name, one in value.items()}
 
 
 def is_origin(url: Any) -> bool:
@@ -41,19 +41,20 @@ def is_origin(url: Any) -> bool:
     return known and parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
-def urls_of(option: str, value: Any) -> tuple[str, ...]:
-    """Addresses of an option, one or several (a list, or with commas), without trailing slashes."""
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, Sequence) or not parts or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"`{option}={value!r}`: expected the address of a server, or a list of several.")
-    urls = tuple(_url(option, part.strip()) for part in parts)
-    if len(set(urls)) < len(urls):
-        raise ValueError(f"`{option}={value!r}` contains a server twice: remove one.")
-    return urls
+def refuse_several(option: str, value: Any) -> None:
+    """Refuses several addresses, in a list or with commas, where a server has one."""
+    is_text = isinstance(value, str) and not value.lstrip().startswith("{")  # a dict on the command line
+    if isinstance(value, list | tuple) or (is_text and "," in value):
+        raise ValueError(
+            f"`{option}` has several addresses: expected one. Start `vllm serve --data-parallel-size N`, or a router "
+            "in front of the servers, and set its address: docs/generation.md#more-devices-behind-one-address."
+        )
 
 
-def _url(option: str, given: str) -> str:
-    """The address without a trailing slash."""
+def url_of(option: str, value: Any) -> str:
+    """The address of an option, without a trailing slash."""
+    refuse_several(option, value)
+    given = value.strip() if isinstance(value, str) else str(value)
     expected = "expected an address such as `http://127.0.0.1:8000`"
     if "@" in given:  # not quoted: it may hold a password
         raise ValueError(
@@ -91,9 +92,3 @@ def token_header(variable: str) -> dict[str, str]:
     if token and not (token.isascii() and token.isprintable() and " " not in token):
         raise ValueError(f"{variable} contains spaces, line breaks or non-ASCII characters: expected `A-Za-z0-9_-`.")
     return {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def some_urls(option: str, value: Any) -> None:
-    """Refuses what is no address of a server, nor several."""
-    if value is not None:
-        urls_of(option, value)

@@ -61,7 +61,7 @@ TRLS: Mapping[str, Any] = {
     "vllm_model_impl": str,
     "vllm_gpu_memory_utilization": Share,
     "vllm_tensor_parallel_size": Natural,
-    "vllm_server_base_url": Any,
+    "vllm_server_base_url": str | None,
     "vllm_server_host": Annotated[str, LOCAL],
     "vllm_server_port": Annotated[_Port, LOCAL],
     "vllm_server_timeout": NotNegative,

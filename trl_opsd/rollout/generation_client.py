@@ -72,13 +72,9 @@ class GenerationClient(ABC):
     min_bias: ClassVar[float]
     """The logit bias of a token that is never sampled."""
 
-    def __init__(self, args: OPSDConfig, deadline: float, facts: Facts | None = None, number: int = 0) -> None:
-        # `number` is that of its address.
-        urls = self.addresses(args)
-        self.args, self.url, self.number = args, urls[number], number
+    def __init__(self, args: OPSDConfig, deadline: float, facts: Facts | None = None) -> None:
+        self.args, self.url = args, self.address(args)
         self.name, self._is_main = f"the {self.kind.name} server", args.process_index == 0
-        if len(urls) > 1:
-            self.name += f" at {self.url}"
         origin = " (90% of `ddp_timeout`): see its log, and raise `ddp_timeout` if it just needs more time."
         self.http = HTTPClient(self.kind, self.url, deadline, origin)
         if facts is None:
@@ -103,8 +99,8 @@ class GenerationClient(ABC):
 
     @staticmethod
     @abstractmethod
-    def addresses(args: OPSDConfig) -> tuple[str, ...]:
-        """The addresses of the servers, without a trailing slash."""
+    def address(args: OPSDConfig) -> str:
+        """The address of the server, without a trailing slash."""
 
     @staticmethod
     @abstractmethod
@@ -172,7 +168,7 @@ class GenerationClient(ABC):
 
     def write_each(self, prompt_ids: list[list[int]], options: list[dict[str, Any]]) -> Responses[Completion]:
         """Generates as `write`, without other processes, and returns rows as they end. All requests have begun then."""
-        fitting = fitting_prompts(prompt_ids, self.vocabulary, self.facts.longest_prompt, self.name)
+        fitting = self._fitting(prompt_ids)
         bodies = [
             self.body(ids, own) if fits else None for ids, own, fits in zip(prompt_ids, options, fitting, strict=True)
         ]
@@ -181,10 +177,28 @@ class GenerationClient(ABC):
         def read(number: int, response: Response) -> Completion:
             ids, body = prompt_ids[number], bodies[number]
             if body is None:
-                return nothing_for(ids)
+                return Completion(prompt_ids=ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
             return self.read(ids, body, version, response)
 
         return self.http.post_each(self.path, bodies, read)
+
+    def _fitting(self, prompt_ids: list[list[int]]) -> list[bool]:
+        """Whether each prompt is short enough; a `ValueError` for ids that cannot be sent."""
+        # SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary.
+        for number, ids in enumerate(prompt_ids):
+            if not ids or not all(type(token) is int and 0 <= token < self.vocabulary for token in ids):
+                raise ValueError(
+                    f"Prompt {number} of a batch, {shown(ids)}, cannot be sent to {self.name}: expected token ids from "
+                    f"0 to {self.vocabulary - 1}, at least one."
+                )
+        longest = self.facts.longest_prompt
+        fitting = [len(ids) <= longest for ids in prompt_ids]
+        if long := fitting.count(False):
+            logger.warning(
+                f"{long} prompts of a batch exceed {longest} tokens, the limit of {self.name}: their completions are "
+                "empty."
+            )
+        return fitting
 
     def _in_main(self, call: Callable[[], T]) -> T | None:
         """Calls it in the main process alone, whose error is raised in all."""
@@ -253,28 +267,6 @@ class GenerationClient(ABC):
 
     def wipe_cache(self) -> None:  # noqa: B027
         """No-op: the server loaded real weights; its cache holds no NaNs."""
-
-
-def fitting_prompts(prompt_ids: list[list[int]], vocabulary: int, longest: int, name: str) -> list[bool]:
-    """Whether each prompt is short enough for a server; a `ValueError` for ids that cannot be sent."""
-    # SGLang's server ends if it is sent an empty prompt or an id outside of its vocabulary.
-    for number, ids in enumerate(prompt_ids):
-        if not ids or not all(type(token) is int and 0 <= token < vocabulary for token in ids):
-            raise ValueError(
-                f"Prompt {number} of a batch, {shown(ids)}, cannot be sent to {name}: expected token ids from 0 to "
-                f"{vocabulary - 1}, at least one."
-            )
-    fitting = [len(ids) <= longest for ids in prompt_ids]
-    if long := fitting.count(False):
-        logger.warning(
-            f"{long} prompts of a batch exceed {longest} tokens, the limit of {name}: their completions are empty."
-        )
-    return fitting
-
-
-def nothing_for(prompt_ids: list[int]) -> Completion:
-    """An empty completion."""
-    return Completion(prompt_ids=prompt_ids, completion_ids=[], prompt_logprobs=[], logprobs=[])
 
 
 @contextmanager

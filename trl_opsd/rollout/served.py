@@ -24,8 +24,7 @@ from trl_opsd.parallel.prefetch import Closable
 from trl_opsd.parallel.rng import derived_seed
 from trl_opsd.rollout.generation_client import GenerationClient, shared_errors
 from trl_opsd.rollout.host import Host
-from trl_opsd.rollout.several import Servers
-from trl_opsd.rollout.sync_proof import RELATIVE, SyncProof
+from trl_opsd.rollout.sync_proof import RELATIVE
 from trl_opsd.rollout.synced import Logprobs, SyncedRollout, check_student, dtype_of, note, version_of
 from trl_opsd.rollout.weight_sync import Stream, adapter_of, base_weights_of, chosen_sync, saved_by
 from trl_opsd.types import Completion
@@ -36,7 +35,7 @@ MAX_RANK = 1024
 """Largest rank of an adapter, where a server does not tell its own; one that is too large is its error."""
 
 
-class ServedRollout(SyncedRollout[Servers]):
+class ServedRollout(SyncedRollout[GenerationClient]):
     """A rollout with a server, which has its own device and does not sleep; the student itself is not changed.
 
     Args:
@@ -52,23 +51,22 @@ class ServedRollout(SyncedRollout[Servers]):
         super().__init__(args)
         client.check(args)
         # The other processes wait in a collective meanwhile, for at most `ddp_timeout`.
-        deadline, numbers = 0.9 * args.ddp_timeout, range(len(client.addresses(args)))
+        deadline, is_main = 0.9 * args.ddp_timeout, args.process_index == 0
         with shared_errors():
-            mine = [client(args, deadline, number=one) for one in numbers] if args.process_index == 0 else []
-        (facts,) = broadcast_object_list([[one.facts for one in mine]])
-        clients = mine or [client(args, deadline, facts[one], one) for one in numbers]
+            mine = client(args, deadline) if is_main else None
+        (facts,) = broadcast_object_list([mine and mine.facts])
+        self._server = mine or client(args, deadline, facts)
         with shared_errors():
-            if not mine:  # each process sends requests, and a loopback address is another server on each machine
-                for one in clients:
-                    one.http.wait_until_up(0.0)
-        self._servers = Servers(clients)
+            if not is_main:  # each process sends requests, and a loopback address is another server on each machine
+                self._server.http.wait_until_up(0.0)
         self._streams: WeakSet[Responses[Completion]] = WeakSet()
         self._uses: Counter[int] = Counter()
         self._seeded: Host | None = None
         self._loads = 0
 
     def __str__(self) -> str:
-        return str(self._servers)
+        kind = self._server.kind.name
+        return f"{'an' if kind == 'SGLang' else 'a'} {kind} server at {self._server.url}"
 
     def bind(self, trainer: Host) -> None:
         """Compares the server's configuration with the student's, and connects for weight syncs.
@@ -79,68 +77,54 @@ class ServedRollout(SyncedRollout[Servers]):
             ValueError: Student, device and server are incompatible.
         """
         check_student(trainer)
-        engine, vocabulary = self._servers, model_shape(trainer.model)[0]
+        engine, vocabulary = self._server, model_shape(trainer.model)[0]
         dtype = self._common_dtype(trainer)
-        first = engine.live[0]
-        sampling = first.sampling(self.args, list(trainer.eos_token_ids))
+        sampling = engine.sampling(self.args, list(trainer.eos_token_ids))
         if masked := [*range(trainer.limits.vocabulary, vocabulary), *trainer.placeholders]:
-            never = {str(token): first.min_bias for token in masked}
+            never = {str(token): engine.min_bias for token in masked}
             sampling["logit_bias"] = {**(sampling.get("logit_bias") or {}), **never}
         self._cancel_streams()
-        against = [why for one in engine.live if (why := one.why_no_adapter(trainer.model)) is not None]
-        ranks = [min(one.facts.max_rank or MAX_RANK for one in engine.live)]
-        self._mode, why = chosen_sync(self.args.vllm_weight_sync, trainer.model, ranks, against[0] if against else None)
-        if self._mode == "full" and (refused := [one.facts.no_weights for one in engine.live if one.facts.no_weights]):
+        ranks, against = [engine.facts.max_rank or MAX_RANK], engine.why_no_adapter(trainer.model)
+        self._mode, why = chosen_sync(self.args.vllm_weight_sync, trainer.model, ranks, against)
+        if self._mode == "full" and (refused := engine.facts.no_weights):
             others = f", nor its adapter alone ({why})" if is_peft(trainer.model) else ""
-            raise ValueError(f"{refused[0]}{others}.")
+            raise ValueError(f"{refused}{others}.")
         engine.connect(vocabulary, trainer.accelerator.device, self._mode == "adapter")
         logger.info(f"Weight sync with {engine.name}: {self._mode!r}, because {why}.")
         self._base: Any = None
         self.set_up(trainer, engine, sampling, dtype)
-        by_adapter = is_peft(trainer.model)
-        self._proof = engine.proofs(lambda client: SyncProof(trainer, client, dtype, by_adapter, self.sees))
 
     def _common_dtype(self, trainer: Host) -> torch.dtype:
-        """The least precise of the dtypes that servers and student compute in."""
-        dtype, context, found = dtype_of(trainer), trainer.limits.context, dict[torch.dtype, str]()
-        least = min(self._servers.live, key=lambda one: one.facts.context)
-        if context is None or least.facts.context < context:
+        """The less precise of the dtypes that server and student compute in."""
+        dtype, context, server = dtype_of(trainer), trainer.limits.context, self._server
+        name, served = server.kind.name, server.facts.dtype
+        if context is None or server.facts.context < context:
             raise ValueError(
-                f"The {least.kind.name} server's context is {least.facts.context} tokens, the student's "
-                f"{context or 'unlimited'}: set `vllm_max_model_length={least.facts.context}` (used for every engine), "
-                "so that prompts that are too long are rejected before training, or start the server with "
-                f"{least.longer_context}, at {least.url}."
+                f"The {name} server's context is {server.facts.context} tokens, the student's "
+                f"{context or 'unlimited'}: set `vllm_max_model_length={server.facts.context}` (used for every "
+                "engine), so that prompts that are too long are rejected before training, or start the server with "
+                f"{server.longer_context}, at {server.url}."
             )
-        for one in self._servers.live:
-            name, served = one.kind.name, one.facts.dtype
-            if served is not None:
-                found.setdefault(served, one.url)
-            if served not in (None, dtype):
-                logger.warning(
-                    f"The {name} server at {one.url} computes in {served}, but the student in {dtype}, so completions "
-                    "differ slightly from the student's: start the server with "
-                    f"`--dtype {str(dtype).removeprefix('torch.')}`."
-                )
-        if len(found) > 1:
-            each = " and ".join(f"{one} at {url}" for one, url in found.items())
-            raise ValueError(f"The servers compute in different dtypes, {each}: start all with the same `--dtype`.")
-        return max(dtype, *found, key=RELATIVE.__getitem__) if found else dtype  # the one with the larger tolerance
+        if served in (None, dtype):
+            return dtype
+        logger.warning(
+            f"The {name} server at {server.url} computes in {served}, but the student in {dtype}, so completions "
+            "differ slightly from the student's: start the server with "
+            f"`--dtype {str(dtype).removeprefix('torch.')}`."
+        )
+        return max(dtype, served, key=RELATIVE.__getitem__)  # the one with the larger tolerance
 
     def send_weights(self) -> int:
-        engine, model, sent = self.engine, self.trainer.model, 0
+        engine, model = self.engine, self.trainer.model
         dtype, gathered = dtype_of(self.trainer), self.trainer.gathered
+        computed = engine.facts.dtype or dtype
         if self._mode == "adapter":
-            layers, sent = adapter_of(model, engine.live[0].facts.dtype or dtype, torch.device("cpu"), gathered)
-            engine.each(lambda client: client.load_adapter(layers))
+            layers, sent = adapter_of(model, computed, torch.device("cpu"), gathered)
+            engine.load_adapter(layers)
             return sent
-
-        def send(client: GenerationClient) -> int:
-            how = client.facts.dtype or dtype, client.device, gathered
-            stream = Stream(client.weights(model), *how, saved_by(model))
-            client.load(stream)
-            return stream.bytes
-
-        return max(engine.each(send))
+        stream = Stream(engine.weights(model), computed, engine.device, gathered, saved_by(model))
+        engine.load(stream)
+        return stream.bytes
 
     def sync_weights(self) -> None:
         """As for every engine. Cancels unfinished streams, so no completion mixes weight versions."""
@@ -155,7 +139,7 @@ class ServedRollout(SyncedRollout[Servers]):
 
     def close(self) -> None:
         self._cancel_streams()
-        self._servers.close()
+        self._server.give_back()
 
     def _cancel_streams(self) -> None:
         for rows in list(self._streams):

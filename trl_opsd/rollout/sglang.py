@@ -20,7 +20,7 @@ from trl_opsd._compat.weight_group import MEET_SECONDS, WeightGroup
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, Response, Schema, ServerKind, TokenId, shown
-from trl_opsd.http.urls import ROLLOUT_TOKEN, urls_of
+from trl_opsd.http.urls import ROLLOUT_TOKEN, url_of
 from trl_opsd.rollout.generation_client import Facts, GenerationClient
 from trl_opsd.rollout.weight_sync import Layers, as_saved_by_peft, buckets
 from trl_opsd.types import Completion
@@ -161,8 +161,8 @@ class SGLangClient(GenerationClient):
     _group: WeightGroup | None = None
 
     @staticmethod
-    def addresses(args: OPSDConfig) -> tuple[str, ...]:
-        return urls_of("sglang_server_url", args.sglang_server_url)
+    def address(args: OPSDConfig) -> str:
+        return url_of("sglang_server_url", args.sglang_server_url)
 
     def read_facts(self) -> Facts:
         info = self.http.get("/server_info").parse(_Info)

@@ -6,7 +6,6 @@ L probe tokens · T generated tokens · V vocabulary
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from itertools import chain, cycle, islice
@@ -53,24 +52,10 @@ class Gap:
     """The difference relative to what rounding explains: more than 1 is a fault."""
 
 
-class Proof(ABC):
-    """Verifies a weight sync. All methods are collective."""
-
-    @abstractmethod
-    def take_prompts(self, prompt_ids: list[list[int]]) -> None:
-        """Takes the first prompts of a run to compare on."""
-
-    @abstractmethod
-    def record_scores(self) -> None:
-        """Records what the engine says before its first sync."""
-
-    @abstractmethod
-    def check(self) -> float:
-        """The largest difference in nats; a `SyncError` if rounding cannot explain it."""
-
-
-class SyncProof(Proof):
+class SyncProof:
     """Compares engine and student on the prompts of the first rollout and on what the engine generates after them.
+
+    All methods are collective.
 
     The probe is text, because on arbitrary ids rounding alone changes log-probabilities by nats. Before there are
     prompts, the engine generates the text itself. The probe is sent twice. The first time the engine also scores it,

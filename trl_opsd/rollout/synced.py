@@ -20,7 +20,7 @@ from trl_opsd.models.backbone import context_of
 from trl_opsd.rollout.base import Engine, RolloutBackend
 from trl_opsd.rollout.generation_config import assigned, check_followed
 from trl_opsd.rollout.host import Host
-from trl_opsd.rollout.sync_proof import Proof, SyncProof
+from trl_opsd.rollout.sync_proof import SyncProof
 from trl_opsd.types import Completion
 from trl_opsd.types.rollout import RowImages
 
@@ -78,7 +78,7 @@ class SyncedRollout(RolloutBackend, Generic[E]):
         """
         self.trainer, self.engine, self._sampling = trainer, engine, sampling
         self._bound = copy.deepcopy(trainer.generation_config)
-        self._proof: Proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model), self.sees)
+        self._proof = SyncProof(trainer, engine, dtype, is_peft(trainer.model), self.sees)
         self._sent, self._proved, self._has_weights = None, False, True
 
     @abstractmethod

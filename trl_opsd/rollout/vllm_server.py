@@ -25,7 +25,7 @@ from trl_opsd._compat.vllm.supported import HEAD, may_have_head, why_no_adapter
 from trl_opsd.config import OPSDConfig
 from trl_opsd.errors import ServerError
 from trl_opsd.http.client import Count, HTTPClient, Response, Schema, ServerKind, TokenId, at
-from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine, urls_of
+from trl_opsd.http.urls import ROLLOUT_TOKEN, is_this_machine, url_of
 from trl_opsd.rollout.generation_client import Facts, GenerationClient
 from trl_opsd.rollout.vllm_sampling import request_options
 from trl_opsd.rollout.weight_sync import Layers, Stream, adapter_layers, as_saved_by_peft
@@ -124,9 +124,9 @@ class VLLMServerClient(GenerationClient):
             check_sends(args.device)
 
     @staticmethod
-    def addresses(args: OPSDConfig) -> tuple[str, ...]:
+    def address(args: OPSDConfig) -> str:
         given = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        return urls_of("vllm_server_base_url", given)
+        return url_of("vllm_server_base_url", given)
 
     @classmethod
     def weights(cls, model: CausalLM) -> list[Weight]:
@@ -227,7 +227,7 @@ class VLLMServerClient(GenerationClient):
         An earlier connection of this process over the same port is closed: only one client at a time can have it.
         """
         check_sends(self.args.device)
-        port = self.args.vllm_group_port + self.number
+        port = self.args.vllm_group_port
         _connected.get(port, self).close()  # the earlier client listens at the port until it is closed
         self.close()
         _check_free(port)
@@ -246,7 +246,7 @@ class VLLMServerClient(GenerationClient):
         if self._sender is None:  # a vLLM server does not say whose weights it has
             raise ServerError(
                 f"The vLLM server at {self.url} is disconnected: the rollout was closed, or another trainer in this "
-                f"process connected through `vllm_group_port={self.args.vllm_group_port + self.number}`. Build a new "
+                f"process connected through `vllm_group_port={self.args.vllm_group_port}`. Build a new "
                 "trainer; two at the same time each need their own server and port."
             )
         return self._sender

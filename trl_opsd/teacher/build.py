@@ -284,31 +284,31 @@ def _frozen(placement: Placement, args: OPSDConfig, memory: PrefixMemory | None)
 
 def served(
     path: str,
-    urls: Sequence[str],
+    url: str,
     args: OPSDConfig,
     divergence: Divergence,
     student: CausalLM,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Teacher:
-    """A teacher behind servers, which all processes have found to be one."""
+    """A teacher behind a server, which all processes have found to be the same."""
     # These need aiohttp, which may be absent where no server is used.
     from trl_opsd.teacher.known import KnownTeacher, chosen_targets
     from trl_opsd.teacher.served import ServedTeacher
-    from trl_opsd.teacher.token_servers import TokenServers
+    from trl_opsd.teacher.token_servers import TokenServer
 
     seconds, place = (deadline(args), args.teacher_server_timeout), location(args)
     keeping = args.teacher_cache_device, _progress(args)
     teacher: ServedTeacher | KnownTeacher
     targets: str | None = args.teacher_server_targets
     if targets != "states":
-        servers = TokenServers(urls, *seconds, tokenizer)
-        targets = targets or chosen_targets(servers.offers, divergence)
+        server = TokenServer(url, *seconds, tokenizer)
+        targets = targets or chosen_targets(server.limits.keys(), divergence)
     if targets == "states":
-        teacher = ServedTeacher(path, urls, args.device, *seconds, place, *keeping)
+        teacher = ServedTeacher(path, url, args.device, *seconds, place, *keeping)
     else:
         vocabulary = model_shape(student)[0]
         teacher = KnownTeacher(
-            path, servers, targets, args.teacher_server_top_k, args.device, vocabulary, place, *keeping
+            path, server, targets, args.teacher_server_top_k, args.device, vocabulary, place, *keeping
         )
     teacher.compare_processes()
     _check_identity(teacher, path, args)
@@ -316,7 +316,7 @@ def served(
 
 
 def _check_identity(teacher: Any, path: str, args: OPSDConfig) -> None:
-    """Refuses servers of another model than a small checkpoint in a folder here, which is run once. Collective."""
+    """Refuses a server of another model than a small checkpoint in a folder here, which is run once. Collective."""
     from trl_opsd.teacher.checkpoint_head import predictions_of
     from trl_opsd.teacher.servers import MOST_APART
 
@@ -325,7 +325,7 @@ def _check_identity(teacher: Any, path: str, args: OPSDConfig) -> None:
         apart = [teacher.told_apart(logs_LV)]
     if max(apart := gather_object(apart)) > MOST_APART:
         raise ValueError(
-            f"The teacher's servers are {max(apart):.2g} nats apart from the checkpoint {path!r} for the same tokens: "
+            f"The teacher's server is {max(apart):.2g} nats apart from the checkpoint {path!r} for the same tokens: "
             "they serve another model or revision, such as a fine-tune of it: name the checkpoint that they serve."
         )
 

@@ -44,8 +44,8 @@ def location(args: OPSDConfig) -> dict[str, Any]:
     return {name: one for name, one in teacher_loading(args).items() if name in LOCATION_OPTIONS and one is not None}
 
 
-def servers(args: OPSDConfig) -> dict[str, tuple[str, ...]]:
-    """The addresses of each teacher's servers by its name."""
+def servers(args: OPSDConfig) -> dict[str, str]:
+    """The address of each teacher's server by its name."""
     return server_urls(_OPTION, args.teacher_server_url)
 
 
@@ -97,10 +97,10 @@ def check_served(teachers: Mapping[str, Any], args: OPSDConfig) -> None:
 
 def check_up(args: OPSDConfig) -> None:
     """Waits until all servers of teachers are up; a `ValueError` if one is not in time."""
-    for urls in servers(args).values():
-        from trl_opsd.teacher.servers import TeacherServers  # needs aiohttp, which may be absent without servers
+    for url in servers(args).values():
+        from trl_opsd.teacher.servers import ModelServer  # needs aiohttp, which may be absent without servers
 
-        TeacherServers(urls, deadline(args), args.teacher_server_timeout)
+        ModelServer(url, deadline(args), args.teacher_server_timeout)
 
 
 def check_teachers(teacher_model: Any, student: Any, args: OPSDConfig) -> None:

@@ -5,7 +5,7 @@ B rows · C completion tokens · n tokens of a row that count · K requested tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -15,14 +15,13 @@ from accelerate.utils import gather_object
 from torch import Tensor, distributed
 from transformers import AutoConfig
 
-from trl_opsd.http.client import warn_in_main
-from trl_opsd.http.in_turn import WrongAnswerError
+from trl_opsd.http.client import WrongAnswerError, warn_in_main
 from trl_opsd.losses import Divergence, ForwardKL, SampledReverseKL, SkewedForwardKL
 from trl_opsd.models.backbone import check_no_holes
 from trl_opsd.teacher.asked import Asked, rows_of
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.servers import probe_ids, smallest
-from trl_opsd.teacher.token_servers import TokenServers, are_same, kl
+from trl_opsd.teacher.token_servers import TokenServer, are_same, kl
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 from trl_opsd.types.known import MOST_IDS, KnownTokens, TokenHead
 from trl_opsd.types.targets import Keeper
@@ -38,7 +37,7 @@ def parts_of(targets: str) -> tuple[str, ...]:
     return _BOTH if targets == "both_top_k" else (targets,)
 
 
-def chosen_targets(offers: frozenset[str], divergence: Divergence) -> str:
+def chosen_targets(offers: Collection[str], divergence: Divergence) -> str:
     """The value of `teacher_server_targets` where it is not set: states, or what tells the divergence most."""
     if "states" in offers:
         return "states"
@@ -63,7 +62,7 @@ class _Row(NamedTuple):
 
 
 class KnownTeacher(Teacher):
-    """A frozen causal language model behind servers that score tokens.
+    """A frozen causal language model behind a server that scores tokens.
 
     `targets` is a value of `teacher_server_targets` but `"states"`, `top_k` the number of tokens of each kind. Its
     vocabulary is that of the config at `path`, or else `vocabulary`, the student's.
@@ -72,7 +71,7 @@ class KnownTeacher(Teacher):
     def __init__(
         self,
         path: str,
-        servers: TokenServers,
+        server: TokenServer,
         targets: str,
         top_k: int | None,
         device: torch.device,
@@ -81,14 +80,15 @@ class KnownTeacher(Teacher):
         cache_device: str = "auto",
         progress: bool = False,
     ) -> None:
-        self._path, self._servers, self._parts = path, servers, parts_of(targets)
+        self._path, self._server, self._parts = path, server, parts_of(targets)
         self._cache_device, self._progress = cache_device, progress
-        if missing := [one for one in self._parts if one not in servers.offers]:
+        if missing := [one for one in self._parts if one not in server.limits]:
             raise ValueError(
-                f"`teacher_server_targets={targets!r}`: the teacher's server ({servers.kind}) offers "
-                f"{sorted(servers.offers)} only: set one of these. {servers.missing(missing[0])}."
+                f"`teacher_server_targets={targets!r}`: the teacher's server at {server.url} ({server.api}) "
+                f"offers {sorted(server.limits)} only: set one of these. It lacks {missing[0]!r}: "
+                f"{server.missing.get(missing[0])}."
             )
-        self._context = servers.context
+        self._context = server.context
         try:
             self.config: Any = AutoConfig.from_pretrained(path, **(options or {}))
             text = self.config.get_text_config()
@@ -98,7 +98,7 @@ class KnownTeacher(Teacher):
             warn_in_main(f"No config is found at {path!r}: assuming that the teacher has the student's vocabulary.")
         if vocabulary > MOST_IDS:
             raise ValueError(f"The teacher has {vocabulary} tokens, more than the {MOST_IDS} that can be sent.")
-        limits = [limit for one in self._parts if (limit := servers.limits.get(one)) is not None]
+        limits = [limit for one in self._parts if (limit := server.limits.get(one)) is not None]
         self.top_k = min(top_k or min(TOP_K, *limits, TOP_K), vocabulary)
         if top_k is not None and limits and top_k > min(limits):
             raise ValueError(
@@ -106,9 +106,9 @@ class KnownTeacher(Teacher):
                 f"most: set {min(limits)}, or start it with `--max-logprobs {top_k}`."
             )
         self.student_k, self._teacher_k = (self.top_k * (one in self._parts) for one in _BOTH)
-        servers.warn_of_name(path, "it has the student's tokens, and is causal")
+        server.warn_of_name(path, "it has the student's tokens, and is causal")
         self.probe_row = probe_ids(vocabulary)
-        self.probe = servers.prove(vocabulary, self.student_k, self._teacher_k)
+        self.probe = server.prove(vocabulary, self.student_k, self._teacher_k)
         self._width = self.student_k + self._teacher_k + 1
         self._head = TokenHead.sized(vocabulary, self._width, device)
         self._asked = Asked[_Row](self._start, lambda row: len(row.places), 4 * (2 * self._width + 1))
@@ -121,8 +121,8 @@ class KnownTeacher(Teacher):
     def __str__(self) -> str:
         rows, width = self._head.weight.shape
         return (
-            f"{self._path!r} behind {self._servers.kind} at {' and '.join(self._servers.urls)}, which tells "
-            f"{self._in_words()} of {rows}, {4 * width} bytes per token"
+            f"{self._path!r} behind {self._server.api} at {self._server.url}, which tells {self._in_words()} "
+            f" of {rows}, {4 * width} bytes per token"
         )
 
     def _in_words(self) -> str:
@@ -130,18 +130,17 @@ class KnownTeacher(Teacher):
         return " and ".join(f"{whose[one]} {self.top_k} likeliest tokens" for one in self._parts)
 
     def compare_processes(self) -> None:
-        """Raises `WrongAnswerError` if the servers of other processes have another teacher. Collective."""
+        """Raises `WrongAnswerError` if the server of another process has another teacher. Collective."""
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return
-        found = gather_object([(self._servers.urls, self.probe, self.top_k, self._servers.context)])
-        urls, probe, top_k, _ = found[0]
-        for process, (their_urls, theirs, their_k, _) in enumerate(found):
+        found = gather_object([(self._server.url, self.probe, self.top_k, self._server.context)])
+        url, probe, top_k, _ = found[0]
+        for process, (their_url, theirs, their_k, _) in enumerate(found):
             if their_k != top_k or not are_same(probe, theirs):
                 raise WrongAnswerError(
-                    f"The teacher's servers of process 0 ({', '.join(urls)}) and of process {process} "
-                    f"({', '.join(their_urls)}) give different log-probabilities for the same tokens, or tell {top_k} "
-                    f"and {their_k} of them: start all alike, with the same checkpoint; 127.0.0.1 is a different "
-                    "server on each machine."
+                    f"The teacher's servers of process 0 ({url}) and of process {process} ({their_url}) give "
+                    f"different log-probabilities for the same tokens, or tell {top_k} and {their_k} of them: "
+                    "start all alike, with the same checkpoint; 127.0.0.1 is a different server on each machine."
                 )
         self._context = smallest(*(context for *_, context in found), self._context)
 
@@ -152,11 +151,11 @@ class KnownTeacher(Teacher):
 
     @property
     def noise(self) -> float | None:
-        """Nats between two answers for the same tokens, of two servers or of one; `None` if not measured."""
-        return self._servers.noise
+        """Nats between two answers for the same tokens; `None` if not measured."""
+        return self._server.noise
 
     def told_apart(self, logs_LV: Tensor) -> float:
-        """Nats between what the servers tell and these log-probabilities, [L - 1, V], of `probe_row`."""
+        """Nats between what the server tells and these log-probabilities, [L - 1, V], of `probe_row`."""
         each = zip(self.probe, logs_LV, strict=True)
         return kl(self.probe, [{token: float(log_V[token]) for token in told} for told, log_V in each])
 
@@ -190,7 +189,7 @@ class KnownTeacher(Teacher):
 
     def _start(self, row: _Row) -> Future[Tensor]:
         wanted_nK = torch.tensor(row.wanted) if row.wanted else None
-        asked = self._servers.start(row.ids, row.places, wanted_nK, self._teacher_k)
+        asked = self._server.start(row.ids, row.places, wanted_nK, self._teacher_k)
         found: Future[Tensor] = Future()
 
         def read(done: Future[tuple[Tensor, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""The servers of one teacher, by vLLM's pooling API: a row of token ids each, never text, and its states are checked.
+"""The server of a teacher, by vLLM's pooling API: a row of token ids each, never text, and its states are checked.
 
 L tokens of a row · M states of an answer · H hidden width
 """
@@ -8,19 +8,31 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from trl_opsd.http.client import MIB, Background, Count, HTTPClient, Schema, ServerKind, at, warn_in_main
-from trl_opsd.http.in_turn import InTurn, WrongAnswerError
+from trl_opsd.errors import ServerError
+from trl_opsd.http.client import (
+    MIB,
+    BusyError,
+    Count,
+    HTTPClient,
+    Schema,
+    ServerKind,
+    WrongAnswerError,
+    at,
+    warn_in_main,
+)
 from trl_opsd.http.urls import TEACHER_TOKEN
 from trl_opsd.teacher.checkpoint_head import FinalNorm
+
+T = TypeVar("T")
 
 START = 'vllm serve TEACHER --runner pooling --pooler-config \'{"task": "token_embed"}\''
 """How to start a server, for messages."""
@@ -34,6 +46,12 @@ KIND = ServerKind(
     token=TEACHER_TOKEN,
     health_seconds=10.0,
 )
+ATTEMPTS = 3
+"""Times that a row is requested at most, if the server is not busy; each has that share of the deadline."""
+PAUSE = 1.0
+"""Seconds before a request that failed is repeated, unless the server is busy and says how long."""
+_AT_ONCE = 32
+"""Maximum requests in flight, which the server batches."""
 _PROBE_SECONDS = 30.0
 """Minimum deadline for a server's first two rows, which are short."""
 _ZEROED = 1e-6
@@ -138,7 +156,7 @@ def _repeats(extra_KH: Tensor, states_LH: Tensor) -> bool:
 
 
 def probe_ids(vocabulary: int) -> list[int]:
-    """The row that servers are compared by."""
+    """The row that a server is proved by."""
     # An id outside the vocabulary is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
     return [place * (vocabulary - 1) // 7 for place in range(8)]  # up to the last id
 
@@ -167,53 +185,108 @@ class _Model(Schema):
 
 
 class ModelServer(HTTPClient):
-    """One server, and the model that it serves."""
+    """The server of a teacher, and the model that it serves.
 
-    model: _Model
-
-    async def connect(self, seconds: float) -> None:
-        """Waits until the server is up, and reads which model it serves; a `ValueError` if it is not up in time."""
-        await self.until_up(seconds)
-        self.model = (await self.request("GET", "/v1/models")).parse(_Model)
-
-
-S = TypeVar("S", bound=ModelServer)
-
-
-class ModelServers(Generic[S]):
-    """All servers of one teacher, of a kind, whose requests run in a background thread.
-
-    `deadline`: seconds per row over all attempts. `timeout`: seconds to wait for servers that are not up yet, and again
-    for their first rows; a later row that takes longer is warned of, once.
+    `deadline`: seconds per row over all attempts. `timeout`: seconds to wait until it is up, and again for its first
+    rows; a later row that takes longer is warned of, once. A `ValueError` if it is not up in time.
     """
 
-    def __init__(self, kind: type[S], urls: Sequence[str], deadline: float, timeout: float) -> None:
-        self.urls, self._timeout = tuple(urls), max(timeout, _PROBE_SECONDS)
-        self._background = Background()
-        self._servers = [kind(KIND, url, KIND.health_seconds, background=self._background) for url in urls]
-        self._in_turn = InTurn(self._servers, deadline, "ddp_timeout", late=self._timeout)
-        for one in [self._background.start(one.connect(timeout)) for one in self._servers]:
-            one.result()
-        model = self._servers[0].model
-        self.source = model.root or model.id  # the path or model id, as the first server reports it
-        self.context = smallest(*(one.model.max_model_len for one in self._servers))
+    def __init__(self, url: str, deadline: float, timeout: float) -> None:
+        super().__init__(KIND, url, KIND.health_seconds)
+        self._row_seconds, self._start_seconds = deadline, max(timeout, _PROBE_SECONDS)
+        self._is_proved = self._has_warned = False
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self.wait_until_up(timeout)
+        self.model = self.get("/v1/models").parse(_Model)
+        self.context = self.model.max_model_len
 
     def warn_of_name(self, path: str, compared: str) -> None:
-        """Warns if a server reports another name than that of the checkpoint at `path`; `compared` is what is known."""
-        for one in self._servers:
-            served, ours = (one.model.root or one.model.id).rstrip("/"), path.rstrip("/")
-            if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
-                warn_in_main(
-                    f"The teacher's server at {one.url} reports that it serves {served!r}, but `teacher_model` is "
-                    f"{ours!r}: make sure that they are the same checkpoint; {compared}."
-                )
+        """Warns if it reports another name than that of the checkpoint at `path`; `compared` is what is known."""
+        served, ours = (self.model.root or self.model.id).rstrip("/"), path.rstrip("/")
+        if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
+            warn_in_main(
+                f"The teacher's server at {self.url} reports that it serves {served!r}, but `teacher_model` is "
+                f"{ours!r}: make sure that they are the same checkpoint; {compared}."
+            )
+
+    async def answer(self, ask: Callable[[float], Awaitable[T]], what: str) -> T:
+        """What `ask` returns, which gets the seconds of an attempt; asking twice must change nothing.
+
+        A `ServerError` if every attempt fails, or none ends in time; it says that the server has not done `what`.
+        """
+        seconds, origin, attempts = self._start_seconds, KIND.timeout, 1
+        if self._is_proved:
+            seconds, origin, attempts = self._row_seconds, "ddp_timeout", ATTEMPTS
+        failures, said = 0, ""
+        try:
+            async with asyncio.timeout(seconds), self._room:
+                while True:
+                    loop = asyncio.get_running_loop()
+                    alarm = loop.call_later(self._start_seconds, self._warn_of_delay, seconds / attempts)
+                    try:
+                        return await ask(seconds / attempts)
+                    except WrongAnswerError:
+                        raise
+                    except BusyError as error:  # which is no failure
+                        said, pause = str(error), max(error.seconds, PAUSE)
+                    except ServerError as error:
+                        said, pause, failures = str(error), PAUSE, failures + 1
+                        if failures == attempts:
+                            raise
+                    finally:
+                        alarm.cancel()
+                    await asyncio.sleep(pause)
+        except TimeoutError:
+            raise ServerError(
+                f"{KIND.subject} at {self.url} has not {what} within {seconds:g} seconds (from `{origin}`): see its "
+                f"log, and raise `{origin}` if it just needs more time. {said}"
+            ) from None
+
+    def _warn_of_delay(self, seconds: float) -> None:
+        if self._is_proved and not self._has_warned:
+            self._has_warned = True
+            warn_in_main(
+                f"{KIND.subject} at {self.url} has not answered a request within {self._start_seconds:g} seconds; "
+                f"waiting up to {seconds:g} (from `ddp_timeout`): see its log."
+            )
 
 
-class _StatesServer(ModelServer):
-    """One server that returns hidden states."""
+class StatesServer(ModelServer):
+    """A server that returns hidden states."""
 
-    async def states(self, ids: Sequence[int], expected: Expected, dtype: torch.dtype, seconds: float) -> Tensor:
-        """The last hidden states of a row, [L, H], of token ids in the teacher's vocabulary."""
+    expected: Expected
+    dtype: torch.dtype = torch.float32
+    """In which it computes; known after `prove`."""
+    twice: tuple[Tensor, Tensor]
+    """States of the same tokens, by two requests; likewise."""
+
+    def prove(self, expected: Expected, vocabulary: int) -> Tensor:
+        """Compares what it returns for two short rows; returns the states of the first, [L, H], float32."""
+        self.expected, spread = expected, probe_ids(vocabulary)
+        # The second row differs in its last token only, which no earlier state may depend on.
+        asked = [self.start(row) for row in (spread, [*spread[:-1], spread[0]])]
+        one, other = (each.result() for each in asked)
+        if not are_same(one[:-1], other[:-1]):
+            raise WrongAnswerError(
+                f"The teacher's server at {self.url} returns states that depend on later tokens (they move by "
+                f"{distance(one[:-1], other[:-1]):.2g} of their length): its attention is bidirectional, as in "
+                "embedding models; serve the causal language model itself."
+            )
+        if distance(one[-1:], other[-1:]) < _ZEROED:
+            raise WrongAnswerError(
+                f"The teacher's server at {self.url} returns the same state for different tokens: its weights are "
+                "zeroed or were not loaded; restart it."
+            )
+        self.dtype, self.twice, self._is_proved = served_dtype(one), (one[:-1], other[:-1]), True
+        return one
+
+    def start(self, ids: Sequence[int]) -> Future[Tensor]:
+        """Starts to score a row of L token ids; the future has its states, [L, H], or a `ServerError`."""
+        answer = self.answer(lambda seconds: self._states(ids, seconds), f"scored a row of {len(ids)} tokens")
+        return self._background.start(answer)
+
+    async def _states(self, ids: Sequence[int], seconds: float) -> Tensor:
+        expected, dtype = self.expected, self.dtype
         body: dict[str, Any] = {
             "model": self.model.id,
             "input": list(ids),
@@ -233,62 +306,3 @@ class _StatesServer(ModelServer):
         response.check_status(hint)
         # In a thread, because checking a long row would block the other requests of this loop.
         return await asyncio.to_thread(expected.states, response.request, response.content, len(ids), dtype)
-
-
-class TeacherServers(ModelServers[_StatesServer]):
-    """Those that return hidden states."""
-
-    expected: Expected
-    dtype: torch.dtype
-    """In which the servers compute; known after `prove`."""
-    twice: list[Tensor]
-    """States of the same tokens, of each server or by two requests to one; likewise."""
-
-    def __init__(self, urls: Sequence[str], deadline: float, timeout: float) -> None:
-        super().__init__(_StatesServer, urls, deadline, timeout)
-
-    def prove(self, expected: Expected, vocabulary: int) -> Tensor:
-        """Compares what the servers return for two short rows; returns the states of the first, [L, H], float32."""
-        self.expected, self.dtype = expected, torch.float32
-        spread = probe_ids(vocabulary)
-        # The second row differs in its last token only, which no earlier state may depend on.
-        rows = [spread, [*spread[:-1], spread[0]]]
-        alone = [InTurn([one], self._timeout, KIND.timeout, failures=1) for one in self._servers]
-        asked = [[self._start(one, row) for row in rows] for one in alone]
-        first = asked[0][0].result()
-        pairs = [(one.result(), other.result()) for one, other in asked]
-        for server, (one, other) in zip(self._servers, pairs, strict=True):
-            self._compare(server.url, one, other, first)
-        self.dtype = served_dtype(first)
-        self.twice = [one for one, _ in pairs] if len(pairs) > 1 else [one[:-1] for one in pairs[0]]
-        return first
-
-    def _compare(self, url: str, one: Tensor, other: Tensor, first: Tensor) -> None:
-        if not are_same(one[:-1], other[:-1]):
-            raise WrongAnswerError(
-                f"The teacher's server at {url} returns states that depend on later tokens (they move by "
-                f"{distance(one[:-1], other[:-1]):.2g} of their length): its attention is bidirectional, as in "
-                "embedding models; serve the causal language model itself."
-            )
-        if distance(one[-1:], other[-1:]) < _ZEROED:
-            raise WrongAnswerError(
-                f"The teacher's server at {url} returns the same state for different tokens: its weights are "
-                "zeroed or were not loaded; restart it."
-            )
-        if served_dtype(one) != served_dtype(first) or not are_same(one, first):
-            raise WrongAnswerError(
-                f"The teacher's servers at {self._servers[0].url} and {url} return different states for the same "
-                f"tokens, {distance(one, first):.2g} times their length apart, in {served_dtype(first)} and "
-                f"{served_dtype(one)}: start all with the same checkpoint, revision and `--dtype`."
-            )
-
-    def start(self, ids: Sequence[int]) -> Future[Tensor]:
-        """Starts to score a row of L token ids; the future has its states, [L, H], or a `ServerError`."""
-        return self._start(self._in_turn, ids)
-
-    def _start(self, servers: InTurn[_StatesServer], ids: Sequence[int]) -> Future[Tensor]:
-        expected, dtype = self.expected, self.dtype
-        answer = servers.answer(
-            lambda server, seconds: server.states(ids, expected, dtype, seconds), f"scored a row of {len(ids)} tokens"
-        )
-        return self._background.start(answer)

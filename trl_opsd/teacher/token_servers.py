@@ -22,9 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trl_opsd.errors import ServerError
-from trl_opsd.http.client import MIB, Count, Response, Schema, at, warn_in_main
-from trl_opsd.http.in_turn import InTurn, WrongAnswerError
-from trl_opsd.teacher.servers import KIND, MOST_APART, ModelServer, ModelServers, probe_ids, smallest
+from trl_opsd.http.client import MIB, Count, Response, Schema, WrongAnswerError, at, warn_in_main
+from trl_opsd.teacher.servers import KIND, MOST_APART, ModelServer, probe_ids
 from trl_opsd.types.known import MOST_IDS
 
 START = "vllm serve TEACHER --enable-scale-out --max-logprobs 128"
@@ -81,34 +80,43 @@ class _Detokenized(Schema):
     text: str | None = None
 
 
-class _TokenServer(ModelServer):
-    """One server, and what it tells."""
+class TokenServer(ModelServer):
+    """A server that generates, and what it tells.
+
+    With a `tokenizer`, the student's, its own is compared: a `ValueError` if it has another.
+    """
 
     api = ""
     """Its kind, for messages."""
     limits: dict[str, int | None]
-    """The largest K of what it offers."""
+    """The largest K of each of the targets that it offers, as in `teacher_server_targets`; `None` where it has none."""
     missing: dict[str, str]
     """Why it does not offer the rest."""
     last_id = -1
     """The last id of the vocabulary."""
-    longest: int | None
-    """Tokens of a row at most, by itself."""
     id_of: Mapping[str, int]
     """Ids by text, where a server tells texts."""
+    noise: float | None = None
+    """Nats between two answers for the same tokens; known after `prove`."""
 
-    async def look(self, tokenizer: PreTrainedTokenizerBase | None, seconds: float) -> None:
+    def __init__(
+        self, url: str, deadline: float, timeout: float, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        super().__init__(url, deadline, timeout)
+        self._background.run(self.answer(lambda seconds: self._look(tokenizer, seconds), "told its offer"))
+
+    async def _look(self, tokenizer: PreTrainedTokenizerBase | None, seconds: float) -> None:
         """Finds out what it offers."""
         self.limits, self.missing, self.id_of = {}, {}, {}
         context = self.model.max_model_len
-        self.longest = None if context is None else context - 1  # a token is generated after the row
+        self.context = None if context is None else context - 1  # a token is generated after the row
         if self.model.owned_by == "sglang":
             self.api, self.limits["teacher_top_k"] = "SGLang", None
             self.missing["student_top_k"] = "SGLang scores one list of tokens for all positions of a row"
             info = await self._try("GET", "/server_info", seconds)
             if info.status == 404:  # its name before 0.5.6
                 info = await self._try("GET", "/get_server_info", seconds)
-            self.longest = info.parse(_Limits).max_req_input_len - 1  # it refuses a row of this length
+            self.context = info.parse(_Limits).max_req_input_len - 1  # it refuses a row of this length
         else:
             await self._look_for_routes(tokenizer, seconds)
         if "states" not in self.limits:
@@ -166,10 +174,50 @@ class _TokenServer(ModelServer):
                 "`cross_tokenizer='bytes'`, load the teacher instead."
             )
 
-    async def scores(
+    def prove(self, vocabulary: int, student_k: int, teacher_k: int) -> list[Found]:
+        """Compares what it returns for short rows; returns what it did for the first, for `are_same`."""
+        row, self.last_id = probe_ids(vocabulary), vocabulary - 1
+        other = (row[0] + 1) % vocabulary
+        # All predictions are of what comes before the last token, so that it changes none; the one before changes the
+        # last. The first row is read twice, for the noise.
+        rows = [row, row, [*row[:-1], other], [*row[:-2], other, row[-1]]]
+        spread = [place * (vocabulary - 1) // max(1, student_k - 1) for place in range(student_k)]
+        wanted = list(dict.fromkeys([*row, other, *spread]))[: max(student_k, len(row) + 1)] if student_k else []
+        asked = [self.start(each, range(1, 8), _same(wanted, 7), teacher_k) for each in rows]
+        first, again, changed_last, changed_before = (_by_place(*each.result()) for each in asked)
+        # At the last place, without the tokens that only one may tell.
+        before, after = (_but(each[-1:], row[-1], other) for each in (first, changed_last))
+        if kl(before, after) > MOST_APART:
+            raise WrongAnswerError(
+                f"{KIND.subject} at {self.url} tells log-probabilities that depend on the token they predict, "
+                f"{kl(before, after):.2g} nats apart: they are a position ahead, or its attention is bidirectional."
+            )
+        if not _is_moved(first[-1], changed_before[-1]):
+            raise WrongAnswerError(
+                f"{KIND.subject} at {self.url} tells the same log-probabilities after different tokens: its weights "
+                "are zeroed or were not loaded, or they are a position behind."
+            )
+        self.noise, self._is_proved = kl(first, again), True
+        return first
+
+    def start(
+        self, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int
+    ) -> Future[tuple[Tensor, Tensor]]:
+        """Starts to score the tokens at `places` of a row of token ids; the first place is at least 1.
+
+        `wanted`, [n, K], are ids to score at each place, -1 for none, the row's own among them, and `top_k` the number
+        of the teacher's likeliest. The future has ids and log-probabilities, [n, M] each, -1 where there is none, or a
+        `ServerError`.
+        """
+        answer = self.answer(
+            lambda seconds: self._scores(ids, places, wanted, top_k, seconds), f"scored a row of {len(ids)} tokens"
+        )
+        return self._background.start(answer)
+
+    async def _scores(
         self, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int, seconds: float
     ) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities, [n, M] each, as `TokenServers.start` returns them."""
+        """Ids and log-probabilities, [n, M] each, as `start` returns them."""
         first, model = places[0] - 1, self.model.id
         many = MIB + len(ids) * (_BYTES * (top_k + 1) + 8 * (0 if wanted is None else wanted.size(1)))
         if self.api == "SGLang":
@@ -314,103 +362,6 @@ class _TokenServer(ModelServer):
         # An excluded token has the lowest finite number, as in a head with a bias of -inf.
         least = torch.finfo(torch.float32).min
         return ids_nM, torch.where(ids_nM >= 0, logs_nM.clamp(min=least, max=0.0), logs_nM)
-
-
-class TokenServers(ModelServers[_TokenServer]):
-    """All servers of one teacher that generate, whose requests run in a background thread.
-
-    `offers` has the targets that all of them offer, as in `teacher_server_targets`, and `limits` the largest K of
-    each, `None` if any. With a `tokenizer`, the student's, theirs is compared. Raises `ValueError` if a server is not
-    up in time, or has another tokenizer.
-    """
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        deadline: float,
-        timeout: float,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> None:
-        super().__init__(_TokenServer, urls, deadline, timeout)
-        # As long as a first row may take: a server that others use answers no sooner.
-        alone = [InTurn([one], self._timeout, KIND.timeout, failures=1) for one in self._servers]
-        looks = [one.answer(lambda server, seconds: server.look(tokenizer, seconds), "told its offer") for one in alone]
-        for looked in [self._background.start(one) for one in looks]:
-            looked.result()
-        servers, names = self._servers, ("states", "student_top_k", "teacher_top_k")
-        self.kind = " and ".join(dict.fromkeys(one.api for one in servers))
-        self.offers = frozenset(name for name in names if all(name in one.limits for one in servers))
-        of_all = {name: [k for one in servers if (k := one.limits[name]) is not None] for name in self.offers}
-        self.limits = {name: min(each, default=None) for name, each in of_all.items()}
-        self.context = smallest(*(one.longest for one in servers))
-        self.noise: float | None = None
-        """Nats between two answers for the same tokens, of two servers or of one; known after `prove`."""
-
-    def missing(self, name: str) -> str:
-        """Why a server does not offer these targets."""
-        each = [f"{one.url}: {one.missing[name]}" for one in self._servers if name in one.missing]
-        return "; ".join(each)
-
-    def prove(self, vocabulary: int, student_k: int, teacher_k: int) -> list[Found]:
-        """Compares what the servers return for short rows; returns what the first did, for `are_same`."""
-        row = probe_ids(vocabulary)
-        for server in self._servers:
-            server.last_id = vocabulary - 1
-        other = (row[0] + 1) % vocabulary
-        # All predictions are of what comes before the last token, so that it changes none; the one before changes the
-        # last. The first row is read twice, for the noise of a server alone.
-        rows = [row, row, [*row[:-1], other], [*row[:-2], other, row[-1]]]
-        spread = [place * (vocabulary - 1) // max(1, student_k - 1) for place in range(student_k)]
-        wanted = list(dict.fromkeys([*row, other, *spread]))[: max(student_k, len(row) + 1)] if student_k else []
-        alone = [InTurn([one], self._timeout, KIND.timeout, failures=1) for one in self._servers]
-        asked = [[self._start(one, each, range(1, 8), _same(wanted, 7), teacher_k) for each in rows] for one in alone]
-        told = [[_by_place(*one.result()) for one in each] for each in asked]
-        first = told[0][0]
-        for server, (one, _, changed_last, changed_before) in zip(self._servers, told, strict=True):
-            # At the last place, without the tokens that only one may tell.
-            before, after = (_but(each[-1:], row[-1], other) for each in (one, changed_last))
-            if kl(before, after) > MOST_APART:
-                raise WrongAnswerError(
-                    f"{KIND.subject} at {server.url} tells log-probabilities that depend on the token they predict, "
-                    f"{kl(before, after):.2g} nats apart: they are a position ahead, or its attention is bidirectional."
-                )
-            if not _is_moved(one[-1], changed_before[-1]):
-                raise WrongAnswerError(
-                    f"{KIND.subject} at {server.url} tells the same log-probabilities after different tokens: its "
-                    "weights are zeroed or were not loaded, or they are a position behind."
-                )
-            if (gap := kl(first, one)) > MOST_APART:
-                raise WrongAnswerError(
-                    f"The teacher's servers at {self._servers[0].url} and {server.url} are {gap:.2g} nats apart for "
-                    "the same tokens: start all with the same checkpoint, revision and `--dtype`."
-                )
-        self.noise = max(kl(first, one[0]) for one in told[1:]) if len(told) > 1 else kl(first, told[0][1])
-        return first
-
-    def start(
-        self, ids: Sequence[int], places: Sequence[int], wanted: Tensor | None, top_k: int
-    ) -> Future[tuple[Tensor, Tensor]]:
-        """Starts to score the tokens at `places` of a row of token ids; the first place is at least 1.
-
-        `wanted`, [n, K], are ids to score at each place, -1 for none, the row's own among them, and `top_k` the number
-        of the teacher's likeliest. The future has ids and log-probabilities, [n, M] each, -1 where there is none, or a
-        `ServerError`.
-        """
-        return self._start(self._in_turn, ids, places, wanted, top_k)
-
-    def _start(
-        self,
-        servers: InTurn[_TokenServer],
-        ids: Sequence[int],
-        places: Sequence[int],
-        wanted: Tensor | None,
-        top_k: int,
-    ) -> Future[tuple[Tensor, Tensor]]:
-        answer = servers.answer(
-            lambda server, seconds: server.scores(ids, places, wanted, top_k, seconds),
-            f"scored a row of {len(ids)} tokens",
-        )
-        return self._background.start(answer)
 
 
 def kl(one: list[Found], other: list[Found]) -> float:

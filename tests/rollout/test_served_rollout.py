@@ -1,0 +1,231 @@
+"""A server generates for a student, and may die: one with SGLang's protocol around a model in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import forks, tiny
+from test_sglang_client import INFO, Server
+
+from trl_opsd import OPSDTrainer
+from trl_opsd.errors import ServerError, SyncError
+
+CONTEXT = 120
+
+
+class Engine(Server):
+    """SGLang's protocol around a model that is sent weights and generates greedily."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers["/server_info"] = (200, {**INFO, "page_size": 4, "max_req_input_len": CONTEXT - 6})
+        self.model = tiny.qwen2(seed=9)
+        self.rows: list[tuple[int, ...]] = []
+        """Prompts that were completed, but those of proofs."""
+        self.dies_after = self.refuses_after = float("inf")
+        """Rows until it only hangs up, or answers 500."""
+        self.is_deaf, self.lock = False, threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        if len(self.rows) >= self.dies_after:
+            raise ConnectionAbortedError  # the connection is closed without an answer
+        if len(self.rows) >= self.refuses_after and path != "/health":
+            return 500, {"error": "out of order"}
+        found = super().answer(path, body)
+        if path == "/end_weight_update" and self.received and not self.is_deaf:
+            self.model.load_state_dict(self.received)
+        return found
+
+    @torch.no_grad()
+    def row(self, ids: list[int], sampling: dict[str, Any], logprobs: bool, start: int) -> dict[str, Any]:
+        with self.lock:
+            if not sampling["ignore_eos"]:
+                if len(self.rows) >= self.dies_after:
+                    raise ConnectionAbortedError
+                self.rows.append(tuple(ids))
+            whole, past, scores = list(ids), None, torch.empty(0)
+            for _ in range(sampling["max_new_tokens"]):
+                out = self.model(torch.tensor([whole[len(scores) :]]), past_key_values=past, use_cache=True)
+                past, scores = out.past_key_values, torch.cat([scores, out.logits[0].log_softmax(-1)])
+                whole.append(int(scores[-1].argmax()))
+                if whole[-1] in sampling["stop_token_ids"]:
+                    break
+        found = super().row(ids, sampling, logprobs, start)
+        found["output_ids"] = written = whole[len(ids) :]
+        if written[-1:] and written[-1] in sampling["stop_token_ids"]:
+            found["meta_info"]["finish_reason"] = {"type": "stop", "matched": written[-1]}
+        if logprobs:
+            of = [None, *(float(scores[place, token]) for place, token in enumerate(whole[1:]))]
+            entries = [[score, token, None] for score, token in zip(of, whole, strict=True)]
+            found["meta_info"]["output_token_logprobs"] = entries[len(ids) :]
+            found["meta_info"]["input_token_logprobs"] = entries[: len(ids)] if start == 0 else []
+        return found
+
+    def handle_error(self, *_: Any) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def serve(engine: Engine, tmp_path: Any) -> Iterator[Callable[..., OPSDTrainer]]:
+    """Builds a trainer that generates greedily with it."""
+    made: list[OPSDTrainer] = []
+
+    def serve(**given: Any) -> OPSDTrainer:
+        made.append(trainer_of(tmp_path, engine.url, **given))
+        return made[-1]
+
+    yield serve
+    for trainer in made:
+        with suppress(ServerError):
+            trainer.rollout.close()
+
+
+def trainer_of(folder: Path, url: str, **given: Any) -> OPSDTrainer:
+    options = {"sglang_server_url": url, "vllm_server_timeout": 0.0, "top_k": 1, "learning_rate": 1e-2}
+    options |= {"vllm_max_model_length": CONTEXT, "max_completion_length": 6, **given}
+    return OPSDTrainer(
+        model=tiny.qwen2(seed=3),
+        teacher_model=tiny.qwen2(48, seed=1),
+        args=tiny.config(folder, **options),
+        train_dataset=tiny.rows(),
+        processing_class=tiny.tokenizer(),
+    )
+
+
+def greedy(trainer: OPSDTrainer, prompts: list[list[int]]) -> list[list[int]]:
+    """What a server with the student's weights completes."""
+    alone = Engine()
+    alone.model = trainer.accelerator.unwrap_model(trainer.model)
+    sampling = {"max_new_tokens": 6, "stop_token_ids": list(trainer.eos_token_ids), "ignore_eos": False}
+    rows = [alone.row(ids, sampling, False, -1)["output_ids"] for ids in prompts]
+    alone.server_close()
+    return rows
+
+
+def stir(trainer: OPSDTrainer) -> None:
+    with torch.no_grad():
+        for part in trainer.model.parameters():
+            part.mul_(1.1)
+
+
+def complete(trainer: OPSDTrainer, prompts: list[list[int]]) -> list[list[int]]:
+    return trainer.rollout.complete(prompts, 0)
+
+
+def stream(trainer: OPSDTrainer, prompts: list[list[int]]) -> list[list[int]]:
+    return [ids for _, ids in sorted(trainer.rollout.stream(prompts, 0))]
+
+
+def singly(trainer: OPSDTrainer, prompts: list[list[int]]) -> list[list[int]]:
+    ask = trainer.rollout.one_by_one(prompts, 0)
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(ask, range(len(prompts)), prompts))
+
+
+# ---- One process ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [complete, stream, singly])
+def test_rows_are_the_students_and_follow_its_weights(serve, engine, ask):
+    trainer = serve()
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    for _ in range(2):
+        assert ask(trainer, prompts) == greedy(trainer, prompts)
+        stir(trainer)
+    assert set(engine.rows) == {tuple(ids) for ids in prompts}
+
+
+@pytest.mark.parametrize("overlap", [None, "step", "ahead"])
+def test_a_server_that_dies_ends_the_run_and_is_named(serve, engine, overlap):
+    engine.dies_after = 3
+    trainer = serve(overlap=overlap, gradient_accumulation_steps=2)
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=rf"SGLang server at {engine.url}.*failed"):
+        trainer.train()
+    assert time.monotonic() - began < 20
+    assert len(engine.rows) == 3
+
+
+def test_a_server_that_refuses_ends_the_run(serve, engine):
+    trainer = serve()
+    engine.refuses_after = 1
+    with pytest.raises(ServerError, match=rf"SGLang server at {engine.url}.*returned 500: .*out of order"):
+        complete(trainer, trainer.tokenize(tiny.PROMPTS))
+
+
+def test_stale_weights_are_found_and_can_be_sent_again(serve, engine):
+    trainer = serve()
+    prompts = trainer.tokenize(tiny.PROMPTS)
+    engine.is_deaf = True
+    with pytest.raises(SyncError, match=r"the SGLang server and the student disagree"):
+        complete(trainer, prompts)
+    assert not engine.rows, "nothing was generated"
+    engine.is_deaf = False
+    assert complete(trainer, prompts) == greedy(trainer, prompts)
+
+
+def test_a_shorter_context_is_refused_and_another_dtype_is_warned_of(serve, engine, caplog):
+    info = engine.answers["/server_info"][1]
+    info["max_req_input_len"] -= 10
+    with pytest.raises(
+        ValueError, match=rf"context is {CONTEXT - 10} tokens, the student's {CONTEXT}.*, at {engine.url}"
+    ):
+        serve()
+    info["max_req_input_len"] += 10
+    info["dtype"] = "bfloat16"
+    serve()
+    assert f"{engine.url} computes in torch.bfloat16, but the student in torch.float32" in caplog.text
+
+
+# ---- Two processes ---------------------------------------------------------------------------------------------------
+
+
+def in_two(folder: Path, url: str, dies: str) -> dict[str, Any]:
+    """What each process gets of the rows that it asks for; where the server dies for one, all are told."""
+    trainer = trainer_of(folder / "out", url)
+    rank = trainer.accelerator.process_index
+    prompts = trainer.tokenize(tiny.PROMPTS[: 3 + rank])
+    found, request = complete(trainer, prompts), trainer.rollout.engine.http.request
+
+    async def gone(method: str, path: str, **given: Any) -> Any:
+        if path == trainer.rollout.engine.path:
+            raise ServerError("It is gone")
+        return await request(method, path, **given)
+
+    if rank == int(dies):
+        trainer.rollout.engine.http.request = gone
+    with pytest.raises(ServerError, match="It is gone"):
+        complete(trainer, prompts)
+    trainer.rollout.engine.http.request = request
+    trainer.train()
+    trainer.rollout.close()
+    return {"found": found, "losses": tiny.logged(trainer, "loss")}
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.timeout(forks.SECONDS + 60)
+@pytest.mark.parametrize("dies", ["0", "1"])
+def test_a_death_in_one_process_is_told_to_all(engine, tmp_path, dies):
+    first, second = forks.results("ddp", in_two, tmp_path, engine.url, dies).values()
+    assert (len(first["found"]), len(second["found"])) == (3, 4)
+    assert first["found"] == second["found"][:3]
+    assert len(first["losses"]) == 3
