@@ -184,18 +184,17 @@ def pass_groups(
     if not policy.padded_up_to and is_split_model(model):
         return [[row] for row in range(len(lengths))]  # one pass per row, as processes must run equally many
     kind = "cpu" if device.type == "cpu" else "accelerator"
+    vectors, first = (bytes_per_token(model, width) for width in (0, 1))  # once, as reading a config is slow
 
     def fits(tokens: int, width: int) -> bool:
         # Of a token of the prefix each row has keys and values, repeated for all heads: a quarter of a token's vectors.
-        copied = tokens / width * before / 4
-        in_all = tokens * bytes_per_token(model, before + width) + copied * bytes_per_token(model, 0)
+        in_all = tokens * (vectors + (first - vectors) * (before + width)) + tokens / width * before / 4 * vectors
         return tokens <= MOST_TOKENS[kind] and in_all <= pass_bytes
 
     if policy.packed:
         return fewest_groups(lengths, fits, packed=True)
     # On an accelerator copies of weights hide only behind passes as large as possible: the fewest passes win.
-    hidden = passes_are_costly and kind != "cpu"
-    return cheapest_groups(lengths, fits, math.inf if hidden else BUSY_TOKENS[kind])
+    return cheapest_groups(lengths, fits, math.inf if passes_are_costly and kind != "cpu" else BUSY_TOKENS[kind])
 
 
 def bytes_per_token(model: CausalLM, width: int) -> int:
