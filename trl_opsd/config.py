@@ -172,8 +172,6 @@ class OPSDConfig(StrictNames, DistillationConfig):
     """URL of a separately started SGLang server that generates the completions."""
     resume_with_changes: list[str] | None = None
     """Options that a resume may change, for instance `["temperature"]`; see `docs/distributed.md`."""
-    vllm_server_base_url: str | None = None
-    """URL of the student's vLLM server, in place of host and port."""
     vllm_server_host: str = "127.0.0.1"
     """Host of the student vLLM server. A host other than loopback must be set explicitly."""
 
