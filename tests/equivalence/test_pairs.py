@@ -128,7 +128,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("bytes", {"constant"}, "`cross_tokenizer='bytes'` with `Constant`"),
     *((name, OF_REWARDS, "`lmbda=0") for name in ("no student", "stored")),
     ("rising weights", {"weights from 0"}, "`methods` contains two of the name 'AlongCompletion'"),
-    ("stored", {"certified"}, "an evaluation compares completions that it generates"),
+    ("stored", {"certified"}, "there are targets of completions in the dataset alone"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
     *((name, {*WHOLE, *CUT, "certified"}, "needs the whole distribution of each teacher") for name in KNOWN),
     ("bytes", CUT, "with `cross_tokenizer='bytes'`, "),
