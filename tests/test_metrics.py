@@ -269,7 +269,7 @@ def test_every_metric_in_source_has_a_table_row():
     source = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path.name != "metrics.py")
     phases = set(re.findall(r'phase\("(\w+)"', source))
     assert {f"time/{phase}" for phase in phases} == {name for name in METRICS if name.startswith("time/")}
-    recorded = set(re.findall(r'(?:record\(|record_total\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
+    recorded = set(re.findall(r'(?:record\(|_timed\(trainer, |logs\[)"([\w/]+)"', source))
     recorded |= set(re.findall(r'found\["(\w+/\w+)"', source))
     recorded -= {"entropy", "tools/call_frequency", "tools/failure_frequency"}  # TRL's
     # are logged otherwise

@@ -234,9 +234,7 @@ class OPSDConfig(StrictNames, DistillationConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if (
-            "_checked" in vars(self) and name in ALIASES
-        ):  # TRL assigns to the older name, and transformers reads the newer
+        if "_checked" in vars(self) and name in ALIASES:  # TRL assigns the older name, transformers reads the newer
             super().__setattr__(ALIASES[name], value)
 
     @property

@@ -64,7 +64,7 @@ class Visits(Method):
             self.saved += self.last[key].tokens
             self.last[key] = replace(self.last[key], skipped=self.last[key].skipped + 1)
         self.host.record("prompts/skipped", 1 - sum(self.asked) / len(self.asked))
-        self.host.record_total("prompts/tokens_saved_total", self.saved)
+        self.host.record("prompts/tokens_saved_total", self.saved)
 
     def tally(self, part):
         return by_place(part, self.host, ("weight", "divergence"))

@@ -15,7 +15,7 @@ from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.data.completions import completion_ids
 from trl_opsd.data.images import in_parts
 from trl_opsd.data.readers import PromptLimits
-from trl_opsd.loop.overrides import of_package, overrides
+from trl_opsd.loop.overrides import of_package, own_verbs
 from trl_opsd.methods.rows import BatchRow, Written
 from trl_opsd.models.backbone import preserved_mode
 from trl_opsd.models.forks import FORKS, warn_without_forks
@@ -61,7 +61,7 @@ class Generation:
 
     def bind(self, rollout: RolloutBackend) -> None:
         """Binds a rollout to this trainer; rejects one that cannot work with `overlap='ahead'`."""
-        self._is_overridden = overrides(self._host, "complete")
+        self._is_overridden = "complete" in own_verbs(type(self._host))
         if self._host.args.overlap == "ahead":
             self._check_generates_apart(rollout)
         rollout.bind(self._host)

@@ -142,10 +142,6 @@ class TrainerMembers(UpstreamFixes):
         number.count = float(count)
         self._metrics["train" if self.model.training else "eval"][name].append(number)
 
-    def record_total(self, name: str, value: float) -> None:
-        """Sets a number of the next log of a training, the same in all processes: a total, or a state."""
-        self._metrics["train"][name] = [Mean(value)]
-
     @property
     def strategy(self) -> str:
         """Number of processes, parallelism of the launch, and device, in words."""

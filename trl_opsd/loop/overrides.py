@@ -24,11 +24,6 @@ def of_package(method: Any) -> bool:
     return str(getattr(method, "__module__", "")).startswith((f"{ours}.", DistillationTrainer.__module__))
 
 
-def overrides(trainer: Any, verb: str) -> bool:
-    """Whether a user's subclass has its own implementation of a verb."""
-    return not of_package(getattr(type(trainer), verb))
-
-
 def own_verbs(trainer: type) -> dict[str, Callable[..., Any]]:
     """The verbs that a user's subclass overrides."""
     return {verb: method for verb in VERBS if not of_package(method := getattr(trainer, verb))}

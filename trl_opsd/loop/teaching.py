@@ -20,7 +20,7 @@ from trl_opsd.data.images import begin_reading, places, settings_of
 from trl_opsd.data.prompts import TEMPLATE, TEXT_TEMPLATE, Row
 from trl_opsd.data.readers import PromptLimits, Reader, Readers, are_same
 from trl_opsd.data.tokenization import largest_id, look_at, shared_vocabulary
-from trl_opsd.loop.overrides import overrides, own_verbs
+from trl_opsd.loop.overrides import own_verbs
 from trl_opsd.loop.stored import check_made_for
 from trl_opsd.loop.teacher_prompts import TeacherPrompts
 from trl_opsd.methods.reward_functions import Given
@@ -291,7 +291,7 @@ class Teaching:
     @property
     def begins_early(self) -> bool:
         """Whether a teacher benefits from `expect`."""
-        return self.teachers.begin_early and not overrides(self._host, "teach")
+        return self.teachers.begin_early and "teach" not in own_verbs(type(self._host))
 
     def expect(self, rollout: Rollout, rows: Sequence[BatchRow]) -> None:
         """Notifies the teachers of rows that `targets` will soon be called with."""

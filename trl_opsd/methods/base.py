@@ -50,9 +50,6 @@ class MethodHost(Protocol):
     def record(self, name: str, value: float, count: float = 1) -> None:
         """Adds a value to the next log, which has the mean of all processes; in an evaluation weighted by `count`."""
 
-    def record_total(self, name: str, value: float) -> None:
-        """Sets a number of the next log of a training, which stands there as it is: a total, or a state."""
-
     def gather_distinct_rows(self, rows: Tensor) -> Tensor:
         """Values of the rows of all processes, [R, ...], without those that only fill a batch. Collective."""
 
