@@ -131,7 +131,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("stored", {"certified"}, "there are targets of completions in the dataset alone"),
     ("feedback", {*MIXED_STUDENT, *SKIPPING, *SUCCESS, "a user's method"}, "`environment_factory` with"),
     *((name, {*WHOLE, *CUT, "certified"}, "needs the whole distribution of each teacher") for name in KNOWN),
-    ("bytes", CUT, "with `cross_tokenizer='bytes'`, "),
+    ("bytes", CUT, "with `cross_tokenizer='bytes'`"),
     ("constant", {"clipped"}, "which is not a sum over vocabulary entries"),
     ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
     ("prefixes", {"stored"}, "`teacher_prefix_cache_gb=0.001` has no effect on a StoredTeacher"),
