@@ -25,9 +25,7 @@ def server_urls(option: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
         return {ONLY: url_of(option, value)}
     if not value:
-        raise ValueError(
-            f"`{option}` is an empty dict: expected teacher names with the address of a server; or remove the option."
-        )
+        raise ValueError(f"`{option}` is an empty dict: expected teacher names with the address of a server each.")
     return {name: url_of(f"{option}[{name!r}]", one) for name, one in value.items()}
 
 
@@ -46,8 +44,8 @@ def refuse_several(option: str, value: Any) -> None:
     is_text = isinstance(value, str) and not value.lstrip().startswith("{")  # a dict on the command line
     if isinstance(value, list | tuple) or (is_text and "," in value):
         raise ValueError(
-            f"`{option}` has several addresses: expected one. Start `vllm serve --data-parallel-size N`, or a router "
-            "in front of the servers, and set its address: docs/generation.md#more-devices-behind-one-address."
+            f"`{option}` has several addresses: expected one, behind which a server uses several devices: see "
+            "docs/generation.md#more-devices-behind-one-address."
         )
 
 

@@ -21,7 +21,7 @@ from trl_opsd._compat.deepspeed import settings_without_gradient_check
 from trl_opsd._compat.sharding import whole_shape
 from trl_opsd._compat.versions import set_known
 from trl_opsd.errors import NonFiniteError
-from trl_opsd.parallel.failure import recorded_errors
+from trl_opsd.parallel.failure import first_failure_first
 from trl_opsd.types import LossParts
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class NonfiniteGuard:
     def training(self) -> Iterator[None]:
         """Watches a training, whose processes end together when one fails."""
         self._begin()
-        with recorded_errors():
+        with first_failure_first():
             try:
                 yield
             finally:

@@ -1,4 +1,4 @@
-"""How several processes fail: the first error, timeouts of collectives, stacks of a phase that hangs."""
+"""How several processes fail: who ends first, timeouts of collectives, stacks of a phase that hangs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Timer
+from time import sleep
 from typing import Any
 
 import torch
-from torch.distributed import constants
+from torch.distributed import DistBackendError, constants
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+
+_HEAD_START = 5
+"""Seconds that a rank which has lost another waits before it ends."""
 
 
 @contextmanager
-def recorded_errors() -> Iterator[None]:
-    """Tells the launcher's agent of an exception when it is raised, so that it names the rank that failed first.
-
-    A rank that fails because of this one may end before it. Without torch's agent it does nothing.
-    """
+def first_failure_first() -> Iterator[None]:
+    """Lets a rank that fails because another has gone end later: the launcher names the rank it sees end first."""
     try:
         yield
     except Exception as error:
-        get_error_handler().record_exception(error)
+        if isinstance(error, DistBackendError) or "by peer" in str(error):  # NCCL's, gloo's
+            sleep(_HEAD_START)
         raise
 
 
