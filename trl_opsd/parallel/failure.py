@@ -15,7 +15,6 @@ import torch
 from torch.distributed import DistBackendError, constants
 from torch.distributed import distributed_c10d as c10d
 
-
 _HEAD_START = 5
 """Seconds that a rank which has lost another waits before it ends."""
 
