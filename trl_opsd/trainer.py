@@ -33,9 +33,8 @@ from trl_opsd.losses.validation import prove_divergence
 from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
 from trl_opsd.methods.rewards import Rewards
-from trl_opsd.models.backbone import completion_hidden, context_of, preserved_mode
+from trl_opsd.models.backbone import context_of
 from trl_opsd.models.checks import check_student, check_trainable
-from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.options.names import StrictNames
 from trl_opsd.options.normalize import drawn_otherwise
@@ -47,7 +46,7 @@ from trl_opsd.rollout.generation_config import warn_of_overridden
 from trl_opsd.teacher import Teacher
 from trl_opsd.teacher.build import on_device
 from trl_opsd.teacher.checks import TeacherLike
-from trl_opsd.teacher.comparison import compared, pairs_to_read, tokens_by_teacher, with_forks
+from trl_opsd.teacher.comparison import compared, pairs_to_read
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
@@ -305,16 +304,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 `None` means the tokens of this micro-batch.
         """
         teachers, objective = self.teaching.teachers, self.current_objective
-        # First, as these reads wait for the device, which has no work queued yet.
-        host_BC = rollout.weights_on_host()
-        if self.batching.forks and any(row.by_byte for row in targets.rows or ()):
-            rollout, targets = self._forked(student, rollout, targets)
-            host_BC = rollout.weights_on_host()
-        mine = tokens_by_teacher(
-            teachers.heads, targets, rollout.weights, objective.selection, host_BC, teachers.origin_head
-        )
-        read = completion_hidden if rollout.forks is None else forked_hidden
-        hidden_BCH = read(student, rollout, self.batching_to_learn)
+        comparison = teachers.compare(student, rollout, targets, objective, self.batching_to_learn)
+        rollout, mine, hidden_BCH = comparison.rollout, comparison.shares, comparison.hidden_BCH
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (
             whole_head(student) as head,
@@ -340,40 +331,26 @@ class OPSDTrainer(StrictNames, TrainerHooks):
 
                 sampled = partial(
                     samples_of,
-                    *(hidden_BCH, head, teacher_heads, rollout, targets),
+                    *(hidden_BCH, head, teacher_heads, rollout, comparison.targets),
                     objective=objective,
                     origin=origin,
                     tokenizer=self.processing_class,
                     placeholders=self.placeholders,
                     names=list(teachers),
+                    nats=comparison.nats,
                 )
                 self._recording.note(self.state, self.model.training, rollout, sampled)
         return parts
 
-    @torch.no_grad()
-    def _forked(self, student: CausalLM, rollout: Rollout, targets: TeacherTargets) -> tuple[Rollout, TeacherTargets]:
-        """The rows with the tokens that branch off them, as far as distributions over the next byte need these."""
-        with preserved_mode(student):
-            student.eval()
-            hidden_BCH = completion_hidden(student, rollout, self.batching_to_learn)
-        with whole_head(student) as head:
-            rollout, targets = with_forks(hidden_BCH, head, rollout, targets, self.current_objective)
-        read, added = (sum(each) for each in zip(*rollout.branching, strict=True))
-        self.record("cross/forks", added / max(1, read), read)
-        return rollout, targets
-
     @property
     def current_objective(self) -> Objective:
         """How student and teachers are compared now."""
-        spelling = self.teaching.spelling
         objective = Objective(
             divergence=self.divergence,
             temperatures=self.temperatures,
             chunk_tokens=self.args.loss_chunk_tokens,
             vocabulary=self.teaching.vocabulary,
             kl_clip=self.args.kl_clip,
-            table=None if spelling is None else spelling.table,
-            most_missed=self.args.cross_tokenizer_missed,
         )
         return self.methods.objective(objective)
 

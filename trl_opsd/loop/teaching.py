@@ -120,6 +120,7 @@ class Teaching:
                 chunk_tokens=host.args.loss_chunk_tokens,
                 cache_device=host.args.teacher_cache_device,
                 most_missed=host.args.cross_tokenizer_missed,
+                record=host.record,
             )
             by_bytes = {name: partial(given, its=its) for name, its in self._given.vocabularies.items() if name}
         with autocast(host.accelerator):

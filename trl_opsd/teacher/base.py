@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd.losses.objective import Objective
+from trl_opsd.models.padding import BatchPolicy
+from trl_opsd.teacher.comparison import Comparison
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -42,6 +47,16 @@ class Teacher(ABC):
             [`~types.TeacherTargets`]: row-aligned with the rollout, `[B, C, H_t]`, without a graph; any numbers where
             the rollout's weights are 0.
         """
+
+    def compare(
+        self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective, policy: BatchPolicy,
+        heads: Sequence[OutputHead], origin: OutputHead | None,
+    ) -> Comparison:  # fmt: skip
+        """Has the student read a micro-batch, to be compared with its targets; token by token, by default.
+
+        The first of several teachers, whose `heads` these are, answers for all. No collectives in it.
+        """
+        return Comparison.by_token(student, rollout, targets, objective, policy, heads, origin)
 
     def expect(self, rollout: Rollout) -> None:  # noqa: B027 (most teachers cannot begin early)
         """Announces rows that `targets` will soon be called with, in any grouping. Does nothing by default.

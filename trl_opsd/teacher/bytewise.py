@@ -7,24 +7,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
-from typing import final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from trl_opsd._compat.sharding import gathered_head
+from trl_opsd._compat.peft import CausalLM
+from trl_opsd._compat.sharding import gathered_head, whole_head
 from trl_opsd.data.byte_vocabulary import ByteVocabulary, valid_text
-from trl_opsd.losses.bytewise import MOST_MISSED, byte_logarithms, forks_needed
-from trl_opsd.models.backbone import shape_of
-from trl_opsd.models.forks import warn_without_forks
+from trl_opsd.losses.bytewise import MOST_MISSED, byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.losses.objective import Objective
+from trl_opsd.models.backbone import completion_hidden, preserved_mode, shape_of
+from trl_opsd.models.forks import forked_hidden, warn_without_forks
+from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.teacher.base import Teacher, innermost
+from trl_opsd.teacher.comparison import Comparison, TeacherTokens, selected, tokens_by_teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import check_depends_on_input, is_ours, prove_alignment, scored
-from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.bytewise import OUTCOMES, ByteTargets, CoveringTree, byte_head
+from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
+from trl_opsd.types.bytewise import OUTCOMES, ByteTable, ByteTargets, CoveringTree, byte_head
 from trl_opsd.types.spelled import Spelled
 from trl_opsd.types.targets import RowTargets, fetch, has_streams, kept_by_row, targets_device
 
@@ -61,6 +65,8 @@ class ByteTeacher(Teacher):
             Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
         most_missed (`float`, *optional*):
             The share of a distribution that forks may have which are not read: see `OPSDConfig.cross_tokenizer_missed`.
+        record (`Callable`, *optional*):
+            Takes a metric, its value, and what it is a mean over.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class ByteTeacher(Teacher):
         chunk_tokens: int | None = None,
         cache_device: str = "auto",
         most_missed: float = MOST_MISSED,
+        record: Callable[[str, float, float], None] = lambda *_: None,
     ) -> None:
         self._most_missed, frozen = most_missed, innermost(teacher)
         self.reads_forks = most_missed < 1 and isinstance(frozen, FrozenTeacher) and frozen.prove_forks()
@@ -80,7 +87,7 @@ class ByteTeacher(Teacher):
             warn_without_forks("teacher", most_missed)
         self.teacher, self._student, self.its = teacher, student, its.within(shape_of(teacher.head)[0])
         self._temperature, self._chunk_tokens, self._cache_device = temperature, chunk_tokens, cache_device
-        self._is_unproved = not is_ours(teacher)
+        self._is_unproved, self._record = not is_ours(teacher), record
 
     def __str__(self) -> str:
         return f"{self.teacher}, by bytes"
@@ -136,6 +143,65 @@ class ByteTeacher(Teacher):
             for common in [len(one.of_student.token)]
         ]
         return TeacherTargets.by_row(targets, rollout.completion_ids.size(1))
+
+    def compare(
+        self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective, policy: BatchPolicy,
+        heads: Sequence[OutputHead], origin: OutputHead | None,
+    ) -> Comparison:  # fmt: skip
+        if policy.forks:
+            rollout, targets = self._with_forks_of(student, rollout, targets, objective, policy)
+        host_BC, rows, columns = rollout.weights_on_host(), _of_bytes(targets), rollout.completion_ids.size(1)
+        shares = list[ByteTokens]()
+        for one in tokens_by_teacher(heads, targets, rollout.weights, host_BC=host_BC, by_token=False):
+            numbers = range(len(rows)) if targets.teacher is None else (targets.teacher == one.teacher).nonzero()
+            theirs = [int(row) for row in numbers]
+            starts, places_N = [columns * row for row in theirs], one.places_N
+            spelled = Spelled.of(
+                [rows[row].tree for row in theirs], [rows[row].missed for row in theirs], starts, places_N
+            )
+            weights_N = one.weights_BC.flatten()[spelled.places]
+            given = {field.name: getattr(one, field.name) for field in fields(one)}
+            given |= {"places_N": spelled.places, "weights_N": None if bool((weights_N == 1).all()) else weights_N}
+            shares.append(ByteTokens(**given, spelled=spelled, how=(self._student.table, self._most_missed)))
+        hidden_BCH = (completion_hidden if rollout.forks is None else forked_hidden)(student, rollout, policy)
+
+        def nats(
+            objective: Objective, row: int, places_n: Tensor, head: OutputHead, teacher_head: OutputHead
+        ) -> Tensor:
+            spelled, device = Spelled.of([rows[row].tree], [rows[row].missed], [0], places_n), head.weight.device
+            theirs = rows[row].hidden[spelled.kept.to(rows[row].hidden.device)], teacher_head
+            mine = hidden_BCH[row].detach().to(device)[spelled.places.to(device)], head
+            sampled = Sampled(rollout.completion_ids[row].cpu()[spelled.places].to(device))
+            found_S = _compared(objective, mine, theirs, None, sampled, spelled, self._student.table, self._most_missed)
+            # Of states after forks, and of others that are only read for these tokens, nothing is shown.
+            which = {place: number for number, place in enumerate(spelled.places.tolist())}
+            return found_S.divergence[[which[place] for place in places_n.tolist()]]
+
+        return Comparison(rollout, targets, shares, hidden_BCH, nats)
+
+    @torch.no_grad()
+    def _with_forks_of(
+        self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective, policy: BatchPolicy
+    ) -> tuple[Rollout, TeacherTargets]:
+        """The rows with the tokens that branch off them, as far as the student's distributions need these."""
+        rows, columns = _of_bytes(targets), rollout.completion_ids.size(1)
+        with preserved_mode(student):
+            student.eval()
+            hidden_BCH = completion_hidden(student, rollout, policy)
+        trees = [row.tree for row in rows]
+        places_S = torch.cat([torch.arange(one.tokens) + row * columns for row, one in enumerate(trees)])
+        ids_S = selected(rollout.completion_ids.flatten(), places_S)
+        with whole_head(student) as head:
+            model = LazyLogits(selected(hidden_BCH.flatten(0, 1), places_S), head, objective.temperatures[0])
+            how = self._most_missed, objective.chunk_tokens
+            needed = forks_needed(model, self._student.table, ids_S, trees, *how)
+        trees = [replace(one, read=read, column=columns) for one, read in zip(trees, needed, strict=True)]
+        rollout = rollout.with_forks([one.branches() for one in trees])
+        forked = [replace(row, tree=tree) for row, tree in zip(rows, trees, strict=True)]
+        read, added = (sum(each) for each in zip(*rollout.branching, strict=True))
+        self._record("cross/forks", added / max(1, read), read)
+        columns = rollout.completion_ids.size(1)
+        return rollout, TeacherTargets.by_row(forked, columns, targets.teacher, targets.reference_states)
 
     def _forked(
         self, readings: Sequence[_Reading], rows: Sequence[RowTargets], head: OutputHead, column: int
@@ -202,6 +268,36 @@ class ByteTeacher(Teacher):
             if known is None:
                 break
         return theirs, agreed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteTokens(TeacherTokens):
+    """Tokens with a target for each of their bytes; those of weight 0 that are read for others are among them."""
+
+    by_token: ClassVar[bool] = False
+    spelled: Spelled
+    how: tuple[ByteTable, float]
+    """The student's vocabulary, and the share of a distribution that may be missed."""
+
+    def compared(self, objective: Objective, *given: Any) -> PerToken:
+        student, teacher, weights_N, sampled, _ = given
+        return _compared(objective, student, teacher, weights_N, sampled, self.spelled, *self.how)
+
+
+def _compared(
+    objective: Objective, student: tuple[Tensor, OutputHead], teacher: tuple[Tensor, OutputHead],
+    weights_N: Tensor | None, sampled: Sampled, spelled: Spelled, table: ByteTable, most_missed: float,
+) -> PerToken:  # fmt: skip
+    # The teacher's are logarithms of distributions, in which its temperature is.
+    pair = LazyLogits(*student, objective.temperatures[0]), LazyLogits(*teacher)
+    how = objective.chunk_tokens, most_missed
+    return bytewise_divergence(*pair, objective.divergence, table, spelled, sampled, weights_N, *how)
+
+
+def _of_bytes(targets: TeacherTargets) -> list[ByteTargets]:
+    rows = [row for row in targets.rows or () if isinstance(row, ByteTargets)]
+    assert len(rows) == len(targets.rows or ()), "all teachers are compared by bytes, or none is"
+    return rows
 
 
 def _some(rows: Sequence[RowTargets]) -> Iterator[slice]:
