@@ -17,6 +17,7 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, in_zero3_model, whole_head
+from trl_opsd.bytes.tokenizers import ByteTokenizers
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
@@ -187,6 +188,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             methods=methods,
             row_columns=self.row_columns,
             choose_rollout=chosen_rollout,
+            cross_tokenizers={"bytes": ByteTokenizers},
         )
         check_methods(type(self))
         self.row_columns = given.row_columns
@@ -203,6 +205,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             peft_config=peft_config,
             tools=given.tools,
         )
+        self.cross = given.cross
         self.methods = Methods(self, given.methods)
         for one in self.methods:
             if isinstance(one, TrainerCallback):
@@ -404,9 +407,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Raises:
             ValueError: There is no such teacher, it is behind a server or sharded, or has a tokenizer of its own.
         """
-        if self.teaching.spelling is not None:
+        if self.cross is not None:
             raise ValueError(
-                "`generating_with` with `cross_tokenizer='bytes'`: prompts are ids of the student's tokens, which no "
+                "`generating_with` with `cross_tokenizer`: prompts are ids of the student's tokens, which no "
                 "other model reads: measure the teacher in a run of its own, as the student."
             )
         if isinstance(teacher, str) and teacher not in self.teachers:

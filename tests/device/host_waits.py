@@ -20,7 +20,8 @@ from transformers import TrainerCallback
 from visits import SkipNear
 
 from trl_opsd import OPSDTrainer
-from trl_opsd.teacher import bytewise, comparison
+from trl_opsd.bytes import teacher as bytewise
+from trl_opsd.teacher import comparison
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "text": dict,

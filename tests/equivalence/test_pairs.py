@@ -135,7 +135,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("constant", {"clipped"}, "which is not a sum over vocabulary entries"),
     ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
     ("prefixes", {"stored"}, "`teacher_prefix_cache_gb=0.001` has no effect on a StoredTeacher"),
-    ("stored", {"bytes"}, "keeps no bytes"),
+    ("stored", {"bytes"}, "these models share none"),
     ("stored", KNOWN, "teacher"),
     ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a KnownTeacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),

@@ -20,15 +20,16 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast
 
 from trl_opsd import FixedRollout, Method, OPSDTrainer
-from trl_opsd.data.byte_vocabulary import ByteVocabulary
-from trl_opsd.losses.byte_ranges import _FLOOR
+from trl_opsd.bytes import teacher as bytewise
+from trl_opsd.bytes.ranges import _FLOOR
+from trl_opsd.bytes.spelled import Spelled
+from trl_opsd.bytes.table import ByteTargets, CoveringTree
+from trl_opsd.bytes.teacher import ByteTeacher
+from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.losses.dense import dense_byte_logarithms
-from trl_opsd.teacher import FrozenTeacher, Teacher, bytewise
-from trl_opsd.teacher.bytewise import ByteTeacher
+from trl_opsd.teacher import FrozenTeacher, Teacher
 from trl_opsd.teacher.frozen import Resident
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
-from trl_opsd.types.bytewise import ByteTargets, CoveringTree
-from trl_opsd.types.spelled import Spelled
 
 MINE, YOURS = byte_pairs(120, start=5000), byte_pairs(200)
 PROMPTS = ["Once", "def f(x):", "  Ünï ", "2+2="]
@@ -642,7 +643,7 @@ class Plain(Teacher):
     context = None
 
     def targets(self, rollout):
-        assert rollout.forks is None
+        assert type(rollout) is Rollout
         return self.inner.targets(rollout)
 
 

@@ -23,7 +23,6 @@ from trl_opsd.data.completions import COMPLETION, TOKENS
 from trl_opsd.loop.stored import can_look_up, made_for, missing_rows
 from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.bytewise import ByteTeacher
 from trl_opsd.teacher.store import HEADER, Described, Store, Writer, publish, said_of_head
 from trl_opsd.teacher.stored import StoredTeacher, WrittenTeacher
 from trl_opsd.trainer import OPSDTrainer
@@ -281,8 +280,10 @@ def _described(trainer: OPSDTrainer, format: str, top_k: int) -> tuple[Described
 
 def _kept_head(trainer: OPSDTrainer, name: str, teacher: Teacher, format: str, top_k: int) -> OutputHead:
     """The head of the targets that are kept of a teacher; `ValueError` where it has none of that format."""
-    if isinstance(teacher, ByteTeacher):
-        raise ValueError(f"The teacher {name!r} is compared by bytes (`cross_tokenizer`), and a folder keeps no bytes.")
+    if trainer.cross is not None:
+        raise ValueError(
+            "`cross_tokenizer`: a folder keeps what a teacher says of tokens, and these models share none."
+        )
     if getattr(teacher, "student_k", 0):
         raise ValueError(
             f"The server of {name!r} scores the student's likeliest tokens, which change as the student learns: set "

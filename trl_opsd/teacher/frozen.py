@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from tqdm import tqdm
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
 from trl_opsd.models.backbone import Run, call, completion_hidden, context_of, has_varlen, model_shape, preserved_mode
 from trl_opsd.models.checks import check_on_device, described
-from trl_opsd.models.forks import FORKS, forked_hidden
 from trl_opsd.models.grouping import cheapest_groups, fewest_groups
 from trl_opsd.models.padding import PADDED, BatchPolicy
 from trl_opsd.models.prefix import PASSES, hidden_after
@@ -144,6 +143,7 @@ def score_groups(
     progress: bool = False,
     policy: BatchPolicy = PADDED,
     plan: Plan | None = None,
+    read: Callable[..., Tensor] = completion_hidden,
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
 
@@ -152,7 +152,6 @@ def score_groups(
     """
     bar = tqdm(groups, desc="teach", unit="pass", delay=5, leave=False, disable=not progress)
     keeper = Keeper(rollout.weights, cache_device)
-    read = completion_hidden if rollout.forks is None else forked_hidden
     with torch.no_grad():
         pasts = None if plan is None else plan.shared.read(plan, run)
         for number, rows in enumerate(bar):
@@ -287,14 +286,6 @@ class FrozenTeacher(Teacher):
         with self.placement.loaded(passes=6) as run:
             Probed(self.model, "teacher", run).reads(prompts, self.batching)
 
-    def prove_forks(self) -> bool:
-        """Determines whether tokens may branch off its rows."""
-        with self.placement.loaded(passes=5) as run:
-            probed = Probed(self.model, "teacher", run)
-            probed.batching = self.batching
-            self.batching = probed.prove(FORKS).batching
-        return self.batching.forks
-
     def __str__(self) -> str:
         return f"{described(self.model)}, {self.placement.where}"
 
@@ -317,19 +308,23 @@ class FrozenTeacher(Teacher):
         with self.placement.loaded(1):
             yield self.model
 
-    @property
-    def _batching_of_forks(self) -> BatchPolicy:
-        """Rows with forks are padded: their masks are of their own."""
-        return replace(self.batching, packed=False)
-
     def targets(self, rollout: Rollout) -> TeacherTargets:
+        return self.states(rollout, self.batching, self.prefixes)
+
+    def states(
+        self,
+        rollout: Rollout,
+        policy: BatchPolicy,
+        prefixes: SharedPrefixes | None = None,
+        read: Callable[..., Tensor] = completion_hidden,
+    ) -> TeacherTargets:
+        """The targets of a rollout in passes of `read`, whose rows begin with prefixes that they share, if any."""
         rollout, device = rollout.ended(), self.placement.device
         passes_are_costly, kept = self.placement.passes_are_costly, (self._cache_device, self._progress)
 
         def split(lengths: Sequence[int], before: int) -> list[list[int]]:
             return pass_groups(self.model, lengths, device, policy, self._pass_bytes, passes_are_costly, before)
 
-        prefixes, policy = (self.prefixes, self.batching) if rollout.forks is None else (None, self._batching_of_forks)
         shared = nullcontext() if prefixes is None else prefixes.planned(rollout, split, policy)
         with preserved_mode(self.model), shared as plan:
             groups = split(rollout.sizes, 0) if plan is None else plan.rows
@@ -337,4 +332,4 @@ class FrozenTeacher(Teacher):
             with self.placement.loaded(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since
                     self.model.eval()
-                return score_groups(run, rollout, groups, passes, device, *kept, policy, plan)
+                return score_groups(run, rollout, groups, passes, device, *kept, policy, plan, read)

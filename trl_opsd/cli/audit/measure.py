@@ -125,7 +125,7 @@ def audit(trainer: OPSDTrainer, rows: int = 32, candidates: Sequence[str] = ()) 
             Paths of more teachers, each in the place of the only one.
 
     Raises:
-        ValueError: There are too few rows, several processes, or teachers that are compared by bytes.
+        ValueError: There are too few rows, several processes, or teachers with other tokenizers.
     """
     _check(trainer, rows, candidates)
     with _left_as_it_was(trainer):
@@ -166,8 +166,8 @@ def _check(trainer: OPSDTrainer, rows: int, candidates: Sequence[str]) -> None:
         raise ValueError("An audit needs a `train_dataset`, whose prompts the student completes.")
     if trainer.accelerator.num_processes > 1:
         raise ValueError("An audit runs in one process: call it without a launcher.")
-    if trainer.teaching.spelling is not None:
-        raise ValueError("`cross_tokenizer='bytes'`: an audit compares tokens, but these models share none.")
+    if trainer.cross is not None:
+        raise ValueError("`cross_tokenizer`: an audit compares tokens, but these models share none.")
     if candidates and (trainer.teacher is None or trainer.args.teacher_model_kind is not None):
         raise ValueError("Candidates take the place of the only teacher, but there are several, or it is the student.")
 

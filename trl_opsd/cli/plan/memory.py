@@ -9,14 +9,14 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from trl_opsd.bytes.ranges import _POSITION_BYTES, _RANGE_BYTES
+from trl_opsd.bytes.table import OUTCOMES
+from trl_opsd.bytes.teacher import _ROWS
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
-from trl_opsd.losses.byte_ranges import _POSITION_BYTES, _RANGE_BYTES
 from trl_opsd.losses.elementwise import EVERY
 from trl_opsd.losses.side import STRIDE_ELEMENTS
 from trl_opsd.losses.streamed import _GROUP_TILES, tile_of
-from trl_opsd.teacher.bytewise import _ROWS
 from trl_opsd.teacher.frozen import PASS_BYTES
-from trl_opsd.types.bytewise import OUTCOMES
 from trl_opsd.types.targets import CACHE_BYTES
 
 BUCKETS = "gradient buckets"

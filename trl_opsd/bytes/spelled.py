@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trl_opsd.types.bytewise import CoveringTree, Numbers
+from trl_opsd.bytes.table import CoveringTree, Numbers
 
 
 @dataclass(frozen=True, slots=True)

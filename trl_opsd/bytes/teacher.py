@@ -6,7 +6,7 @@ P byte positions of a row · n tokens of the teacher in it
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
@@ -14,22 +14,24 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, whole_head
-from trl_opsd.data.byte_vocabulary import ByteVocabulary, valid_text
-from trl_opsd.losses.bytewise import MOST_MISSED, byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.bytes.divergence import MOST_MISSED, byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.bytes.forks import ForkedRollout, Forking, forked_hidden, warn_without_forks
+from trl_opsd.bytes.spelled import Spelled
+from trl_opsd.bytes.table import OUTCOMES, ByteTable, ByteTargets, CoveringTree, byte_head
+from trl_opsd.bytes.vocabulary import ByteVocabulary, valid_text
 from trl_opsd.losses.objective import Objective
 from trl_opsd.models.backbone import completion_hidden, preserved_mode, shape_of
-from trl_opsd.models.forks import forked_hidden, warn_without_forks
 from trl_opsd.models.padding import BatchPolicy
-from trl_opsd.teacher.base import Teacher, innermost
+from trl_opsd.models.probes import Probed
+from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.comparison import Comparison, TeacherTokens, selected, tokens_by_teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.teachers import check_depends_on_input, is_ours, prove_alignment, scored
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
-from trl_opsd.types.bytewise import OUTCOMES, ByteTable, ByteTargets, CoveringTree, byte_head
-from trl_opsd.types.spelled import Spelled
 from trl_opsd.types.targets import RowTargets, fetch, has_streams, kept_by_row, targets_device
 
 _ROWS = 8
@@ -55,7 +57,7 @@ class ByteTeacher(Teacher):
     Args:
         teacher ([`Teacher`]):
             Reads its own tokens.
-        student, its ([`~data.byte_vocabulary.ByteVocabulary`]):
+        student, its ([`~bytes.vocabulary.ByteVocabulary`]):
             What the tokens of the student and of the teacher stand for.
         temperature (`Callable`):
             The teacher's softmax temperature, as it is now.
@@ -79,18 +81,46 @@ class ByteTeacher(Teacher):
         cache_device: str = "auto",
         most_missed: float = MOST_MISSED,
         record: Callable[[str, float, float], None] = lambda *_: None,
+        student_forks: Forking | None = None,
     ) -> None:
-        self._most_missed, frozen = most_missed, innermost(teacher)
-        self.reads_forks = most_missed < 1 and isinstance(frozen, FrozenTeacher) and frozen.prove_forks()
-        """Whether tokens may branch off a row that it reads."""
-        if most_missed < 1 and not self.reads_forks:
+        self._most_missed, forking = most_missed, Forking("teacher", most_missed)
+        if most_missed < 1 and isinstance(teacher, FrozenTeacher) and is_ours(teacher):
+            with teacher.placement.loaded(passes=5) as run:
+                probed = Probed(teacher.model, "teacher", run)
+                probed.batching = teacher.batching
+                probed.prove(forking.probe)
+        elif most_missed < 1:
             warn_without_forks("teacher", most_missed)
+        self.reads_forks = forking.works
+        """Whether tokens may branch off a row that it reads."""
         self.teacher, self._student, self.its = teacher, student, its.within(shape_of(teacher.head)[0])
         self._temperature, self._chunk_tokens, self._cache_device = temperature, chunk_tokens, cache_device
         self._is_unproved, self._record = not is_ours(teacher), record
+        self._student_forks = student_forks or Forking("student", most_missed)
 
     def __str__(self) -> str:
         return f"{self.teacher}, by bytes"
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its own."""
+        return self.its.tokenizer
+
+    def told(self, ids: list[int], ends: Collection[int], end: int, most: int) -> list[int]:
+        """Its completion in the student's tokens, as far as these spell it and there is room; counts what they do.
+
+        `ends` are its own end tokens, and `end` the student's.
+        """
+        ended = ids[-1:] and ids[-1] in ends
+        body = ids[:-1] if ended else ids
+        told, kept = self._student.retold(body, self.its)
+        size = sum(len(one or b"-") for one in self.its.spelled(body))
+        told = [*told, end] if ended and kept == size else told
+        if len(told) > most:
+            told, kept = told[:most], sum(len(one or b"-") for one in self._student.spelled(told[:most]))
+        if size:
+            self._record("cross/retold", kept / size, 1)
+        return told
 
     @property
     def spelling(self) -> str:
@@ -124,7 +154,9 @@ class ByteTeacher(Teacher):
             readings = [replace(one, tree=tree) for one, tree in zip(readings, trees, strict=True)]
             # Each process reads again, with forks or without, as that may be collective.
             theirs = _with_forks(theirs, trees)
-            rows = kept_by_row(scored(self.teacher, theirs), theirs.weights).rows or ()
+            assert isinstance(self.teacher, FrozenTeacher), "which alone was tried"
+            policy = replace(self.teacher.batching, packed=False)  # masks are of each row's own
+            rows = self.teacher.states(theirs, policy, read=forked_hidden).rows or ()
         positions, missed = [len(one.tree.token) for one in readings], list[Tensor]()
         with gathered_head(head := self.teacher.head):
             head, shape = head.to(device), (sum(positions), OUTCOMES)
@@ -148,7 +180,9 @@ class ByteTeacher(Teacher):
         self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective, policy: BatchPolicy,
         heads: Sequence[OutputHead], origin: OutputHead | None,
     ) -> Comparison:  # fmt: skip
-        if policy.forks:
+        read: Callable[..., Tensor] = completion_hidden
+        if self._student_forks.works:
+            read = forked_hidden
             rollout, targets = self._with_forks_of(student, rollout, targets, objective, policy)
         host_BC, rows, columns = rollout.weights_on_host(), _of_bytes(targets), rollout.completion_ids.size(1)
         shares = list[ByteTokens]()
@@ -163,7 +197,7 @@ class ByteTeacher(Teacher):
             given = {field.name: getattr(one, field.name) for field in fields(one)}
             given |= {"places_N": spelled.places, "weights_N": None if bool((weights_N == 1).all()) else weights_N}
             shares.append(ByteTokens(**given, spelled=spelled, how=(self._student.table, self._most_missed)))
-        hidden_BCH = (completion_hidden if rollout.forks is None else forked_hidden)(student, rollout, policy)
+        hidden_BCH = read(student, rollout, policy)
 
         def nats(
             objective: Objective, row: int, places_n: Tensor, head: OutputHead, teacher_head: OutputHead
@@ -196,9 +230,9 @@ class ByteTeacher(Teacher):
             how = self._most_missed, objective.chunk_tokens
             needed = forks_needed(model, self._student.table, ids_S, trees, *how)
         trees = [replace(one, read=read, column=columns) for one, read in zip(trees, needed, strict=True)]
-        rollout = rollout.with_forks([one.branches() for one in trees])
+        lengths, rollout = rollout.measured(), ForkedRollout.branching(rollout, [one.branches() for one in trees])
         forked = [replace(row, tree=tree) for row, tree in zip(rows, trees, strict=True)]
-        read, added = (sum(each) for each in zip(*rollout.branching, strict=True))
+        read, added = sum(one.completion for one in lengths), sum(len(tokens) for tokens, _ in rollout.forks)
         self._record("cross/forks", added / max(1, read), read)
         columns = rollout.completion_ids.size(1)
         return rollout, TeacherTargets.by_row(forked, columns, targets.teacher, targets.reference_states)
@@ -339,10 +373,10 @@ def _as_its_own(rollout: Rollout, completions: list[list[int]]) -> Rollout:
     )
 
 
-def _with_forks(rollout: Rollout, trees: list[CoveringTree]) -> Rollout:
+def _with_forks(rollout: Rollout, trees: list[CoveringTree]) -> ForkedRollout:
     """The same rows, with the forks that are read; the state after each counts."""
     column = rollout.completion_ids.size(1)
-    forked = rollout.with_forks([one.branches() for one in trees])
+    forked = ForkedRollout.branching(rollout, [one.branches() for one in trees])
     weights_BC = forked.weights.clone()
     for row, tree in enumerate(trees):
         weights_BC[row, column : column + int(tree.read.sum())] = 1

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from trl_opsd.types.bytewise import ROOT, CoveringTree
+from trl_opsd.bytes.table import ROOT, CoveringTree
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _REMEMBERED = 256_000_000
@@ -62,7 +62,7 @@ class Cutter:
     """Finds the covering trees of texts.
 
     Args:
-        vocabulary ([`~data.byte_vocabulary.ByteVocabulary`]):
+        vocabulary ([`~bytes.vocabulary.ByteVocabulary`]):
             The tokens.
     """
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trl_opsd.data.covering import Cutter
-from trl_opsd.types.bytewise import END, ROOT, ByteTable, CoveringTree
+from trl_opsd.bytes.covering import Cutter
+from trl_opsd.bytes.table import END, ROOT, ByteTable, CoveringTree
 
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _ANCHORS = ("\n", "a", ".", " ", "0", ";")

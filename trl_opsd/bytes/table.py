@@ -7,7 +7,7 @@ N tokens of a completion · P byte positions · F forks · S states that are rea
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -125,7 +125,6 @@ class ByteTargets(RowTargets):
     `places` [P] are the positions of the student's tokens that the bytes belong to, not ascending strictly.
     """
 
-    by_byte: ClassVar[bool] = True
     missed: Tensor
     """[P], float32, in host memory: the share of the teacher's distribution that may be missing."""
     tree: CoveringTree

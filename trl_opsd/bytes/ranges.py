@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trl_opsd.bytes.spelled import Spelled
+from trl_opsd.bytes.table import OUTCOMES, ByteTable
 from trl_opsd.losses.side import STRIDE_ELEMENTS, Side, product_dtype
 from trl_opsd.losses.streamed import _GROUP_TILES, memory_of, tile_of
 from trl_opsd.types import LazyLogits
-from trl_opsd.types.bytewise import OUTCOMES, ByteTable
-from trl_opsd.types.spelled import Spelled
 from trl_opsd.types.targets import has_streams
 
 _FLOOR = 1e-6
@@ -58,7 +58,7 @@ class Plan:
     token_P: Tensor
     """The state before the token of each byte position, ascending; int32, as all that was copied."""
     missed_P: Tensor
-    """As [`~types.bytewise.Spelled.missed`]."""
+    """As [`~bytes.table.Spelled.missed`]."""
     reads_3R: Tensor
     leaves_4X: Tensor
     path_3S: Tensor
