@@ -17,7 +17,7 @@ from transformers.integrations import is_fsdp_enabled
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, in_zero3_model, whole_head
-from trl_opsd.bytes.tokenizers import ByteTokenizers
+from trl_opsd.bytes import ByteTokenizers
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.datasets import AnyDataset, EvalDatasets
 from trl_opsd.data.prompts import Row
@@ -307,7 +307,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 `None` means the tokens of this micro-batch.
         """
         teachers, objective = self.teaching.teachers, self.current_objective
-        comparison = teachers.compare(student, rollout, targets, objective, self.batching_to_learn)
+        first, how = next(iter(teachers.values())), (objective, self.batching_to_learn)
+        comparison = first.compare(student, rollout, targets, *how, teachers.heads, teachers.origin_head)
         rollout, mine, hidden_BCH = comparison.rollout, comparison.shares, comparison.hidden_BCH
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (

@@ -16,11 +16,10 @@ from gpu_checks.findings import Findings
 from gpu_checks.losses import SHARED, SHARED_TOY, sizes
 from trl_opsd.bytes.covering import Cutter, Nodes
 from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence
-from trl_opsd.bytes.spelled import Spelled
-from trl_opsd.bytes.table import byte_head
+from trl_opsd.bytes.ranges import dense_byte_logarithms
+from trl_opsd.bytes.table import Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.losses import ReverseKL, dense_divergence, streamed_divergence
-from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.types import LazyLogits, ReferenceModel, Sampled
 
 THIRD = 1.8

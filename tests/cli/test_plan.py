@@ -332,21 +332,7 @@ def test_what_a_contrast_adds():
     assert spent[1]["scoring"] == 2 * spent[0]["scoring"]
 
 
-def test_what_bytes_take():
-    """By hand, for 592 tokens at a time on 80 GB: one tile in float32, eight states more, and the sorted head."""
-    load = replace(LOAD, length=1024, by_bytes=True, memory=80 * 10**9)
-    shape = of("1.5b")
-    found = phases(shape, of("7b"), load, Choice("single", "none", 8), a_gigabyte)
-    of_token = 151936 * (4 + 8) + 310 * 500 + 4.4 * 36_000
-    tile = loss_tile(shape, of("7b"), 8192, load)
-    assert found["training"]["loss tile"] == pytest.approx((tile + 8) * of_token + 2 * shape.head, rel=1e-6)
-    assert found["training"]["targets"] == pytest.approx(8 * 1024 * 4.4 * 4 * 257, rel=1e-3)
-    assert found["scoring"]["byte ranges"] > found["training"]["loss tile"] - 2 * shape.head
-
-
-@pytest.mark.parametrize(
-    ("flag", "phase"), [("--origin", "rollout"), ("--contrast", "training"), ("--bytes", "scoring")]
-)
+@pytest.mark.parametrize(("flag", "phase"), [("--origin", "rollout"), ("--contrast", "training")])
 def test_the_command_counts_it(planned, flag, phase):
     peaks = []
     for flags in ((), (flag,)):

@@ -26,7 +26,7 @@ from trl import DistillationConfig, DistillationTrainer
 from trl_opsd import FixedRollout, HFRollout, OPSDConfig, OPSDTrainer
 from trl_opsd.bytes.divergence import byte_logarithms, forks_needed
 from trl_opsd.bytes.forks import ForkedRollout, forked_hidden
-from trl_opsd.bytes.spelled import Spelled
+from trl_opsd.bytes.table import Spelled
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.rollout.vllm import VLLMRollout
 from trl_opsd.types import LazyLogits, OutputHead, Rollout

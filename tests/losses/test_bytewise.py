@@ -26,12 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from trl_opsd.bytes import divergence, ranges
 from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
-from trl_opsd.bytes.ranges import _FLOOR
-from trl_opsd.bytes.spelled import Spelled
-from trl_opsd.bytes.table import OUTCOMES, byte_head
+from trl_opsd.bytes.ranges import _FLOOR, dense_byte_logarithms
+from trl_opsd.bytes.table import OUTCOMES, Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.losses import ForwardKL, GeneralizedJSD, NegativeLogAcceptance, ReverseKL, side
-from trl_opsd.losses.dense import dense_byte_logarithms
 from trl_opsd.types import LazyLogits, OutputHead, Sampled
 
 SMALL = small_languages()

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from trl_opsd.bytes.ranges import ByteTile, Plan, Tile
-from trl_opsd.bytes.spelled import Spelled
-from trl_opsd.bytes.table import OUTCOMES, ByteTable, CoveringTree
+from trl_opsd.bytes.table import OUTCOMES, ByteTable, CoveringTree, Spelled
 from trl_opsd.losses.divergence import Divergence
 from trl_opsd.losses.sampled import against_sampler
 from trl_opsd.losses.side import Side, addmm_

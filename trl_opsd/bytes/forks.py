@@ -170,15 +170,15 @@ class Forking:
         try:
             said = _reads_forks(one)
         except Doubt:
-            warn_without_forks(self._role, self._most_missed)
+            self.warn()
             raise
         self.works = True
         return said
 
-
-def warn_without_forks(role: str, most_missed: float) -> None:
-    """Says that distributions of a model are summed without forks."""
-    logger.warning(
-        f"`cross_tokenizer='bytes'`: the {role} cannot read tokens that branch off a text (docs/tokenizers.md). Bytes "
-        f"are left out of which more than `cross_tokenizer_missed={most_missed:g}` may be missed: see `cross/used`."
-    )
+    def warn(self) -> None:
+        """Says that its distributions are summed without forks."""
+        logger.warning(
+            f"`cross_tokenizer='bytes'`: the {self._role} cannot read tokens that branch off a text "
+            "(docs/tokenizers.md). Bytes are left out of which more than "
+            f"`cross_tokenizer_missed={self._most_missed:g}` may be missed: see `cross/used`."
+        )

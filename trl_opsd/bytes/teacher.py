@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, final
 
@@ -18,10 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, whole_head
-from trl_opsd.bytes.divergence import MOST_MISSED, byte_logarithms, bytewise_divergence, forks_needed
-from trl_opsd.bytes.forks import ForkedRollout, Forking, forked_hidden, warn_without_forks
-from trl_opsd.bytes.spelled import Spelled
-from trl_opsd.bytes.table import OUTCOMES, ByteTable, ByteTargets, CoveringTree, byte_head
+from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
+from trl_opsd.bytes.forks import ForkedRollout, Forking, forked_hidden
+from trl_opsd.bytes.table import OUTCOMES, ByteTable, ByteTargets, CoveringTree, Spelled, byte_head
 from trl_opsd.bytes.vocabulary import ByteVocabulary, valid_text
 from trl_opsd.losses.objective import Objective
 from trl_opsd.models.backbone import completion_hidden, preserved_mode, shape_of
@@ -30,7 +28,7 @@ from trl_opsd.models.probes import Probed
 from trl_opsd.teacher.base import Teacher
 from trl_opsd.teacher.comparison import Comparison, TeacherTokens, selected, tokens_by_teacher
 from trl_opsd.teacher.frozen import FrozenTeacher
-from trl_opsd.teacher.teachers import check_depends_on_input, is_ours, prove_alignment, scored
+from trl_opsd.teacher.teachers import Teachers, is_ours
 from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout, Sampled, TeacherTargets
 from trl_opsd.types.targets import RowTargets, fetch, has_streams, kept_by_row, targets_device
 
@@ -59,44 +57,26 @@ class ByteTeacher(Teacher):
             Reads its own tokens.
         student, its ([`~bytes.vocabulary.ByteVocabulary`]):
             What the tokens of the student and of the teacher stand for.
-        temperature (`Callable`):
-            The teacher's softmax temperature, as it is now.
-        chunk_tokens (`int`, *optional*):
-            Tokens whose logits exist at a time.
-        cache_device (`str`, *optional*, defaults to `"auto"`):
-            Where targets are kept until they are used: see `OPSDConfig.teacher_cache_device`.
-        most_missed (`float`, *optional*):
-            The share of a distribution that forks may have which are not read: see `OPSDConfig.cross_tokenizer_missed`.
-        record (`Callable`, *optional*):
-            Takes a metric, its value, and what it is a mean over.
+        host ([`OPSDTrainer`]):
+            Has the options, temperatures and log.
+        student_forks ([`~bytes.forks.Forking`]):
+            Whether the student can be read with forks.
     """
 
     def __init__(
-        self,
-        teacher: Teacher,
-        student: ByteVocabulary,
-        its: ByteVocabulary,
-        temperature: Callable[[], float],
-        chunk_tokens: int | None = None,
-        cache_device: str = "auto",
-        most_missed: float = MOST_MISSED,
-        record: Callable[[str, float, float], None] = lambda *_: None,
-        student_forks: Forking | None = None,
+        self, teacher: Teacher, student: ByteVocabulary, its: ByteVocabulary, host: Any, student_forks: Forking
     ) -> None:
-        self._most_missed, forking = most_missed, Forking("teacher", most_missed)
-        if most_missed < 1 and isinstance(teacher, FrozenTeacher) and is_ours(teacher):
+        self._host, self._most_missed = host, host.args.cross_tokenizer_missed
+        self._forks, self._student_forks = Forking("teacher", self._most_missed), student_forks
+        if self._most_missed < 1 and isinstance(teacher, FrozenTeacher) and is_ours(teacher):
             with teacher.placement.loaded(passes=5) as run:
                 probed = Probed(teacher.model, "teacher", run)
                 probed.batching = teacher.batching
-                probed.prove(forking.probe)
-        elif most_missed < 1:
-            warn_without_forks("teacher", most_missed)
-        self.reads_forks = forking.works
-        """Whether tokens may branch off a row that it reads."""
+                probed.prove(self._forks.probe)
+        elif self._most_missed < 1:
+            self._forks.warn()
         self.teacher, self._student, self.its = teacher, student, its.within(shape_of(teacher.head)[0])
-        self._temperature, self._chunk_tokens, self._cache_device = temperature, chunk_tokens, cache_device
-        self._is_unproved, self._record = not is_ours(teacher), record
-        self._student_forks = student_forks or Forking("student", most_missed)
+        self._checked = Teachers({type(teacher).__name__: teacher})
 
     def __str__(self) -> str:
         return f"{self.teacher}, by bytes"
@@ -106,20 +86,19 @@ class ByteTeacher(Teacher):
         """Its own."""
         return self.its.tokenizer
 
-    def told(self, ids: list[int], ends: Collection[int], end: int, most: int) -> list[int]:
-        """Its completion in the student's tokens, as far as these spell it and there is room; counts what they do.
-
-        `ends` are its own end tokens, and `end` the student's.
+    def told(self, ids: list[int], ends: Collection[int]) -> list[int]:
+        """A completion that it ends with one of these, in the student's tokens, as far as these spell it and there is
+        room; counts what they do.
         """
-        ended = ids[-1:] and ids[-1] in ends
+        most, ended = self._host.args.max_completion_length, ids[-1:] and ids[-1] in ends
         body = ids[:-1] if ended else ids
         told, kept = self._student.retold(body, self.its)
         size = sum(len(one or b"-") for one in self.its.spelled(body))
-        told = [*told, end] if ended and kept == size else told
+        told = [*told, self._host.eos_token_ids[0]] if ended and kept == size else told
         if len(told) > most:
             told, kept = told[:most], sum(len(one or b"-") for one in self._student.spelled(told[:most]))
         if size:
-            self._record("cross/retold", kept / size, 1)
+            self._host.record("cross/retold", kept / size, 1)
         return told
 
     @property
@@ -140,14 +119,9 @@ class ByteTeacher(Teacher):
         rooms = [None if context is None else context - length.prompt for length in ended.measured()]
         readings = self._read(rollout.completion_lists(), [*map(len, ended.completion_lists())], rooms)
         theirs = _as_its_own(rollout, [one.ids for one in readings])
-        found = scored(self.teacher, theirs)
-        check_depends_on_input(theirs, found, type(self.teacher).__name__)
-        if self._is_unproved:
-            name = f"{type(self.teacher).__name__}.targets"
-            prove_alignment(partial(scored, self.teacher), theirs, found, name)
-            self._is_unproved = False
-        rows, device = kept_by_row(found, theirs.weights).rows or (), rollout.weights.device
-        if self.reads_forks:
+        found, device = self._checked.targets(theirs, ()), rollout.weights.device
+        rows = kept_by_row(found, theirs.weights).rows or ()
+        if self._forks.works:
             with gathered_head(head := self.teacher.head):
                 head, column = head.to(device), theirs.completion_ids.size(1)
                 trees = [one for some in _some(rows) for one in self._forked(readings[some], rows[some], head, column)]
@@ -160,7 +134,7 @@ class ByteTeacher(Teacher):
         positions, missed = [len(one.tree.token) for one in readings], list[Tensor]()
         with gathered_head(head := self.teacher.head):
             head, shape = head.to(device), (sum(positions), OUTCOMES)
-            kept = targets_device(self._cache_device, 4 * shape[0] * shape[1], device)
+            kept = targets_device(self._host.args.teacher_cache_device, 4 * shape[0] * shape[1], device)
             logs_PO = torch.empty(shape, device=kept, pin_memory=kept.type == "cpu" and has_streams(device))
             at = 0
             for some in _some(rows):
@@ -185,31 +159,28 @@ class ByteTeacher(Teacher):
             read = forked_hidden
             rollout, targets = self._with_forks_of(student, rollout, targets, objective, policy)
         host_BC, rows, columns = rollout.weights_on_host(), _of_bytes(targets), rollout.completion_ids.size(1)
-        shares = list[ByteTokens]()
+        how: tuple[ByteTable, float] = self._student.table, self._most_missed
+        shares = list[TeacherTokens]()
         for one in tokens_by_teacher(heads, targets, rollout.weights, host_BC=host_BC, by_token=False):
             numbers = range(len(rows)) if targets.teacher is None else (targets.teacher == one.teacher).nonzero()
-            theirs = [int(row) for row in numbers]
-            starts, places_N = [columns * row for row in theirs], one.places_N
-            spelled = Spelled.of(
-                [rows[row].tree for row in theirs], [rows[row].missed for row in theirs], starts, places_N
-            )
+            theirs = [(rows[int(row)], columns * int(row)) for row in numbers]
+            trees, missed = [row.tree for row, _ in theirs], [row.missed for row, _ in theirs]
+            spelled = Spelled.of(trees, missed, [start for _, start in theirs], one.places_N)
             weights_N = one.weights_BC.flatten()[spelled.places]
             given = {field.name: getattr(one, field.name) for field in fields(one)}
             given |= {"places_N": spelled.places, "weights_N": None if bool((weights_N == 1).all()) else weights_N}
-            shares.append(ByteTokens(**given, spelled=spelled, how=(self._student.table, self._most_missed)))
+            shares.append(_ByteTokens(**given, spelled=spelled, how=how))
         hidden_BCH = read(student, rollout, policy)
 
-        def nats(
-            objective: Objective, row: int, places_n: Tensor, head: OutputHead, teacher_head: OutputHead
-        ) -> Tensor:
+        def nats(objective: Objective, row: int, places_n: Tensor, head: OutputHead, teacher: OutputHead) -> Tensor:
             spelled, device = Spelled.of([rows[row].tree], [rows[row].missed], [0], places_n), head.weight.device
-            theirs = rows[row].hidden[spelled.kept.to(rows[row].hidden.device)], teacher_head
+            theirs = rows[row].hidden[spelled.kept.to(rows[row].hidden.device)], teacher
             mine = hidden_BCH[row].detach().to(device)[spelled.places.to(device)], head
             sampled = Sampled(rollout.completion_ids[row].cpu()[spelled.places].to(device))
-            found_S = _compared(objective, mine, theirs, None, sampled, spelled, self._student.table, self._most_missed)
+            found_S = _compared(objective, mine, theirs, None, sampled, spelled, *how).divergence
             # Of states after forks, and of others that are only read for these tokens, nothing is shown.
             which = {place: number for number, place in enumerate(spelled.places.tolist())}
-            return found_S.divergence[[which[place] for place in places_n.tolist()]]
+            return found_S[[which[place] for place in places_n.tolist()]]
 
         return Comparison(rollout, targets, shares, hidden_BCH, nats)
 
@@ -233,7 +204,7 @@ class ByteTeacher(Teacher):
         lengths, rollout = rollout.measured(), ForkedRollout.branching(rollout, [one.branches() for one in trees])
         forked = [replace(row, tree=tree) for row, tree in zip(rows, trees, strict=True)]
         read, added = sum(one.completion for one in lengths), sum(len(tokens) for tokens, _ in rollout.forks)
-        self._record("cross/forks", added / max(1, read), read)
+        self._host.record("cross/forks", added / max(1, read), read)
         columns = rollout.completion_ids.size(1)
         return rollout, TeacherTargets.by_row(forked, columns, targets.teacher, targets.reference_states)
 
@@ -242,10 +213,10 @@ class ByteTeacher(Teacher):
     ) -> list[CoveringTree]:
         """The teacher's trees, with the forks that have to be read."""
         states_NH = fetch([row.hidden for row in rows], head.weight.device).wait()
-        model = LazyLogits(states_NH, head, self._temperature())
+        model = LazyLogits(states_NH, head, self._host.temperatures[1])
         ids_N = torch.tensor([token for one in readings for token in one.ids], dtype=torch.long)
         trees = [one.tree for one in readings]
-        needed = forks_needed(model, self.its.table, ids_N, trees, self._most_missed, self._chunk_tokens)
+        needed = forks_needed(model, self.its.table, ids_N, trees, self._most_missed, self._host.args.loss_chunk_tokens)
         return [replace(tree, read=read, column=column) for tree, read in zip(trees, needed, strict=True)]
 
     def _logarithms(
@@ -260,8 +231,8 @@ class ByteTeacher(Teacher):
         states_NH = fetch([row.hidden for row in rows], head.weight.device).wait()
         at_N = torch.cat([row.places + start for row, start in zip(rows, starts, strict=True)])
         states_SH = states_NH.index_select(0, torch.searchsorted(at_N, spelled.places).to(states_NH.device))
-        model = LazyLogits(states_SH, head, self._temperature())
-        return byte_logarithms(model, self.its.table, ids_M[spelled.places], spelled, self._chunk_tokens)
+        model = LazyLogits(states_SH, head, self._host.temperatures[1])
+        return byte_logarithms(model, self.its.table, ids_M[spelled.places], spelled, self._host.args.loss_chunk_tokens)
 
     def _read(self, rows: list[list[int]], needed: list[int], rooms: list[int | None]) -> list[_Reading]:
         """Both models' byte positions in completions, up to the first byte that they do not read alike.
@@ -305,7 +276,7 @@ class ByteTeacher(Teacher):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ByteTokens(TeacherTokens):
+class _ByteTokens(TeacherTokens):
     """Tokens with a target for each of their bytes; those of weight 0 that are read for others are among them."""
 
     by_token: ClassVar[bool] = False

@@ -160,8 +160,8 @@ def doctor(
             raise ValueError(f"expected STUDENT and TEACHER, or a --config FILE that sets both.{why}")
         try:
             loading = settings.loading if settings else ({}, {})
-            by_bytes = settings is not None and settings.given.config.cross_tokenizer is not None
-            pair = load_pair(*models, tiny, loading, by_bytes)  # type: ignore[arg-type]
+            cross_tokenizer = settings and settings.given.config.cross_tokenizer
+            pair = load_pair(*models, tiny, loading, cross_tokenizer)  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, MemoryError) as error:
             which = "" if any(str(one) in str(error) for one in models) else f"{' and '.join(map(repr, models))}: "
             raise ValueError(f"{which}{error}") from error
@@ -211,9 +211,6 @@ def plan(
     contrast: Annotated[
         bool, typer.Option("--contrast", help="The teacher also reads a contrast: the method `contrast`.")
     ] = False,
-    by_bytes: Annotated[
-        bool, typer.Option("--bytes", help="The teacher has a tokenizer of its own: `cross_tokenizer='bytes'`.")
-    ] = False,
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a device achieves.")] = 400.0,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="Memory bandwidth of a device, in GB/s.")] = 2000.0,
     link: Annotated[float, typer.Option(min=0.001, help="Bandwidth from host to device, in GB/s.")] = 32.0,
@@ -236,10 +233,6 @@ def plan(
     size = fullmatch("([1-9][0-9]*)x([1-9][0-9]*)", image_size or "")
     if bool(images) != bool(size):
         raise ValueError("`--images N` and `--image-size HxW` (such as 1080x1920) belong together.")
-    if by_bytes and (origin or contrast or teacher is None):
-        raise ValueError(
-            "`--bytes` needs a teacher with a tokenizer of its own, and excludes `--origin` and `--contrast`."
-        )
     sizes = [(int(size[1]), int(size[2]))] * images if size else []
     sources = student, student if teacher is None else teacher
     adapter = adapter_at(sources[1], {})
@@ -250,9 +243,7 @@ def plan(
     shapes = shape_of(sources[0], sizes), shape_of(base or sources[1], sizes)
     if images and not any(shape.images.tokens for shape in shapes):
         raise ValueError(f"`--images {images}`: neither student nor teacher has a vision tower.")
-    load = Load(
-        gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast, by_bytes
-    )
+    load = Load(gpus, batch, prompt, length, bf16, checkpointing, lora, int(gpu_memory * 1e9), origin, contrast)
     for role, shape in zip(("student", "teacher"), shapes, strict=True):
         if shape.context is not None and load.row(shape) > shape.context:
             seen = f", with {shape.images.tokens} for images," if shape.images.tokens else ""

@@ -64,7 +64,7 @@ class TeacherRollout:
                 "beforehand, into a column 'completion'."
             )
         words = None if translator is None else translator.tokenizer
-        self._translator, self._ends = translator, host.eos_token_ids
+        self._translator = translator
         self._host = cast(Host, _AsStudent(host, teacher, limits, words))
         self._rollout = HFRollout()
         self._rollout.has_whole_copies, self._rollout.generator = True, limits.reader
@@ -96,8 +96,7 @@ class TeacherRollout:
         completions = checked_completions(written, self._host, prompts, self._host.limits.reader)
         if self._translator is None:
             return completions
-        how = self._host.eos_token_ids, self._ends[0], self._host.args.max_completion_length
-        return [self._translator.told(ids, *how) for ids in completions]
+        return [self._translator.told(ids, self._host.eos_token_ids) for ids in completions]
 
 
 class _AsStudent:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
-from trl_opsd._compat.peft import CausalLM
-from trl_opsd.losses.objective import Objective
-from trl_opsd.models.padding import BatchPolicy
-from trl_opsd.teacher.comparison import Comparison
+from trl_opsd.teacher.comparison import by_token
 from trl_opsd.types import OutputHead, Rollout, TeacherTargets
 
 
@@ -48,15 +44,8 @@ class Teacher(ABC):
             the rollout's weights are 0.
         """
 
-    def compare(
-        self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective, policy: BatchPolicy,
-        heads: Sequence[OutputHead], origin: OutputHead | None,
-    ) -> Comparison:  # fmt: skip
-        """Has the student read a micro-batch, to be compared with its targets; token by token, by default.
-
-        The first of several teachers, whose `heads` these are, answers for all. No collectives in it.
-        """
-        return Comparison.by_token(student, rollout, targets, objective, policy, heads, origin)
+    compare = by_token
+    """How the student is compared with its targets; another function takes and gives the same."""
 
     def expect(self, rollout: Rollout) -> None:  # noqa: B027 (most teachers cannot begin early)
         """Announces rows that `targets` will soon be called with, in any grouping. Does nothing by default.
@@ -71,7 +60,7 @@ class Teacher(ABC):
 
 
 def innermost(teacher: Teacher) -> Teacher:
-    """The teacher below those that only keep its targets or spell them otherwise."""
+    """The teacher below those that only keep or change its targets."""
     while isinstance(below := getattr(teacher, "teacher", None), Teacher):
         teacher = below
     return teacher

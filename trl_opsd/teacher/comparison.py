@@ -148,16 +148,19 @@ class Comparison:
     nats: Callable[..., Tensor] | None = None
     """[n], the divergence at some places of a row, where there is no distribution of the teacher over tokens."""
 
-    @classmethod
-    def by_token(
-        cls, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective, policy: BatchPolicy,
-        heads: Sequence[OutputHead], origin: OutputHead | None,
-    ) -> Comparison:  # fmt: skip
-        """Has the student read a micro-batch; `heads` are those of the teachers, and `origin` as of [`compared`]."""
-        # First, as these reads wait for the device, which has no work queued yet.
-        host_BC = rollout.weights_on_host()
-        shares = tokens_by_teacher(heads, targets, rollout.weights, objective.selection, host_BC, origin)
-        return cls(rollout, targets, shares, completion_hidden(student, rollout, policy))
+
+def by_token(
+    teacher: Any, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective,
+    policy: BatchPolicy, heads: Sequence[OutputHead], origin: OutputHead | None,
+) -> Comparison:  # fmt: skip
+    """Has the student read a micro-batch, to be compared with its targets token by token. No collectives in it.
+
+    The first of several teachers is asked for all; `heads` are theirs, and `origin` as of [`compared`].
+    """
+    # First, as these reads wait for the device, which has no work queued yet.
+    host_BC = rollout.weights_on_host()
+    shares = tokens_by_teacher(heads, targets, rollout.weights, objective.selection, host_BC, origin)
+    return Comparison(rollout, targets, shares, completion_hidden(student, rollout, policy))
 
 
 def _highest(weights_BC: Tensor, selection: Selection) -> Tensor:

@@ -15,14 +15,10 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import is_split_model
-from trl_opsd.losses.objective import Objective
 from trl_opsd.models.backbone import shape_of
-from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.teacher.base import Teacher, innermost
-from trl_opsd.teacher.comparison import Comparison
 from trl_opsd.teacher.frozen import FrozenTeacher
 from trl_opsd.teacher.self_teacher import Average, with_candidates
 from trl_opsd.teacher.stored import StoredTeacher, WrittenTeacher
@@ -104,13 +100,6 @@ class Teachers(dict[str, Teacher]):
     def origin_head(self) -> OutputHead | None:
         """The output head of `origin`."""
         return None if self.origin is None else self.origin.head
-
-    def compare(
-        self, student: CausalLM, rollout: Rollout, targets: TeacherTargets, objective: Objective, policy: BatchPolicy
-    ) -> Comparison:
-        """A micro-batch as the student reads it, beside its targets."""
-        first, heads = next(iter(self.values())), self.heads
-        return first.compare(student, rollout, targets, objective, policy, heads, self.origin_head)
 
     def targets(
         self, rollout: Rollout, names: Sequence[str], references: Mapping[str, Rollout] = MappingProxyType({})

@@ -88,8 +88,8 @@ class Pair:
     tiny: bool = False
     assumes_tokenizer: bool = False
     """Whether the teacher has no tokenizer of its own."""
-    by_bytes: bool = False
-    """Whether a training compares them by bytes."""
+    cross_tokenizer: str | None = None
+    """What a training compares their tokens by, where they differ."""
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +131,7 @@ def load_pair(
     teacher: str,
     tiny: bool = False,
     loading: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
-    by_bytes: bool = False,
+    cross_tokenizer: str | None = None,
 ) -> Pair:
     """Loads both models in float32, of the classes that a training loads; `loading` goes to `from_pretrained`."""
     disable_progress_bar()
@@ -176,7 +176,7 @@ def load_pair(
         teacher=Side(named, models[1], theirs or tokenizer, reads),
         tiny=tiny,
         assumes_tokenizer=theirs is None,
-        by_bytes=by_bytes,
+        cross_tokenizer=cross_tokenizer,
     )
 
 

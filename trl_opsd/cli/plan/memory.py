@@ -9,9 +9,6 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from trl_opsd.bytes.ranges import _POSITION_BYTES, _RANGE_BYTES
-from trl_opsd.bytes.table import OUTCOMES
-from trl_opsd.bytes.teacher import _ROWS
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
 from trl_opsd.losses.elementwise import EVERY
 from trl_opsd.losses.side import STRIDE_ELEMENTS
@@ -27,11 +24,6 @@ _BATCHED_TOKENS, _OWN = 4096, 2_000_000_000
 """Of an engine: maximum tokens in a forward pass, and bytes of CUDA graphs and workspace, an assumption."""
 _SENT, _PROBED = 256_000_000, 2 * 80
 """Bytes of weights gathered at once to be sent to it, and tokens that a student reads to prove that they arrived."""
-_RANGES, _BYTES = 310, 4.4
-"""Ranges of a sorted vocabulary, and bytes of text, of a token of Qwen2.5 on average."""
-_FORKS, _BEFORE = 1, 8
-"""With distributions over bytes, other tokens that are read beside one of prose, and states before a tile that it needs
-(`docs/tokenizers.md`)."""
 
 TRANSFORMERS, AWAKE, ASLEEP, SERVER = "transformers", "vllm", "vllm, sleeping", "server"
 """What generates: transformers, vLLM in the same process, without and with sleep mode, or a server."""
@@ -66,8 +58,6 @@ class Load:
     """Whether the loss also reads the student as it was passed: without an adapter a copy in float32."""
     contrast: bool = False
     """Whether the teacher also reads a contrast, with a bound of its push."""
-    by_bytes: bool = False
-    """Whether the teacher has a tokenizer of its own."""
 
     @property
     def itemsize(self) -> int:
@@ -76,12 +66,7 @@ class Load:
 
     def row(self, shape: Shape) -> int:
         """Tokens of a row of a model, with those of its images."""
-        return self.prompt + shape.images.tokens + self.read
-
-    @property
-    def read(self) -> int:
-        """Tokens of a completion that a model reads."""
-        return self.length * (1 + _FORKS * self.by_bytes)
+        return self.prompt + shape.images.tokens + self.length
 
     def trained(self, student: Shape) -> int:
         """Parameters that are trained."""
@@ -208,12 +193,11 @@ def phases(
     of_row = row * (teacher.half_bytes_per_token + row) * size // 2
     passes = max(of_row, min(PASS_BYTES, load.batch * of_row))
     # `teacher_cache_device='auto'` keeps a larger batch of targets in host memory.
-    of_token = int(_BYTES * 4 * OUTCOMES) if load.by_bytes else teacher.width * size
-    each = [load.length * one for one in [of_token] * (1 + load.contrast) + [student.width * 4] * load.origin]
+    each = [
+        load.length * one for one in [teacher.width * size] * (1 + load.contrast) + [student.width * 4] * load.origin
+    ]
     targets = sum(one * (load.batch if load.batch * one <= CACHE_BYTES else micro) for one in each)
-    scored = min(load.batch, _ROWS) * load.read
-    ranges = byte_ranges(teacher, scored, load)[1] + scored * teacher.width * size if load.by_bytes else None
-    tile, head = loss(student, teacher, micro * load.read, load)
+    tile, head = loss(student, teacher, micro * load.length, load)
     awake = None if choice.sleeps or not engine else engine
     seen = [
         student.images.of(load.batch, size) if by_loop else (None, None),
@@ -239,7 +223,6 @@ def phases(
         "engine": (None if by_loop else engine, awake, awake),
         "proof": (None if by_loop else _PROBED * student.vocabulary * (size + 8), None, None),
         "targets": (None, targets, targets),
-        "byte ranges": (None, ranges, None),
         "gradients": (before, before, of_student.gradients),
         BUCKETS: (kept, kept, of_student.kept + of_student.reduced),
         "loss tile": (None, None, tile),
@@ -252,28 +235,15 @@ def phases(
     }
 
 
-def _tile(vocabulary: int, tokens: int, load: Load, tiles: int, more: int = 0) -> tuple[int, int, int]:
-    """Tokens whose logits are formed at once, bytes of one of them, and its logits, padding included."""
-    stride = -(-vocabulary // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
-    group = _GROUP_TILES * load.itemsize if load.half else 0
-    of_token = stride * (4 * tiles + group) + more
-    return tile_of(tokens, of_token, load.memory), of_token, stride
-
-
-def byte_ranges(shape: Shape, tokens: int, load: Load) -> tuple[int, int]:
-    """Tokens of a tile of distributions over bytes, and its bytes with the sorted head."""
-    more = int(_RANGES * _RANGE_BYTES + _BYTES * _POSITION_BYTES)
-    tile, of_token, _ = _tile(shape.vocabulary, tokens, load, 1, more)
-    return tile, (tile + _BEFORE) * of_token + load.itemsize * shape.head
-
-
-def _of_logits(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
+def _tiles(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
     """Tokens whose logits the loss forms at once, and bytes of their tiles.
 
     One tile for student, teacher and contrast each; with an anchor one of its origin, and a copy of the student's.
     """
     tiles = 2 + load.contrast + 2 * load.origin
-    tile, _, stride = _tile(min(student.vocabulary, teacher.vocabulary), tokens, load, tiles)
+    stride = -(-min(student.vocabulary, teacher.vocabulary) // STRIDE_ELEMENTS) * STRIDE_ELEMENTS
+    group = _GROUP_TILES * load.itemsize if load.half else 0
+    tile = tile_of(tokens, stride * (4 * tiles + group), load.memory)
     of_group = min(tokens, tile * _GROUP_TILES)
     rounded = of_group * load.itemsize if load.half else 0
     return tile, stride * (tile * 4 * tiles + rounded + -(-of_group // EVERY) * 8)
@@ -281,16 +251,13 @@ def _of_logits(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple
 
 def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> int:
     """Tokens whose logits the loss forms at once, of `tokens` in a micro-batch."""
-    return (byte_ranges(student, tokens, load) if load.by_bytes else _of_logits(student, teacher, tokens, load))[0]
+    return _tiles(student, teacher, tokens, load)[0]
 
 
 def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:
     """Bytes of logit tiles and of float32 gradients of head and hidden states, for `tokens` in a micro-batch."""
-    learns_head, states_bytes = load.lora is None, 4 * tokens * student.width
-    if load.by_bytes:
-        of_head = (4 * student.head + 256 * student.vocabulary) * learns_head
-        return byte_ranges(student, tokens, load)[1], of_head + 2 * states_bytes
-    return _of_logits(student, teacher, tokens, load)[1], 4 * student.head * learns_head + states_bytes
+    of_head = 4 * student.head * (load.lora is None)
+    return _tiles(student, teacher, tokens, load)[1], of_head + 4 * tokens * student.width
 
 
 def engine_bytes(student: Shape, load: Load) -> int:

@@ -61,7 +61,6 @@ def options(plan: Plan, request: PlanRequest) -> dict[str, Any]:
     kept = "none" if choice.teacher == "shared" else choice.teacher
     here = {"teacher_model_name_or_path": request.sources[1], "teacher_dtype": dtype, "teacher_offload": kept}
     groups: list[tuple[Any, dict[str, Any]]] = [
-        (load.by_bytes, {"cross_tokenizer": "bytes"}),
         (choice.engine != TRANSFORMERS, of_engine),
         (choice.engine == SERVER, {"vllm_mode": "server"}),
         (choice.engine not in (TRANSFORMERS, SERVER), {"vllm_gpu_memory_utilization": plan.engine_share}),
