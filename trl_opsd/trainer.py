@@ -306,9 +306,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
                 Denominator of the loss: the weights of the whole optimizer step, divided by the number of processes;
                 `None` means the tokens of this micro-batch.
         """
-        teachers, objective = self.teaching.teachers, self.current_objective
-        first, how = next(iter(teachers.values())), (objective, self.batching_to_learn)
-        comparison = first.compare(student, rollout, targets, *how, teachers.heads, teachers.origin_head)
+        teachers, policy, objective = self.teaching.teachers, self.batching_to_learn, self.current_objective
+        first, heads = next(iter(teachers.values())), (teachers.heads, teachers.origin_head)
+        comparison = first.compare(student, rollout, targets, objective, policy, *heads)
         rollout, mine, hidden_BCH = comparison.rollout, comparison.shares, comparison.hidden_BCH
         # The teachers' heads are read once the student's is gathered, as both may share one.
         with (

@@ -77,8 +77,7 @@ def forks_needed(
     """
     sizes = [one.tokens for one in trees]
     starts, forks = [*accumulate(sizes, initial=0)][:-1], torch.cat([one.fork for one in trees])
-    none = [torch.zeros(len(one.token)) for one in trees]
-    spelled = Spelled.of(trees, none, starts, torch.arange(sum(sizes)), undecided=True)
+    spelled = Spelled.of(trees, None, starts, torch.arange(sum(sizes)), undecided=True)
     plan = Plan.of(model, chunk_tokens, table, ids, spelled, outcomes=False)
     device = plan.token_P.device
     of_rows = [torch.full((len(one.fork),), size) for one, size in zip(trees, sizes, strict=True)]

@@ -177,12 +177,12 @@ class Spelled:
 
     @classmethod
     def of(
-        cls, trees: Sequence[CoveringTree], missed: Sequence[Tensor], starts: Sequence[int], places_K: Tensor,
+        cls, trees: Sequence[CoveringTree], missed: Sequence[Tensor] | None, starts: Sequence[int], places_K: Tensor,
         undecided: bool = False,
     ) -> Spelled:  # fmt: skip
         """The positions of the tokens at these places, ascending, where each row begins at its start.
 
-        `undecided` leaves also have the forks that follow others, as if these were theirs: before any is read.
+        Nothing is `missed` yet where that is `None`. `undecided` leaves also have the forks that follow others, as if these were theirs: before any is read.
         """
         joined = _Joined.of(trees, starts, undecided)
         wanted = places_K.numpy()
@@ -210,7 +210,7 @@ class Spelled:
         return cls(
             token=torch.from_numpy(state_S[own_M[counts_M]]),
             last=torch.from_numpy(state_S[last_M[counts_M]]),
-            missed=torch.cat([*missed, torch.zeros(0)])[kept],
+            missed=torch.zeros(len(kept)) if missed is None else torch.cat([*missed, torch.zeros(0)])[kept],
             reads=torch.from_numpy(reads),
             leaves=torch.from_numpy(leaves),
             branches=torch.from_numpy(branches),

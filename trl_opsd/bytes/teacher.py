@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from os.path import commonprefix
 from typing import Any, ClassVar, final
 
 import torch
@@ -17,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from trl_opsd._compat.peft import CausalLM
 from trl_opsd._compat.sharding import gathered_head, whole_head
+from trl_opsd.bytes.covering import valid_text
 from trl_opsd.bytes.divergence import byte_logarithms, bytewise_divergence, forks_needed
 from trl_opsd.bytes.forks import ForkedRollout, Forking, forked_hidden
-from trl_opsd.bytes.table import OUTCOMES, ByteTable, ByteTargets, CoveringTree, Spelled, byte_head
-from trl_opsd.bytes.vocabulary import ByteVocabulary, valid_text
+from trl_opsd.bytes.table import OUTCOMES, ByteTargets, CoveringTree, Spelled, byte_head
+from trl_opsd.bytes.vocabulary import ByteVocabulary
 from trl_opsd.losses.objective import Objective
 from trl_opsd.models.backbone import completion_hidden, preserved_mode, shape_of
 from trl_opsd.models.padding import BatchPolicy
@@ -66,7 +68,8 @@ class ByteTeacher(Teacher):
     def __init__(
         self, teacher: Teacher, student: ByteVocabulary, its: ByteVocabulary, host: Any, student_forks: Forking
     ) -> None:
-        self._host, self._most_missed = host, host.args.cross_tokenizer_missed
+        self._host: Any = host
+        self._most_missed: float = host.args.cross_tokenizer_missed
         self._forks, self._student_forks = Forking("teacher", self._most_missed), student_forks
         if self._most_missed < 1 and isinstance(teacher, FrozenTeacher) and is_ours(teacher):
             with teacher.placement.loaded(passes=5) as run:
@@ -159,17 +162,16 @@ class ByteTeacher(Teacher):
             read = forked_hidden
             rollout, targets = self._with_forks_of(student, rollout, targets, objective, policy)
         host_BC, rows, columns = rollout.weights_on_host(), _of_bytes(targets), rollout.completion_ids.size(1)
-        how: tuple[ByteTable, float] = self._student.table, self._most_missed
         shares = list[TeacherTokens]()
         for one in tokens_by_teacher(heads, targets, rollout.weights, host_BC=host_BC, by_token=False):
             numbers = range(len(rows)) if targets.teacher is None else (targets.teacher == one.teacher).nonzero()
-            theirs = [(rows[int(row)], columns * int(row)) for row in numbers]
-            trees, missed = [row.tree for row, _ in theirs], [row.missed for row, _ in theirs]
-            spelled = Spelled.of(trees, missed, [start for _, start in theirs], one.places_N)
+            each = [(rows[int(row)].tree, rows[int(row)].missed, columns * int(row)) for row in numbers]
+            trees, missed, starts = zip(*each, strict=True) if each else ((), (), ())
+            spelled = Spelled.of(trees, missed, starts, one.places_N)
             weights_N = one.weights_BC.flatten()[spelled.places]
             given = {field.name: getattr(one, field.name) for field in fields(one)}
             given |= {"places_N": spelled.places, "weights_N": None if bool((weights_N == 1).all()) else weights_N}
-            shares.append(_ByteTokens(**given, spelled=spelled, how=how))
+            shares.append(_ByteTokens(**given, by=self, spelled=spelled))
         hidden_BCH = read(student, rollout, policy)
 
         def nats(objective: Objective, row: int, places_n: Tensor, head: OutputHead, teacher: OutputHead) -> Tensor:
@@ -177,12 +179,21 @@ class ByteTeacher(Teacher):
             theirs = rows[row].hidden[spelled.kept.to(rows[row].hidden.device)], teacher
             mine = hidden_BCH[row].detach().to(device)[spelled.places.to(device)], head
             sampled = Sampled(rollout.completion_ids[row].cpu()[spelled.places].to(device))
-            found_S = _compared(objective, mine, theirs, None, sampled, spelled, *how).divergence
+            found_S = self.compared(objective, spelled, mine, theirs, None, sampled).divergence
             # Of states after forks, and of others that are only read for these tokens, nothing is shown.
             which = {place: number for number, place in enumerate(spelled.places.tolist())}
             return found_S[[which[place] for place in places_n.tolist()]]
 
         return Comparison(rollout, targets, shares, hidden_BCH, nats)
+
+    def compared(
+        self, objective: Objective, spelled: Spelled, student: tuple[Tensor, OutputHead],
+        logarithms: tuple[Tensor, OutputHead], weights_N: Tensor | None, sampled: Sampled, *_: Any,
+    ) -> PerToken:  # fmt: skip
+        """The divergence of tokens from targets, which have the teacher's temperature in them."""
+        pair = LazyLogits(*student, objective.temperatures[0]), LazyLogits(*logarithms)
+        how = objective.chunk_tokens, self._most_missed
+        return bytewise_divergence(*pair, objective.divergence, self._student.table, spelled, sampled, weights_N, *how)
 
     @torch.no_grad()
     def _with_forks_of(
@@ -205,8 +216,7 @@ class ByteTeacher(Teacher):
         forked = [replace(row, tree=tree) for row, tree in zip(rows, trees, strict=True)]
         read, added = sum(one.completion for one in lengths), sum(len(tokens) for tokens, _ in rollout.forks)
         self._host.record("cross/forks", added / max(1, read), read)
-        columns = rollout.completion_ids.size(1)
-        return rollout, TeacherTargets.by_row(forked, columns, targets.teacher, targets.reference_states)
+        return rollout, TeacherTargets.by_row(forked, rollout.completion_ids.size(1), targets.teacher)
 
     def _forked(
         self, readings: Sequence[_Reading], rows: Sequence[RowTargets], head: OutputHead, column: int
@@ -225,7 +235,7 @@ class ByteTeacher(Teacher):
         """Distributions over the next byte, [P, 257], and what is missed of them, of a few rows of so many columns."""
         trees, starts = [one.tree for one in readings], [columns * row for row in range(len(readings))]
         places_N = torch.cat([torch.arange(one.tokens) + start for one, start in zip(trees, starts, strict=True)])
-        spelled = Spelled.of(trees, [torch.zeros(len(one.token)) for one in trees], starts, places_N)
+        spelled = Spelled.of(trees, None, starts, places_N)
         ids_M = torch.zeros(columns * len(trees), dtype=torch.long)
         ids_M[places_N] = torch.tensor([token for one in readings for token in one.ids], dtype=torch.long)
         states_NH = fetch([row.hidden for row in rows], head.weight.device).wait()
@@ -262,7 +272,8 @@ class ByteTeacher(Teacher):
         theirs: list[int] = []
         agreed = 0
         for number, (spelled, valid, more) in enumerate(parts):
-            same = _common(b"".join(one or b"\0" for one in self.its.spelled(more)), spelled[:valid])
+            read = b"".join(one or b"\0" for one in self.its.spelled(more))
+            same = len(commonprefix([read, spelled[:valid]]))  # noqa: RUF071 (bytes are meant)
             theirs, agreed = theirs + more, agreed + same
             if same < len(spelled) or number == len(specials):
                 break
@@ -280,23 +291,11 @@ class _ByteTokens(TeacherTokens):
     """Tokens with a target for each of their bytes; those of weight 0 that are read for others are among them."""
 
     by_token: ClassVar[bool] = False
+    by: ByteTeacher
     spelled: Spelled
-    how: tuple[ByteTable, float]
-    """The student's vocabulary, and the share of a distribution that may be missed."""
 
     def compared(self, objective: Objective, *given: Any) -> PerToken:
-        student, teacher, weights_N, sampled, _ = given
-        return _compared(objective, student, teacher, weights_N, sampled, self.spelled, *self.how)
-
-
-def _compared(
-    objective: Objective, student: tuple[Tensor, OutputHead], teacher: tuple[Tensor, OutputHead],
-    weights_N: Tensor | None, sampled: Sampled, spelled: Spelled, table: ByteTable, most_missed: float,
-) -> PerToken:  # fmt: skip
-    # The teacher's are logarithms of distributions, in which its temperature is.
-    pair = LazyLogits(*student, objective.temperatures[0]), LazyLogits(*teacher)
-    how = objective.chunk_tokens, most_missed
-    return bytewise_divergence(*pair, objective.divergence, table, spelled, sampled, weights_N, *how)
+        return self.by.compared(objective, self.spelled, *given)
 
 
 def _of_bytes(targets: TeacherTargets) -> list[ByteTargets]:
@@ -315,13 +314,6 @@ def _between(texts: list[bytes | None]) -> Iterator[bytes]:
     for end in [*(at for at, one in enumerate(texts) if one is None), len(texts)]:
         yield b"".join(one or b"" for one in texts[start:end])
         start = end + 1
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """How many bytes are the same at the beginning."""
-    if one == other:
-        return len(one)
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _as_its_own(rollout: Rollout, completions: list[list[int]]) -> Rollout:

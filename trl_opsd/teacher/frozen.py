@@ -143,7 +143,7 @@ def score_groups(
     progress: bool = False,
     policy: BatchPolicy = PADDED,
     plan: Plan | None = None,
-    read: Callable[..., Tensor] = completion_hidden,
+    read: Callable[..., Tensor] | None = None,
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
 
@@ -159,7 +159,7 @@ def score_groups(
             if pasts is not None and pasts[number].tokens:
                 hidden_nCH = run(hidden_after, of_pass, pasts[number], policy)
             else:
-                hidden_nCH = run(read, of_pass, policy)
+                hidden_nCH = run(read or completion_hidden, of_pass, policy)
             keeper.put(rows, hidden_nCH)
         # Surplus passes re-read one row so that collectives stay matched between processes.
         for _ in range(passes - len(groups) - (0 if plan is None else len(plan.segments))):
@@ -316,9 +316,9 @@ class FrozenTeacher(Teacher):
         rollout: Rollout,
         policy: BatchPolicy,
         prefixes: SharedPrefixes | None = None,
-        read: Callable[..., Tensor] = completion_hidden,
+        read: Callable[..., Tensor] | None = None,
     ) -> TeacherTargets:
-        """The targets of a rollout in passes of `read`, whose rows begin with prefixes that they share, if any."""
+        """The targets of a rollout, whose rows begin with prefixes that they share, if any; `read` runs its passes."""
         rollout, device = rollout.ended(), self.placement.device
         passes_are_costly, kept = self.placement.passes_are_costly, (self._cache_device, self._progress)
 
@@ -332,4 +332,6 @@ class FrozenTeacher(Teacher):
             with self.placement.loaded(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since
                     self.model.eval()
-                return score_groups(run, rollout, groups, passes, device, *kept, policy, plan, read)
+                return score_groups(
+                    run, rollout, groups, passes, device, *kept, policy, plan, read or completion_hidden
+                )
