@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -533,10 +534,10 @@ def test_only_text_that_is_told_whole_has_an_end(make):
     (writer,) = trainer._generation._teacher_rollouts.values()
     end = words.eos_token_id
     assert writer._host.generation_config.eos_token_id[0] == end != MINE.eos_token_id
-    cut = words("ab\N{GRINNING FACE}")["input_ids"][:-1]
-    assert writer._retold([*words("ab")["input_ids"], end]) == [*MINE("ab")["input_ids"], MINE.eos_token_id]
-    assert writer._retold(words("ab")["input_ids"]) == MINE("ab")["input_ids"]
-    assert writer._retold([*cut, end]) == MINE("ab")["input_ids"]
+    cut, told = words("ab\N{GRINNING FACE}")["input_ids"][:-1], partial(trainer.teacher.told, ends=[end])
+    assert told([*words("ab")["input_ids"], end]) == [*MINE("ab")["input_ids"], MINE.eos_token_id]
+    assert told(words("ab")["input_ids"]) == MINE("ab")["input_ids"]
+    assert told([*cut, end]) == MINE("ab")["input_ids"]
 
 
 def test_ids_without_a_row_are_not_told():

@@ -182,7 +182,8 @@ class Spelled:
     ) -> Spelled:  # fmt: skip
         """The positions of the tokens at these places, ascending, where each row begins at its start.
 
-        Nothing is `missed` yet where that is `None`. `undecided` leaves also have the forks that follow others, as if these were theirs: before any is read.
+        Of `None` nothing is known to be `missed`. `undecided` leaves also have the forks that follow others, as if
+        these were theirs: before any is read.
         """
         joined = _Joined.of(trees, starts, undecided)
         wanted = places_K.numpy()

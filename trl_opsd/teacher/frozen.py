@@ -332,6 +332,4 @@ class FrozenTeacher(Teacher):
             with self.placement.loaded(passes) as run:
                 if self.model.training:  # the caller may have set it to training mode since
                     self.model.eval()
-                return score_groups(
-                    run, rollout, groups, passes, device, *kept, policy, plan, read or completion_hidden
-                )
+                return score_groups(run, rollout, groups, passes, device, *kept, policy, plan, read)
