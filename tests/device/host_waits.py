@@ -91,6 +91,7 @@ def counted(folder: Path, names: tuple[str, ...]) -> dict[str, dict[str, Waited]
         patch.object(tiny, "options", lambda folder, **more: given(folder, use_cpu=False, **more)),
         patch.object(comparison, "completion_hidden", partial(student, comparison.completion_hidden)),
         patch.object(bytewise, "forked_hidden", partial(student, bytewise.forked_hidden)),
+        patch.object(bytewise, "completion_hidden", partial(student, bytewise.completion_hidden)),
     ):
         for name in names:
             try:
