@@ -260,7 +260,7 @@ MEASURED = Measured(
     by_entropy=[0.5] * 4, at_ends=0.5, first_three=0.5, teacher_nats=-1.0, vocabulary=100, carries=0.2,
     below_floor=0.0, explained=0.3,
 )  # fmt: skip
-BETTER, SAME, WORSE = Mean(0.5, 0.1, 32), Mean(0.1, 0.1, 32), Mean(-0.5, 0.1, 32)
+BETTER, SAME = Mean(0.5, 0.1, 32), Mean(0.1, 0.1, 32)
 TRIED = {"own": Mean(0.9, 0.05, 32), "knows": BETTER, "clipped": 0.0}
 AFTER = {"after": (Mean(0.6, 0.1, 20), Mean(0.1, 0.1, 20))}
 
@@ -272,7 +272,10 @@ AFTER = {"after": (Mean(0.6, 0.1, 20), Mean(0.1, 0.1, 20))}
         ("off-policy", {**TRIED, **AFTER, "recovers": SAME}),
         ("helps", TRIED),
         ("no better", {**TRIED, "knows": SAME}),
-        ("no better", {**TRIED, "knows": WORSE, "first_three": 9.0}),
+        ("no better", {**TRIED, "knows": SAME, "first_three": 9.0}),
+        ("harms", {**TRIED, "knows": Mean(-0.28, 0.04, 32)}),
+        ("no better", {**TRIED, "knows": Mean(-0.28, 0.15, 32)}),
+        ("no better", {**TRIED, "knows": Mean(-0.28, 0.04, 3)}),
         ("no better", {**TRIED, "knows": Mean(0.5, 0.1, 3)}),
         ("nothing", {**TRIED, "forward": 5e-9}),
         ("nothing", {**TRIED, "apart_from": {"none": 1e-9}}),

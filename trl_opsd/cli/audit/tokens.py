@@ -51,6 +51,11 @@ class Mean:
         """Whether it is above 0 by more than twice its standard error."""
         return self.rows >= FEW and self.value > 2 * self.error
 
+    @property
+    def is_negative(self) -> bool:
+        """Whether it is below 0 by more than that."""
+        return self.rows >= FEW and self.value < -2 * self.error
+
 
 @dataclass(frozen=True, slots=True)
 class Compared:

@@ -21,7 +21,7 @@ class Verdict:
     """Whether to train with a candidate, why, and what to do."""
 
     word: str
-    """`"helps"`, `"off-policy"`, `"no better"`, `"nothing"`, `"broken"`, or `"unknown"`."""
+    """`"helps"`, `"off-policy"`, `"harms"`, `"no better"`, `"nothing"`, `"broken"`, or `"unknown"`."""
     why: str
     remedy: str
 
@@ -90,6 +90,14 @@ RULES = (
         "It knows (reward {0.own.value:.2f}, {0.knows.value:+.2f} ± {0.knows.error:.2f}); there was too little after "
         "the student's mistakes to see whether it recovers.",
         "Train on-policy.",
+    ),
+    _Rule(
+        "harms",
+        lambda one, _: one.knows is not None and one.knows.is_negative,
+        "The teacher's own completions are worse than the student's (reward {0.own.value:.2f}, {0.knows.value:+.2f} ± "
+        "{0.knows.error:.2f}), and training moves the student to them.",
+        "Do not train with it: take another teacher or another context, or look at the template that it was trained "
+        "with (`teacher_chat_template_kwargs`, `teacher_prompt_template`).",
     ),
     _Rule(
         "no better",
