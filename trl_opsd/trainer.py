@@ -416,8 +416,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         )
 
     @contextmanager
-    def generating_with(self, teacher: str | CausalLM) -> Iterator[None]:
-        """Within it, a teacher by its name, or another model, generates in place of the student: to measure it.
+    def generating_with(self, teacher: Any) -> Iterator[None]:
+        """Within it, a teacher by its name, another model, or what has a method `complete` of prompts as token ids,
+        generates in place of the student: to measure it.
 
         ```python
         with trainer.generating_with("math"):
@@ -427,6 +428,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Raises:
             ValueError: There is no such teacher, it is behind a server or sharded, or has a tokenizer of its own.
         """
+        if hasattr(teacher, "complete"):
+            with self._generation.substituted(teacher):
+                yield
+            return
         if self.teaching.spelling is not None:
             raise ValueError(
                 "`generating_with` with `cross_tokenizer='bytes'`: prompts are ids of the student's tokens, which no "

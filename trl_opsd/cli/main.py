@@ -107,14 +107,19 @@ def audit(
     from trl_opsd.cli.train.options import OptionParser
     from trl_opsd.cli.train.script import build, leave_nothing, read
 
+    found, parser = [], OptionParser(prog="trl-opsd audit")
     with redirect_stdout(sys.stderr), TemporaryDirectory(prefix="trl_opsd-audit-") as nowhere:
-        given, task = read(["--config", str(config), *context.args], OptionParser(prog="trl-opsd audit"))
-        page = output or Path(given.config.output_dir) / "audit.html"
-        leave_nothing(given.config, nowhere)
-        found = measured(build(given, task), rows, candidate or ())
+        for name in [None, *(candidate or ())]:
+            teacher = [] if name is None else ["--teacher_model_name_or_path", name]
+            given, task = read(["--config", str(config), *context.args, *teacher], parser)
+            page = output or Path(given.config.output_dir) / "audit.html"
+            leave_nothing(given.config, nowhere)
+            trainer = build(given, task)
+            found.append(measured(trainer, rows, name or "as configured"))
+            trainer.rollout.close()
         write_page(found, config.stem, page)
     print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
-    raise typer.Exit(int(not any(verdict(one, found).word in ("helps", "unknown") for one in found.candidates)))
+    raise typer.Exit(int(not any(verdict(one).word in ("helps", "unknown") for one in found)))
 
 
 def doctor(
