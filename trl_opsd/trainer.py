@@ -53,6 +53,7 @@ from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 if TYPE_CHECKING:
     from trl_opsd.report.recording import Recording
+    from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
 logger = get_logger(__name__)
 
@@ -439,12 +440,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             )
         if isinstance(teacher, str) and teacher not in self.teachers:
             raise ValueError(f"`generating_with({teacher!r})`: expected a model, or one of {sorted(self.teachers)}.")
-        limits = self.teaching.readers.teacher_limits
-        limits_of = limits[teacher] if isinstance(teacher, str) else next(iter(limits.values()))
         if isinstance(teacher, str):
-            with self._generation.substituted(self._generation.teacher_rollout(self.teachers[teacher], limits_of)):
+            with self._generation.substituted(self.teacher_rollout(teacher)):
                 yield
             return
+        limits_of = next(iter(self.readers.teacher_limits.values()))
         trainable = [one for one in teacher.parameters() if one.requires_grad]
         context = min((one for one in (context_of(teacher), limits_of.context) if one is not None), default=None)
         try:
@@ -456,6 +456,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         finally:
             for one in trainable:
                 one.requires_grad_()
+
+    def teacher_rollout(self, name: str) -> TeacherRollout:
+        """A teacher, whose `complete` continues prompts of token ids; a `ValueError` if it cannot generate."""
+        return self._generation.teacher_rollout(self.teachers[name], self.readers.teacher_limits[name])
 
     # ---- Teachers and datasets --------------------------------------------------------------------------------------
 

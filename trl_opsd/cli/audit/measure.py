@@ -5,7 +5,7 @@ B rows · C completion tokens · H hidden size · n tokens that count
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -27,7 +27,6 @@ from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import preserved_mode, shape_of
 from trl_opsd.parallel.precision import autocast
 from trl_opsd.report.samples import Sample, samples_of
-from trl_opsd.rollout.teacher_rollout import TeacherRollout
 from trl_opsd.teacher.comparison import tokens_by_teacher
 from trl_opsd.teacher.self_teacher import OwnTeacher
 from trl_opsd.teacher.teachers import scored
@@ -238,11 +237,9 @@ def _tried(
     trainer: OPSDTrainer, inputs: list[dict[str, Any]], batch: Batch, rewards: np.ndarray, tokens: DataFrame
 ) -> dict[str, Any]:
     """What teachers make of the same prompts, and of the places where the student's mistakes have led it."""
-    rollout, limits = batch.rollout, trainer.readers.teacher_limits
-    names = [row.request.teacher for row in batch.rows]
-    teachers: Mapping[str, Any] = trainer.teachers
+    rollout, names = batch.rollout, [row.request.teacher for row in batch.rows]
     try:
-        writers = {one: TeacherRollout(trainer, teachers[one], limits[one]).complete for one in dict.fromkeys(names)}
+        writers = {one: trainer.teacher_rollout(one).complete for one in dict.fromkeys(names)}
     except ValueError as error:
         return {"cannot": str(error)}
     mine, theirs = _prompts(rollout), _prompts(trainer.teaching.prompts.read(rollout, batch.rows))
