@@ -244,9 +244,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.report:
             from trl_opsd.report.recording import Recording
 
-            self._recording = Recording(
-                self.args.output_dir, partial(published, self), is_traced="trackio" in self.args.report_to
-            )
+            self._recording = Recording(self.args.output_dir, partial(published, self))
             self.add_callback(self._recording)
         self.add_callback(Banner(self))
 

@@ -295,19 +295,16 @@ def report(
     """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
 
     One self-contained HTML page; also for a run that is in progress or was killed. With a second run, the curves of
-    both in the same charts, first, last and best figures, and what differs in models and settings.
+    both in the same charts, first and last figures, and what differs in models and settings.
 
     Exit status: 0, or 2 if there is nothing to report.
     """
-    from trl_opsd.report.page import compare, write
+    from trl_opsd.report.page import write
 
-    for one in (run, other):
-        if one and not one.is_dir():
+    for one in (runs := [one for one in (run, other) if one]):
+        if not one.is_dir():
             raise ValueError(f"{one}: no such folder")
-    try:
-        typer.echo(str(compare((run, other), output) if other else write(run, to=output)))
-    except ValueError as error:
-        raise error if other else ValueError(f"{run}: {error}") from error
+    typer.echo(str(write(*runs, to=output)))
 
 
 TRACEBACK = "--traceback"

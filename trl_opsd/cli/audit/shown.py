@@ -9,9 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 
+from pandas import DataFrame
+
 from trl_opsd.cli.audit.measure import Audit, Mean
 from trl_opsd.cli.audit.verdict import verdict
-from trl_opsd.report.page import Chart, Curve, published, rendered
+from trl_opsd.report.page import Chart, published, rendered
 from trl_opsd.report.records import Recorded, rounded
 
 _WIDTH = 80
@@ -66,17 +68,13 @@ def document(audits: Sequence[Audit]) -> str:
 
 def write_page(audits: Sequence[Audit], name: str, file: Path) -> Path:
     """Writes the page, one HTML file."""
-
-    def chart(title: str, axis: str, which: str) -> Chart:
-        points = {
-            one.name: tuple((at, nats) for at, nats in enumerate(getattr(one, which), 1) if nats == nats)
-            for one in audits
-        }
-        return Chart(title, "nats per token", axis, tuple(Curve(*one) for one in points.items()))
-
+    by_tenth, by_entropy = (
+        DataFrame({one.name: nats for one, nats in zip(audits, each, strict=True)}).rename(lambda at: at + 1)
+        for each in zip(*((one.by_tenth, one.by_entropy) for one in audits), strict=True)
+    )
     charts = [
-        chart("Divergence by position", "tenth of the completion", "by_tenth"),
-        chart("Divergence by entropy", "quarter of the student's entropy", "by_entropy"),
+        Chart("Divergence by position", "nats per token", "tenth of the completion", by_tenth),
+        Chart("Divergence by entropy", "nats per token", "quarter of the student's entropy", by_entropy),
     ]
     figures, described = [], dict[str, str]()
     for one in audits:
