@@ -99,7 +99,7 @@ class Recording(TrainerCallback):
     def _try(self, do: Callable[..., Any], *given: Any) -> None:
         try:
             do(*given)
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # whatever is in that folder
             self._works = False
             logger.warning(f"`report=True`: the rest of this training is not recorded: {error}")
 

@@ -135,18 +135,13 @@ def audit(trainer: OPSDTrainer, rows: int = 32, name: str = "as configured") -> 
         raise ValueError(f"An audit of {len(inputs)} rows of the `train_dataset`: expected at least {FEW}.")
     with _as_in_training(trainer), trainer.rollout.session():
         batch, rewards = _completed(trainer, inputs)
-        rollout, targets, teachers, objective = (
-            batch.rollout,
-            batch.targets,
-            trainer.teachers,
-            trainer.current_objective,
-        )
+        rollout, teachers, objective = batch.rollout, trainer.teachers, trainer.current_objective
         itself = OwnTeacher(trainer.model, trainer.in_student, nullcontext, lambda: trainer.batching_to_learn)
         with autocast(trainer.accelerator):
             hidden_BCH = scored(itself, rollout).hidden.to(rollout.weights.device)
             floor, context = _noise(trainer, batch), _without_context(trainer, batch)
         with whole_head(trainer.model) as head, gathered_head(*teachers.heads, origin := teachers.origin_head):
-            compared = hidden_BCH, head, teachers.heads, rollout, targets
+            compared = hidden_BCH, head, teachers.heads, rollout, batch.targets
             tokens = tokens_of(*compared, objective, origin)
             samples = samples_of(
                 *compared,
@@ -254,8 +249,11 @@ def _tried(
         return done, their_rewards
 
     start, own = after([[]] * len(mine), of_teacher)
-    found: dict[str, Any] = {"own": Mean.of(own), "knows": Mean.of(own - rewards)}
-    found["clipped"] = _clipped(trainer, start.rollout)
+    found: dict[str, Any] = {
+        "own": Mean.of(own),
+        "knows": Mean.of(own - rewards),
+        "clipped": _clipped(trainer, start.rollout),
+    }
     # After the sampled token that the teacher likes least against the student, which is the mistake: where both differ
     # most the token may be right, and so what follows. In rows that are worse than others, where something is left.
     cuts = {}
@@ -314,8 +312,8 @@ def tokens_of(
         else:
             columns["teacher"] = -streamed_entropy(LazyLogits(*theirs, objective.temperatures[1]), *how, sampled.ids)
         index = {"row": row_n, "place": place_n, "tenth": place_n * TENTHS // lengths[row_n], "token": sampled.ids}
-        columns = {name: nats.double() for name, nats in columns.items()}
-        parts.append(DataFrame({name: one.cpu() for name, one in (index | columns).items()}))
+        numbers = {name: nats.cpu().double() for name, nats in columns.items()}
+        parts.append(DataFrame({name: one.cpu() for name, one in index.items()} | numbers))
     return concat(parts, ignore_index=True)
 
 
@@ -339,9 +337,8 @@ def _apart(trainer: OPSDTrainer, rollout: Rollout, one: TeacherTargets, other: T
         both = (tokens_by_teacher(teachers.heads, each, rollout.weights) for each in (one, other))
         for first, second in zip(*both, strict=True):
             head = teachers.heads[first.teacher]
-            device = head.weight.device
-            pair = (second.of_teacher(device), head), (first.of_teacher(device), head)
-            nats.append(_kl(ForwardKL(), objective, *pair))
+            read = [(each.of_teacher(head.weight.device), head) for each in (second, first)]
+            nats.append(_kl(ForwardKL(), objective, *read))
     return float(torch.cat(nats).mean())
 
 
