@@ -98,6 +98,7 @@ def picture(chart: Chart) -> str:
     is_short = any(len(one) < 2 for one in curves.values())
     # Rewards and rates may vary little far from 0; other axes begin there.
     scale = {"zero": False} if chart.title in ("Reward", "Learning rate") else {}
+    y_axis = {"format": ".1e" if chart.frame.abs().max().max() < 0.01 else "~g", "tickCount": 5}
     text = {"labelColor": _GREY, "titleColor": _GREY}
     spec = {
         "background": None,
@@ -108,7 +109,7 @@ def picture(chart: Chart) -> str:
         "mark": {"type": "line", "point": {"size": 20} if is_short else False},
         "encoding": {
             "x": {"field": "x", "type": "quantitative", "title": chart.axis, "axis": {"tickCount": 6}},
-            "y": {"field": "y", "type": "quantitative", "title": chart.unit, "scale": scale, "axis": {"tickCount": 5}},
+            "y": {"field": "y", "type": "quantitative", "title": chart.unit, "scale": scale, "axis": y_axis},
             "color": {"field": "curve", "scale": {"domain": [*curves], "range": _COLOURS}, "title": None},
             "strokeDash": {"field": "curve", "scale": {"domain": [*curves], "range": _DASHES}},
         },
