@@ -26,7 +26,7 @@ from trl_opsd import OPSDTrainer, RolloutBackend
 from trl_opsd.cli.targets import write_targets
 from trl_opsd.methods import METRICS
 from trl_opsd.methods.rewards import Rewards
-from trl_opsd.teacher import prefix, prefix_choice
+from trl_opsd.teacher import prefix
 
 RATE, LIMIT = 0.03, 550
 ROWS = {1: 8, 2: 12}
@@ -271,7 +271,7 @@ def trained(folder: Path, names: tuple[str, ...], processes: int = 1, keeps: boo
     is_long = bool({*names} & SKIPPING)
     is_told = len(columns) > 1 or bool({*names} & SUCCESS) or is_acted
     # Prompts of a few tokens would not be worth it.
-    short = mock.patch.object(prefix_choice, "LEAST", 2), mock.patch.dict(prefix.PASS_TOKENS, cpu=1)
+    short = mock.patch.object(prefix, "MASKED", 1), mock.patch.dict(prefix.PASS_TOKENS, cpu=1)
     with warnings.catch_warnings(), short[0], short[1]:
         warnings.simplefilter("ignore")
         try:
