@@ -118,7 +118,7 @@ THIRD_MODELS = {
 CUT = {"clipped", "buckets"}
 WHOLE = {*THIRD_MODELS, "temperatures", "bytes"} - {"anchor", "anchor, forward"}
 OTHER_PROMPTS = {"unprivileged", "a prompt of the completion", "a prompt of rewards"}
-"""Those of a teacher have no beginning in common."""
+"""Those of a teacher have no beginning in common; with `SUCCESS` some have."""
 OTHER_READING = {*OTHER_PROMPTS, *SUCCESS, "feedback"}
 """With these a teacher reads more than columns in evaluations."""
 CERTIFICATE = ("kl", "agreement")
@@ -340,7 +340,7 @@ def check(names: tuple[str, ...], found: dict[str, Any]) -> None:
         assert said in found["refused"]
         return
     assert "refused" not in found, found["refused"]
-    if "prefixes" in names and not {*names} & OTHER_PROMPTS:
+    if "prefixes" in names and not {*names} & {*OTHER_PROMPTS, *SUCCESS}:
         assert sum(found["metrics"]["teacher/prefix_saved"]) > 0
     losses, weights, certificates = expected(options_of(names), found)
     # a step in which no row counts has no loss

@@ -150,7 +150,7 @@ def score_groups(
     progress: bool = False,
     policy: BatchPolicy = PADDED,
     prefix: SharedPrefix | None = None,
-    shared: Sequence[int] = (),
+    shared: list[int] | None = None,
 ) -> TeacherTargets:
     """The last hidden states at the positions that predict the completion tokens that may count, kept by row.
 
@@ -167,7 +167,7 @@ def score_groups(
             if past is None:
                 keeper.put(rows, run(read, of_pass, policy))
             else:
-                keeper.put(rows, run(padded_hidden, of_pass, of_pass.measured(), policy, past, len(shared)))
+                keeper.put(rows, run(padded_hidden, of_pass, of_pass.measured(), policy, past, past.get_seq_length()))
         # Surplus passes re-read one row so that collectives stay matched between processes.
         for _ in range(passes - len(groups)):
             run(completion_hidden, rollout.select([0]).cut().to(device), policy)

@@ -36,7 +36,7 @@ class _Before(DynamicLayer):
 
     def __init__(self, layer: Any, tokens: int) -> None:
         super().__init__()
-        vars(self).update(vars(layer))
+        self.__dict__.update(vars(layer))
         self.keys, self.values = layer.keys[..., :tokens, :], layer.values[..., :tokens, :]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
