@@ -188,7 +188,9 @@ class HFRollout(RolloutBackend):
         inputs, loop = self._padded(prompt_ids, batching, student), None
         config.max_new_tokens = max(*max_new_tokens, 1)
         if reason:
-            self._warn_of_plain(reason)
+            if reason not in self._warned_of:
+                logger.warning(f"Completions of {self.generator} use plain `generate`, until all rows end: {reason}.")
+            self._warned_of.add(reason)
             if config.cache_implementation == "static" and torch.is_autocast_enabled(trainer.accelerator.device.type):
                 config.cache_implementation = "dynamic"  # a static one has one dtype, autocast gives two
         else:
@@ -232,15 +234,6 @@ class HFRollout(RolloutBackend):
         starts = [ids_BP.size(1) - len(ids) for ids in prompt_ids]
         images = together(images_of(prompt_ids), starts, ids_BP.size(1), ids_BP.device)
         return {**inputs, **seen(images, taken, ids_BP.device)}
-
-    def _warn_of_plain(self, reason: str) -> None:
-        """Warns once per reason that the decoding loop is not used."""
-        if reason not in self._warned_of:
-            self._warned_of.add(reason)
-            logger.warning(
-                f"Completions of {self.generator} use plain `generate`, whose batch runs until its longest row "
-                f"ends: {reason}."
-            )
 
     # ---- What the student is like ---------------------------------------------------------------------------------
 
