@@ -146,15 +146,13 @@ class SyncProof:
         chosen_RL = logits_RLV.gather(-1, ids_RL[:, 1:, None])[..., 0] - logits_RLV.logsumexp(-1)
         return chosen_RL.cpu(), float(torch.linalg.vector_norm(logits_RLV)) / logits_RLV.numel() ** 0.5
 
-    def _gap(
-        self, scores: Scores, own_RL: Tensor, scale: float, dtype: torch.dtype | None = None
-    ) -> tuple[float, float]:
+    def _gap(self, scores: Scores, own_RL: Tensor, scale: float) -> tuple[float, float]:
         """The largest difference in nats, and the difference relative to what rounding explains."""
         scored, cached = scores
         rows = [(scored - own_RL[0]).abs(), (cached - own_RL[1, -cached.numel() :]).abs()]
         # The median separates rounding from faults; the largest difference does not, in bfloat16.
         excess = torch.stack([one for row in rows for one in (row.mean() / AVERAGE, row.median())]).max()
-        return float(torch.cat(rows).max()), float(excess) / (RELATIVE[dtype or self._dtype] * max(scale, 1e-6))
+        return float(torch.cat(rows).max()), float(excess) / (RELATIVE[self._dtype] * max(scale, 1e-6))
 
     def _cause(self, scores: Scores, own_RL: Tensor, bare_RL: Tensor | None, scale: float) -> str:
         """A likely cause; `bare_RL` are the student's log-probabilities without its adapter."""
@@ -169,8 +167,8 @@ class SyncProof:
         uncached = torch.cat([scored[:prompt], own_RL[0, prompt:]])
         if self._gap((uncached, own_RL[1, -cached.numel() :]), own_RL, scale)[1] <= 1:
             return f"a stale prefix cache: {engine} agrees with the student where it cannot use its cache"
-        if self._gap(scores, own_RL, scale, torch.bfloat16)[1] <= 1:
+        if self._gap((scored, cached), own_RL, scale)[1] <= RELATIVE[torch.bfloat16] / RELATIVE[self._dtype]:
             return "a dtype: a lower precision than the student's would explain the difference"
-        if self._trainer.model.config.get_text_config().tie_word_embeddings:
-            return f"a tied head, which {engine} stores twice: only some new weights arrived"
-        return f"names of weights that {engine} does not know: only some new weights arrived"
+        tied = self._trainer.model.config.get_text_config().tie_word_embeddings
+        head = f"a tied head, which {engine} stores twice" if tied else f"names that {engine} does not know"
+        return f"{head}: only some new weights arrived"
