@@ -5,13 +5,11 @@ N completion tokens · H hidden size
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,7 +22,8 @@ from rich.text import Text
 from torch import Tensor
 
 from trl_opsd._compat.versions import installed, outside, remedy
-from trl_opsd.cli.doctor.pair import LAYERS, TEXTS, Pair, Settings
+from trl_opsd.cli.doctor.pair import LAYERS, TEXTS, Pair, models_of
+from trl_opsd.cli.train.options import RunOptions
 from trl_opsd.config import OPSDConfig
 from trl_opsd.data.images import probe_prompts, read_with_images
 from trl_opsd.data.tokenization import check_that_all_is_read, check_token_maps, largest_id
@@ -258,32 +257,20 @@ def _largest(found: Iterable[Tensor]) -> float:
     return float(torch.stack([one.abs().max() for one in found]).max())
 
 
-_SLICE, _TOKENS_AT_ONCE = 2048, 16
-"""Rows of a head, and tokens, in float64 at once."""
-
-
 def _reference(
     mine: LazyLogits, yours: LazyLogits, divergence: Divergence, vocabulary: int | None
 ) -> tuple[Tensor, Tensor]:
-    """[N] and [N, H], float64: the reference and its gradient, without a copy of a head."""
-
-    def logits(one: LazyLogits, at: int) -> LazyLogits:
-        # They are themselves the logits of unit vectors as states, with logits as the head.
-        states_nH = one.hidden[at : at + _TOKENS_AT_ONCE].double()
-        logits_Vn = torch.cat([part.double() @ states_nH.T for part in one.head.weight.split(_SLICE)])
-        unit_nn = torch.eye(len(states_nH), dtype=torch.float64, device=states_nH.device)
-        return replace(one, hidden=unit_nn, head=replace(one.head, weight=logits_Vn.requires_grad_()))
-
-    value_N, gradient_NH = [], []
-    for at in range(0, len(mine.hidden), _TOKENS_AT_ONCE):
-        student, teacher = logits(mine, at), logits(yours, at)
-        value_n = dense_divergence(student, teacher, divergence, vocabulary=vocabulary).divergence
-        value_n.sum().backward(inputs=[student.head.weight])
-        assert student.head.weight.grad is not None
-        parts = zip(student.head.weight.grad.split(_SLICE), mine.head.weight.split(_SLICE), strict=True)
-        value_N.append(value_n.detach())
-        gradient_NH.append(sum(gradient_Rn.T @ part.double() for gradient_Rn, part in parts))
-    return torch.cat(value_N), torch.cat(gradient_NH)
+    """[N] and [N, H], float64 from the logits on: the reference and its gradient, without a copy of a head."""
+    # Logits are themselves those of unit vectors as states, with the logits as the head.
+    unit_NN = torch.eye(len(mine.hidden), dtype=torch.float64, device=mine.hidden.device)
+    logits_VN = [(one.head.weight @ one.hidden.T).double().requires_grad_() for one in (mine, yours)]
+    student, teacher = (
+        replace(one, hidden=unit_NN, head=replace(one.head, weight=weight))
+        for one, weight in zip((mine, yours), logits_VN, strict=True)
+    )
+    value_N = dense_divergence(student, teacher, divergence, vocabulary=vocabulary).divergence
+    (gradient_VN,) = torch.autograd.grad(value_N.sum(), logits_VN[:1])
+    return value_N.detach(), gradient_VN.float().T @ mine.head.weight
 
 
 # ---- What engines generate -------------------------------------------------------------------------------------------
@@ -358,18 +345,13 @@ def _shortfall(pair: Pair, prompt: list[int], completion: list[int]) -> float:
 # ---- Settings and versions -------------------------------------------------------------------------------------------
 
 
-def check_settings(settings: Settings | ValueError, student: str, teacher: str) -> str:
-    """Settings are known and consistent; `student` and `teacher` are those examined."""
+def check_settings(settings: RunOptions | ValueError, examined: tuple[str, str]) -> str:
+    """Settings are known and consistent, and of the models that are examined."""
     if isinstance(settings, ValueError):
         raise settings
-    config, warnings = settings.given.config, [*settings.warnings]
-    if config.use_vllm and not find_spec("vllm"):
-        warnings.append("`use_vllm=True` needs vllm, which is not installed here, where training refuses it.")
-    for role, named, examined in zip(("student", "teacher"), settings.models, (student, teacher), strict=True):
-        if named not in (None, examined):
-            warnings.append(f"The file sets the {role} {named!r}, but {examined!r} was examined.")
-    if warnings:
-        raise Doubt(" ".join(warnings))
+    for role, named, one in zip(("student", "teacher"), models_of(settings), examined, strict=True):
+        if named not in (None, one):
+            raise Doubt(f"The file sets the {role} {named!r}, but {one!r} was examined.")
     return "All settings are known and consistent."
 
 
@@ -427,17 +409,18 @@ CHECKS: tuple[Probe[Pair], ...] = (
 _VLLM: Probe[Pair] = Probe("vLLM rollout", partial(reproduces, use_vllm=True, vllm_mode="colocate"), needs=_GENERATES)
 
 
-def examine(pair: Pair, settings: Settings | ValueError | None = None, vllm: bool = False) -> list[Finding]:
+def examine(pair: Pair, settings: RunOptions | ValueError | None = None, vllm: bool = False) -> list[Finding]:
     """All findings, in the order of the checks; `settings` are of a training, or why they cannot be read."""
     checks = [*CHECKS, *([_VLLM] if vllm else [])]
     if pair.by_bytes:  # instead of what compares ids
         of_ids = {"tokenizers", "vocabularies"}
         checks = [one for one in checks if of_ids.isdisjoint((one.name, *one.needs))]
         checks.append(Probe("tokenizers", same_bytes, needs=_BOTH))
-    checks += [_images(role) for role in ("student", "teacher") if getattr(pair, role).sees]
+    sees = [role for role in ("student", "teacher") if hasattr(getattr(pair, role).processing, "image_processor")]
+    checks += map(_images, sees)
     if settings:
         checks.append(
-            Probe("settings", lambda pair: check_settings(settings, pair.student.source, pair.teacher.source))
+            Probe("settings", lambda pair: check_settings(settings, (pair.student.source, pair.teacher.source)))
         )
     checks.append(Probe("versions", versions))
     # stdout has the answer alone.
@@ -452,17 +435,18 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped":
 def verdict(findings: Sequence[Finding]) -> str:
     """All findings in a sentence."""
     of = {kind: [one.name for one in findings if one.verdict == kind] for kind in _COLOURS}
-    rest = [
-        f"; {len(of[kind])} {said}" for kind, said in (("warning", "with warnings"), ("skipped", "skipped")) if of[kind]
-    ]
     passed = f"Ready: {len(of['ok'])} of {len(findings)} checks passed"
     failed = f"Not ready: {len(of['failed'])} of {len(findings)} checks failed ({', '.join(of['failed'])})"
-    return f"{failed if of['failed'] else passed}{''.join(rest)}."
+    told = [failed if of["failed"] else passed]
+    told += [
+        f"{len(of[one])} {said}" for one, said in (("warning", "with warnings"), ("skipped", "skipped")) if of[one]
+    ]
+    return f"{'; '.join(told)}."
 
 
-def document(pair: Pair, findings: Sequence[Finding]) -> str:
+def document(pair: Pair, findings: Sequence[Finding]) -> dict[str, Any]:
     """The findings as JSON."""
-    found = {
+    return {
         "student": pair.student.source,
         "teacher": pair.teacher.source,
         "tiny": pair.tiny,
@@ -470,7 +454,6 @@ def document(pair: Pair, findings: Sequence[Finding]) -> str:
         "verdict": verdict(findings),
         "checks": [asdict(one) for one in findings],
     }
-    return json.dumps(found, indent=2)
 
 
 def show(pair: Pair, findings: Sequence[Finding]) -> None:
