@@ -7,7 +7,6 @@ import importlib
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -305,16 +304,9 @@ def test_tiny_keeps_heads_and_tokenizers_and_reads_no_weights(folders):
 def test_reference_holds_no_head_copy_and_gradients_once():
     made = pair(tiny.qwen2(512, vocab_size=8192), tiny.qwen2(2048, seed=1, vocab_size=8192))
     mine, yours = (checks._logits_after(made, role) for role in ("student", "teacher"))
-    measure, peaks, found = checks._DIVERGENCES["jsd"], [], []
-    for reference in (checks._reference, partial(checks._compared, checks.dense_divergence)):
-        with Live() as live:
-            arguments = (mine, yours, measure) if reference is checks._reference else (mine, yours, measure, None)
-            found.append(reference(*arguments, 259))
-        peaks.append(live.peak)
-    for mine, whole in zip(*found, strict=True):
-        assert torch.allclose(mine.double(), whole.double(), atol=1e-7)
-    of_head = 8 * 8192 * 2048
-    assert peaks[0] < of_head < peaks[1]
+    with Live() as live:
+        checks._reference(mine, yours, checks._DIVERGENCES["jsd"], 259)
+    assert live.peak < 20 * 8 * 8192 * len(mine.hidden), "what has the vocabulary and the tokens, none with the states"
     weights = [*made.student.model.parameters()]
     with Live([*weights, *made.teacher.model.parameters()]) as live:
         checks.same_in_parts(made)

@@ -317,12 +317,10 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )(train)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(merge)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(targets)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(audit)
-app.command()(doctor)
-app.command()(plan)
-app.command()(report)
+for takes_more in (merge, targets, audit):
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(takes_more)
+for command in (doctor, plan, report):
+    app.command()(command)
 
 
 def main() -> None:

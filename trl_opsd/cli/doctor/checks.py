@@ -6,7 +6,7 @@ N completion tokens · H hidden size
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,7 +33,7 @@ from trl_opsd.models.probes import GRADIENTS, HEAD, IMAGES, PADDING, Doubt, Find
 from trl_opsd.models.tokenizers import ensure_special_tokens
 from trl_opsd.rollout import FixedRollout, RolloutBackend
 from trl_opsd.trainer import OPSDTrainer
-from trl_opsd.types import LazyLogits, OutputHead, PerToken, Rollout
+from trl_opsd.types import LazyLogits, OutputHead, Rollout
 
 # ---- Tokenizers and chat templates -----------------------------------------------------------------------------------
 
@@ -68,10 +68,7 @@ def same_sizes(pair: Pair) -> str:
     """Both heads have a row for each token."""
     shared, rows, tokens = pair.vocabulary, pair.student.rows, largest_id(pair.student.tokenizer) + 1
     if tokens > rows:
-        raise ValueError(
-            f"The tokenizer has {tokens} tokens, but both heads have {rows} rows: use the tokenizer the models were "
-            "trained with."
-        )
+        raise ValueError(f"The tokenizer has {tokens} tokens, but both heads have {rows} rows: use the models' own.")
     if shared is None:
         return f"Both heads have {rows} rows."
     return f"Heads of {rows} and {pair.teacher.rows} rows; the {shared} ids of the tokenizer are compared."
@@ -82,10 +79,7 @@ def end_token(pair: Pair) -> str:
     tokenizer = pair.student.tokenizer
     ensure_special_tokens(tokenizer, pair.student.rows)
     if tokenizer.eos_token not in (known := pair.student.ends):
-        raise Doubt(
-            f"The end token is {tokenizer.eos_token!r} in the tokenizer and {', '.join(map(repr, known))} in the "
-            "generation config: make them agree, or completions may not end at the tokenizer's."
-        )
+        raise Doubt(f"The end token is {tokenizer.eos_token!r} in the tokenizer, {known} in the generation config.")
     return f"{tokenizer.eos_token!r}, id {tokenizer.eos_token_id}."
 
 
@@ -101,21 +95,14 @@ def template(pair: Pair) -> str:
     check_that_all_is_read([_QUESTION, _ANSWER, _QUESTION], lambda marked: rendered(*marked), "A conversation")
     opening = rendered(_QUESTION).removeprefix(rendered(_QUESTION, opened=False))
     if not opening:
-        raise ValueError(
-            "The chat template ignores `add_generation_prompt`, so the student would have to generate the start of its "
-            "own turn. Use a template with a generation prompt, such as that of an instruct model."
-        )
+        raise ValueError("The chat template ignores `add_generation_prompt`: use that of an instruct model.")
     if not pair.by_bytes and theirs.chat_template and rendered(_QUESTION, by=theirs) != rendered(_QUESTION):
-        raise Doubt(
-            "The chat templates of teacher and student render a conversation differently, and the student's is used "
-            "for both: the teacher sees a format it was not trained on."
-        )
+        raise Doubt("The teacher's chat template differs, and the student's is used for both.")
     after = rendered(_QUESTION, _ANSWER, opened=False).rpartition(_ANSWER["content"])[2]
     if pair.student.ends and not any(token in after for token in pair.student.ends):
         raise Doubt(
             f"After an answer the chat template renders {after!r}, which contains no end token "
-            f"({', '.join(pair.student.ends)}): a model trained on it never learned to stop, so completions run to "
-            "their limit."
+            f"({', '.join(pair.student.ends)}): completions may run to their limit."
         )
     return f"Opens an answer with {opening!r}."
 
@@ -139,10 +126,7 @@ def repeats(pair: Pair) -> str:
     first, again = (pair.teacher.model(input_ids=ids_BL, use_cache=False).logits.float().nan_to_num() for _ in range(2))
     gap = float((first - again).abs().max() / first.abs().max().clamp(min=1e-30))
     if gap > _ALIKE:
-        raise ValueError(
-            f"The teacher's logits differ by {gap:.1e} of the largest between two forward passes over the same tokens: "
-            "it draws random numbers, or keeps state between passes."
-        )
+        raise ValueError(f"Two forward passes differ by {gap:.1e} of the largest logit: it draws random numbers.")
     return f"Two forward passes agree {f'up to {gap:.0e} of the largest logit' if gap else 'bit for bit'}."
 
 
@@ -152,10 +136,7 @@ def depends_on_input(pair: Pair) -> str:
     states_NH = _logits_after(pair, "teacher", pair.read_by("student")).hidden
     spread, largest = (states_NH - states_NH.mean(0)).abs().max(), states_NH.abs().max()
     if spread < _ALIKE * largest:
-        raise ValueError(
-            f"The teacher has the same hidden state at all {len(states_NH)} tokens, whatever its input: its weights "
-            "are zeroed or were not loaded; reload it."
-        )
+        raise ValueError(f"The teacher has the same hidden state at all {len(states_NH)} tokens: reload its weights.")
     return f"States differ between tokens by up to {spread / largest:.2g} of the largest value."
 
 
@@ -163,7 +144,7 @@ def zero_with_itself(pair: Pair) -> str:
     """A model as its own teacher has divergence and gradient 0."""
     mine = _logits_after(pair, "student")
     for name, divergence in _DIVERGENCES.items():
-        largest = _largest(_compared(streamed_divergence, mine, mine, divergence))
+        largest = _largest(_compared(mine, mine, divergence))
         if not largest < _ROUNDING:
             raise ValueError(f"`{name}` between the student and itself, or its gradient, is {largest:.2g}: expected 0.")
     return f"{', '.join(_DIVERGENCES)}: 0, with gradient 0."
@@ -175,13 +156,12 @@ def equals_reference(pair: Pair) -> str:
     for name, divergence in _DIVERGENCES.items():
         expected = _reference(mine, yours, divergence, pair.vocabulary)
         for chunk in (1, 7, None):  # the smallest tile, one that divides nothing, and all tokens
-            found = _compared(streamed_divergence, mine, yours, divergence, chunk, pair.vocabulary)
+            found = _compared(mine, yours, divergence, chunk, pair.vocabulary)
             pairs = zip(found, expected, strict=True)
             gap = _largest((one - exact) / exact.abs().max().clamp(min=_NOTHING) for one, exact in pairs)
             if not gap <= _ROUNDING:
                 raise ValueError(
-                    f"`{name}` with {chunk or 'all'} tokens at a time differs from its reference by {gap:.2g} of "
-                    "the largest value."
+                    f"`{name}` in tiles of {chunk or 'all'} tokens is off by {gap:.2g} of the largest value."
                 )
         said.append(f"{name} {expected[0].mean():.4g}")
     return f"Equal to float64 for any `loss_chunk_tokens`: {', '.join(said)} nats."
@@ -237,7 +217,6 @@ def _logits_after(pair: Pair, role: str, rollout: Rollout | None = None, trained
 
 
 def _compared(
-    function: Callable[..., PerToken],
     mine: LazyLogits,
     yours: LazyLogits,
     divergence: Divergence,
@@ -246,10 +225,9 @@ def _compared(
 ) -> tuple[Tensor, Tensor]:
     """[N] and [N, H], a divergence and its gradient with respect to the student's states."""
     student = replace(mine, hidden=mine.hidden.clone().requires_grad_())
-    value_N = function(student, yours, divergence, chunk_tokens=chunk, vocabulary=vocabulary).divergence
-    value_N.sum().backward()
-    assert student.hidden.grad is not None
-    return value_N.detach(), student.hidden.grad
+    value_N = streamed_divergence(student, yours, divergence, chunk_tokens=chunk, vocabulary=vocabulary).divergence
+    (gradient_NH,) = torch.autograd.grad(value_N.sum(), student.hidden)
+    return value_N.detach(), gradient_NH
 
 
 def _largest(found: Iterable[Tensor]) -> float:
@@ -323,8 +301,8 @@ def reproduces(pair: Pair, rollout: RolloutBackend | None = None, **options: Any
     gap = _largest([torch.tensor([_shortfall(pair, *row) for row in zip(asked, answered, strict=True)])])
     if not gap < _TIE:  # not `>=`: NaN has to fail, too
         raise ValueError(
-            f"{trainer.rollout}, decoding greedily, generated a token that is {gap:.3g} nats less likely than the most "
-            "likely one by the student's own logits: its weights differ from the student's, or its computation does."
+            f"{trainer.rollout}, decoding greedily, generated a token that is {gap:.3g} nats less likely than the "
+            "student's likeliest: its weights differ from the student's, or its computation does."
         )
     said = f"{sum(map(len, answered))} tokens, each the student's most likely (within {gap:.1g} nats)"
     told = recorded.get("rollout/logprob_gap")
@@ -466,7 +444,6 @@ def show(pair: Pair, findings: Sequence[Finding]) -> None:
     console.print(table)
     if pair.tiny:
         console.print(
-            f"\nBoth models were built with {LAYERS} random layers, narrow feed-forward parts and tied embeddings: "
-            "only heads' shapes, tokenizers and templates are the real ones."
+            f"\nOf both models {LAYERS} random layers: only heads, tokenizers and templates are the real ones."
         )
     console.print(f"\n{verdict(findings)}", highlight=False)

@@ -126,7 +126,8 @@ def load_pair(student: str, teacher: str, tiny: bool = False, settings: RunOptio
     if (adapter := adapter_at(teacher, theirs)) is not None:
         adapter.check("teacher", "teacher_trust_remote_code")
         theirs, base = adapter.loading_of_base, adapter.base
-    models, trusted = [], []
+    models: list[PreTrainedModel] = []
+    trusted: list[dict[str, Any]] = []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     for role, source, options in (("student", student, mine), ("teacher", base, theirs)):
         language_config(source, role, options, f"{'teacher_' * (role == 'teacher')}trust_remote_code")
@@ -134,7 +135,7 @@ def load_pair(student: str, teacher: str, tiny: bool = False, settings: RunOptio
         if tiny:  # random weights, other ones for each, or the divergence would be 0
             torch.manual_seed(len(models))
             config = shrunk(AutoConfig.from_pretrained(source, **trusted[-1]))
-            model: PreTrainedModel = without_weights(config, torch.float32)
+            model = without_weights(config, torch.float32)
         else:
             with whole_checkpoint(role):
                 given = {"dtype": "float32", "device_map": None, "use_safetensors": True, **options}

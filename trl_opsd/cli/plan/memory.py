@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 from trl_opsd.cli.plan.shapes import Shape, traced_activations
 from trl_opsd.losses.streamed import tile_of
@@ -30,13 +29,13 @@ SHARE = 0.9
 """Share of a device that may be used; the rest is for the CUDA context, buffers and fragmentation."""
 _STEP = 0.05
 """Granularity of an engine's share of a device."""
-LINK = 32e9
+_LINK = 32e9
 """Bytes per second from the host's memory to the device: half of what PCIe 5 x16 can carry."""
-_KERNELS, _OF_ADAPTER, LAUNCH = 52, 49, 15e-6
+_KERNELS, _OF_ADAPTER, _LAUNCH = 52, 49, 15e-6
 """Kernels of a decoding step in a layer of Qwen2, what LoRA adds to them, and seconds of host time of each in an eager
 step: between 7.6 microseconds measured on a CPU, which has no driver to call, and about 27 of the eager model with 32
 layers and 25.5 tokens per second on an A100 in pytorch.org/blog/accelerating-generative-ai-2."""
-ENGINE = 3e-3
+_TOKEN = 3e-3
 """Seconds of each step of an engine besides reading memory, for scheduler, graphs and sampler: an assumption."""
 
 
@@ -107,22 +106,9 @@ class Choice:
 # ---- Memory, in bytes ------------------------------------------------------------------------------------------------
 
 
-class States(NamedTuple):
-    """Bytes of the student on one device."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    """Weights of other devices while they are used."""
-    kept: int
-    """Gradient buckets that are kept between backward passes."""
-    reduced: int
-    """Those that only a backward pass needs."""
-
-
-def states(student: Shape, load: Load, sharding: str) -> States:
-    """What each way of sharding keeps of a student.
+def states(student: Shape, load: Load, sharding: str) -> tuple[int, int, int, int, int, int]:
+    """Bytes of the student on one device: weights, gradients, optimizer, weights of other devices while they are used,
+    gradient buckets that are kept between backward passes, and those that only a backward pass needs.
 
     An adapter is trained in float32, on weights that are frozen in half precision. DDP keeps a second copy of the
     gradients. DeepSpeed keeps weights in the dtype of products, gradients in that and in float32, and float32 weights
@@ -141,12 +127,12 @@ def states(student: Shape, load: Load, sharding: str) -> States:
     units = size * student.head * (load.lora is None) + (size + 4) * unit + 4 * unit // gpus
     mixed = size * trained
     return {
-        "single": States(frozen + 4 * trained, 4 * trained, 8 * trained, 0, 0, 0),
-        "ddp": States(frozen + 4 * trained, 4 * trained, 8 * trained, 0, 4 * trained, 0),
-        "fsdp2": States((frozen + 4 * trained) // gpus, 4 * trained // gpus, 8 * trained // gpus, layers, 0, units),
-        "zero2": States(frozen + mixed, mixed + 4 * trained // gpus, 12 * trained // gpus, 0, 0, bucket),
-        "zero3": States((frozen + mixed) // gpus, 4 * trained // gpus, 12 * trained // gpus, zero3, bucket, reduced),
-        "zero3_offload": States(0, 0, 0, zero3, bucket, reduced),
+        "single": (frozen + 4 * trained, 4 * trained, 8 * trained, 0, 0, 0),
+        "ddp": (frozen + 4 * trained, 4 * trained, 8 * trained, 0, 4 * trained, 0),
+        "fsdp2": ((frozen + 4 * trained) // gpus, 4 * trained // gpus, 8 * trained // gpus, layers, 0, units),
+        "zero2": (frozen + mixed, mixed + 4 * trained // gpus, 12 * trained // gpus, 0, 0, bucket),
+        "zero3": ((frozen + mixed) // gpus, 4 * trained // gpus, 12 * trained // gpus, zero3, bucket, reduced),
+        "zero3_offload": (0, 0, 0, zero3, bucket, reduced),
     }[sharding]
 
 
@@ -170,7 +156,7 @@ def phases(
 ) -> dict[str, dict[str, int]]:
     """Bytes by phase and part on one device; `engine` is what one in the same process takes while it is awake."""
     size, micro, sharding = load.itemsize, choice.micro, choice.sharding
-    of_student = states(student, load, sharding)
+    weights, gradients, optimizer, gathered, kept, reduced = states(student, load, sharding)
     by_zero3, by_loop = sharding.startswith("zero3"), choice.engine == TRANSFORMERS
     # Autocast keeps copies of trained weights; frozen ones are cast anew, and DeepSpeed casts once.
     copies = student.parameters * 2 * (load.half and sharding in ("single", "ddp") and load.lora is None)
@@ -192,9 +178,9 @@ def phases(
     idle = {f"idle {name}": resting for name, (resting, _) in frozen.items()}
     reads = max(frozen, key=lambda name: frozen[name][1] - frozen[name][0])
     scoring = {**idle, f"idle {reads}": 0, f"active {reads}": frozen[reads][1]}
-    always = {"weights": of_student.weights, "optimizer": of_student.optimizer}
+    always = {"weights": weights, "optimizer": optimizer}
     if by_loop:
-        whole = copies or (student.parameters * size if by_zero3 else of_student.gathered)
+        whole = copies or (student.parameters * size if by_zero3 else gathered)
         generates = {
             "gathered or cast weights": whole,
             "KV cache": load.batch * student.cached(load.row(student)) * size,
@@ -203,11 +189,11 @@ def phases(
             **student.images.of(load.batch, size),
         }
     else:
-        sent = max(min(_SENT, size * student.parameters), copies or of_student.gathered)
+        sent = max(min(_SENT, size * student.parameters), copies or gathered)
         proof = _PROBED * student.vocabulary * (size + 8)
         generates = {"gathered or cast weights": sent, "engine": engine, "proof": proof}
     awake = {} if choice.engine == ASLEEP else {"engine": engine}
-    before = {"gradients": of_student.gradients * by_zero3, BUCKETS: of_student.kept}  # ZeRO-3 never frees the first
+    before = {"gradients": gradients * by_zero3, BUCKETS: kept}  # ZeRO-3 never frees the first
     found = {
         "rollout": {**always, **idle, **generates, **before},
         "scoring": {
@@ -223,13 +209,13 @@ def phases(
         "training": {
             **always,
             **idle,
-            "gathered or cast weights": of_student.gathered or (2 * student.head if copies else 0),
+            "gathered or cast weights": gathered or (2 * student.head if copies else 0),
             "activations": activations(micro, products),
             **student.images.of(micro, size, load.checkpointing),
             **awake,
             "targets": targets,
-            "gradients": of_student.gradients,
-            BUCKETS: of_student.kept + of_student.reduced,
+            "gradients": gradients,
+            BUCKETS: kept + reduced,
             "loss tile": tile,
             "gradient of the head": head,
         },
@@ -306,7 +292,7 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice) -> dict[
     """By phase, on one device; devices work concurrently. Traffic between devices is not counted.
 
     Completions are generated token by token: each step reads all weights once, and the keys and values so far. With
-    transformers the device waits for a Python loop where that takes longer; an engine adds `ENGINE`. A forward pass
+    transformers the device waits for a Python loop where that takes longer; an engine adds `_TOKEN`. A forward pass
     takes 2 operations for each weight and token, training 6, or 4 where the weights are frozen, and 2 more with
     gradient checkpointing. Layers of a teacher are fetched while others compute.
     """
@@ -314,8 +300,8 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice) -> dict[
     prompt, contexts = row - load.length, 1 + load.contrast
     cached = rows * student.cached(prompt + load.length // 2)
     traffic = size * (weights + cached) / load.bandwidth
-    looping = student.layers * (_KERNELS + _OF_ADAPTER * (load.lora is not None)) * LAUNCH
-    of_token = max(traffic, looping) if choice.engine == TRANSFORMERS else traffic + ENGINE
+    looping = student.layers * (_KERNELS + _OF_ADAPTER * (load.lora is not None)) * _LAUNCH
+    of_token = max(traffic, looping) if choice.engine == TRANSFORMERS else traffic + _TOKEN
     passes = (6 if load.lora is None else 4) + 2 * load.checkpointing
     heads = 2 * rows * load.length * ((3 + load.origin) * student.head + contexts * teacher.head)
     reading = 2 * rows * (teacher.parameters * load.row(teacher) * contexts + weights * row * load.origin)
@@ -323,7 +309,7 @@ def seconds(student: Shape, teacher: Shape, load: Load, choice: Choice) -> dict[
     moved += 4 * weights * (load.origin and choice.origin(load) in ("cpu", "stream"))
     return {
         "rollout": 2 * weights * rows * prompt / load.flops + load.length * of_token,
-        "scoring": max(reading / load.flops, moved / LINK),
+        "scoring": max(reading / load.flops, moved / _LINK),
         "training": (passes * weights * rows * row + heads) / load.flops,
     }
 

@@ -14,9 +14,6 @@ from rich.table import Column, Table
 from trl_opsd._compat.versions import CHECKPOINTING
 from trl_opsd.cli.plan.memory import (
     ASLEEP,
-    ENGINE,
-    LAUNCH,
-    LINK,
     SERVER,
     SHARE,
     TRANSFORMERS,
@@ -149,12 +146,9 @@ def show(plan: dict[str, Any], load: Load) -> None:
     console.print(table)
     console.print(
         f"Estimates per device of {load.memory / 1e9:g} GB (1e9 bytes), {SHARE:.0%} of it usable. Seconds assume "
-        f"{load.flops / 1e12:.0f} TFLOP/s, {load.bandwidth / 1e9:.0f} GB/s of memory bandwidth, {LINK / 1e9:.0f} GB/s "
-        f"from host to device, {LAUNCH * 1e6:g} µs of host time for each kernel of transformers, {ENGINE * 1e3:g} ms "
-        "for each token of an engine, and no traffic between devices.\n"
+        f"{load.flops / 1e12:.0f} TFLOP/s, {load.bandwidth / 1e9:.0f} GB/s of memory bandwidth, and no traffic between "
+        "devices.\n"
     )
-    for role, images in plan["images"].items():
-        console.print(f"The {role}'s images take {images['tokens']:,} tokens of each row.\n")
     right = [Column(head, justify="right") for head in ("rows", unit, f"host {unit}", "GPUs")]
     columns: list[Column | str] = ["sharding", "teacher", "engine", *right[:2], "in", *right[2:], "fits"]
     table = Table(*columns, title="Placements", box=None, collapse_padding=True)
