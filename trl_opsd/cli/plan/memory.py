@@ -227,12 +227,12 @@ def loss_tile(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[
     """Tokens whose logits the loss forms at once, of `tokens` in a micro-batch, and bytes of them.
 
     One tile for student, teacher and contrast each; with an anchor one of its origin, and a copy of the student's. In
-    half precision one more of several tiles, and an eighth for tokens whose vocabulary is ranked.
+    half precision four are collected for the gradient of the head; the vocabulary is ranked at every 16th token.
     """
-    vocabulary = min(student.vocabulary, teacher.vocabulary)
-    of_token = vocabulary * (4 * (2 + load.contrast + 2 * load.origin) + 8 * load.half)
-    tile = tile_of(tokens, of_token, load.memory)
-    return tile, tile * (of_token + 2 * vocabulary)
+    vocabulary, tiles = min(student.vocabulary, teacher.vocabulary), 2 + load.contrast + 2 * load.origin
+    tile = tile_of(tokens, vocabulary * (4 * tiles + 8 * load.half), load.memory)
+    group = min(tokens, 4 * tile)
+    return tile, vocabulary * (4 * tiles * tile + 2 * load.half * group + group // 2)
 
 
 def loss(student: Shape, teacher: Shape, tokens: int, load: Load) -> tuple[int, int]:

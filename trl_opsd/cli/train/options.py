@@ -46,16 +46,10 @@ class ExtraArguments:
     """Go through every check, one generation batch and one optimizer step, say what was seen, and save nothing."""
 
     def __post_init__(self) -> None:
-        given = self.teacher_models
         for name in ("teacher_models", "experts"):  # on the command line
             if isinstance(text := getattr(self, name), str):
                 with suppress(ValueError):
                     setattr(self, name, json.loads(text))
-        if self.teacher_models is not None and not (isinstance(self.teacher_models, dict) and self.teacher_models):
-            raise ValueError(
-                f"`teacher_models={given!r}`: expected a mapping of names to paths or ids, for instance "
-                '\'{"math": "Qwen/Qwen2.5-Math-1.5B-Instruct", "code": "Qwen/Qwen2.5-Coder-1.5B-Instruct"}\'.'
-            )
 
 
 _FILE = "--config FILE reads any of these options from a YAML file; the command line takes precedence."
