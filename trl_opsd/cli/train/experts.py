@@ -14,9 +14,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from annotated_types import MinLen
 from datasets import Dataset, concatenate_datasets
-from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from trl_opsd._compat.trl import get_config_model_id
+from trl_opsd._compat.values import pydantic
 from trl_opsd.data.survey import digest
 from trl_opsd.parallel.rng import preserved_rng
 from trl_opsd.report.page import write
@@ -42,7 +42,7 @@ Load = Callable[[str], Mapping[str, Any]]
 """Loads the splits of a dataset by its name or path."""
 
 
-class Expert(BaseModel, extra="forbid", frozen=True):
+class Expert(pydantic.BaseModel, extra="forbid", frozen=True):
     """A teacher, and what it is an expert in."""
 
     model: str
@@ -62,8 +62,8 @@ class Expert(BaseModel, extra="forbid", frozen=True):
 def experts_of(given: Any) -> dict[str, Expert]:
     """What a file says of the experts; a `ValueError` for anything else."""
     try:
-        return TypeAdapter(Annotated[dict[str, Expert], MinLen(2)]).validate_python(given)
-    except ValidationError as error:
+        return pydantic.TypeAdapter(Annotated[dict[str, Expert], MinLen(2)]).validate_python(given)
+    except pydantic.ValidationError as error:
         raise ValueError(
             f"`experts`: expected at least two names with {{model: ..., dataset: ..., metric: ...}}; {error}"
         ) from None
