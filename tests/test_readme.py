@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_opsd
 from trl_opsd.cli.doctor.checks import check_settings
-from trl_opsd.cli.doctor.pair import read_settings
+from trl_opsd.cli.doctor.pair import models_of, read_settings
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = {"Qwen2.5-0.5B-Instruct": 32, "Qwen2.5-1.5B-Instruct": 48, "Qwen2.5-7B-Instruct": 64}
@@ -88,11 +88,11 @@ def test_run_yaml_of_the_start_page_is_a_valid_training(tmp_path):
     (text,) = re.findall(r"```yaml\n(# run.yaml.*?)```", (ROOT / "docs/start.md").read_text(), flags=re.DOTALL)
     (tmp_path / "run.yaml").write_text(f"{text}use_cpu: true\n")
     settings = read_settings("run.yaml")
-    assert settings.models == ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
-    assert check_settings(settings, *settings.models) == "All settings are known and consistent."
-    config = settings.given.config
+    assert models_of(settings) == ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
+    assert check_settings(settings, models_of(settings)) == "All settings are known and consistent."
+    config = settings.config
     assert (config.teacher_offload, config.use_vllm, config.learning_rate) == ("stream", True, 1e-5)
-    assert settings.given.script.dataset_name == "trl-lib/ultrafeedback-prompt"
+    assert settings.script.dataset_name == "trl-lib/ultrafeedback-prompt"
 
 
 @pytest.mark.usefixtures("hub")
