@@ -110,11 +110,11 @@ def test_an_interrupt_ends_the_wait_and_leaves_only_daemon_threads(served, check
 
 
 AT_START = {
-    "generates": ({"fault": lambda *_: (404, b'{"detail":"Not Found"}', {})}, ServerError, "it generates, or is not"),
+    "generates": ({"fault": lambda *_: (404, b'{"detail":"Not Found"}', {})}, ServerError, "--runner pooling"),
     "other task": (
         {"fault": lambda *_: (400, b'{"error":{"message":"Try switching the model\'s pooling_task"}}', {})},
         ServerError,
-        "started for another task: start it with `vllm serve TEACHER --runner pooling",
+        "it is started with `vllm serve TEACHER --runner pooling",
     ),
     "token": ({"fault": lambda *_: (401, b"{}", {})}, ServerError, "`TRL_OPSD_TEACHER_TOKEN`"),
     "no vLLM": ({"models": {"hello": "world"}}, ServerError, r"/v1/models returned data\.0\.id=.*: Field required"),

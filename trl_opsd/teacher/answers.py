@@ -92,10 +92,6 @@ class Answers(ABC):
     def settle(self, answers: Sequence[Tensor]) -> None:  # noqa: B027 (tokens need nothing of the first answers)
         """Finds out from the first answers what is not known before."""
 
-    def hint(self, response: Response) -> str:
-        """What to do about a response with another status than 200."""
-        return f" Start it with `{self.start}`."
-
     def probes(self) -> list[Row]:
         """The two rows that a server is proved by: they differ in the last token but one, the last that is read."""
         # An id outside the vocabulary is not tried: where the tokenizer has more ids than the model, vLLM accepts it.
@@ -135,24 +131,18 @@ class States(Answers):
         # vLLM answers preempted rows more than once.
         return "/pooling", body, 4 * len(row.ids) * self._checkpoint.width * self.dtype.itemsize + MIB
 
-    def hint(self, response: Response) -> str:
-        if response.status == 404 and "does not exist" not in response.text:
-            return f" It has no such route: it generates, or is not a vLLM server; start it with `{POOLING}`."
-        is_other = response.status == 400 and "task" in response.text
-        return f" It was started for another task: start it with `{POOLING}`." if is_other else " See its log."
-
     def read(self, response: Response, row: Row) -> Tensor:
         width, tokens, size = self._checkpoint.width, len(row.ids) - 1, len(response.content)
-        whole = size - size % (width * self.dtype.itemsize)
-        states_MH = torch.frombuffer(response.content[:whole] or bytearray(8), dtype=self.dtype)
-        states_MH = states_MH.view(-1, width) if whole else states_MH.new_empty(0, width)
+        of_row = width * self.dtype.itemsize
+        is_whole = size >= tokens * of_row and size % of_row == 0
+        states_MH = torch.frombuffer(response.content, dtype=self.dtype).view(-1, width) if is_whole else None
         # More states than tokens are accepted where the surplus repeats the row's beginning.
-        if size != whole or len(states_MH) < tokens or not _repeats(states_MH[:-tokens], states_MH[-tokens:]):
-            last = " Was only the last token pooled?" if len(states_MH) == 1 < tokens else ""
+        if states_MH is None or not _repeats(states_MH[:-tokens], states_MH[-tokens:]):
             raise WrongAnswerError(
-                f"{response.request} returned {size} bytes for {tokens} tokens, expected "
-                f"{tokens * width * self.dtype.itemsize}: one state per token, of {width} numbers in "
-                f"{_word(self.dtype)}.{last} Start it with `{POOLING}`, for {self._path!r}."
+                f"{response.request} returned {size} bytes for {tokens} tokens, expected {tokens * of_row}: one state "
+                f"per token, of {width} numbers in {_word(self.dtype)}."
+                f"{' Was only the last token pooled?' * (size == of_row)} Start it with `{POOLING}`, for "
+                f"{self._path!r}."
             )
         states_LH = states_MH[-tokens:]
         if not (is_finite_L := states_LH.isfinite().all(-1)).all():
@@ -261,7 +251,7 @@ class Tokens(Answers):
         most = MIB + len(ids) * (_BYTES * (k + 1) + 8 * len(row.wanted[0] if row.wanted else ()))
         one: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0}
         if self.api == "SGLang":
-            sampling = {"max_new_tokens": 1, "temperature": 1.0}
+            sampling: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.0}
             asked = {"return_logprob": True, "logprob_start_len": first, "top_logprobs_num": k}
             return "/generate", {"input_ids": ids, "sampling_params": sampling, **asked}, most
         if not row.wanted:
@@ -272,9 +262,6 @@ class Tokens(Answers):
         sampling = {**one, "prompt_logprob_token_ids": rows, "prompt_logprob_start": first}
         sampling |= {"prompt_logprobs": k} if k else {}
         return "/inference/v1/generate", {"model": model, "token_ids": ids, "sampling_params": sampling}, most
-
-    def hint(self, response: Response) -> str:
-        return "" if self.api == "SGLang" else super().hint(response)
 
     def read(self, response: Response, row: Row) -> Tensor:
         try:
@@ -361,13 +348,10 @@ class Tokens(Answers):
                 f"{asked} returned log-probabilities of up to {largest:.3g} nats, whose probabilities add up to "
                 f"{mass:.3g}: start it without `--logprobs-mode`."
             )
-        if top_k and len(found) > 1:  # what is told beside the likeliest is no likelier than these
-            least_n = found[0][1].topk(top_k, 1).values[:, -1]
-            is_other_n |= logs_nM.topk(top_k, 1).values[:, -1].exp() > least_n.exp() + _ABOVE
         if is_other_n.any():
             raise WrongAnswerError(
-                f"{asked} told two probabilities of one token at position {places[int(is_other_n.nonzero()[0])]}, or "
-                f"others than the likeliest {top_k}: it mixes up answers; restart it."
+                f"{asked} told two probabilities of one token at position {places[int(is_other_n.nonzero()[0])]}: it "
+                "mixes up answers; restart it."
             )
         # An excluded token has the lowest finite number, as in a head with a bias of -inf.
         least = torch.finfo(torch.float32).min

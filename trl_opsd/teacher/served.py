@@ -93,9 +93,9 @@ class ServedTeacher(Teacher):
     def _prove(self, one: list[dict[int, float]], other: list[dict[int, float]]) -> None:
         """Raises `WrongAnswerError` unless another token changes the prediction after it, and none before."""
         tokens = [probe.ids[-2] for probe in self._probes]  # each told of its own row alone
-        before = kl(without(one[-2:-1], *tokens), without(other[-2:-1], *tokens))
-        after = kl(one[-1:], other[-1:])
-        if after <= max(4 * before, _LEAST_MOVED):
+        mine, theirs = (without(told[:-1], *tokens) for told in (one, other))
+        before, after = kl(mine[-1:], theirs[-1:]), kl(one[-1:], other[-1:])
+        if after <= max(4 * before, _LEAST_MOVED) or difference(mine, theirs):
             raise WrongAnswerError(
                 f"The teacher's server at {self._server.url} returns predictions that do not follow the tokens: with "
                 f"another token that of itself moves by {before:.2g} nats, and the next one by {after:.2g}. They are a "

@@ -112,11 +112,11 @@ class TeacherServer(HTTPClient):
         async def ask(seconds: float) -> Tensor:
             path, body, most = answers.request(row, self.model.id)
             response = await self.request("POST", path, json=body, max_bytes=most, seconds=seconds)
-            response.check_status("" if response.status == 200 else answers.hint(response))
+            response.check_status(f" See its log; it is started with `{answers.start}`.")
             # In a thread, because reading a long row would block the other requests of this loop.
             return await asyncio.to_thread(answers.read, response, row)
 
-        return self._background.start(self._answer(ask, f"scored a row of {len(row.ids)} tokens"))
+        return self.begin(self._answer(ask, f"scored a row of {len(row.ids)} tokens"))
 
     async def _answer(self, ask: Callable[[float], Awaitable[T]], what: str) -> T:
         """What `ask` returns, which gets the seconds of an attempt; asking twice must change nothing.
@@ -172,7 +172,7 @@ class TeacherServer(HTTPClient):
 
     def look(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Finds out what it offers, and compares its tokenizer: a `ValueError` if it is another than the student's."""
-        self._background.run(self._answer(lambda seconds: self._look(tokenizer, seconds), "told its offer"))
+        self.run(self._answer(lambda seconds: self._look(tokenizer, seconds), "told its offer"))
 
     async def _look(self, tokenizer: PreTrainedTokenizerBase | None, seconds: float) -> None:
         async def asked(path: str, body: Any = None) -> Response:
