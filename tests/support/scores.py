@@ -18,14 +18,11 @@ OFFERS = ("student_top_k", "teacher_top_k")
 class Scores:
     """Answers as a `TeacherServer` does."""
 
-    api, url, context = "a model in this process", "http://here", None
+    api, url, name, context = "a model in this process", "http://here", "a model", None
 
     def __init__(self, model: Any, offers: Sequence[str] = OFFERS, limit: int | None = None):
         self.model, self.limits, self.missing = model.eval(), dict.fromkeys(offers, limit), {}
         self.asked: list[list[int]] = []
-
-    def warn_of_name(self, path: str) -> None:
-        pass
 
     @torch.no_grad()
     def start(self, answers: Tokens, row: Row) -> Future[Tensor]:

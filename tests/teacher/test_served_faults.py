@@ -280,11 +280,11 @@ def test_states_are_sent_in_the_servers_dtype(served, checkpoint, caplog):
         assert "128 bytes per token in bfloat16" in str(teacher)
 
 
-def test_a_different_model_name_warns_and_the_token_is_sent(served, checkpoint, caplog, monkeypatch):
+def test_another_model_name_is_told_and_the_token_is_sent(served, checkpoint, caplog, monkeypatch):
     monkeypatch.setenv("TRL_OPSD_TEACHER_TOKEN", "secret")
     with pretended(checkpoint[1], models={"data": [{"id": "a teacher", "root": "/x/Other-7B"}]}) as server:
         teacher = served(server)
-        assert "reports that it serves '/x/Other-7B'" in caplog.text
+        assert "which reports '/x/Other-7B'" in str(teacher)
         assert server.tokens == {"Bearer secret"}
         assert teacher.context == 256, "of the checkpoint"
         assert "secret" not in caplog.text + str(teacher)

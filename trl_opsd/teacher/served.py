@@ -82,7 +82,6 @@ class ServedTeacher(Teacher):
         self.config, self.student_k, self.spelling = answers.config, answers.student_k, answers.spelling
         most = self.config and getattr(self.config.get_text_config(), "max_position_embeddings", None)
         self._context = min((one for one in (server.context, most) if one is not None), default=None)
-        server.warn_of_name(path)
         self._probes = answers.probes()
         first, other = found = [one.result() for one in [self._start(probe) for probe in self._probes]]
         answers.settle(found)
@@ -110,14 +109,12 @@ class ServedTeacher(Teacher):
 
         The checkpoint is run once, on the CPU of the first process. Collective.
         """
-        told, is_first = (
-            [*self._told[0], *self._told[1]],
-            not distributed.is_initialized() or not distributed.get_rank(),
-        )
-        logs = predictions_of(self._path, options, [one.ids[:-1] for one in self._probes]) if is_first else None
-        theirs = None if logs is None else [
-            {token: float(log_V[token]) for token in one} for one, log_V in zip(told, logs.flatten(0, 1), strict=True)
-        ]  # fmt: skip
+        told, theirs = [*self._told[0], *self._told[1]], None
+        if not distributed.is_initialized() or distributed.get_rank() == 0:
+            logs = predictions_of(self._path, options, [one.ids[:-1] for one in self._probes])
+            if logs is not None:
+                pairs = zip(told, logs.flatten(0, 1), strict=True)
+                theirs = [{token: float(log_V[token]) for token in one} for one, log_V in pairs]
         # Processes may reach different servers at the same address.
         found = gather_object([(self._server.url, self._said(), told, self._context, theirs)])
         url, said, told, _, theirs = found[0]
@@ -141,7 +138,7 @@ class ServedTeacher(Teacher):
         return str(self._answers).partition(";")[0]
 
     def __str__(self) -> str:
-        return f"{self._path!r} behind {self._server.url}, {self._answers}"
+        return f"{self._path!r} behind {self._server.url}, which reports {self._server.name!r}: {self._answers}"
 
     @property
     def head(self) -> OutputHead:

@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -99,6 +98,8 @@ class TeacherServer(HTTPClient):
         self._room = asyncio.Semaphore(_AT_ONCE)
         self.wait_until_up(timeout)
         self.model = self.get("/v1/models").parse(_Model)
+        self.name = self.model.root or self.model.id
+        """The model that it reports."""
         self.context = self.model.max_model_len and self.model.max_model_len + 1  # the last is not sent for states
         """Maximum tokens of a row; `None` where there is no limit."""
         self.limits: dict[str, int | None] = {"states": None}
@@ -157,15 +158,6 @@ class TeacherServer(HTTPClient):
             warn_in_main(
                 f"{KIND.subject} at {self.url} has not answered a request within {self._start_seconds:g} seconds; "
                 f"waiting up to {seconds:g} (from `ddp_timeout`): see its log."
-            )
-
-    def warn_of_name(self, path: str) -> None:
-        """Warns if it reports another name than that of the checkpoint at `path`."""
-        served, ours = (self.model.root or self.model.id).rstrip("/"), path.rstrip("/")
-        if Path(ours).name.lower() not in served.lower() and Path(served).name.lower() not in ours.lower():
-            warn_in_main(
-                f"The teacher's server at {self.url} reports that it serves {served!r}, but `teacher_model` is "
-                f"{ours!r}: make sure that they are the same checkpoint."
             )
 
     # ---- What it offers -----------------------------------------------------------------------------------------
