@@ -137,7 +137,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("prefixes", {"stored"}, "`teacher_prefix_cache_gb=0.001` has no effect on a StoredTeacher"),
     ("stored", {"bytes"}, "keeps no bytes"),
     ("stored", KNOWN, "teacher"),
-    ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a KnownTeacher"),
+    ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a ServedTeacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
     *((name, {"a prompt of the completion", "a prompt of rewards"}, "`teacher_prompt_fn` with") for name in SUCCESS),
 ]

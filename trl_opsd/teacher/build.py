@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
@@ -292,42 +292,19 @@ def served(
 ) -> Teacher:
     """A teacher behind a server, which all processes have found to be the same."""
     # These need aiohttp, which may be absent where no server is used.
-    from trl_opsd.teacher.known import KnownTeacher, chosen_targets
-    from trl_opsd.teacher.served import ServedTeacher
-    from trl_opsd.teacher.token_servers import TokenServer
+    from trl_opsd.teacher.served import ServedTeacher, answers_of, chosen_targets
+    from trl_opsd.teacher.servers import TeacherServer
 
-    seconds, place = (deadline(args), args.teacher_server_timeout), location(args)
-    keeping = args.teacher_cache_device, _progress(args)
-    teacher: ServedTeacher | KnownTeacher
+    server, place = TeacherServer(url, deadline(args), args.teacher_server_timeout), location(args)
     targets: str | None = args.teacher_server_targets
     if targets != "states":
-        server = TokenServer(url, *seconds, tokenizer)
-        targets = targets or chosen_targets(server.limits.keys(), divergence)
-    if targets == "states":
-        teacher = ServedTeacher(path, url, args.device, *seconds, place, *keeping)
-    else:
-        vocabulary = model_shape(student)[0]
-        teacher = KnownTeacher(
-            path, server, targets, args.teacher_server_top_k, args.device, vocabulary, place, *keeping
-        )
-    teacher.compare_processes()
-    _check_identity(teacher, path, args)
+        server.look(tokenizer)
+        targets = targets or chosen_targets(server.limits, divergence)
+    of_student = model_shape(student)[0]
+    answers = answers_of(server, targets, path, place, args.device, of_student, args.teacher_server_top_k)
+    teacher = ServedTeacher(path, server, answers, args.teacher_cache_device, _progress(args))
+    teacher.compare(place)
     return teacher
-
-
-def _check_identity(teacher: Any, path: str, args: OPSDConfig) -> None:
-    """Refuses a server of another model than a small checkpoint in a folder here, which is run once. Collective."""
-    from trl_opsd.teacher.checkpoint_head import predictions_of
-    from trl_opsd.teacher.servers import MOST_APART
-
-    apart = [0.0]
-    if args.process_index == 0 and (logs_LV := predictions_of(path, location(args), teacher.probe_row)) is not None:
-        apart = [teacher.told_apart(logs_LV)]
-    if max(apart := gather_object(apart)) > MOST_APART:
-        raise ValueError(
-            f"The teacher's server is {max(apart):.2g} nats apart from the checkpoint {path!r} for the same tokens: "
-            "they serve another model or revision, such as a fine-tune of it: name the checkpoint that they serve."
-        )
 
 
 def _loaded(path: str, args: OPSDConfig, place: Mapping[str, Any], in_host_memory: bool = False) -> PreTrainedModel:
