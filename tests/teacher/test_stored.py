@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import save_file
 from support import tiny, vision_language
 from support.failing_server import Scoring, pretended
 
@@ -17,9 +20,9 @@ from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
 from trl_opsd.cli.targets import write_targets
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.teacher import Resident
-from trl_opsd.teacher.store import HEADER, Described, Store, Writer, keys_of
-from trl_opsd.teacher.stored import MissingTargetsError, StoredTeacher
-from trl_opsd.types import LazyLogits, OutputHead, Rollout, RowTargets, TeacherTargets
+from trl_opsd.teacher import stored as on_disk
+from trl_opsd.teacher.stored import HEADER, Store, StoredTeacher, keys_of, write_header
+from trl_opsd.types import LazyLogits, OutputHead, Rollout, TeacherTargets
 
 WORDS = tiny.tokenizer()
 GIVEN = [f"the {number}th of {'many ' * number}" for number in range(8)]
@@ -103,7 +106,7 @@ def test_every_row_is_written_also_those_no_whole_batch_has(trained, written):
         range(11)
     )
     folder = written(train_dataset=rows)
-    assert len(Store(folder / "teacher-0").rows) == 11
+    assert len(Store(folder).rows) == 11
     stored = {"teacher_model": None, "teacher_targets": str(folder), "train_dataset": rows}
     trained(**{**OPTIONS, "max_steps": 9, "shuffle_dataset": True, **stored})  # several epochs, in other orders
 
@@ -136,23 +139,34 @@ def test_top_k_targets_train_like_buckets_of_the_teacher(trained, written):
 
 
 def test_only_tokens_that_count_are_looked_up(make_trainer, tmp_path):
-    trainer = make_trainer(**OPTIONS)
+    teacher = make_trainer(**OPTIONS).teacher
     rollout = Rollout.of([[5, 6], [7]], [[8, 9, 10], [11, 12]], torch.device("cpu"))
-    whole = trainer.teacher.targets(rollout).rows
+    whole = teacher.targets(rollout).rows
+    said = {"is": "x", "context": None, "head": {}}
+    write_header(tmp_path, {"teachers": {"teacher": said}}, {"teacher": teacher.head})
     store = Store(tmp_path)
-    writer = Writer(store, 0)
-    for key, row, kept in zip(keys_of(rollout), whole, ([0, 2], [1]), strict=True):
-        writer.add(key, RowTargets(row.hidden[kept], row.places[kept]))
-    writer.flush()
-    said = {"teacher": {"is": "x", "context": None}}
-    stored = StoredTeacher(store, trainer.teacher.head, Described("states", None, {}, {}, said), "teacher")
-    some = replace(rollout, weights=torch.tensor([[0.0, 0, 1], [0, 1, 0]]))
-    for row, expected in zip(stored.targets(some).rows, whole, strict=True):
-        assert torch.equal(row.hidden, expected.hidden[row.places])
-    others = replace(rollout, weights=torch.tensor([[0.0, 1, 0], [0, 0, 0]]))
-    assert stored.missing(others) == [0]
-    with pytest.raises(MissingTargetsError, match="1 rows have no targets"):
+    store.add("teacher", keys_of(rollout)[0], [5, 6], [8, 9, 10], whole[0].hidden)
+    store.flush()
+    [stored] = (StoredTeacher(store, name, head) for name, head in store.heads(torch.device("cpu")).items())
+    some = replace(rollout, weights=torch.tensor([[1.0, 0, 1], [0, 0, 0]]))
+    first, second = stored.targets(some).rows
+    assert torch.equal(first.hidden, whole[0].hidden[[0, 2]])
+    assert len(second.hidden) == 0
+    others = replace(rollout, weights=torch.tensor([[0.0, 1, 0], [0, 1, 0]]))
+    with pytest.raises(ValueError, match=r"no targets of 'teacher' for 1 of 2 rows, .*\[7\] before .* \[11, 12\]"):
         stored.targets(others)
+
+
+def test_datasets_loads_what_was_written(written, make_trainer):
+    teacher, folder = make_trainer(**OPTIONS).teacher, written()
+    rows = load_from_disk(str(folder))
+    assert len(rows) == 8
+    read = {WORDS.decode(one, skip_special_tokens=True) for one in rows["completion_ids"]}
+    assert read == {text[: OPTIONS["max_completion_length"]] for text in GIVEN}
+    row = rows[0]
+    states = torch.frombuffer(bytearray(row["targets"]), dtype=getattr(torch, row["dtype"]))
+    [read] = teacher.targets(Rollout.of([row["prompt_ids"]], [row["completion_ids"]], torch.device("cpu"))).rows
+    torch.testing.assert_close(states.view(len(row["completion_ids"]), -1), read.hidden)
 
 
 # ---- A kill, and what else may happen to files -----------------------------------------------------------------------
@@ -162,61 +176,49 @@ class Killed(BaseException):
     """Ends a run at once."""
 
 
-@pytest.mark.parametrize("phase", ["head", "header", "first shard", "second shard", "rename"])
-def test_killed_run_goes_on_where_it_ended(make_trainer, written, tmp_path, monkeypatch, phase):
-    monkeypatch.setattr("trl_opsd.teacher.store._SHARD_BYTES", 1)  # a shard for each row
+@pytest.mark.parametrize("at", range(5), ids=["header", "first part", "second part", "list of parts", "nothing"])
+def test_killed_run_goes_on_where_it_ended(make_trainer, written, tmp_path, monkeypatch, at):
+    monkeypatch.setattr("trl_opsd.cli.targets.PART_BYTES", 1)  # a part for each batch
     whole = written()
-    expected = {key: Store(whole / "teacher-0").find(key).hidden for key in Store(whole / "teacher-0").rows}
+    expected = load_from_disk(str(whole)).sort("key")[:]
     shutil.rmtree(whole)
-    from trl_opsd.teacher import store
-
-    writes = {"head": (0, False), "header": (1, False), "first shard": (2, False), "second shard": (3, False)}
-    at, after = writes.get(phase, (3, True))
-    replace, calls = store.os.replace, []
+    rename, calls = on_disk.os.replace, []
 
     def killed(source, to):
         calls.append(to)
-        if after and len(calls) > at:
-            replace(source, to)
         if len(calls) > at:
             raise Killed
-        replace(source, to)
+        rename(source, to)
 
-    monkeypatch.setattr(store.os, "replace", killed)
-    with pytest.raises(Killed):
+    monkeypatch.setattr(on_disk.os, "replace", killed)
+    with pytest.raises(Killed) if at < 4 else nullcontext():
         written()
-    monkeypatch.setattr(store.os, "replace", replace)
+    monkeypatch.setattr(on_disk.os, "replace", rename)
     reads = []
     trainer = make_trainer(**OPTIONS)
     scored = trainer.teacher.targets
     trainer.teacher.targets = lambda rollout: reads.append(len(rollout.weights)) or scored(rollout)
     write_targets(trainer, whole)
-    found = Store(whole / "teacher-0")
-    assert found.rows.keys() == expected.keys()
-    assert all(torch.equal(found.find(key).hidden, states) for key, states in expected.items())
-    assert reads == [4, 4]  # whole batches, as rows that are read together are rounded alike
-    assert not list(whole.rglob("*.unfinished"))
-    write_targets(trainer, whole)
-    assert reads == [4, 4]  # what is there is not read again
+    assert reads == [4, 4][max(0, at - 1) :]  # whole batches, as rows that are read together are rounded alike
+    assert load_from_disk(str(whole)).sort("key")[:] == expected
 
 
-def test_full_disk_keeps_what_was_written(tmp_path, monkeypatch):
-    store = Store(tmp_path)
-    writer = Writer(store, 0)
-    row = RowTargets(torch.ones(2, 3), torch.arange(2))
-    writer.add(b"a" * 16, row)
-    writer.flush()
+def test_full_disk_keeps_what_was_written(written, monkeypatch):
+    monkeypatch.setattr("trl_opsd.cli.targets.PART_BYTES", 1)
+    write, parts = on_disk._write, []
 
-    def full(tensors, path):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+    def full(table, path):
+        parts.append(path)
+        if len(parts) == 2:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        write(table, path)
 
-    monkeypatch.setattr("trl_opsd.teacher.store.save_file", full)
-    writer.add(b"b" * 16, row)
-    with pytest.raises(OSError, match=r"No space left.*goes on from there"):
-        writer.flush()
-    assert list(Store(tmp_path).rows) == [b"a" * 16]
-    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(on_disk, "_write", full)
+    with pytest.raises(OSError, match="No space left"):
+        written()
+    assert len(Store(parts[0].parent).rows) == 4
+    assert len(Store(written()).rows) == 8
 
 
 def test_targets_that_will_not_fit_the_disk_are_refused(written, monkeypatch):
@@ -285,23 +287,81 @@ def test_tokens_that_are_not_the_completion_are_refused(trained):
         trained(**{**OPTIONS, "train_dataset": wrong, "shuffle_dataset": False})
 
 
-def test_cut_shard_is_named(trained, written):
+def rewritten(change):
+    """Changes rows of a part, and writes it again."""
+
+    def damage(path):
+        table = pa.ipc.open_stream(path.read_bytes()).read_all()
+        on_disk._write(pa.Table.from_pylist([row | change(row) for row in table.to_pylist()], table.schema), path)
+
+    return damage
+
+
+def reheaded(path):
+    with safe_open(path, "pt") as file:
+        tensors, said = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors["teacher.weight"][3, 3] += 1
+    save_file(tensors, path, said)
+
+
+def replaced(old, new):
+    return lambda path: path.write_bytes(path.read_bytes().replace(old, new))
+
+
+PART = r"part-\w+.arrow is damaged .*: delete it"
+DAMAGES = {
+    "cut part": ("part-*", lambda path: path.write_bytes(path.read_bytes()[:-3000]), PART),
+    "no part": ("part-*", lambda path: path.write_bytes(b"no"), PART),
+    "number of a row": ("part-*", rewritten(lambda row: {"targets": row["targets"][:-1] + b"\0"}), PART),
+    "type of a row": ("part-*", rewritten(lambda row: {"dtype": "int32"}), PART),
+    "tokens of a row": ("part-*", rewritten(lambda row: {"completion_ids": row["completion_ids"][::-1]}), PART),
+    "key of a row": ("part-*", rewritten(lambda row: {"key": row["key"][::-1]}), "no targets for 8 of 8 rows"),
+    "part that is gone": ("part-*", lambda path: path.unlink(), "no targets for 8 of 8 rows"),
+    "number of a head": (HEADER, reheaded, "teachers.safetensors is not as it was written"),
+    "scale of a head": (HEADER, replaced(b'scale\\": 1.0', b'scale\\": 2.0'), "is not as it was written"),
+    "header that is gone": (
+        HEADER,
+        lambda path: path.unlink(),
+        "expected a folder that `trl-opsd targets` has written",
+    ),
+    "cut header": (
+        HEADER,
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        "no teachers.safetensors that can be",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named(trained, written, name):
+    pattern, damage, message = DAMAGES[name]
     folder = written()
-    [shard] = folder.rglob("shard-*")
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=rf"{shard.name} is no whole shard .*delete it"):
+    [path] = folder.glob(pattern)
+    damage(path)
+    with pytest.raises(ValueError, match=message):
         trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder)})
-    shard.unlink()
-    assert len(Store(written() / "teacher-0").rows) == 8
+    path.unlink(missing_ok=True)
+    if path.name != HEADER:
+        assert len(Store(written()).rows) == 8
+
+
+def test_part_of_another_teacher_is_named(trained, written, tmp_path):
+    written().rename(tmp_path / "first")
+    [theirs] = (tmp_path / "first").glob("part-*")
+    folder = written(teacher_model=tiny.qwen2(48, seed=5))
+    [ours] = folder.glob("part-*")
+    shutil.copy(theirs, ours)
+    with pytest.raises(ValueError, match=PART):
+        trained(**{**OPTIONS, "teacher_model": None, "teacher_targets": str(folder)})
 
 
 def test_folder_with_other_targets_is_not_added_to(written):
     folder = written()
-    before = json.loads((folder / HEADER).read_text())
+    before = (folder / HEADER).read_bytes()
     for given in ({"format": "topk"}, {"teacher_model": tiny.qwen2(48, seed=5)}, {"processing_class": OTHER}):
         with pytest.raises(ValueError, match="has other targets"):
             written(**given)
-    assert json.loads((folder / HEADER).read_text()) == before
+    assert (folder / HEADER).read_bytes() == before
 
 
 def test_base_of_a_student_need_not_be_kept(make_trainer, trained, tmp_path):
@@ -325,7 +385,7 @@ def test_targets_of_a_teacher_of_ones_own_are_written(written, format):
         def targets(self, rollout):
             return TeacherTargets(hidden=self.reader.targets(rollout).hidden)
 
-    assert len(Store(written(format, teacher_model=Mine()) / "teacher-0").rows) == 8
+    assert len(Store(written(format, teacher_model=Mine())).rows) == 8
 
 
 def test_server_of_tokens_is_kept_as_it_told(trained, tmp_path):
@@ -361,8 +421,7 @@ def test_images_are_part_of_what_a_row_is_found_by(tmp_path):
         options = {"lmbda": 0.0, "max_completion_length": 8, "max_steps": 2, "logging_steps": 1, **given}
         return OPSDTrainer(**arguments, args=tiny.config(tmp_path / "run", **options), train_dataset=rows)
 
-    [writer] = write_targets(trainer(), tmp_path / "targets")
-    assert len(writer.store.rows) == 4
+    assert len(write_targets(trainer(), tmp_path / "targets").rows) == 4
     lived, stored = trainer(), trainer(teacher_targets=str(tmp_path / "targets"))
     for one in (lived, stored):
         one.train()

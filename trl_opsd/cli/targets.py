@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, Features, List, Value, load_dataset
+from torch import Tensor
 from tqdm import tqdm
 
 from trl_opsd import fingerprint
@@ -20,21 +21,24 @@ from trl_opsd._compat.sharding import gathered_head, is_split_model
 from trl_opsd.cli.train.options import OptionParser
 from trl_opsd.cli.train.script import build, leave_nothing, read
 from trl_opsd.data.completions import COMPLETION, TOKENS
-from trl_opsd.loop.stored import can_look_up, made_for, missing_rows
+from trl_opsd.loop.stored import can_look_up, differences, made_for, missing, missing_rows, read_by_teachers
+from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.models.backbone import preserved_mode, shape_of
-from trl_opsd.teacher.base import Teacher
-from trl_opsd.teacher.bytewise import ByteTeacher
-from trl_opsd.teacher.store import HEADER, Described, Store, Writer, publish, said_of_head
-from trl_opsd.teacher.stored import StoredTeacher, WrittenTeacher
+from trl_opsd.options.rules import refuse, shown
+from trl_opsd.parallel.precision import autocast
+from trl_opsd.teacher.stored import HEADER, Store, keys_of, publish, write_header
 from trl_opsd.trainer import OPSDTrainer
-from trl_opsd.types import OutputHead
+from trl_opsd.types import LazyLogits, OutputHead
 from trl_opsd.types.known import TokenHead
+from trl_opsd.types.rollout import images_of
+from trl_opsd.types.targets import kept_by_row
 
 COMPLETIONS = "completions"
 """Folder of generated completions beside their targets: a dataset for `dataset_name`."""
-FORMATS = ("states", "topk")
 TOP_K = 64
 """Likeliest tokens that are kept of each position, where nothing else is said."""
+PART_BYTES = 256_000_000
+"""Targets that are written at once, and lost where a run is killed."""
 
 
 def main(
@@ -59,12 +63,16 @@ def main(
         leave_nothing(given.config, nowhere)
         given.config.sglang_server_url = None
         trainer = build(given, task, dataset)
-        seconds = perf_counter()
-        writers = write_targets(trainer, folder, format, top_k)
-        written = sum(gather_object([writer.tokens for writer in writers]))
-        speed = written / (perf_counter() - seconds)
+        store = write_targets(trainer, folder, format, top_k)
     if trainer.accelerator.is_main_process:
-        print(_in_words(folder, [writer.store for writer in writers], speed, generates))
+        options: dict[str, Any] = {"teacher_targets": folder, "lmbda": 0, "seq_kd": "false"}
+        if generates:
+            options = {"dataset_name": folder / COMPLETIONS, "num_generations": 1, **options}
+        gigabytes = sum(path.stat().st_size for path in folder.glob("part-*")) / 1e9
+        print(
+            f"{len(store.rows)} rows, {gigabytes:.3g} GB. To train on them, set these options, and remove the teacher:"
+        )
+        print("\n".join(f"  {name}: {value}" for name, value in options.items()))
     return trainer
 
 
@@ -94,79 +102,94 @@ def write_completions(trainer: OPSDTrainer, folder: Path) -> Dataset:
     return load_dataset("parquet", data_files=_parts(folder), split="train")
 
 
-def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top_k: int = TOP_K) -> list[Writer]:
-    """Has the teachers score each completion of the training dataset, and keeps their targets. Collective.
+def write_targets(trainer: OPSDTrainer, folder: Path, format: str = "states", top_k: int = TOP_K) -> Store:
+    """Has the teachers score each completion of the training dataset, and writes their targets. Collective.
 
     Rows are scored in the batches of the first epoch, as they would be in a training, and those that it leaves out at
-    the end. Rows that are there already are not scored, so a run that was killed goes on where it ended.
+    the end. A batch that is there already is not scored, so a run that was killed goes on where it ended.
 
     Args:
         trainer ([`OPSDTrainer`]):
-            One with `lmbda=0`; its teachers keep their targets from now on.
+            One with `lmbda=0`.
         folder (`Path`):
-            Where they are kept.
+            Where they are written.
         format (`str`, *optional*, defaults to `"states"`):
             `"states"`, for every objective; or `"topk"`, the log-probabilities of each token that follows and of the
             likeliest ones, at temperature 1, and the mass of all others.
         top_k (`int`, *optional*, defaults to 64):
             Of the latter, how many.
 
-    Returns:
-        `list[Writer]`: of each teacher, with its store and the number of tokens that this process added.
-
     Raises:
         ValueError: The folder has other targets, the teachers change, or the disk has no room for them.
-        OSError: The disk is full; what was written is kept.
     """
     _wrap(trainer)
-    writers = _write(trainer, folder, format, top_k)
+    header, heads = _header(trainer, {"states": None, "topk": top_k}[format])
+    with gathered_head(*heads.values()):  # by all processes together
+        if trainer.accelerator.is_main_process and not (folder / HEADER).exists():
+            write_header(folder, header, heads)
+    store = _written(trainer, folder)
+    if lines := differences(*({**one["made_for"], **one["teachers"]} for one in (store.header, header))):
+        raise ValueError(f"{folder} has other targets:{lines}\nWrite to another folder.")
     with preserved_mode(trainer.model):
         trainer.model.train()
         trainer.methods.begin()
         for number, inputs in enumerate(_batches(trainer, "teach")):
-            trainer.score(inputs)
+            _teach(trainer, store, inputs)
             if number == 0:
-                _check_room(folder, writers, len(inputs), trainer.train_dataset)
-        _flush(trainer, writers)
+                _check_room(store, len(inputs), trainer.train_dataset)
+            store.flush(PART_BYTES)
+        store.flush()
         if can_look_up(trainer):
-            for inputs in _left_over(trainer):
-                trainer.score(inputs)
-            _flush(trainer, writers)
-    return writers
+            store = _written(trainer, folder)
+            for inputs in _left_over(trainer, store):
+                _teach(trainer, store, inputs)
+            store.flush()
+    store = _written(trainer, folder)
+    if trainer.accelerator.is_main_process:
+        store.end()
+    return store
 
 
-def _write(trainer: OPSDTrainer, folder: Path, format: str, top_k: int) -> list[Writer]:
-    """Has the teachers of a trainer write their targets. Collective."""
-    process, teachers = trainer.accelerator.process_index, trainer.teachers
-    described, heads = _described(trainer, format, top_k)
-    is_new = not any(gather_object([(folder / HEADER).exists()]))
-    if not is_new:
-        _check_same(folder, described)
-    for name, head in heads.items() if is_new else ():
-        with gathered_head(head):  # by all processes together
-            if process == 0:
-                Store(described.folder_of(folder, name)).write_head(head)
-    if is_new and process == 0:
-        described.write(folder)
+def _written(trainer: OPSDTrainer, folder: Path) -> Store:
+    """What all processes have written. Collective."""
     trainer.accelerator.wait_for_everyone()
-    writers = []
-    for name, teacher in teachers.items():
-        writers.append(Writer(Store(described.folder_of(folder, name)), process))
-        stored = StoredTeacher(writers[-1].store, heads[name], described, name)
-        written = WrittenTeacher(teacher, stored, writers[-1])
-        if teachers.origin is teacher:  # read in other contexts, too
-            teachers.origin = written
-        teachers[name] = written
-    return writers
+    return Store(folder)
 
 
-def _flush(trainer: OPSDTrainer, writers: Iterable[Writer]) -> None:
-    """Writes the rows that wait, and reads those of other processes. Collective."""
-    for writer in writers:
-        writer.flush()
-    trainer.accelerator.wait_for_everyone()
-    for writer in writers:
-        writer.store.refresh()
+def _teach(trainer: OPSDTrainer, store: Store, inputs: Sequence[dict[str, Any]]) -> None:
+    """Adds the targets of a batch to the store, unless all processes have theirs. Collective."""
+    rollout, rows = trainer._batches.completed(inputs)
+    taught = [number for number, row in enumerate(rows) if row.prompt_weight] or [0]
+    rows = [rows[number] for number in taught]
+    # Every token, so that any choice of tokens finds them.
+    rollout = replace(rollout, weights=rollout.completion_mask.float(), lengths=rollout.measured()).select(taught)
+    read = read_by_teachers(trainer, replace(rollout, images=images_of(rows)), rows)
+    if not any(gather_object([bool(missing(store, read, rows))])):
+        return
+    names, own = [row.request.teacher for row in rows], read.pop("")
+    # The whole batch, as in a training: rows that are scored together are rounded alike.
+    with autocast(trainer.accelerator):
+        found = kept_by_row(trainer.teachers.targets(own, names, read), own.weights)
+    states = [(own, found.rows or ()), *((one, found.reference_states[name]) for name, one in read.items())]
+    said = {name: one["head"] for name, one in store.header["teachers"].items()}
+    whole = {name: one.head for name, one in trainer.teachers.items() if not isinstance(one.head, TokenHead)}
+    heads = {name: one for name, one in whole.items() if "known" in said[name]}
+    with gathered_head(*heads.values()):
+        for one, of_rows in states:
+            texts = zip(names, keys_of(one), one.prompt_lists(), one.completion_lists(), of_rows, strict=True)
+            for name, key, prompt, completion, row in texts:
+                kept = row.hidden
+                if name in heads:
+                    kept = _likeliest(row.hidden, completion, heads[name], trainer.accelerator.device, **said[name])
+                if completion:
+                    store.add(name, key, prompt, completion, kept)
+
+
+def _likeliest(
+    states_CH: Tensor, ids: list[int], head: OutputHead, device: torch.device, vocabulary: int, known: int
+) -> Tensor:
+    model = LazyLogits(states_CH.to(device), head.to(device))
+    return streamed_known(model, torch.tensor(ids, device=device), known - 1, vocabulary=vocabulary).packed()
 
 
 def _wrap(trainer: OPSDTrainer) -> None:
@@ -181,7 +204,7 @@ def _keep_completions(
     """Keeps dataset rows with these completions, token ids, in a file."""
     texts = trainer.processing_class.batch_decode(written, skip_special_tokens=True)
     kept = [_with_completion(*one) for one in zip(inputs, written, texts, strict=True)]
-    publish(path, Dataset.from_list(kept, _features(trainer, kept[0])).to_parquet, trainer.accelerator.process_index)
+    publish(path, Dataset.from_list(kept, _features(trainer, kept[0])).to_parquet)
 
 
 def _part(trainer: OPSDTrainer, folder: Path, number: int) -> Path:
@@ -220,14 +243,13 @@ def _rows(trainer: OPSDTrainer) -> Iterator[tuple[list[dict[str, Any]], int]]:
         yield [dataset[number] for number in mine or numbers[:1]], len(mine)
 
 
-def _left_over(trainer: OPSDTrainer) -> Iterator[list[dict[str, Any]]]:
+def _left_over(trainer: OPSDTrainer, store: Store) -> Iterator[list[dict[str, Any]]]:
     """The rows that no whole batch of an epoch had. Collective: each process gets as many."""
-    accelerator, dataset = trainer.accelerator, trainer.train_dataset
-    missing = missing_rows(trainer, dataset)
+    accelerator, found = trainer.accelerator, missing_rows(trainer, store)
     each = trainer.args.per_device_train_batch_size
-    for start in range(0, len(missing), each * accelerator.num_processes):
-        numbers = missing[start + accelerator.process_index :: accelerator.num_processes][:each]
-        yield [dataset[number] for number in numbers or missing[:1]]
+    for start in range(0, len(found), each * accelerator.num_processes):
+        numbers = found[start + accelerator.process_index :: accelerator.num_processes][:each]
+        yield [trainer.train_dataset[number] for number in numbers or found[:1]]
 
 
 def _parts(folder: Path) -> list[str]:
@@ -253,86 +275,53 @@ def _with_completion(row: dict[str, Any], ids: list[int], text: str) -> dict[str
 # ---- What is written ------------------------------------------------------------------------------------------------
 
 
-def _described(trainer: OPSDTrainer, format: str, top_k: int) -> tuple[Described, dict[str, OutputHead]]:
-    """The header, and the head of each teacher's targets."""
+def _header(trainer: OPSDTrainer, top_k: int | None) -> tuple[dict[str, Any], dict[str, OutputHead]]:
+    """What targets are made for and of, with the head of each teacher's; of the likeliest tokens with `top_k`."""
     args, teachers = trainer.args, trainer.teachers
-    if format not in FORMATS:
-        raise ValueError(f"The format of targets is {format!r}: expected one of {', '.join(FORMATS)}.")
-    if args.teacher_model_kind in ("ema", "live"):
-        raise ValueError(
-            f"`teacher_model_kind={args.teacher_model_kind!r}`: this teacher is another one in each step, so nothing "
-            "of it can be kept: use 'base', or another teacher."
-        )
+    known = {name for name, one in teachers.items() if isinstance(one.head, TokenHead)}
+    refuse(
+        [
+            (
+                args.teacher_model_kind in ("ema", "live"),
+                shown(args, "teacher_model_kind"),
+                "this teacher is another one in each step, so nothing of it can be kept; use 'base', or another",
+            ),
+            (args.cross_tokenizer, shown(args, "cross_tokenizer"), "a folder keeps no targets by byte"),
+            (
+                any(getattr(one, "student_k", 0) for one in teachers.values()),
+                shown(args, "teacher_server_targets"),
+                "the student's likeliest tokens change as it learns; set 'teacher_top_k'",
+            ),
+            (known and not top_k, f"The server of {sorted(known)} tells no hidden states", "write `--format topk`"),
+        ]
+    )
     now = fingerprint.of_teachers(teachers, args, trainer.base_samples)
     heads, said = {}, {}
     for name, teacher in teachers.items():
-        heads[name] = _kept_head(trainer, name, teacher, format, top_k)
-        known = f", top {top_k}" * (format == "topk")
+        head = teacher.head
+        if top_k and name not in known:
+            vocabulary = trainer.teaching.vocabulary or shape_of(head)[0]
+            # One more: the token that follows.
+            head = TokenHead.sized(vocabulary, min(top_k, vocabulary) + 1, trainer.accelerator.device)
+        heads[name], (rows, width) = head, shape_of(head)
         said[name] = {
-            "is": now["teachers"][name] + known,
+            "is": now["teachers"][name] + f", top {top_k}" * bool(top_k),
             "weights": {part: one for part, one in now["teacher_weights"].items() if part in (name, f"head of {name}")},
             "context": teacher.context,
             "dtype": str(teacher.head.weight.dtype),
-            "head": said_of_head(heads[name]),
+            "head": {"vocabulary": rows, "known": width // 2}
+            if top_k
+            else {"scale": head.scale, "softcap": head.softcap},
         }
-    versions = {name: version(name) for name in ("trl_opsd", "torch", "transformers")}
-    return Described(format, top_k if format == "topk" else None, made_for(trainer), versions, said), heads
+    return {"made_for": made_for(trainer), "teachers": said}, heads
 
 
-def _kept_head(trainer: OPSDTrainer, name: str, teacher: Teacher, format: str, top_k: int) -> OutputHead:
-    """The head of the targets that are kept of a teacher; `ValueError` where it has none of that format."""
-    if isinstance(teacher, ByteTeacher):
-        raise ValueError(f"The teacher {name!r} is compared by bytes (`cross_tokenizer`), and a folder keeps no bytes.")
-    if getattr(teacher, "student_k", 0):
-        raise ValueError(
-            f"The server of {name!r} scores the student's likeliest tokens, which change as the student learns: set "
-            "`teacher_server_targets='teacher_top_k'`."
-        )
-    if isinstance(teacher.head, TokenHead):
-        if format == "states":
-            raise ValueError(f"The server of {name!r} tells no hidden states: write `--format topk`.")
-        return teacher.head
-    if format == "states":
-        return teacher.head
-    vocabulary = trainer.teaching.vocabulary or shape_of(teacher.head)[0]
-    # One more: the token that follows.
-    return TokenHead.sized(vocabulary, min(top_k, vocabulary) + 1, trainer.accelerator.device)
-
-
-def _check_same(folder: Path, now: Described) -> None:
-    """Refuses to add to targets of another kind, or of other teachers."""
-    then = Described.at(folder)
-    lines = then.differences(now.made_for)
-    for name in ("format", "top_k", "teachers"):
-        before, after = getattr(then, name), getattr(now, name)
-        lines += [f"  {name}: {before} there, {after} here"] * (before != after)
-    if lines:
-        raise ValueError(f"{folder} has other targets:\n" + "\n".join(lines) + "\nWrite to another folder.")
-
-
-def _check_room(folder: Path, writers: Iterable[Writer], rows: int, dataset: Any) -> None:
+def _check_room(store: Store, rows: int, dataset: Any) -> None:
     """Refuses to go on where the targets of all rows will not fit the disk, by those of the first batch."""
     total = len(dataset) if isinstance(dataset, Dataset) else 0
-    needed, free = sum(one.waiting_bytes for one in writers) * total / rows, disk_usage(folder).free
+    needed, free = store.added_bytes * total / rows, disk_usage(store.folder).free
     if needed > free:
         raise ValueError(
-            f"{folder}: the targets of {total} rows need about {needed / 1e9:.3g} GB, but the disk has "
+            f"{store.folder}: the targets of {total} rows need about {needed / 1e9:.3g} GB, but the disk has "
             f"{free / 1e9:.3g}: use another, or `--format topk`."
         )
-
-
-def _in_words(folder: Path, stores: Sequence[Store], speed: float, generates: bool) -> str:
-    """What was written, and how to train on it."""
-    tokens, rows = sum(one.tokens for one in stores), sum(len(one.rows) for one in stores)
-    nbytes = sum(path.stat().st_size for one in stores for path in one.folder.glob("shard-*"))
-    options = {"teacher_targets": folder, "lmbda": 0, "seq_kd": "false"}
-    if generates:
-        options = {"dataset_name": folder / COMPLETIONS, "num_generations": 1, **options}
-    return "\n".join(
-        [
-            f"{rows} rows, {tokens} tokens: {nbytes / 1e9:.3g} GB, {nbytes / max(tokens, 1):.0f} bytes per token; "
-            f"{speed:.0f} tokens per second were added.",
-            "To train on them, set these options, and remove the teacher:",
-            *(f"  {name}: {value}" for name, value in options.items()),
-        ]
-    )
