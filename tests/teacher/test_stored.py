@@ -17,7 +17,7 @@ from support import tiny, vision_language
 from support.failing_server import Scoring, pretended
 
 from trl_opsd import FrozenTeacher, OPSDTrainer, Teacher
-from trl_opsd.cli.targets import write_targets
+from trl_opsd.cli.targets import write_completions, write_targets
 from trl_opsd.losses.streamed import streamed_known
 from trl_opsd.teacher import Resident
 from trl_opsd.teacher import stored as on_disk
@@ -153,7 +153,7 @@ def test_only_tokens_that_count_are_looked_up(make_trainer, tmp_path):
     assert torch.equal(first.hidden, whole[0].hidden[[0, 2]])
     assert len(second.hidden) == 0
     others = replace(rollout, weights=torch.tensor([[0.0, 1, 0], [0, 1, 0]]))
-    with pytest.raises(ValueError, match=r"no targets of 'teacher' for 1 of 2 rows, .*\[7\] before .* \[11, 12\]"):
+    with pytest.raises(ValueError, match=r"no targets of 'teacher' for 1 of 2 rows, .*'\[7\]' before .* '\[11, 12\]'"):
         stored.targets(others)
 
 
@@ -162,7 +162,7 @@ def test_datasets_loads_what_was_written(written, make_trainer):
     rows = load_from_disk(str(folder))
     assert len(rows) == 8
     read = {WORDS.decode(one, skip_special_tokens=True) for one in rows["completion_ids"]}
-    assert read == {text[: OPTIONS["max_completion_length"]] for text in GIVEN}
+    assert read == {WORDS.decode(WORDS(text)["input_ids"][:24]) for text in GIVEN}
     row = rows[0]
     states = torch.frombuffer(bytearray(row["targets"]), dtype=getattr(torch, row["dtype"]))
     [read] = teacher.targets(Rollout.of([row["prompt_ids"]], [row["completion_ids"]], torch.device("cpu"))).rows
@@ -203,6 +203,21 @@ def test_killed_run_goes_on_where_it_ended(make_trainer, written, tmp_path, monk
     assert load_from_disk(str(whole)).sort("key")[:] == expected
 
 
+def test_completions_are_generated_once_for_each_row(make_trainer, tmp_path):
+    trainer = make_trainer(**OPTIONS | {"lmbda": 1.0, "num_generations": 2, "per_device_train_batch_size": 3})
+    rows = write_completions(trainer, tmp_path)
+    assert rows["prompt"] == [prompt for prompt in ROWS["prompt"] for _ in range(2)]
+    assert rows["completion"] == WORDS.batch_decode([*rows["completion_ids"]], skip_special_tokens=True)
+    parts = sorted(tmp_path.iterdir())
+    assert len(parts) == 3
+    parts[1].unlink()
+    lengths = []
+    generate = trainer._generation.write
+    trainer._generation.write = lambda rows, ids: lengths.append(len(rows)) or generate(rows, ids)
+    assert len(write_completions(trainer, tmp_path)) == 16
+    assert lengths == [6]
+
+
 def test_full_disk_keeps_what_was_written(written, monkeypatch):
     monkeypatch.setattr("trl_opsd.cli.targets.PART_BYTES", 1)
     write, parts = on_disk._write, []
@@ -221,12 +236,6 @@ def test_full_disk_keeps_what_was_written(written, monkeypatch):
     assert len(Store(written()).rows) == 8
 
 
-def test_targets_that_will_not_fit_the_disk_are_refused(written, monkeypatch):
-    monkeypatch.setattr("trl_opsd.cli.targets.disk_usage", lambda _: type("Disk", (), {"free": 1000})())
-    with pytest.raises(ValueError, match=r"8 rows need about .* GB, but the disk has 1e-06"):
-        written()
-
-
 # ---- Other runs ------------------------------------------------------------------------------------------------------
 
 
@@ -239,9 +248,12 @@ OTHER.chat_template = OTHER.chat_template.replace("assistant", "robot")
     [
         ({"processing_class": OTHER}, "chat_template: 'sha256 .* there, 'sha256 .* here"),
         ({"teacher_prompt_template": "{privileged_context} {prompt}"}, "teacher_prompt_template: 'none' there"),
-        ({"train_dataset": ROWS.map(lambda row: {"completion": row["completion"] + "?"})}, "row 0 of train_dataset"),
-        ({"train_dataset": Dataset.from_list([*ROWS, {**ROWS[0], "prompt": "new"}])}, "1 of 9 rows, .* row 8 of train"),
-        ({"max_completion_length": 4}, "no targets for .* is the prompt, the completion or `max_completion_length`"),
+        (
+            {"train_dataset": ROWS.map(lambda row: {"completion": row["completion"] + "?"})},
+            "no targets of 'teacher' for . of 4 rows",
+        ),
+        ({"train_dataset": ROWS.map(lambda row: {"prompt": "new"})}, "for 4 of 4 rows, .* 'new' before the"),
+        ({"max_completion_length": 4}, "no targets .* is the prompt, the completion or `max_completion_length`"),
         ({"lmbda": 0.5}, "set `lmbda=0`"),
         ({"eval_dataset": ROWS}, "or an `eval_dataset`"),
         ({"teacher_model": tiny.qwen2(48, seed=1)}, "^`teacher_targets=.* with `teacher_model`: .* remove one of them"),
@@ -315,8 +327,12 @@ DAMAGES = {
     "number of a row": ("part-*", rewritten(lambda row: {"targets": row["targets"][:-1] + b"\0"}), PART),
     "type of a row": ("part-*", rewritten(lambda row: {"dtype": "int32"}), PART),
     "tokens of a row": ("part-*", rewritten(lambda row: {"completion_ids": row["completion_ids"][::-1]}), PART),
-    "key of a row": ("part-*", rewritten(lambda row: {"key": row["key"][::-1]}), "no targets for 8 of 8 rows"),
-    "part that is gone": ("part-*", lambda path: path.unlink(), "no targets for 8 of 8 rows"),
+    "key of a row": (
+        "part-*",
+        rewritten(lambda row: {"key": row["key"][::-1]}),
+        "no targets of 'teacher' for 4 of 4 rows",
+    ),
+    "part that is gone": ("part-*", lambda path: path.unlink(), "no targets of 'teacher' for 4 of 4 rows"),
     "number of a head": (HEADER, reheaded, "teachers.safetensors is not as it was written"),
     "scale of a head": (HEADER, replaced(b'scale\\": 1.0', b'scale\\": 2.0'), "is not as it was written"),
     "header that is gone": (
@@ -359,7 +375,7 @@ def test_folder_with_other_targets_is_not_added_to(written):
     folder = written()
     before = (folder / HEADER).read_bytes()
     for given in ({"format": "topk"}, {"teacher_model": tiny.qwen2(48, seed=5)}, {"processing_class": OTHER}):
-        with pytest.raises(ValueError, match="has other targets"):
+        with pytest.raises(ValueError, match="has the targets of another run"):
             written(**given)
     assert (folder / HEADER).read_bytes() == before
 
@@ -402,9 +418,7 @@ def test_server_of_tokens_is_kept_as_it_told(trained, tmp_path):
             train_dataset=ROWS,
             processing_class=WORDS,
         )
-        with pytest.raises(ValueError, match="tells no hidden states: write `--format topk`"):
-            write_targets(trainer, tmp_path / "targets")
-        write_targets(trainer, tmp_path / "targets", "topk", 8)
+        write_targets(trainer, tmp_path / "targets")
         lived = trained(**options)
     stored = trained(**OPTIONS | {"teacher_model": None, "teacher_targets": str(tmp_path / "targets")})
     assert_same(outcome(lived), outcome(stored))
@@ -427,5 +441,5 @@ def test_images_are_part_of_what_a_row_is_found_by(tmp_path):
         one.train()
     assert_same(outcome(lived), outcome(stored))
     swapped = [{**data[one], "images": data[other]["images"]} for one, other in enumerate((1, 0, 2, 3))]
-    with pytest.raises(ValueError, match="no targets for 2 of 4 rows"):
+    with pytest.raises(ValueError, match=r"no targets of 'teacher' for . of . rows"):
         trainer(Dataset.from_list(swapped, data.features), teacher_targets=str(tmp_path / "targets")).train()

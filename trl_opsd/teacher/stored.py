@@ -162,6 +162,13 @@ def write_header(folder: Path, header: Mapping[str, Any], heads: Mapping[str, Ou
     publish(folder / HEADER, lambda beside: save_file(tensors, beside, said))
 
 
+def said_of_head(head: OutputHead) -> dict[str, Any]:
+    """What there is to say of a head beside its tensors."""
+    if isinstance(head, TokenHead):
+        return {"vocabulary": head.weight.size(0), "known": head.weight.size(1) // 2}
+    return {"scale": head.scale, "softcap": head.softcap}
+
+
 def publish(path: Path, write: Callable[[Path], Any]) -> None:
     """Writes a file beside its place, and renames it when it is on disk: it is there whole or not at all."""
     beside = path.with_name(f"unfinished-{PartialState().process_index}")  # where a run that was killed left one
@@ -201,6 +208,7 @@ class StoredTeacher(Teacher):
     def __init__(self, store: Store, name: str, head: OutputHead, cache_device: str = "auto") -> None:
         self.store, self.said = store, store.header["teachers"][name]
         self._name, self._head, self._cache_device = name, head, cache_device
+        self.decode: Callable[[list[int]], str] = str
 
     def __str__(self) -> str:
         rows = sum(name == self._name for name, _ in self.store.rows)
@@ -220,11 +228,14 @@ class StoredTeacher(Teacher):
         places = [counts_C.nonzero().squeeze(1) for counts_C in rollout.weights.cpu() != 0]
         found = [self.store.find(self._name, key) for key in keys_of(rollout)]
         if missing := [row for row, of_row in enumerate(places) if len(of_row) and found[row] is None]:
+            prompt, completion = (
+                self.decode(one[missing[0]]) for one in (rollout.prompt_lists(), rollout.completion_lists())
+            )
             raise ValueError(
                 f"`teacher_targets={str(self.store.folder)!r}` has no targets of {self._name!r} for {len(missing)} of "
-                f"{len(found)} rows, the first with the tokens {rollout.prompt_lists()[missing[0]]} before the "
-                f"completion {rollout.completion_lists()[missing[0]]}: run `trl-opsd targets` with these rows, which "
-                "adds what is missing."
+                f"{len(found)} rows, the first of which ends with {prompt[-60:]!r} before the completion "
+                f"{completion[:60]!r}: run `trl-opsd targets` with these rows, which adds what is missing; or is the "
+                "prompt, the completion or `max_completion_length` another one than then?"
             )
         like = next((one for one in found if one is not None), self._head.weight)
         lengths, pinned = [len(of_row) for of_row in places], has_streams(accelerator)
