@@ -130,7 +130,7 @@ def test_top_k_targets_train_like_buckets_of_the_teacher(trained, written):
     everything = outcome(trained(**OPTIONS, divergence="forward_kl"))[0]
     assert 0 < losses[0] < everything[0]
     shutil.rmtree(folder)
-    folder = written("topk", top_k=tiny.VOCABULARY)
+    written("topk", top_k=tiny.VOCABULARY)
     losses, _ = outcome(trained(**OPTIONS, **kept, divergence="forward_kl"))
     assert losses[0] == pytest.approx(everything[0], rel=1e-5)
 
@@ -279,19 +279,16 @@ THE = np.array(WORDS("the ")["input_ids"], np.int32).tobytes()
 DAMAGES = {
     "number of a target": ("part-*", flipped(0.5), PART),
     "type of a target": ("part-*", changed(b"float32", b"int32"), PART),
-    "type of all targets": ("part-*", lambda data: data.replace(b"float32", b"bfloat1"), PART),
     "token of a row": ("part-*", changed(THE, THE[::-1]), PART),
     "cut part": ("part-*", lambda data: data[:-3000], PART),
-    "empty part": ("part-*", lambda data: b"", PART),
     "number of a head": (HEADER, flipped(1.0), HEAD),
     "scale of a head": (HEADER, changed(b'scale\\": 1.0', b'scale\\": 2.0'), HEAD),
     "cut header": (HEADER, lambda data: data[:-1], "no teachers.safetensors that can be read"),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_named(trained, written, name):
-    pattern, damage, message = DAMAGES[name]
+@pytest.mark.parametrize(("pattern", "damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_named(trained, written, pattern, damage, message):
     [path] = (folder := written()).glob(pattern)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message):
