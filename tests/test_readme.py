@@ -50,8 +50,6 @@ def test_snippets_of_readme_and_start_run(snippet):
     exec(snippet, names)
     if "trainer" in names:
         assert names["trainer"].state.global_step == 2
-    if "found" in names:  # the sweep
-        assert len({round(one, 5) for one in names["found"].values()}) == 3
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def test_snippets_of_readme_and_start_run(snippet):
     [
         pytest.param(SNIPPETS[0], 0.75, id="README"),
         pytest.param(SNIPPETS[1], 0.94, id="an adapter", marks=pytest.mark.long),
-        pytest.param(SNIPPETS[3], 0.5, id="self-distillation", marks=pytest.mark.long),
+        pytest.param(SNIPPETS[2], 0.5, id="self-distillation", marks=pytest.mark.long),
     ],
 )
 def test_the_loss_falls_at_the_rate_that_a_snippet_sets(snippet, most, hub, monkeypatch):
@@ -82,7 +80,7 @@ def tiny_config(config: type, *given: Any, steps: int = 2, **options: Any) -> An
 
 
 def test_readme_and_start_have_the_snippets_this_file_runs():
-    assert (len(snippets("README.md")), len(SNIPPETS)) == (1, 5)
+    assert (len(snippets("README.md")), len(SNIPPETS)) == (1, 4)
 
 
 @pytest.mark.usefixtures("hub")
