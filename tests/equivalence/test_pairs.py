@@ -136,7 +136,7 @@ REFUSED: list[tuple[str, set[str], str]] = [
     ("clipped", {"buckets"}, "which is not a sum over vocabulary entries"),
     ("prefixes", {"stored"}, "`teacher_prefix_cache_gb=0.001` has no effect on a StoredTeacher"),
     ("stored", {"bytes"}, "keeps no bytes"),
-    ("stored", KNOWN, "teacher"),
+    ("stored", KNOWN - {"teacher's tokens"}, "nothing that changes with the student"),
     ("prefixes", KNOWN, "`teacher_prefix_cache_gb=0.001` has no effect on a ServedTeacher"),
     ("feedback", {"a prompt of the completion", "a prompt of rewards"}, "`environment_factory` with"),
     *((name, {"a prompt of the completion", "a prompt of rewards"}, "`teacher_prompt_fn` with") for name in SUCCESS),

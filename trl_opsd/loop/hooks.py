@@ -37,7 +37,6 @@ from trl_opsd.loop.members import TrainerMembers
 from trl_opsd.loop.nonfinite import NonfiniteGuard
 from trl_opsd.loop.step import Step
 from trl_opsd.loop.step_stats import PhaseClock, Predictions, StepStats, of_all_processes
-from trl_opsd.loop.stored import check_rows
 from trl_opsd.loop.teaching import Teaching
 from trl_opsd.methods.base import Part
 from trl_opsd.models.checks import check_can_learn, whole_checkpoint, whole_on
@@ -194,7 +193,6 @@ class TrainerHooks(TrainerMembers):
         if self.args.resume_from_checkpoint and resume_from_checkpoint is None:
             logger.warning("`args.resume_from_checkpoint` has no effect: pass it to `train`.")
         self.restore_launch()
-        check_rows(self)
         self._metrics["train"].clear()
         self._stats.clear()
         self.methods.begin()

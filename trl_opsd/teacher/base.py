@@ -56,7 +56,7 @@ class Teacher(ABC):
 
 
 def innermost(teacher: Teacher) -> Teacher:
-    """The teacher below those that only keep its targets or spell them otherwise."""
+    """The teacher below those that only spell its targets otherwise."""
     while isinstance(below := getattr(teacher, "teacher", None), Teacher):
         teacher = below
     return teacher
