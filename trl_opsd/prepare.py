@@ -39,7 +39,7 @@ from trl_opsd.data.datasets import (
 from trl_opsd.data.images import IMAGE_COLUMNS, TEACHER_IMAGE_COLUMNS
 from trl_opsd.data.prompts import CONTRAST, PRIVILEGED, Intake, check_columns, tells_more
 from trl_opsd.data.survey import has_transform
-from trl_opsd.data.tokenization import check_template_arguments, look_at
+from trl_opsd.data.tokenization import look_at
 from trl_opsd.environments import Environments
 from trl_opsd.environments.environments import EMPTY_PROMPT, as_described
 from trl_opsd.http.urls import ONLY
@@ -280,7 +280,9 @@ def prepare(
             check_sees(model, args.model_init_kwargs or {})
     # 10. Templates, end tokens and vocabularies.
     tokenizer = text_tokenizer(processing_class)
-    _check_template(tokenizer, rows, args, tools, intake)
+    first = next(iter(rows.values()))
+    if some := first.first_requests(intake):
+        look_at(tokenizer, first.where, some, args, tools)
     ensure_special_tokens(tokenizer, configured_vocabulary(model, args.model_init_kwargs or {}))
     vocabularies = _vocabularies(tokenizer, models, teacher_processing_class, args, rows, intake)
     if not vocabularies:
@@ -445,20 +447,6 @@ def _check_models(
         is_away = args.teacher_offload == "zero3" or not {name, ONLY}.isdisjoint(servers(args))
         why = "pass a merged model, or set `teacher_offload='stream'` without a server"
         refuse([(is_away, f"`{called}`, an adapter, on a server or with `teacher_offload='zero3'`", why)])
-
-
-def _check_template(
-    tokenizer: PreTrainedTokenizerBase, datasets: Mapping[str, Rows], args: OPSDConfig, tools: Any, intake: Intake
-) -> None:
-    """Checks what the chat template is given: its arguments, and whether prompts are meant for it."""
-    of_teachers = {} if args.cross_tokenizer else args.teacher_template_kwargs
-    if wrong := check_template_arguments(tokenizer, "teacher_chat_template_kwargs", of_teachers):
-        raise ValueError(wrong)
-    if wrong := check_template_arguments(tokenizer, "chat_template_kwargs", args.chat_template_kwargs or {}):
-        logger.warning(wrong)
-    rows = next(iter(datasets.values()))
-    if some := rows.first_requests(intake):
-        look_at(tokenizer, rows.where, some, args, tools)
 
 
 def _vocabularies(

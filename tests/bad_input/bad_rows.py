@@ -430,30 +430,6 @@ TEMPLATES = [
         untouched("teacher_prompt_fn", name, f"`teacher_prompt_fn` {message}", TypeError, teacher_prompt_fn=function)
         for name, function, message in PROMPT_FUNCTIONS
     ),
-    trained_on(
-        "chat template arguments",
-        "misspelt, for the teacher",
-        "`teacher_chat_template_kwargs` sets 'add_generation_promt', which .* does not use: did you mean 'add_.*pt'",
-        prompts(GOOD, GOOD),
-        teacher_chat_template_kwargs={"add_generation_promt": False},
-        before_loading=True,
-    ),
-    trained_on(
-        "chat template arguments",
-        "of the trainer",
-        "`chat_template_kwargs` sets 'add_generation_prompt', which is set by the trainer: remove it",
-        prompts(GOOD, GOOD),
-        chat_template_kwargs={"add_generation_prompt": False},
-        before_loading=True,
-    ),
-    trained_on(
-        "chat template arguments",
-        "of another template",
-        "`teacher_chat_template_kwargs` sets 'enable_thinking', which .* does not use: remove it, or use a template",
-        prompts(GOOD, GOOD),
-        teacher_chat_template_kwargs={"enable_thinking": False},
-        before_loading=True,
-    ),
 ]
 
 CASES: list[Case] = [*DATASETS, *ROWS, *TEMPLATES]

@@ -35,7 +35,6 @@ PHRASES = (
     "misspelt column",
     "teacher_prompt_fn",
     "remedies",
-    "chat template arguments",
     "dataset None",
     "dataset empty",
     "dataset too small",

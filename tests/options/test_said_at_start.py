@@ -115,10 +115,3 @@ def test_teacher_text_beside_student_messages_warns(make_trainer, caplog):
     rows = [{"prompt": [{"role": "user", "content": "2+2="}], "teacher_prompt": "The answer is 4. 2+2="}] * 8
     make_trainer(train_dataset=Dataset.from_list(rows), rollout=HFRollout(), max_steps=1).train()
     assert "The prompts are text for the teacher but messages for the student" in caplog.text
-
-
-@pytest.mark.parametrize(("role", "warns"), [("human", True), ("user", False)])
-def test_roles_that_templates_seldom_know_warn(make_trainer, caplog, role, warns):
-    rows = Dataset.from_list([{"prompt": [{"role": role, "content": "2+2="}]}] * 4)
-    make_trainer(train_dataset=rows)
-    assert ("have roles that chat templates seldom know: human. Name them" in caplog.text) == warns

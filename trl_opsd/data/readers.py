@@ -209,11 +209,6 @@ class Reader:
     def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The token ids of prompts whose kind was checked; refuses what the chat template refuses or prints."""
         template = self.of.template if self.is_teachers else {}
-        if template and prompts[0].kind == "text":
-            raise ValueError(
-                f"`teacher_chat_template_kwargs={dict(template)!r}` has no effect, because the teacher's prompts are "
-                "text: give messages, or remove the option."
-            )
         text = [prompt for prompt in prompts if not prompt.has_images]
         of_text, last = iter(self._of_text(text, template) if text else ()), None
         found: list[list[int]] = []
