@@ -50,10 +50,9 @@ from trl_opsd.methods.order import check
 from trl_opsd.methods.quantization import StudentQuantization
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.adapters import adapter_at
-from trl_opsd.models.checks import check_in_memory, check_own_loss, language_config
+from trl_opsd.models.checks import check_in_memory, language_config
 from trl_opsd.models.tokenizers import (
     check_processing_class,
-    check_sees,
     configured_vocabulary,
     ensure_special_tokens,
     loaded_processing_class,
@@ -277,7 +276,6 @@ def prepare(
         if one.student_sees:
             why = "it reads token ids alone; generate with `transformers` or a colocated vLLM"
             refuse([(not chosen.reads_images, f"The rollout ({chosen}) with images", why)])
-            check_sees(model, args.model_init_kwargs or {})
     # 10. Templates, end tokens and vocabularies.
     tokenizer = text_tokenizer(processing_class)
     first = next(iter(rows.values()))
@@ -406,7 +404,6 @@ def _check_models(
     """Refuses models that cannot be found or are no causal language models; a user's own [`Teacher`] is not checked."""
     loading = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     config = {"quantization_config": quantization_config, **language_config(student, "model", loading), **loading}
-    check_own_loss(config)
     check_in_memory(student, args.device)
     is_model = isinstance(student, nn.Module)
     refuse(
@@ -431,19 +428,16 @@ def _check_models(
         ]
     )
     for name, teacher in teachers.items():
-        called, trust = (
-            "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]",
-            "teacher_trust_remote_code",
-        )
+        called = "teacher_model" if len(teachers) == 1 else f"teacher_model[{name!r}]"
         if isinstance(teacher, nn.Module) and has_foreign_adapter(teacher):
             logger.warning(
                 f"`{called}` still contains the adapter of an earlier trainer and teaches with it: if this is not "
                 "intended, call `trainer.model.unload()` of that trainer, or load the teacher anew."
             )
         if (adapter := adapter_at(teacher, location(args))) is None:
-            language_config(teacher, called, location(args), trust)
+            language_config(teacher, called, location(args))
             continue
-        adapter.check(called, trust)
+        adapter.check(called)
         is_away = args.teacher_offload == "zero3" or not {name, ONLY}.isdisjoint(servers(args))
         why = "pass a merged model, or set `teacher_offload='stream'` without a server"
         refuse([(is_away, f"`{called}`, an adapter, on a server or with `teacher_offload='zero3'`", why)])

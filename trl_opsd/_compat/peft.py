@@ -114,11 +114,6 @@ def has_foreign_adapter(model: CausalLM) -> bool:
     return any(isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) for module in model.modules())
 
 
-def is_merged(model: CausalLM) -> bool:
-    """Whether an adapter's weights have been added to those of the base."""
-    return any(getattr(module, "merged", False) for module in model.modules())
-
-
 def base_parameters(model: CausalLM) -> dict[str, Tensor]:
     """The parameters of the base model, without those of adapters, by their names before PEFT wrapped it."""
     wrappers = _modules_of(model, (BaseTunerLayer, AuxiliaryTrainingWrapper)) if is_peft(model) else {}

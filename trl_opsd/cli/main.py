@@ -245,7 +245,7 @@ def plan(
     adapter = adapter_at(sources[1], {})
     base = None
     if adapter is not None:
-        adapter.check("teacher", "teacher_trust_remote_code")
+        adapter.check("teacher")
         base = adapter.base
     shapes = shape_of(sources[0], sizes), shape_of(base or sources[1], sizes)
     if images and not any(shape.images.tokens for shape in shapes):

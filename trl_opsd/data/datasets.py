@@ -286,10 +286,12 @@ def _may_exceed(rows: Rows, survey: Survey, first_tokens: Numbers, reader: Reade
     if reader.is_bounded:
         if most is None:
             return np.zeros(0, np.int64)
-        tokens = first_tokens[survey.shape_of_row] + 2 * survey.size_of(reader.columns) * reader.copies
+        tokens = np.zeros(len(others), np.int64)
+        tokens[survey.first_of_each_shape] = first_tokens
+        tokens = tokens[survey.first_alike] + 2 * survey.size_of(reader.columns) * reader.copies
         if rows.has_images:  # counted by the headers of their files, and by those of the first
             images = _image_tokens(rows, reader)
-            tokens = tokens + images - np.maximum(images[survey.first_of_each_shape], 0)[survey.shape_of_row]
+            tokens = tokens + images - images[survey.first_alike] % _UNKNOWN
         others = tokens > most
     others[survey.first_of_each_shape] = False
     return np.flatnonzero(others)

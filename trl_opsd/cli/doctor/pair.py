@@ -139,11 +139,11 @@ def load_pair(
     path, place = tokenizer_at(teacher, loading[1])
     named, configs, models = teacher, [], []
     if (adapter := adapter_at(teacher, loading[1])) is not None:
-        adapter.check("teacher", "teacher_trust_remote_code")
+        adapter.check("teacher")
         loading, teacher = (loading[0], adapter.loading_of_base), adapter.base
     places = [{"trust_remote_code": bool(one.get("trust_remote_code")), **place_of(one)} for one in loading]
     for role, source, options in zip(("student", "teacher"), (student, teacher), loading, strict=True):
-        language_config(source, role, options, f"{'teacher_' * (role == 'teacher')}trust_remote_code")
+        language_config(source, role, options)
     if tiny:  # random weights; vocabulary, hidden size and head stay as they are
         configs = [
             shrunk(AutoConfig.from_pretrained(student, **places[0])),
