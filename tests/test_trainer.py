@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import re
 
 import numpy as np
 import pytest
@@ -334,15 +333,6 @@ class TestData:
         assert trainer.dropped_prompts["train_dataset"] == 1
         assert caplog.text.count("dropped") == 1 + streamed
         assert ("train_dataset streams prompts that leave no room" in caplog.text) is streamed
-
-    def test_dropped_rows_of_a_stream_warn_at_powers_of_ten(self, trained, caplog):
-        rows = [{"prompt": "long " * 100}] * 120 + list(tiny.rows(8))
-        trainer = trained(
-            train_dataset=IterableDataset.from_generator(lambda: iter(rows)), overlong_prompts="drop", max_steps=1
-        )
-        said = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-        assert [re.search(r"dropped (\d+) so far", message)[1] for message in said] == ["1", "10", "100"]
-        assert trainer.dropped_prompts["train_dataset"] == 120
 
 
 def test_default_config_is_ours_and_named_after_the_student(make_trainer, tmp_path, monkeypatch):

@@ -331,7 +331,6 @@ def _check_columns(
     datasets: Mapping[str, AnyDataset | None], args: OPSDConfig, intake: Intake, needs_privilege: bool
 ) -> None:
     """Checks types, columns and sizes; rows are read later. With `needs_privilege`, a column has to give context."""
-    teachers = intake.teachers if len(intake.teachers) > 1 else ()
     contrast = CONTRAST if intake.contrasts else ()
     # A function may read columns of any name.
     optional = () if intake.prompt_fn else (*PRIVILEGED, *contrast, *IMAGE_COLUMNS, *TEACHER_IMAGE_COLUMNS)
@@ -346,7 +345,7 @@ def _check_columns(
                 "instance `load_dataset(...)['train']` or `Dataset.from_list(rows)`."
             )
         columns = columns_of(dataset)
-        check_columns(columns, where, teachers, optional)
+        check_columns(columns, where, optional)
         has_context = columns is None or tells_more(columns)
         refuse(
             [

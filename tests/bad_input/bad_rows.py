@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from trl_opsd.data.prompts import Prompt, common_kind
 
 ANSWER = {"role": "assistant", "content": "ho"}
-SHAREGPT = [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]
 GOOD = [{"role": "user", "content": "hi"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "text": "x"}]}]
 
@@ -158,37 +157,6 @@ DATASETS = [
         r"`eval_dataset\['easy'\]` is a list: expected",
         lambda lab: lab.make(eval_dataset={"easy": [{"prompt": "a"}]}),
         TypeError,
-        before_loading=True,
-    ),
-    *(
-        trained_on(
-            "dataset without prompt",
-            f"but with {name}",
-            message,
-            Dataset.from_dict({name: ["a", "b"]}),
-            before_loading=True,
-        )
-        for name, message in [
-            ("prompts", r"`dataset.rename_column\('prompts', 'prompt'\)`"),
-            ("problem", r"`dataset.rename_column\('problem', 'prompt'\)`"),
-            ("text", r"`dataset.rename_column\('text', 'prompt'\)`"),
-            ("x", r"`dataset.rename_column\('x', 'prompt'\)`"),
-            ("messages", r"`dataset.rename_column\('messages', 'prompt'\)`"),
-        ]
-    ),
-    Case(
-        "dataset without prompt",
-        "but with conversations in a stream",
-        r"row 0 of train_dataset has no column .*`dataset.rename_column\('conversations', 'prompt'\)`",
-        lambda lab: lab.make(
-            train_dataset=IterableDataset.from_generator(lambda: iter([{"conversations": SHAREGPT}] * 4))
-        ).train(),
-    ),
-    trained_on(
-        "message without role or content",
-        "of ShareGPT",
-        r"a dict with \['from', 'value'\]: .* `\[.*'human': 'user'.* for one in row\['prompt'\]\]`",
-        prompts(SHAREGPT[:1], SHAREGPT[:1]),
         before_loading=True,
     ),
     *(
@@ -360,7 +328,7 @@ ROWS = [
     trained_on(
         "no chat template",
         "messages",
-        "The prompt in row 0 of train_dataset is messages, but the tokenizer .* has no chat template: take an instruct",
+        "The prompt in row 0 of train_dataset: the tokenizer's chat template rejects it: .*chat_template is not set",
         prompts(GOOD, GOOD),
         processing_class=without_template(),
     ),

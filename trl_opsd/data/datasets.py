@@ -12,7 +12,6 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -95,14 +94,10 @@ class WholeStream(TorchStream):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.rows = self.digest = 0
-        rows = iter(self._stream)
-        while True:
-            with _noting(f"the stream, after {self.rows} rows"):  # one or two more may have been read ahead
-                if (row := next(rows, None)) is None:
-                    break
-                # Cheap, and enough to notice processes that stream different rows.
-                read = repr([comparable(row.get(name)) for name in self._columns])
+        for row in self._stream:
             self.rows += 1
+            # Cheap, and enough to notice processes that stream different rows.
+            read = repr([comparable(row.get(name)) for name in self._columns])
             self.digest = zlib.crc32(read.encode(), self.digest)
             yield row
         if not self.rows:
@@ -145,16 +140,6 @@ def comparable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [comparable(one) for one in value]
     return (value.size, zlib.crc32(value.tobytes())) if hasattr(value, "tobytes") else value
-
-
-@contextmanager
-def _noting(where: str) -> Iterator[None]:
-    """Adds the place to whatever is raised where rows are read: a decoder's exception, or that of a user's own code."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"This was raised by {where}.")
-        raise
 
 
 _BATCH = 1000
@@ -374,23 +359,18 @@ def _is_stream(dataset: Any) -> bool:
 
 def _stays(where: str, reader: Reader, dropped: Counter[str]) -> Callable[[Any], bool]:
     """A filter for a stream, which keeps rows whose prompt fits, and counts and reports the others."""
-    mentioned = 0
 
     def stays(row: dict[str, Any]) -> bool:
-        nonlocal mentioned
         request = reader.of.intake.read(row, f"a row of the stream {where}")
         prompts = [reader.prompt_of(request)]
         reader.check_kind(prompts)
-        if reader.limits_of(request).fits(len(reader.token_ids(prompts)[0])):
-            return True
-        dropped[where] += 1
-        count = dropped[where]
-        if count > mentioned and str(count).strip("0") == "1":  # the first, the tenth, ...; a row may be read again
-            mentioned = count
-            logger.warning(
+        fits = reader.limits_of(request).fits(len(reader.token_ids(prompts)[0]))
+        if not fits:
+            dropped[where] += 1
+            logger.warning_once(
                 f"{where} streams prompts that leave no room in the context for a completion of "
-                f"`max_completion_length` tokens; dropped {count} so far (`trainer.dropped_prompts` has the count)."
+                "`max_completion_length` tokens; they are dropped (`trainer.dropped_prompts` has the count)."
             )
-        return False
+        return fits
 
     return stays

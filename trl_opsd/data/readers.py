@@ -229,17 +229,11 @@ class Reader:
     def _of_text(self, prompts: Sequence[Prompt], template: Mapping[str, Any]) -> list[list[int]]:
         try:
             found = self._tokenized(prompts, template)
-        except (TemplateError, TypeError) as error:  # a TypeError where content parts are joined as text
+        # A TypeError where content parts are joined as text, a ValueError without a template.
+        except (TemplateError, TypeError, ValueError) as error:
             if len(prompts) > 1:  # one by one, to find the row
                 return [ids for prompt in prompts for ids in self._of_text([prompt], template)]
             raise ValueError(f"{prompts[0].where}: the tokenizer's chat template rejects it: {error}.") from error
-        except ValueError as error:
-            if "chat_template is not set" not in str(error):
-                raise
-            raise ValueError(
-                f"{prompts[0].where} is messages, but the tokenizer {self.tokenizer_of(prompts[0]).name_or_path!r} has "
-                "no chat template: take an instruct model, set `tokenizer.chat_template`, or give text."
-            ) from error
         for prompt, ids in zip(prompts, found, strict=True):
             self.check_start(ids, prompt.where, prompt.processor)
             if prompt.has_parts:

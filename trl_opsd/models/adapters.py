@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from transformers.utils import cached_file
 
 from trl_opsd._compat.peft import (
     CausalLM,
-    activate,
-    adapts_head,
     read_config,
     reads_prompts,
     rewrites_base,
@@ -56,9 +53,10 @@ class Adapter:
     def check(self, called: str) -> None:
         """Refuses an adapter that cannot teach, or whose base cannot be found."""
         config, wrong = self.config, None
+        replicates, biases = getattr(config, "layer_replication", None), getattr(config, "bias", "none") != "none"
         if reads_prompts(config):
             wrong = "it acts through prompts, which a teacher computes without: use LoRA."
-        elif rewrites_base(config) or getattr(config, "layer_replication", None):
+        elif rewrites_base(config) or replicates or biases:
             wrong = f"it changes its base, which others share. {_MERGE}"
         if wrong is not None:
             raise ValueError(f"`{called}={self.path!r}`: {wrong}")
@@ -66,23 +64,16 @@ class Adapter:
 
     def put_on(self, model: CausalLM, name: str) -> CausalLM:
         """Puts it into the layers of its base under a name, beside others, and makes it the active one."""
-        where = f"The adapter {self.path!r}, on its base {self.base!r}"
         try:
-            file = cached_file(
-                self.path, _WEIGHTS, **place_of(self.loading)
-            )  # no pickle, which PEFT would take as well
-            model, wrong = with_adapter(model, self.config, load_file(file), name)
+            # No pickle, which PEFT would take as well.
+            file = cached_file(self.path, _WEIGHTS, **place_of(self.loading))
+            return with_adapter(model, self.config, Path(file or ""), name)
         except (OSError, ValueError, LookupError, RuntimeError) as error:  # no file, other layers, shapes or options
-            wrong = " ".join(str(error).split())[:_QUOTED]
-        if wrong is None:
-            activate(model, name)
-            if not adapts_head(model, name):
-                return model
-            wrong = "it changes the output head, whose weights the loss uses without it"
-        raise ValueError(
-            f"{where}: {wrong}. Name the right base in its {CONFIG}, or save the adapter again. If both are right, its "
-            f"weights cannot be used beside those of others. {_MERGE}"
-        )
+            raise ValueError(
+                f"The adapter {self.path!r}, on its base {self.base!r}: {' '.join(str(error).split())[:_QUOTED]}. Name "
+                f"the right base in its {CONFIG}, or save the adapter again. If both are right, its weights cannot be "
+                f"used beside those of others. {_MERGE}"
+            ) from error
 
 
 def adapter_at(path: Any, loading: Mapping[str, Any]) -> Adapter | None:
