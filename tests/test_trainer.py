@@ -181,7 +181,7 @@ class TestRollout:
     @pytest.mark.parametrize(
         ("written", "message"),
         [
-            ([5] * 300, "Careless generated 300 tokens after a prompt of"),
+            ([5] * 300, "Careless generated 300 tokens, but"),
             ([5, 259], "A completion of Careless contains the token id 259"),
         ],
     )

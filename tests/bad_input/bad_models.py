@@ -258,7 +258,7 @@ UNFIT = [
     Case(
         "tokenizer mismatch",
         "tokens the student's lacks",
-        "id 259 is 'extra' for the teacher and nothing for the student",
+        "id 259 is 'extra' for the teacher and None for the student",
         lambda lab: lab.make(teacher_processing_class=extended()),
         before_loading=True,
     ),
@@ -266,7 +266,7 @@ UNFIT = [
         Case(
             "tokenizer mismatch",
             f"the one in the folder of {name}",
-            r"id 3 is .* The teacher's was loaded from .*teacher, .* pass it as `teacher_processing_class`",
+            r"id 3 is .* The teacher's was loaded from .*teacher: .* pass it as `teacher_processing_class`",
             permuted_where_the_teacher_was_loaded_from(form),
         )
         for name, form in {

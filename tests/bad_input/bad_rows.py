@@ -374,30 +374,4 @@ ROWS = [
 ]
 
 
-async def asynchronous(row: dict[str, Any], completion: str) -> str:
-    return completion
-
-
-class Asynchronous:
-    async def __call__(self, row: dict[str, Any], completion: str) -> str:
-        return completion
-
-
-PROMPT_FUNCTIONS = [
-    ("text", "{prompt}", "is a str: expected a function of two arguments"),
-    ("a class", Asynchronous, "is the class Asynchronous: expected a function of two"),
-    ("one argument", lambda row: "a", "has another signature .*: expected a function of two arguments, the row"),
-    ("four arguments", lambda row, completion, outcome, ids: "a", "has another signature .*missing"),
-    ("by keyword only", lambda *, row, completion: "a", "has another signature"),
-    ("asynchronous", asynchronous, "is asynchronous, but would not be awaited"),
-    ("an asynchronous object", Asynchronous(), "is asynchronous"),
-]
-
-TEMPLATES = [
-    *(
-        untouched("teacher_prompt_fn", name, f"`teacher_prompt_fn` {message}", TypeError, teacher_prompt_fn=function)
-        for name, function, message in PROMPT_FUNCTIONS
-    ),
-]
-
-CASES: list[Case] = [*DATASETS, *ROWS, *TEMPLATES]
+CASES: list[Case] = [*DATASETS, *ROWS]

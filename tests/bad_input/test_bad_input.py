@@ -33,7 +33,6 @@ PHRASES = (
     "weights missing",
     "not a dataset",
     "misspelt column",
-    "teacher_prompt_fn",
     "remedies",
     "dataset None",
     "dataset empty",

@@ -67,14 +67,8 @@ class PromptLimits:
             )
         self.check_known(largest_id, where)
 
-    def check_completion(self, prompt_ids: list[int], completion_ids: list[int], backend: str) -> None:
-        """Raises `ValueError` when a completion exceeds the limits or has token ids outside the vocabulary."""
-        length = len(prompt_ids) + len(completion_ids)
-        if self.context is not None and length > self.context:
-            raise ValueError(
-                f"{backend} generated {len(completion_ids)} tokens after a prompt of {len(prompt_ids)}, but the "
-                f"context is {self.context}: limit it to max_completion_length={self.completion}."
-            )
+    def check_completion(self, completion_ids: list[int], backend: str) -> None:
+        """Raises `ValueError` when a completion is too long or has token ids outside the vocabulary."""
         if len(completion_ids) > self.completion:
             raise ValueError(
                 f"{backend} generated {len(completion_ids)} tokens, but `max_completion_length={self.completion}`: "

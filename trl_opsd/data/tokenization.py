@@ -30,18 +30,14 @@ def check_token_maps(
     if not differing:
         return
     listed = "; ".join(
-        f"id {number} is {_named(yours, number)} for the {role} and {_named(mine, number)} for the student"
+        f"id {number} is {yours.get(number)!r} for the {role} and {mine.get(number)!r} for the student"
         for number in differing[:_SHOWN]
     )
-    more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-    read = (
-        f" The teacher's was loaded from {source}, like the teacher: if it uses another one, pass it as "
-        "`teacher_processing_class`."
-    )
+    read = f" The teacher's was loaded from {source}: if it uses another, pass it as `teacher_processing_class`."
     raise ValueError(
-        f"The tokenizers of student and {role} differ: {listed}{more}. The loss compares distributions id by id, so "
-        "pass a teacher with the student's tokenizer; or, unless a server has it, set `cross_tokenizer='bytes'`."
-        f"{read if source else ''}"
+        f"The tokenizers of student and {role} differ in {len(differing)} ids: {listed}. The loss compares "
+        "distributions id by id, so pass a teacher with the student's tokenizer; or, unless a server has it, set "
+        f"`cross_tokenizer='bytes'`.{read if source else ''}"
     )
 
 
@@ -84,10 +80,6 @@ def read_alone(
 
 def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {number: token for token, number in tokenizer.get_vocab().items()}
-
-
-def _named(tokens: Mapping[int, str], number: int) -> str:
-    return repr(tokens[number]) if number in tokens else "nothing"
 
 
 logger = get_logger(__name__)

@@ -191,16 +191,8 @@ def described(model: CausalLM) -> str:
     inner = without_peft(model)
     path = get_config_model_id(inner.config)
     adapter = " with an adapter" if is_peft(model) else ""
-    kind = f"{class_of(inner).__name__}{f' {path!r}' if path else ''}{_quantised(inner)}{adapter}"
+    kind = f"{class_of(inner).__name__}{f' {path!r}' if path else ''}{adapter}"
     return f"{kind}, {sizes(model.parameters())}"
-
-
-def _quantised(model: CausalLM) -> str:
-    given = getattr(model.config, "quantization_config", None) if getattr(model, "is_quantized", False) else None
-    if given is None:
-        return ""
-    method = (given if isinstance(given, dict) else given.to_dict()).get("quant_method")
-    return f" quantised with {getattr(method, 'value', method)}"
 
 
 def sizes(parameters: Iterable[Tensor]) -> str:

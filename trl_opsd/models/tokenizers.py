@@ -101,11 +101,6 @@ def ensure_special_tokens(tokenizer: PreTrainedTokenizerBase | None, rows: int |
             f"ids, so no completion could end with it: use the tokenizer the student was trained with; {_HOW_TO_GROW}."
         )
     if tokenizer.pad_token is not None and not _known(tokenizer.pad_token_id, rows):
-        logger.warning(
-            f"The padding token {tokenizer.pad_token!r} has the id {tokenizer.pad_token_id}, but the student has "
-            f"{rows} ids, so {tokenizer.eos_token!r} is used for padding instead, which changes no result. To keep the "
-            f"padding token: {_HOW_TO_GROW}."
-        )
         # Padding is identified by its mask, never by its id, so any token of the vocabulary will do.
         tokenizer.pad_token = tokenizer.eos_token
 
