@@ -323,13 +323,17 @@ def with_adapter(model: CausalLM, config: PeftConfig, file: Path, name: str) -> 
     Raises:
         ValueError: The file has not exactly the adapter's weights, or the output head would change.
     """
-    peft_model = model if isinstance(model, PeftModel) else get_peft_model(model, config, name)
+    if isinstance(model, PeftModel):
+        model.add_adapter(name, config)
+        peft_model = model
+    else:
+        peft_model = get_peft_model(model, config, name)
     loaded, base = load_file(file), peft_model.state_dict()
     # With LoRA on embeddings, or after they are resized, PEFT saves those of the base too, and loads them into it.
     wrong = [key for key in loaded.keys() & base.keys() if not torch.equal(loaded[key].to(base[key]), base[key])]
     if wrong:
         raise ValueError(f"it has other values, or another shape, of weights of the base: {wrong[0]}")
-    found = peft_model.load_adapter(str(file.parent), name)
+    found = peft_model.load_adapter(str(file.parent), name, torch_device="cpu")
     for what, keys in (("lacks", found.missing_keys), ("has too much:", found.unexpected_keys)):
         if keys:
             raise ValueError(f"its file {what} {keys[0]} and {len(keys) - 1} more")

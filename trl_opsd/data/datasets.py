@@ -174,11 +174,6 @@ class Rows:
         """Whether rows can be read before a tokenizer is loaded: not a stream, nor a transform, which may need one."""
         return not (_is_stream(self.dataset) or has_transform(self.dataset))
 
-    @classmethod
-    def of(cls, dataset: Any, where: str, columns: Collection[str], progress: bool) -> Rows:
-        """Surveys these columns of a dataset."""
-        return cls(dataset, where, None if _is_stream(dataset) else Survey.of(dataset, columns), progress)
-
     @property
     def one_of_each_shape(self) -> Numbers:
         """Row numbers that represent all in a check of their form: the first of each shape, in order."""
@@ -195,7 +190,11 @@ def surveyed(datasets: Mapping[str, Any], args: Any, names: Collection[str] = ()
     """The datasets that are there, each with the shapes and sizes of its rows, by what rows name in these columns."""
     columns = [name for name in COLUMNS if name != "teacher"] + [*names]
     progress = args.process_index == 0 and not args.disable_tqdm
-    return {name: Rows.of(one, name, columns, progress) for name, one in datasets.items() if one is not None}
+    return {
+        name: Rows(one, name, None if _is_stream(one) else Survey.of(one, columns), progress)
+        for name, one in datasets.items()
+        if one is not None
+    }
 
 
 def look_ahead(rows: Rows, intake: Intake) -> Rows:

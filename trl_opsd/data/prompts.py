@@ -74,6 +74,13 @@ class Prompt:
         """Whether a message's content is a list of parts."""
         return self.kind == "messages" and any(isinstance(one["content"], list) for one in self.value)
 
+    @property
+    def texts(self) -> list[str]:
+        """Its text, or the texts of its messages."""
+        if self.kind == "text":
+            return [self.value]
+        return [one["content"] for one in self.value if isinstance(one["content"], str)]
+
     @classmethod
     def of(cls, value: Any, where: str) -> Prompt:
         """Checks a prompt, which must not end with a message of the assistant."""

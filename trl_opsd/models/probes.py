@@ -208,6 +208,11 @@ def _rebuilt_logits(one: Probed) -> str:
         )
         with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_head(one.model) as whole:
             expected_BLV, actual_BLV = own_BLV.to(device).float(), logits_of(hidden_BLH.to(device), whole)
+    if not (expected_BLV.amax(-1) > expected_BLV.amin(-1)).any():
+        raise ValueError(
+            f"{one} gives all {expected_BLV.size(-1)} tokens the same logit for any input: its head is zeroed, or its "
+            "logits are NaN; reload it."
+        )
     if expected_BLV.shape != actual_BLV.shape:
         gap = f"shapes {tuple(expected_BLV.shape)} and {tuple(actual_BLV.shape)}"
     else:
