@@ -244,7 +244,7 @@ UNFIT = [
     Case(
         "tokenizer mismatch",
         "two ids exchanged",
-        "differ in 2 ids: id 3 is '\"' for the teacher and '!' for the student; id 4 is '!' for the teacher and '\"' for",
+        "differ in 2 ids: id 3 is '\"' for the teacher and '!' for the student; id 4 is '!' for the teacher",
         lambda lab: lab.make(teacher_processing_class=permuted()),
         before_loading=True,
     ),
