@@ -51,7 +51,7 @@ class Survey:
     @cached_property
     def first_of_each_shape(self) -> Numbers:
         """[shapes], in order."""
-        return np.unique(self.first_alike)
+        return np.flatnonzero(self.first_alike == np.arange(len(self.shapes)))
 
     @classmethod
     def of(cls, dataset: Dataset, columns: Collection[str]) -> Survey | None:
@@ -65,7 +65,7 @@ class Survey:
         shapes, sizes = np.zeros(len(table), np.uint64), {name: np.zeros(len(table), np.int64) for name in names}
         for start in range(0, len(table), _ROWS):
             for name in names:
-                for path, values, owners, places in _inside(table.column(name).slice(start, _ROWS), name):
+                for path, values, owners, places in _inside(table.column(name).slice(start, _ROWS), name, _hash(name)):
                     states, lengths = _seen(values, path.replace("[]", "").rpartition(".")[2])
                     # Wraps around at 64 bits, as hashes may.
                     np.add.at(shapes, start + owners, states * places)
@@ -117,25 +117,30 @@ def _stored(dataset: Dataset, names: list[str]) -> tuple[pa.Table, Numbers | Non
     return dataset.data.table.select(names), None if rows is None else rows.column(0).to_numpy()
 
 
-def _inside(column: pa.ChunkedArray, name: str) -> Iterator[tuple[str, pa.Array, Numbers, Any]]:
+def _inside(
+    column: pa.ChunkedArray, name: str, number: np.uint64 | None = None
+) -> Iterator[tuple[str, pa.Array, Numbers, Any]]:
     """A column, and each array within it: its path, its values, and of each value the row and a number for its place.
 
-    Numbers are random and odd, so that a sum of products with them tells places apart.
+    Numbers are random and odd, so that a sum of products with them tells places apart; without a first there are none.
     """
     rows = np.arange(len(column))
-    found: list[tuple[str, pa.Array, Numbers, Any]] = [(name, column.combine_chunks(), rows, _hash(name))]
+    found: list[tuple[str, pa.Array, Numbers, Any]] = [(name, column.combine_chunks(), rows, number)]
     for path, values, owners, places in found:  # which grows
         yield path, values, owners, places
         if pa.types.is_struct(values.type):
-            for number, field in enumerate(values.type):
+            for place, field in enumerate(values.type):
                 part = f"{path}.{field.name}"
-                found.append((part, pc.struct_field(values, number), owners, places * _hash(part)))
+                within = None if places is None else places * _hash(part)
+                found.append((part, pc.struct_field(values, place), owners, within))
         elif _is_list(values.type):
             lengths = _integers(pc.list_value_length(values))
-            within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-            random = np.random.default_rng(0).integers(2**64, size=lengths.max(initial=0), dtype=np.uint64)
-            numbers = np.broadcast_to(places, len(values)).repeat(lengths) * (random | np.uint64(1))[within]
-            found.append((f"{path}[]", pc.list_flatten(values), owners.repeat(lengths), numbers))
+            within = None
+            if places is not None:
+                place_in_list = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+                random = np.random.default_rng(0).integers(2**64, size=lengths.max(initial=0), dtype=np.uint64)
+                within = np.broadcast_to(places, len(values)).repeat(lengths) * (random | np.uint64(1))[place_in_list]
+            found.append((f"{path}[]", pc.list_flatten(values), owners.repeat(lengths), within))
 
 
 def _seen(values: pa.Array, name: str) -> tuple[Numbers, Numbers]:
