@@ -53,6 +53,7 @@ from trl_opsd.types import LossParts, Rollout, TeacherTargets
 
 if TYPE_CHECKING:
     from trl_opsd.report.recording import Recording
+    from trl_opsd.rollout.teacher_rollout import TeacherRollout
 
 logger = get_logger(__name__)
 
@@ -244,9 +245,7 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         if self.args.report:
             from trl_opsd.report.recording import Recording
 
-            self._recording = Recording(
-                self.args.output_dir, partial(published, self), is_traced="trackio" in self.args.report_to
-            )
+            self._recording = Recording(self.args.output_dir, partial(published, self))
             self.add_callback(self._recording)
         self.add_callback(Banner(self))
 
@@ -417,8 +416,9 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         )
 
     @contextmanager
-    def generating_with(self, teacher: str | CausalLM) -> Iterator[None]:
-        """Within it, a teacher by its name, or another model, generates in place of the student: to measure it.
+    def generating_with(self, teacher: Any) -> Iterator[None]:
+        """Within it, a teacher by its name, another model, or what has a method `complete` of prompts as token ids,
+        generates in place of the student: to measure it.
 
         ```python
         with trainer.generating_with("math"):
@@ -428,6 +428,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         Raises:
             ValueError: There is no such teacher, it is behind a server or sharded, or has a tokenizer of its own.
         """
+        if hasattr(teacher, "complete"):
+            with self._generation.substituted(teacher):
+                yield
+            return
         if self.teaching.spelling is not None:
             raise ValueError(
                 "`generating_with` with `cross_tokenizer='bytes'`: prompts are ids of the student's tokens, which no "
@@ -435,12 +439,11 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             )
         if isinstance(teacher, str) and teacher not in self.teachers:
             raise ValueError(f"`generating_with({teacher!r})`: expected a model, or one of {sorted(self.teachers)}.")
-        limits = self.teaching.readers.teacher_limits
-        limits_of = limits[teacher] if isinstance(teacher, str) else next(iter(limits.values()))
         if isinstance(teacher, str):
-            with self._generation.substituted(self._generation.teacher_rollout(self.teachers[teacher], limits_of)):
+            with self._generation.substituted(self.teacher_rollout(teacher)):
                 yield
             return
+        limits_of = next(iter(self.readers.teacher_limits.values()))
         trainable = [one for one in teacher.parameters() if one.requires_grad]
         context = min((one for one in (context_of(teacher), limits_of.context) if one is not None), default=None)
         try:
@@ -452,6 +455,10 @@ class OPSDTrainer(StrictNames, TrainerHooks):
         finally:
             for one in trainable:
                 one.requires_grad_()
+
+    def teacher_rollout(self, name: str) -> TeacherRollout:
+        """A teacher, whose `complete` continues prompts of token ids; a `ValueError` if it cannot generate."""
+        return self._generation.teacher_rollout(self.teachers[name], self.readers.teacher_limits[name])
 
     # ---- Teachers and datasets --------------------------------------------------------------------------------------
 

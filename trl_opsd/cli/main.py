@@ -107,14 +107,19 @@ def audit(
     from trl_opsd.cli.train.options import OptionParser
     from trl_opsd.cli.train.script import build, leave_nothing, read
 
+    found, parser = [], OptionParser(prog="trl-opsd audit")
     with redirect_stdout(sys.stderr), TemporaryDirectory(prefix="trl_opsd-audit-") as nowhere:
-        given, task = read(["--config", str(config), *context.args], OptionParser(prog="trl-opsd audit"))
-        page = output or Path(given.config.output_dir) / "audit.html"
-        leave_nothing(given.config, nowhere)
-        found = measured(build(given, task), rows, candidate or ())
+        for name in [None, *(candidate or ())]:
+            teacher = [] if name is None else ["--teacher_model_name_or_path", name]
+            given, task = read(["--config", str(config), *context.args, *teacher], parser)
+            page = output or Path(given.config.output_dir) / "audit.html"
+            leave_nothing(given.config, nowhere)
+            trainer = build(given, task)
+            found.append(measured(trainer, rows, name or "as configured"))
+            trainer.rollout.close()
         write_page(found, config.stem, page)
     print(document(found) if as_json else f"{screen(found)}\n  {'page':<18}{page}")
-    raise typer.Exit(int(not any(verdict(one, found).word in ("helps", "unknown") for one in found.candidates)))
+    raise typer.Exit(int(not any(verdict(one).word in ("helps", "unknown") for one in found)))
 
 
 def doctor(
@@ -290,19 +295,16 @@ def report(
     """Writes the report of a run: curves and, if it was trained with `report: true`, its completions token by token.
 
     One self-contained HTML page; also for a run that is in progress or was killed. With a second run, the curves of
-    both in the same charts, first, last and best figures, and what differs in models and settings.
+    both in the same charts, first and last figures, and what differs in models and settings.
 
     Exit status: 0, or 2 if there is nothing to report.
     """
-    from trl_opsd.report.page import compare, write
+    from trl_opsd.report.page import write
 
-    for one in (run, other):
-        if one and not one.is_dir():
+    for one in (runs := [one for one in (run, other) if one]):
+        if not one.is_dir():
             raise ValueError(f"{one}: no such folder")
-    try:
-        typer.echo(str(compare((run, other), output) if other else write(run, to=output)))
-    except ValueError as error:
-        raise error if other else ValueError(f"{run}: {error}") from error
+    typer.echo(str(write(*runs, to=output)))
 
 
 TRACEBACK = "--traceback"

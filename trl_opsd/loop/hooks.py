@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -473,6 +473,12 @@ class TrainerHooks(TrainerMembers):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         return super().get_eval_dataloader(self._checked(eval_dataset, "eval_dataset"))
 
+    @contextmanager
+    def evaluating(self, prefix: str) -> Iterator[dict[str, float]]:
+        """Within it, batches are those of one evaluation, with its seeds and rewards; fills the metrics at its end."""
+        with self._stats.evaluation(prefix, self._metrics["eval"]) as metrics, self.methods.evaluation(prefix):
+            yield metrics
+
     # By `predict`. In the order of the rows; TRL shuffles what it evaluates.
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         return self._get_dataloader(
@@ -484,8 +490,7 @@ class TrainerHooks(TrainerMembers):
 
     # For each dataset of an evaluation, and by `predict`.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        with self._stats.evaluation(prefix, self._metrics["eval"]) as metrics, self.methods.evaluation(prefix):
+        with self.evaluating(kwargs.get("metric_key_prefix", "eval")) as metrics:
             output = super().evaluation_loop(*args, **kwargs)
         if self.is_in_train:
             self.pictures.begin(is_training=False)  # drops those of the last batch
