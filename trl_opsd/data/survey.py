@@ -65,7 +65,9 @@ class Survey:
         shapes, sizes = np.zeros(len(table), np.uint64), {name: np.zeros(len(table), np.int64) for name in names}
         for start in range(0, len(table), _ROWS):
             for name in names:
-                for path, values, owners, places in _inside(table.column(name).slice(start, _ROWS), name, _hash(name)):
+                for path, values, owners, places in _inside(
+                    table.column(name).slice(start, _ROWS), name, np.array([_hash(name)])
+                ):
                     states, lengths = _seen(values, path.replace("[]", "").rpartition(".")[2])
                     # Wraps around at 64 bits, as hashes may.
                     np.add.at(shapes, start + owners, states * places)
