@@ -120,7 +120,7 @@ def _stored(dataset: Dataset, names: list[str]) -> tuple[pa.Table, Numbers | Non
 
 
 def _inside(
-    column: pa.ChunkedArray, name: str, number: np.uint64 | None = None
+    column: pa.ChunkedArray, name: str, number: Numbers | None = None
 ) -> Iterator[tuple[str, pa.Array, Numbers, Any]]:
     """A column, and each array within it: its path, its values, and of each value the row and a number for its place.
 
