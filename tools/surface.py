@@ -182,7 +182,7 @@ def _documents() -> Iterator[tuple[str, str]]:
     """The keys of what commands print with `--json`."""
     side = SimpleNamespace(source="a")
     pair: Any = SimpleNamespace(student=side, teacher=side, tiny=False)
-    yield from _keys("doctor", json.loads(doctor.document(pair, [Finding("heads", "ok", "same", 0.1)])))
+    yield from _keys("doctor", doctor.document(pair, [Finding("heads", "ok", "same", 0.1)]))
     student = str(ROOT / "examples" / "arithmetic" / "student")
     planned = CliRunner().invoke(app, ["plan", student, *["--prompt", "8", "--length", "8", "--json"]])
     assert not planned.exit_code, planned.stderr

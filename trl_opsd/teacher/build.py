@@ -31,7 +31,7 @@ from trl_opsd.teacher.base import Teacher, innermost
 from trl_opsd.teacher.checks import LOCATION_OPTIONS, TeacherLike, deadline, location, servers, teacher_loading
 from trl_opsd.teacher.frozen import FrozenTeacher, Placement, Resident
 from trl_opsd.teacher.offloaded import Hosted, Sharded, Streamed
-from trl_opsd.teacher.prefix import PrefixMemory, SharedPrefixes
+from trl_opsd.teacher.prefix import SharedPrefix
 from trl_opsd.teacher.self_teacher import Average, Origin, OwnTeacher
 from trl_opsd.teacher.teachers import Teachers
 from trl_opsd.types.known import TokenHead
@@ -46,7 +46,7 @@ _PLACEMENTS: dict[str, Callable[..., Placement]] = {
 
 
 def build_teacher(
-    teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = True, memory: PrefixMemory | None = None
+    teacher_model: TeacherLike, args: OPSDConfig, is_only: bool = True, prefix_bytes: float = 0
 ) -> Teacher:
     """A frozen teacher from a path or a model, placed as `args.teacher_offload` says; a [`Teacher`] stays as it is.
 
@@ -67,7 +67,7 @@ def build_teacher(
             "The teacher was sharded by the student's ZeRO-3 config when it was loaded: pass its path, so that "
             "`teacher_offload` decides, or load it before the config is built."
         )
-    return _frozen(_placed(teacher_model, args, is_only), args, memory)
+    return _frozen(_placed(teacher_model, args, is_only), args, prefix_bytes)
 
 
 def on_device(model: CausalLM, device: torch.device) -> FrozenTeacher:
@@ -128,7 +128,7 @@ def build_teachers(
         need = "`teacher_model_kind='base'` is" if is_base else "`Anchor` and `Extrapolation` need"
         checked = Origin(student, handed_in, need)
     urls = servers(args)
-    memory = PrefixMemory(args.teacher_prefix_cache_gb * 1e9) if args.teacher_prefix_cache_gb else None
+    prefix_bytes = args.teacher_prefix_cache_gb * 1e9 / (len(models) + ("origin" in reads))
     adapters = {name: one for name, model in models.items() if (one := adapter_at(model, location(args))) is not None}
     is_only = len(models) - len(adapters) + len({one.base for one in adapters.values()}) == 1
     placements, unchanged = _placed_adapters(adapters, student, args, is_only)
@@ -136,19 +136,19 @@ def build_teachers(
     average: Average | None = None
     for name, model in models.items():
         if model is None:
-            teachers[name], average = _build_own(student, run, policy, args, memory)
+            teachers[name], average = _build_own(student, run, policy, args, prefix_bytes)
         elif name in urls:
             teachers[name] = served(model, urls[name], args, divergence, student, tokenizer)
         elif name in placements:
-            teachers[name] = _frozen(placements[name], args, memory)
+            teachers[name] = _frozen(placements[name], args, prefix_bytes)
         else:
-            teachers[name] = build_teacher(model, args, is_only, memory)
+            teachers[name] = build_teacher(model, args, is_only, prefix_bytes)
     for name, spell in by_bytes.items():
         teachers[name] = spell(teachers[name])
     origin: Teacher | None = None
     if "origin" in reads:
         own = next((one for one in teachers.values() if is_base), None)
-        origin = own or _build_base(student, run, policy, args, memory)
+        origin = own or _build_base(student, run, policy, args, prefix_bytes)
     checks = [one for one in (checked and checked.check, unchanged) if one is not None]
     _check_whole(teachers, args, divergence, needs_whole)
     asks_student = any(getattr(one, "student_k", 0) for one in teachers.values())
@@ -196,7 +196,7 @@ def _placed_adapters(
 
 
 def _build_own(
-    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, memory: PrefixMemory | None
+    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, prefix_bytes: float
 ) -> tuple[Teacher, Average | None]:
     """The student in another state as its teacher (`args.teacher_model_kind`), and its moving average if any."""
     kind = args.teacher_model_kind
@@ -206,7 +206,7 @@ def _build_own(
             "the student teaches with its own weights. Set `teacher_offload='none'`."
         )
     if kind == "base":
-        return _build_base(student, run, policy, args, memory), None
+        return _build_base(student, run, policy, args, prefix_bytes), None
     own = _own(student, run, policy, args)
     if kind == "live":
         return own(nullcontext), None
@@ -233,13 +233,13 @@ def _build_own(
 
 
 def _build_base(
-    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, memory: PrefixMemory | None
+    student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: OPSDConfig, prefix_bytes: float
 ) -> Teacher:
     """The student as it was passed: without its adapter and not quantised, or a copy."""
     if is_peft(student):
-        prefixes = None if memory is None else SharedPrefixes(student, memory, args.device, args.device)
-        return _own(student, run, policy, args)(partial(_as_passed, student), prefixes=prefixes)
-    teacher = _copied(student, args, memory)
+        prefix = SharedPrefix(student, prefix_bytes, args.device) if prefix_bytes else None
+        return _own(student, run, policy, args)(partial(_as_passed, student), prefix=prefix)
+    teacher = _copied(student, args, prefix_bytes)
     restore(teacher.model)
     return teacher
 
@@ -255,10 +255,10 @@ def _own(student: CausalLM, run: Run, policy: Callable[[], BatchPolicy], args: O
     return partial(OwnTeacher, student, run, policy=policy, cache_device=device, progress=progress)
 
 
-def _copied(student: CausalLM, args: OPSDConfig, memory: PrefixMemory | None = None) -> FrozenTeacher:
+def _copied(student: CausalLM, args: OPSDConfig, prefix_bytes: float = 0) -> FrozenTeacher:
     copied = whole_copy(student)
     broadcast_from_first(copied.state_dict(), args.device)
-    return _frozen(_placed(copied, args, is_only=True), args, memory)
+    return _frozen(_placed(copied, args, is_only=True), args, prefix_bytes)
 
 
 def _progress(args: OPSDConfig) -> bool:
@@ -271,14 +271,14 @@ def _placed(model: CausalLM, args: OPSDConfig, is_only: bool) -> Placement:
     return _PLACEMENTS[args.teacher_offload](model, args.device, **of_head)
 
 
-def _frozen(placement: Placement, args: OPSDConfig, memory: PrefixMemory | None) -> FrozenTeacher:
+def _frozen(placement: Placement, args: OPSDConfig, prefix_bytes: float) -> FrozenTeacher:
     return FrozenTeacher(
         placement,
         cache_device=args.teacher_cache_device,
         progress=_progress(args),
         padding_free=args.padding_free,
         pad_to_multiple_of=args.pad_to_multiple_of,
-        prefix_memory=memory,
+        prefix_bytes=prefix_bytes,
     )
 
 

@@ -55,7 +55,7 @@ class Teachers(dict[str, Teacher]):
         self.are_whole = not any(isinstance(one.head, TokenHead) for one in by_name.values())
         """Whether whole distributions of all are known, not the probabilities of some tokens alone."""
         every = {id(own := innermost(one)): own for one in (*by_name.values(), origin) if one is not None}.values()
-        self._prefixes = [one for own in every if (one := getattr(own, "prefixes", None)) is not None]
+        self._prefixes = [one for own in every if (one := getattr(own, "prefix", None)) is not None]
 
     @property
     def only(self) -> Teacher | None:
