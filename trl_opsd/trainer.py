@@ -34,7 +34,7 @@ from trl_opsd.methods.base import Method
 from trl_opsd.methods.order import Methods
 from trl_opsd.methods.rewards import Rewards
 from trl_opsd.models.backbone import completion_hidden, context_of, preserved_mode
-from trl_opsd.models.checks import check_student, check_trainable
+from trl_opsd.models.checks import check_can_learn, check_optimizer, check_student
 from trl_opsd.models.forks import forked_hidden
 from trl_opsd.models.padding import BatchPolicy
 from trl_opsd.options.names import StrictNames
@@ -214,7 +214,8 @@ class OPSDTrainer(StrictNames, TrainerHooks):
             self.turns = Turns(self, self._generation, self._get_tool_suffix_ids, tools or (), given.environments)
         check_student(self.model, self.args)
         if train_dataset is not None:
-            check_trainable(self.model, optimizers)
+            check_can_learn(self.model)
+            check_optimizer(self.model, optimizers[0])
             warn_of_lost_updates(self.model, self.accelerator, self.args.learning_rate, self.optimizer)
         self._use_special_tokens()
         self.divergence = self.args.build_divergence() if divergence is None else divergence

@@ -135,7 +135,7 @@ class TrainerHooks(TrainerMembers):
         if sizes.sp_enabled:
             from trl_opsd.models.shared_rows import RowGroup, check_shareable
 
-            check_shareable(self.model, sizes.sp_size, sizes.sp_handler.sp_attn_implementation)
+            check_shareable(self.model, sizes.sp_handler.sp_attn_implementation)
             self.row_group = RowGroup(sizes.sp_size)
         limit, show = self.args.phase_timeout, replace_default(self.callback_handler)
         watchdog = None if limit is None else Watchdog(limit, self.accelerator.process_index)

@@ -124,13 +124,13 @@ def load_pair(student: str, teacher: str, tiny: bool = False, settings: RunOptio
     path, place = tokenizer_at(teacher, theirs)
     base = teacher
     if (adapter := adapter_at(teacher, theirs)) is not None:
-        adapter.check("teacher", "teacher_trust_remote_code")
+        adapter.check("teacher")
         theirs, base = adapter.loading_of_base, adapter.base
     models: list[PreTrainedModel] = []
     trusted: list[dict[str, Any]] = []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     for role, source, options in (("student", student, mine), ("teacher", base, theirs)):
-        language_config(source, role, options, f"{'teacher_' * (role == 'teacher')}trust_remote_code")
+        language_config(source, role, options)
         trusted.append({"trust_remote_code": bool(options.get("trust_remote_code")), **place_of(options)})
         if tiny:  # random weights, other ones for each, or the divergence would be 0
             torch.manual_seed(len(models))

@@ -39,7 +39,7 @@ def planned(
     base, lends = teacher, load.lora is not None
     places: tuple[str, ...] = ()
     if (adapter := adapter_at(teacher, {})) is not None:
-        adapter.check("teacher", "teacher_trust_remote_code")
+        adapter.check("teacher")
         base = adapter.base
         is_students = lends and Path(base).resolve() == Path(student).resolve()
         places = (*["shared"] * is_students, "none", "cpu", "stream")
